@@ -16,6 +16,9 @@ def hostile(
     threads: Annotated[int, typer.Option(min=1, help="Threads of the engine.")] = 1,
     workers: Annotated[int, typer.Option(min=1, help="Gateway processes.")] = 1,
     model: Annotated[str, typer.Option(help="What the server serves.")] = "smollm2-135m",
+    stream_only: Annotated[
+        bool, typer.Option("--stream-only", help="The tenant has one stream and nothing else.")
+    ] = False,
     json_file: Json = None,
 ) -> None:
     """
@@ -29,9 +32,11 @@ def hostile(
         penstock bench hostile
 
         penstock bench hostile -a regex-bomb -a long-chat --seconds 60 --json hostile.json
+
+        penstock bench hostile -a long-chat -a long-arguments -a tokenize --stream-only
     """
     from penstock.bench.hostile import run as measured
 
-    settings = measured.HostileBenchSettings(tuple(attack or ()), seconds, bar, threads, workers, model)
+    settings = measured.HostileBenchSettings(tuple(attack or ()), seconds, bar, threads, workers, model, stream_only)
     if not measured.main(settings, json_file, console()):
         raise typer.Exit(1)

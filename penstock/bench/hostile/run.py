@@ -45,6 +45,8 @@ class HostileBenchSettings:
     threads: int = 1
     workers: int = 1
     model: str = "smollm2-135m"
+    stream_only: bool = False
+    """Nothing else runs: gaps between tokens are the engine's own steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +116,26 @@ def serve(settings: HostileBenchSettings, folder: Path) -> Iterator[Server]:
         yield Server(url, running.pid, keys)
 
 
-async def quiet(server: Server, seconds: float) -> dict[str, list[float]]:
-    victim = Victim(Target.parse(server.url, server.keys["tenant"]), "model")
+async def quiet(server: Server, seconds: float, stream_only: bool) -> dict[str, list[float]]:
+    victim = Victim(Target.parse(server.url, server.keys["tenant"]), "model", stream_only)
     await victim.run(seconds)
     if victim.failures:
         raise PenstockError(f"the tenant's requests failed without an attack: {victim.failures[0]}")
     return {name: list(values) for name, values in victim.latencies.items()}
 
 
-async def under_attack(server: Server, attack: str, seconds: float, log: Path) -> tuple[Victim, float, dict[str, int]]:
+async def under_attack(
+    server: Server, attack: str, settings: HostileBenchSettings, log: Path
+) -> tuple[Victim, float, dict[str, int]]:
     before = largest = server.memory()
     command = [sys.executable, "-m", "penstock.bench.hostile.attacks", attack]
     command += [server.url, server.keys["attacker"], "model", COLLECTION]
     with log.open("ab") as errors:
         attacker = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=errors)
-    victim = Victim(Target.parse(server.url, server.keys["tenant"]), "model")
+    victim = Victim(Target.parse(server.url, server.keys["tenant"]), "model", settings.stream_only)
     try:
         await asyncio.sleep(1.0)  # the attack is under way when measuring begins
-        running = asyncio.create_task(victim.run(seconds))
+        running = asyncio.create_task(victim.run(settings.seconds))
         while not running.done():
             largest = max(largest, await asyncio.to_thread(server.memory))
             await asyncio.wait((running,), timeout=0.5)
@@ -158,14 +162,14 @@ async def measure(server: Server, settings: HostileBenchSettings, log: Path, con
             (await client.post("/v1/collections", json={"name": COLLECTION})).raise_for_status()
             form = {"file": ("first.txt", b"The first document.", "text/plain")}
             (await client.post(f"/v1/collections/{COLLECTION}/documents", files=form)).raise_for_status()
-    await quiet(server, min(5.0, settings.seconds))  # warm-up
+    await quiet(server, min(5.0, settings.seconds), settings.stream_only)  # warm-up
     calm: dict[str, list[float]] = {name: [] for name in MEASURES}
     raw = []
     for attack in attacks:
-        for name, values in (await quiet(server, settings.seconds)).items():
+        for name, values in (await quiet(server, settings.seconds, settings.stream_only)).items():
             calm[name].extend(values)
         console.print(f"{attack} …", highlight=False)
-        raw.append((attack, *await under_attack(server, attack, settings.seconds, log)))
+        raw.append((attack, *await under_attack(server, attack, settings, log)))
         await asyncio.sleep(_RECOVERY_S)
     base = {name: percentiles(values) for name, values in calm.items()}
     rows = [_row(attack, victim, grown, answers, base) for attack, victim, grown, answers in raw]

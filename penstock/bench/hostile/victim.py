@@ -21,7 +21,8 @@ MEASURES = ("token gap", "short chat", "formatted chat", "upload")
 class Victim:
     """Sends its traffic for a while, and keeps every latency by measure."""
 
-    def __init__(self, target: Target, model: str) -> None:
+    def __init__(self, target: Target, model: str, stream_only: bool = False) -> None:
+        self._stream_only = stream_only
         self._target = target
         self._model = model
         self._number = 0
@@ -33,6 +34,8 @@ class Victim:
         end = time.monotonic() + seconds
         async with asyncio.TaskGroup() as group:
             group.create_task(self._repeat(end, 0.0, self._stream))
+            if self._stream_only:
+                return
             group.create_task(self._repeat(end, 0.25, self._timed("short chat", self._chat)))
             group.create_task(self._repeat(end, 0.5, self._timed("formatted chat", self._formatted)))
             group.create_task(self._repeat(end, 0.5, self._timed("upload", self._upload)))

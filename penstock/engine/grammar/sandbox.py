@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
@@ -43,6 +44,9 @@ WORD = 8
 _START_S = 60.0
 """Reading a large vocabulary takes seconds."""
 _STOP_S = 2.0
+_QUICK_S = 0.1
+_NICE = 10
+"""A grammar that takes longer gets only processor time that nobody else wants."""
 _LOOK_S = 1.0
 """A child that takes longer is looked at: the library can lock itself up when memory runs out."""
 _PATIENCE = 20.0
@@ -139,6 +143,11 @@ class GrammarSandbox:
         connection.settimeout(_LOOK_S)
         try:
             send_frame(connection, grammar.encode(errors="surrogatepass"))
+            connection.settimeout(_QUICK_S)
+            if not _readable(connection):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.setpriority(os.PRIO_PROCESS, child, _NICE)
+            connection.settimeout(_LOOK_S)
             while not _readable(connection):
                 if _sleeps(child):
                     raise GrammarTooComplex("it is too complex: it locked up the compiler")

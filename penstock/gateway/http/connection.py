@@ -36,6 +36,8 @@ PIECE = 128 * 1024
 """A reply that is larger is given to the transport in pieces of this size."""
 LINGER_S = 2.0
 """How long the unread rest of a body is discarded before the connection closes."""
+LINGER_BYTES = 4 << 20
+"""How much of it at most: reading at full speed for nothing would slow others down."""
 NOTICE_S = 1.0
 """The application waits for a reader just as long as the connection and shall notice first, since it counts them."""
 LOOK_S = (0.02, 0.2)
@@ -64,6 +66,7 @@ class Connection(asyncio.Protocol):
         self._since_body = 0
         """Bytes read after the last part of the body: the size of a chunk or the trailers."""
         self._fed = 0
+        self._discarded = 0
         self._body_size = 0
         self._repeated_head = False
         self._refusal = b""
@@ -167,6 +170,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._last or self._parser is None:
+            self._discarded += len(data)
+            if self._discarded > LINGER_BYTES:
+                self._transport.abort()
             return
         if self._in_head:
             self._head_size += len(data)

@@ -179,6 +179,21 @@ async def test_trailers_and_the_framing_of_chunks_are_limited_like_heads() -> No
         assert (await say(port, GET % (b"/", many))).startswith(b"HTTP/1.1 431")
 
 
+async def test_what_follows_a_refusal_is_discarded_within_a_bound() -> None:
+    async with listening() as (_, port, _):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        sent = 0
+        with pytest.raises(ConnectionError):
+            writer.write(CHUNKED + b"0\r\nx-a: ")
+            while sent < 256 << 20:
+                writer.write(b"b" * (1 << 18))
+                sent += 1 << 18
+                await writer.drain()
+        writer.transport.abort()
+        # What was discarded, and what the sockets' buffers hold; without a bound it is gigabytes in the two seconds.
+        assert sent < 64 << 20, sent
+
+
 # What java.net.http.HttpClient sends by default with a POST.
 JAVA = (
     b"POST /echo HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nContent-Length: 16\r\nHost: 127.0.0.1:8000\r\n"
