@@ -79,8 +79,8 @@ class Backend(Protocol):
         """Runs `request`; its deltas go to `mailbox` as choice `index`. Returns the replica (`x-penstock-replica`).
         Raises `ApiError` when it cannot run it."""
 
-    def abort(self, request_id: str) -> None:
-        """Aborts a request. Unknown ids are ignored."""
+    def abort(self, request_id: str, *, resumable: bool = False) -> None:
+        """Aborts a request. Unknown ids are ignored. `resumable`: its client may come back for the rest."""
 
     def holds(self, request_id: str) -> bool:
         """Whether the final delta of a request is still outstanding."""
@@ -89,7 +89,7 @@ class Backend(Protocol):
         """What the engine produced for these charges, of any gateway. `ApiError` when it cannot be asked."""
 
     async def claim(self, charge: str, request: Request) -> Claimed:
-        """The tokens of a resumable request of this charge whose gateway has died; see `Claim`."""
+        """The tokens of a resumable request of this charge; see `Claim`."""
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         """The deltas of one request. Closing the iterator early aborts the request."""
@@ -217,10 +217,10 @@ class EngineClient(ABC):
             raise
         return self.name
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, resumable: bool = False) -> None:
         if request_id in self._routes and request_id not in self._aborted:
             self._aborted.add(request_id)
-            self._send_abort(request_id)
+            self._send_abort(request_id, resumable)
 
     def holds(self, request_id: str) -> bool:
         return request_id in self._routes
@@ -329,7 +329,7 @@ class EngineClient(ABC):
     def _send_submit(self, request: Request) -> None: ...
 
     @abstractmethod
-    def _send_abort(self, request_id: str) -> None: ...
+    def _send_abort(self, request_id: str, resumable: bool = False) -> None: ...
 
     def _came_up(self, info: EngineInfo, state: EngineState = "awake") -> None:
         if self._info is not None and info.instance != self._info.instance:

@@ -12,9 +12,10 @@ from penstock.protocol.errors import (
     ModelAsleep,
     NotFound,
     Overloaded,
+    ResumedElsewhere,
     ServerError,
 )
-from penstock.protocol.messages import ASLEEP, DRAINING, NOT_REGISTERED
+from penstock.protocol.messages import ASLEEP, DRAINING, NOT_REGISTERED, RESUMED_ELSEWHERE
 
 
 def error_of(delta: Delta) -> ApiError:
@@ -24,6 +25,8 @@ def error_of(delta: Delta) -> ApiError:
         return Draining()
     if message.startswith(NOT_REGISTERED):
         return EngineLost()
+    if message.startswith(RESUMED_ELSEWHERE):
+        return ResumedElsewhere()
     if message.startswith(ASLEEP):
         return ModelAsleep("The model fell asleep before this request could run; try again.", retry_after=1.0)
     if message.startswith((ADAPTER_UNKNOWN, ADAPTER_FAILED, NO_ADAPTERS)):

@@ -66,11 +66,16 @@ class Mailbox:
             arrival.at = now
         self._wake()
 
+    @property
+    def error(self) -> Exception | None:
+        """What ended it."""
+        return self._error
+
     def fail(self, error: Exception) -> None:
         """Ends the stream; the reader first gets what has arrived, then `error`. The first error wins."""
         if self._error is None:
             self._error = error
-            self._wake()
+        self._wake()
 
     async def take(self, within: float | None = None) -> list[Arrival]:
         """Returns everything that has arrived, waiting for the first arrival; empty after `within` seconds."""

@@ -158,8 +158,8 @@ class NativeBackend(EngineClient):
         if not self._try_send(Submit(request)):
             raise Overloaded("The engine accepts no new requests at the moment; try again shortly.")
 
-    def _send_abort(self, request_id: str) -> None:
-        if not self._try_send(Abort(request_id)):
+    def _send_abort(self, request_id: str, resumable: bool = False) -> None:
+        if not self._try_send(Abort(request_id, resumable)):
             log.warning(
                 "abort could not be sent to the engine", extra={"engine": self.name, "engine_request_id": request_id}
             )

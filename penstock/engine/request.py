@@ -102,8 +102,8 @@ class Request:
     patient: bool = True
     """False: without a token yet, it does not wait for an engine that is away, because another can answer; for routers
     too."""
-    resumable: bool = False
-    """Whether its tokens are kept for a while, for a client whose gateway dies; for the host process."""
+    resumable_by: str = ""
+    """Who may come back for its tokens, which are kept for a while; empty: nobody. For the host process."""
     handover: Handover | None = None
     """The engine that computes the prompt, if not this one; for the host process, which then fetches the blocks."""
 

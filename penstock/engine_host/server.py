@@ -32,6 +32,7 @@ from penstock.protocol.messages import (
     HEARTBEAT_S,
     NOT_REGISTERED,
     PROTOCOL_VERSION,
+    RESUMED_ELSEWHERE,
     Abort,
     AdapterResult,
     Adapters,
@@ -175,8 +176,10 @@ class EngineServer:
                     self._submit(identity, texts.request_id, partial(self._engine.encode, texts))
                 else:
                     self._refuse(identity, texts.request_id, "this engine generates; it does not encode texts")
-            case Abort(request_id):
+            case Abort(request_id, resumable):
                 if peer is not None and request_id in peer.requests:
+                    if resumable:
+                        self._tally.broken_off(request_id)
                     self._abort(request_id)
             case Pull():
                 if peer is not None:
@@ -184,7 +187,7 @@ class EngineServer:
             case Count(question, charges):
                 self._answer(identity, Counted(question, self._tally.of(charges)))
             case Claim(question, charge, request):
-                self._answer(identity, self._tally.claim(question, charge, request))
+                self._claim(identity, question, charge, request)
             case LoadAdapter() | UnloadAdapter() | PinAdapter():
                 operate(self._engine, message, lambda result: self._answer(identity, result))
             case Hello(gateway, version):
@@ -242,7 +245,7 @@ class EngineServer:
 
     def _begin(self, request: Request) -> None:
         self._peers.release(self._engine.load_snapshot, time.monotonic())
-        resumable = request if request.resumable else None
+        resumable = request if request.resumable_by else None
         self._tally.begin(request.request_id, already=len(request.produced), request=resumable)
         if not self._handovers.begin(self._engine, request):
             self._engine.submit(request)
@@ -252,6 +255,19 @@ class EngineServer:
             self._deliver([Delta(request_id, finish_reason="abort")], self._engine.load_snapshot())
         else:
             self._engine.abort(request_id)
+
+    def _claim(self, identity: bytes, question: str, charge: str, request: Request) -> None:
+        """Answer a claim, after everything that its gateway has been sent. A request that still runs has a client that
+        came back on another connection: it is stopped, and the gateway of the old one told."""
+        self._peers.release(self._engine.load_snapshot, time.monotonic())
+        claimed = self._tally.claim(question, charge, request)
+        running = claimed.request_id
+        if claimed.running and (owner := self._peers.owner(running)) is not None:
+            self._peers.disown(running)
+            self._refuse(owner.identity, running, f"{RESUMED_ELSEWHERE}: its client has come back")
+            self._tally.broken_off(running)
+            self._abort(running)
+        self._answer(identity, claimed)
 
     def _step(self) -> None:
         if self._watchdog is not None:

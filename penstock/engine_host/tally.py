@@ -3,8 +3,8 @@
 A gateway that dies leaves charges open; the gateway that settles them asks the engine what was really produced. The ids
 of the requests behind one charge begin with the charge's id, up to the colon (`charge_of`). Finished requests are
 remembered for `keep_s`, at most `most` of them; the oldest are forgotten first. Of resumable requests the tokens
-themselves are kept too, for `RESUME_S` after the end, so that a client whose gateway died can go on: at most
-`MOST_KEPT` of them.
+themselves are kept too, for `RESUME_S` after the end, so that a client whose connection broke, or whose gateway died,
+can go on: at most `MOST_KEPT` of them.
 """
 
 from __future__ import annotations
@@ -14,35 +14,53 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from penstock.engine.request import Delta, Request
+from penstock.engine.request import Delta, Request, TokenLogprob
 from penstock.protocol.messages import RESUME_S, TALLY_KEEP_S, Claimed, Produced, charge_of
 
 MOST = 65_536
 MOST_KEPT = 8 * 2**20
-"""Tokens, of prompts and answers, that are kept of resumable requests that have ended."""
+"""Tokens, of prompts and answers, that are kept of resumable requests that have ended; log-probabilities count like
+tokens."""
+
+
+MOST_CLAIMS = 32
+"""How often a stream is resumed. It costs the client nothing, but the engine may have to compute the prompt again."""
 
 
 class _Resumable:
     """A resumable request with its tokens."""
 
-    __slots__ = ("broken_off", "request", "tokens")
+    __slots__ = ("broken_off", "claims", "logprobs", "request", "tokens")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.tokens = list(request.produced)
+        self.logprobs: list[TokenLogprob] = []
+        self.claims = 0
         self.broken_off = False
-        """Whether its gateway has died."""
+        """Whether its gateway has died, or its client is gone."""
+
+    def add(self, delta: Delta) -> None:
+        self.tokens.extend(delta.tokens)
+        if delta.logprobs is not None:
+            self.logprobs.extend(delta.logprobs)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has everything that was shown; not so of log-probabilities that another engine computed."""
+        return self.request.params.logprobs is None or len(self.logprobs) == len(self.tokens)
 
     @property
     def size(self) -> int:
-        return len(self.request.prompt) + len(self.tokens)
+        each = 1 + (self.request.params.logprobs or 0)
+        return len(self.request.prompt) + len(self.tokens) + len(self.logprobs) * each
 
     def fits(self, claim: Request) -> bool:
-        """Whether a claim is for the same text with the same parameters, by the same tenant."""
+        """Whether a claim is for the same text with the same parameters, by the same client."""
         own = self.request
         params = dataclasses.replace(claim.params, seed=own.params.seed)
-        return (own.owner, own.adapter, own.cache_salt, own.params, own.prompt) == (
-            claim.owner, claim.adapter, claim.cache_salt, params, claim.prompt,
+        return (own.resumable_by, own.adapter, own.cache_salt, own.params, own.prompt) == (
+            claim.resumable_by, claim.adapter, claim.cache_salt, params, claim.prompt,
         )  # fmt: skip
 
 
@@ -71,11 +89,14 @@ class Tally:
     def begin(self, request_id: str, *, already: int = 0, request: Request | None = None) -> None:
         """A request was accepted; it brings `already` tokens from where it ran before. A reused id starts over.
         `request`: given if it is resumable."""
+        earlier = self._resumable.get(request_id)
         self._forget(request_id)
         entry = self._running[request_id] = Produced(request_id, already)
         self._groups.setdefault(charge_of(request_id), {})[request_id] = entry
         if request is not None:
-            self._resumable[request_id] = _Resumable(request)
+            kept = self._resumable[request_id] = _Resumable(request)
+            if earlier is not None:  # a resumed stream goes on here
+                kept.logprobs, kept.claims = earlier.logprobs[: len(kept.tokens)], earlier.claims
 
     def add(self, deltas: Iterable[Delta]) -> None:
         running, resumable = self._running, self._resumable
@@ -85,7 +106,7 @@ class Tally:
                 continue  # it has finished already, or was never accepted
             entry.tokens += len(delta.tokens)
             if resumable and (kept := resumable.get(delta.request_id)) is not None:
-                kept.tokens.extend(delta.tokens)
+                kept.add(delta)
             if delta.cached_tokens is not None:
                 entry.cached_tokens = delta.cached_tokens
             if delta.finish_reason is not None:
@@ -101,7 +122,7 @@ class Tally:
         return [entry for group in groups for entry in self._groups.get(group, {}).values()]
 
     def broken_off(self, request_id: str) -> None:
-        """The gateway of this request has died; it is about to be aborted."""
+        """The gateway of this request has died, or its client is gone; it is about to be aborted."""
         if (kept := self._resumable.get(request_id)) is not None:
             kept.broken_off = True
 
@@ -114,12 +135,15 @@ class Tally:
         self._drop_old()
         for request_id, entry in self._groups.get(charge, {}).items():
             kept = self._resumable.get(request_id)
-            if kept is None or not kept.fits(request):
+            if kept is None or not kept.whole or not kept.fits(request):
                 continue
             if entry.finish_reason is None:
-                return Claimed(question, running=True)
+                return Claimed(question, running=True, request_id=request_id)
             if entry.finish_reason == "error" or (entry.finish_reason == "abort" and not kept.broken_off):
                 continue  # it failed, or its gateway ended it: there is nothing to go on with
+            if kept.claims >= MOST_CLAIMS:
+                continue
+            kept.claims += 1
             self._kept[request_id] = self._clock()  # until the request arrives that goes on with it
             self._kept.move_to_end(request_id)
             return Claimed(
@@ -128,6 +152,7 @@ class Tally:
                 request_id=request_id,
                 seed=kept.request.params.seed,
                 tokens=kept.tokens,
+                logprobs=kept.logprobs or None,
                 cached_tokens=entry.cached_tokens,
                 finish_reason=None if entry.finish_reason == "abort" else entry.finish_reason,
             )

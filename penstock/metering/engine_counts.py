@@ -33,7 +33,11 @@ def merged(entries: Iterable[Produced]) -> list[Produced]:
             last = max(entry, other, key=lambda one: one.tokens)
             cached = min(entry.cached_tokens, other.cached_tokens)
             found[entry.request_id] = Produced(
-                entry.request_id, last.tokens, cached, None if running else last.finish_reason
+                entry.request_id,
+                last.tokens,
+                cached,
+                None if running else last.finish_reason,
+                entry.resumable or other.resumable,
             )
     return list(found.values())
 

@@ -167,6 +167,17 @@ class NotFound(ApiError):
     code = "not_found"
 
 
+class ResumedElsewhere(ApiError):
+    """The client has come back for this stream on another connection, which goes on with it."""
+
+    status = 409
+    type = "conflict_error"
+    code = "resumed_elsewhere"
+
+    def __init__(self) -> None:
+        super().__init__("This stream was resumed on another connection.")
+
+
 class ModelNotFound(NotFound):
     """No such model; the message lists the ones there are."""
 

@@ -40,7 +40,7 @@ import msgspec
 
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.encoder.request import EncodeRequest, Encoding
-from penstock.engine.request import EngineInfo, EngineLoad, EngineState, FinishReason, Request, StepOutput
+from penstock.engine.request import EngineInfo, EngineLoad, EngineState, FinishReason, Request, StepOutput, TokenLogprob
 
 PROTOCOL_VERSION = 3
 HELLO_S = 1.0
@@ -50,12 +50,13 @@ HEARTBEAT_S = 0.5
 TALLY_KEEP_S = 900.0
 """How long an engine remembers what it produced for finished requests, for `Count`."""
 RESUME_S = 10.0
-"""How long an engine keeps the tokens of a resumable request that has ended or whose gateway has died. Until then the
-charge of the dead gateway stays open: a stream that goes on is charged once, as a whole."""
+"""How long an engine keeps the tokens of a resumable request that has ended, or whose client or gateway is gone. Until
+then its charge stays open: a stream that goes on is charged once, as a whole."""
 
 DRAINING = "draining"
 ASLEEP = "asleep"
 NOT_REGISTERED = "not_registered"
+RESUMED_ELSEWHERE = "resumed_elsewhere"
 """First word of `Delta.error` when the server itself refuses; a colon and the explanation follow."""
 
 
@@ -77,6 +78,8 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     are ignored."""
 
     request_id: str
+    resumable: bool = False
+    """Its client may come back for the rest: the tokens are kept, see `RESUME_S`."""
 
 
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
@@ -135,8 +138,8 @@ class Count(msgspec.Struct, frozen=True, tag="count"):
 
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
-    """Asks for the tokens of a resumable request of this charge whose gateway has died. `request`: the same request
-    again; only its id and seed may differ."""
+    """Asks for the tokens of a resumable request of this charge. If it still runs, for a client whose connection broke
+    unnoticed, it is taken from its gateway. `request`: the same request again; only its id and seed may differ."""
 
     question: str
     charge: str
@@ -244,7 +247,7 @@ class Counted(msgspec.Struct, frozen=True, tag="counted"):
 
 class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
     """The tokens of a claimed request, under whose id and seed it can go on. Not `found`: there is none that this
-    claim fits. `running`: its gateway has not been missed yet."""
+    claim fits. `running`: it is being stopped; ask again."""
 
     question: str
     found: bool = False
@@ -252,6 +255,7 @@ class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
     request_id: str = ""
     seed: int = 0
     tokens: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     """How it had ended; None: it was broken off."""

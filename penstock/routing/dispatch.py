@@ -146,9 +146,9 @@ class Dispatcher:
             flight.hedge = loop.call_later(self._resilience.hedge_s, self._hedge, flight)
         return name
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, *, resumable: bool = False) -> bool:
         """Aborts a request; False if it is unknown. Deltas that its replica still sends, up to the final one, are
-        delivered."""
+        delivered. `resumable`: see `Backend.abort`."""
         flight = self._flights.get(request_id)
         if flight is None or flight.stopping:
             return flight is not None
@@ -161,7 +161,7 @@ class Dispatcher:
             del self._flights[flight.id]
             return True
         flight.stopping = True
-        flight.legs[0].member.backend.abort(flight.id)
+        flight.legs[0].member.backend.abort(flight.id, resumable=resumable)
         return True
 
     def holds(self, request_id: str) -> bool:

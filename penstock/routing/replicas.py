@@ -158,8 +158,8 @@ class ReplicaSet:
     def submit(self, request: Request, mailbox: DeltaSink, index: int = 0) -> str:
         return self.dispatcher.submit(request, mailbox, index)
 
-    def abort(self, request_id: str) -> None:
-        self.dispatcher.abort(request_id)
+    def abort(self, request_id: str, *, resumable: bool = False) -> None:
+        self.dispatcher.abort(request_id, resumable=resumable)
 
     def holds(self, request_id: str) -> bool:
         return self.dispatcher.holds(request_id)

@@ -70,7 +70,7 @@ class InProcessBackend(EngineClient):
     def _send_submit(self, request: Request) -> None:
         self._inbox.put(request)
 
-    def _send_abort(self, request_id: str) -> None:
+    def _send_abort(self, request_id: str, resumable: bool = False) -> None:
         self._inbox.put(request_id)
 
     def _send_state(self, message: Sleep | Wake) -> None:

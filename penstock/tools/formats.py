@@ -42,10 +42,14 @@ class ToolFormat:
     short_ids: bool = False
     """Whether call ids must be nine letters or digits."""
 
-    def new_id(self) -> str:
-        """An id for a new call."""
+    def new_id(self, seed: str = "") -> str:
+        """An id for a new call: random, or always the same for a `seed`."""
         length = 9 if self.short_ids else 24
-        mark = "".join(secrets.choice(_ALPHABET) for _ in range(length))
+        if seed:
+            digest = hashlib.sha256(seed.encode()).digest()
+            mark = "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest[:length])
+        else:
+            mark = "".join(secrets.choice(_ALPHABET) for _ in range(length))
         return mark if self.short_ids else f"call_{mark}"
 
     def known_id(self, given: str) -> str:

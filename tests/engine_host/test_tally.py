@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from penstock.engine.request import Delta, Request, SamplingParams
-from penstock.engine_host.tally import Tally
+from penstock.engine.request import Delta, Request, SamplingParams, TokenLogprob
+from penstock.engine_host.tally import MOST_CLAIMS, Tally
 from penstock.metering.engine_counts import engine_id, usage_of
 from penstock.metering.prices import Usage
 from penstock.protocol.messages import Abort, Claimed, Count, Counted, Goodbye, Produced
@@ -90,8 +91,14 @@ def test_a_request_that_was_aborted_or_left_behind_is_counted_to_its_end() -> No
 
 
 def resumable(**changes: Any) -> Request:
-    given: dict[str, Any] = {"prompt": [7, 8], "params": SamplingParams(seed=5), "owner": "acme", **changes}
-    return Request("c:0.0.1", resumable=True, **given)
+    given: dict[str, Any] = {
+        "prompt": [7, 8],
+        "params": SamplingParams(seed=5),
+        "owner": "acme",
+        "resumable_by": "acme",
+        **changes,
+    }
+    return Request("c:0.0.1", **given)
 
 
 def test_a_broken_stream_is_claimed_by_the_same_request_only() -> None:
@@ -100,12 +107,12 @@ def test_a_broken_stream_is_claimed_by_the_same_request_only() -> None:
     tally.begin("c:0.0.1", request=resumable())
     tally.add([Delta("c:0.0.1", [1, 2], cached_tokens=1)])
     again = resumable(params=SamplingParams(seed=99))
-    assert tally.claim("q", "c", again) == Claimed("q", running=True)
+    assert tally.claim("q", "c", again) == Claimed("q", running=True, request_id="c:0.0.1")
     tally.broken_off("c:0.0.1")
     tally.add([Delta("c:0.0.1", [3], "abort")])
     for other in (
         resumable(prompt=[7, 9]),
-        resumable(owner="other"),
+        resumable(resumable_by="other"),
         resumable(params=SamplingParams(max_tokens=99)),
         resumable(cache_salt="x"),
         resumable(adapter="x"),
@@ -138,3 +145,21 @@ def test_the_tokens_of_resumable_requests_are_bounded() -> None:
         tally.begin(f"{number}:0.0.1", request=resumable())
         tally.add([Delta(f"{number}:0.0.1", [1, 2], "stop")])
     assert [tally.claim("q", str(number), resumable()).found for number in range(4)] == [False, False, True, True]
+
+
+def test_log_probabilities_are_kept_across_claims_which_are_bounded() -> None:
+    tally = Tally()
+    request = resumable(params=SamplingParams(seed=5, logprobs=0))
+    tally.begin("c:0.0.1", request=request)
+    for claims in range(MOST_CLAIMS):
+        tally.add([Delta("c:0.0.1", [claims], logprobs=[TokenLogprob(-0.5)])])
+        tally.broken_off("c:0.0.1")
+        tally.add([Delta("c:0.0.1", finish_reason="abort")])
+        claimed = tally.claim("q", "c", request)
+        assert len(claimed.tokens) == len(claimed.logprobs or ()) == claims + 1
+        tally.begin("c:0.0.1", request=dataclasses.replace(request, produced=claimed.tokens))
+    tally.broken_off("c:0.0.1")
+    tally.add([Delta("c:0.0.1", finish_reason="abort")])
+    assert not tally.claim("q", "c", request).found
+    tally.begin("d:0.0.1", request=dataclasses.replace(request, request_id="d:0.0.1", produced=[1]))
+    assert not tally.claim("q", "d", request).running, "another engine has the log-probabilities of its first token"

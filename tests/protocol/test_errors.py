@@ -31,6 +31,7 @@ EVERY = [
     (errors.MethodNotAllowed("no"), 405, "invalid_request_error", "method_not_allowed"),
     (errors.RequestTimeout("late"), 408, "timeout_error", "timeout"),
     (errors.ConversationBusy("wait"), 409, "conflict_error", "conversation_busy"),
+    (errors.ResumedElsewhere(), 409, "conflict_error", "resumed_elsewhere"),
     (errors.PayloadTooLarge(limit=5, size=9), 413, "invalid_request_error", "payload_too_large"),
     (errors.UnsupportedMediaType("xml"), 415, "invalid_request_error", "unsupported_media_type"),
     (errors.UnsupportedEncoding("br", ["gzip"]), 415, "invalid_request_error", "unsupported_encoding"),

@@ -64,6 +64,9 @@ class OpenAccount(Protocol):
     def settle(self, finish_reason: str) -> object:
         """Write the end of the charge, once; the first reason stands."""
 
+    def leave(self) -> None:
+        """The client is gone, but may come back for the rest: the charge stays open until it can no longer do so."""
+
 
 class AccountBook(Protocol):
     """Opens the charges of a gateway."""
@@ -89,6 +92,9 @@ class NoAccount:
     def settle(self, finish_reason: str) -> None:
         return
 
+    def leave(self) -> None:
+        return
+
 
 class NoAccounts:
     """Without a ledger nothing is charged."""
@@ -105,11 +111,18 @@ class NoAccounts:
 class Account:
     """The charge of one request, in the ledger."""
 
-    __slots__ = ("_charge", "_generation", "_journal", "_metrics", "_opened", "_settled", "_void")
+    __slots__ = ("_charge", "_generation", "_journal", "_left", "_metrics", "_opened", "_settled", "_void")
 
     def __init__(
-        self, journal: Journal, charge: Charge, generation: Metered, metrics: UsageMetrics | None = None
+        self,
+        journal: Journal,
+        charge: Charge,
+        generation: Metered,
+        metrics: UsageMetrics | None = None,
+        left: dict[str, OpenCharge] | None = None,
     ) -> None:
+        """`left`: where charges go whose clients may come back."""
+        self._left = left
         self._journal = journal
         self._metrics = metrics
         self._charge = charge
@@ -152,9 +165,39 @@ class Account:
         if self._settled is None:
             settlement = self._settlement(finish_reason)
             self._settled = self._journal.settle(settlement)
-            if self._metrics is not None:
-                _count(self._metrics, settlement)
+            self._count(settlement)
         return self._settled
+
+    def leave(self) -> None:
+        if self._settled is None and self._left is not None:
+            settlement = self._settlement("abort")
+            self.note()
+            self._count(settlement)
+            self._left[self._charge.id] = OpenCharge(
+                settlement.charge, settlement.cached_tokens, settlement.completion_tokens
+            )
+            self._settled = asyncio.get_running_loop().create_future()
+            self._settled.set_result(True)
+
+    def _count(self, settlement: Settlement) -> None:
+        """Count what was used since metrics last heard of this charge."""
+        if self._metrics is None:
+            return
+        charge, before, cost = settlement.charge, self._generation.before, settlement.cost_nanos
+        if before is None:
+            before = Usage()
+        else:
+            cost = max(cost - cost_of(charge, before.cached, before.completion), 0)
+        self._metrics.settled(
+            charge.tenant,
+            charge.model,
+            charge.adapter,
+            charge.feature,
+            prompt=charge.prompt_tokens - before.prompt,
+            cached=max(settlement.cached_tokens - before.cached, 0),
+            completion=max(settlement.completion_tokens - before.completion, 0),
+            nanodollars=cost,
+        )
 
     def _settlement(self, finish_reason: str) -> Settlement:
         cached, completion = self._generation.cached_tokens, self._generation.completion_tokens
@@ -210,6 +253,8 @@ class Accounts:
         self._keeper: asyncio.Task[None] | None = None
         self._beats = True
         """Whether the last heartbeat was written."""
+        self._left: dict[str, OpenCharge] = {}
+        """Charges of streams whose clients are gone and may come back."""
 
     async def start(self) -> None:
         await self.ledger.prepare()
@@ -258,14 +303,16 @@ class Accounts:
         )
         if in_batch:
             return LineAccount(self.journal, charge, generation, self._metrics)
-        account = Account(self.journal, charge, generation, self._metrics)
+        account = Account(self.journal, charge, generation, self._metrics, self._left)
         account.open()
+        self._left.pop(charge.id, None)
         return account
 
     async def recover(self) -> int:
         """Settle what dead gateways left open; returns how many charges. Those whose engine does not answer wait."""
         settled = 0
         abandoned = await self.ledger.open_charges(abandoned_since=time.time() - self._dead_after_s)
+        abandoned += self._left.values()
         by_model: defaultdict[str, list[OpenCharge]] = defaultdict(list)
         for entry in abandoned:
             by_model[entry.charge.model].append(entry)
@@ -309,8 +356,13 @@ class Accounts:
         )
         ended = bool(produced) and all(run.finish_reason not in ("abort", "error") for run in produced)
         cost = cost_of(charge, used.cached, used.completion) if used.completion or ended else 0
-        self.journal.settle(Settlement(charge, now, used.cached, used.completion, cost, "lost", "recovery"))
-        return True
+        # A stream that was resumed has been settled by the gateway that resumed it, and the first settlement stands.
+        left = self._left.pop(charge.id, None) is not None
+        settlement = Settlement(charge, now, used.cached, used.completion, cost, "abort")
+        if not left:
+            settlement = msgspec.structs.replace(settlement, finish_reason="lost", settled_by="recovery")
+        self.journal.settle(settlement)
+        return not left
 
     async def _keep(self) -> None:
         while True:
@@ -324,20 +376,6 @@ class Accounts:
                 self._beats = False
             # A heartbeat also finds out whether there is space again, when no request tries to.
             await asyncio.sleep(self._dead_after_s / 4 if self._beats else min(RETRY_S, self._dead_after_s / 4))
-
-
-def _count(metrics: UsageMetrics, settlement: Settlement) -> None:
-    charge = settlement.charge
-    metrics.settled(
-        charge.tenant,
-        charge.model,
-        charge.adapter,
-        charge.feature,
-        prompt=charge.prompt_tokens,
-        cached=settlement.cached_tokens,
-        completion=settlement.completion_tokens,
-        nanodollars=settlement.cost_nanos,
-    )
 
 
 def _storable(text: str) -> str:

@@ -6,6 +6,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.metering.prices import Usage
+
 
 class NamedModel(Protocol):
     """What a price is looked up by."""
@@ -44,6 +46,14 @@ class Metered(Protocol):
         """Whether the answer was found in the response cache."""
 
     @property
+    def resumable(self) -> bool:
+        """Whether the client may come back for the rest of it, at another gateway too."""
+
+    @property
+    def before(self) -> Usage | None:
+        """Of a resumed stream: what limits and metrics have counted already."""
+
+    @property
     def billable(self) -> bool:
         """Whether the client got anything for it."""
 
@@ -69,6 +79,8 @@ class FixedWork:
     most_completion_tokens: int = 0
     billable: bool = False
     from_cache: bool = False
+    resumable: bool = False
+    before: Usage | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property

@@ -89,7 +89,16 @@ class Quotas:
         percent = self._prices.percent(price, exchange.caller.tier, batch=batch_line(exchange) is not None)
         count = int(counted)
         amounts = Amounts(count, prompt + most, count, price.cost(Usage(prompt, 0, most), percent=percent))
-        id = uuid.uuid4().hex  # a client may send the same x-request-id twice, also to several gateways
+        # A client may send the same x-request-id twice, also to several gateways.
+        id = generation.id if generation.resumable else uuid.uuid4().hex
+        if (before := generation.before) is not None:
+            # Its first reservation, unless its gateway has settled it; what it used then stays counted.
+            spent = price.cost(before, percent=percent)
+            earlier = Amounts(1, before.prompt + before.completion, 1, spent)
+            await self._store.settle(id, limits, amounts, earlier)
+            rest = max(most - before.completion, 0)
+            amounts = Amounts(0, rest, 1, price.cost(Usage(0, 0, rest), percent=percent))
+            id = uuid.uuid4().hex
         decision = await self._store.reserve(id, limits, amounts)
         if counted:
             exchange.extra_headers += _headers(decision, exchange.dialect)
@@ -102,9 +111,12 @@ class Quotas:
         used = Usage()
         if generation.billable:
             used = Usage(generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens)
-        reserved = reservation.reserved
+        reserved, tokens = reservation.reserved, used.prompt + used.completion
         cost = reservation.price.cost(used, percent=reservation.percent)
-        amounts = Amounts(reserved.requests, used.prompt + used.completion, reserved.concurrent, cost)
+        if (before := generation.before) is not None:
+            tokens = max(tokens - before.prompt - before.completion, 0)
+            cost = max(cost - reservation.price.cost(before, percent=reservation.percent), 0)
+        amounts = Amounts(reserved.requests, tokens, reserved.concurrent, cost)
         await self._store.settle(reservation.id, reservation.limits, reserved, amounts)
 
     @asynccontextmanager

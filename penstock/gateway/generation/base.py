@@ -15,6 +15,7 @@ from typing import Protocol
 from penstock.gateway.accounting.admission import EngineDemand
 from penstock.gateway.generation.choice import Piece, TextGuard
 from penstock.gateway.generation.sources import Sources
+from penstock.metering.prices import Usage
 from penstock.routing.registry import AnsweringModel
 from penstock.telemetry.context import sampled_trace
 from penstock.telemetry.metrics import Metrics, RequestMetrics
@@ -74,6 +75,10 @@ class Generation(ABC):
     moderated: PieceStream | None = None
     """Holds pieces back until a moderation model has seen them."""
     first_token_at: float | None = None
+    resumable = False
+    """Whether the client may come back for the rest of the stream, if its connection breaks."""
+    before: Usage | None = None
+    """Of a resumed stream: what limits and metrics have counted already."""
 
     _observed: RequestMetrics
     """Metrics of the replica; set when the replica gets the request, which is before its first token."""
@@ -148,6 +153,11 @@ class Generation(ABC):
     @property
     def from_cache(self) -> bool:
         """Whether the answer comes from the response cache."""
+        return False
+
+    @property
+    def left(self) -> bool:
+        """Whether the client is gone but may come back for the rest, which belongs to the same charge."""
         return False
 
     def demand(self) -> EngineDemand | None:

@@ -70,6 +70,7 @@ class Choice:
     """The text side of one engine request."""
 
     __slots__ = (
+        "_call_seed",
         "_detokenizer",
         "_eos",
         "_held",
@@ -106,15 +107,18 @@ class Choice:
         discard: bool = False,
         continuation: bool = False,
         toolbox: Toolbox | None = None,
+        call_seed: str = "",
     ) -> None:
-        """`toolbox`: functions that the text may call. `continuation`: the text continues the prompt, so a leading
-        space stays. `discard`: the request is only run for its prompt; what it generates is neither shown nor
-        counted."""
+        """`toolbox`: functions that the text may call. `call_seed`: what the ids of calls are derived from, so that
+        they are the same when the tokens are read again; empty: they are random. `continuation`: the text continues
+        the prompt, so a leading space stays. `discard`: the request is only run for its prompt; what it generates is
+        neither shown nor counted."""
         self.index = index
         self.want_logprobs = want_logprobs
         self.discard = discard
         self._eos = text.eos_token_ids
         self._toolbox = toolbox
+        self._call_seed = call_seed
         self._parser = None if toolbox is None else toolbox.parser()
         shown = frozenset() if toolbox is None or toolbox.opener_id is None else frozenset((toolbox.opener_id,))
         self._detokenizer = text.detokenizer(continuation=continuation, shown=shown)
@@ -208,7 +212,8 @@ class Choice:
         piece.calls = []
         for event in events:
             if isinstance(event, CallBegin):
-                piece.calls.append(CallPiece(event.index, self._toolbox.form.new_id(), event.name, ""))
+                seed = self._call_seed and f"{self._call_seed}.{self.index}.{event.index}"
+                piece.calls.append(CallPiece(event.index, self._toolbox.form.new_id(seed), event.name, ""))
             elif isinstance(event, CallArguments):
                 piece.calls.append(CallPiece(event.index, None, None, event.text))
 

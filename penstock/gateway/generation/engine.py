@@ -7,19 +7,30 @@ client was told of; of one that was cut off, all that the engine had produced wh
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-from penstock.backends.mailbox import Mailbox
+from penstock.backends.mailbox import Arrival, Mailbox
 from penstock.engine.request import Delta
 from penstock.gateway.accounting.admission import EngineDemand
+from penstock.gateway.app.exchange import ClientDisconnected
 from penstock.gateway.generation.base import Gate, Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, Choice, Piece, TextGuard
 from penstock.gateway.generation.replay import AnswerRecord, replayed
-from penstock.gateway.generation.resumption import claim
+from penstock.gateway.generation.resumption import claim, singly
 from penstock.gateway.generation.sources import Sources
 from penstock.gateway.generation.spec import GenerationSpec
-from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, RequestTimeout, ServerError
+from penstock.metering.prices import Usage
+from penstock.protocol.errors import (
+    ApiError,
+    EngineLost,
+    InvalidRequest,
+    RequestTimeout,
+    ResumedElsewhere,
+    ServerError,
+)
 from penstock.routing.registry import ServedModel
 from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.timeline import EngineRun
@@ -28,6 +39,10 @@ GRACE_S = 5.0
 """How much longer than the engine's own deadline the gateway waits before it gives up on the engine."""
 LAST_REPORT_S = 10.0
 """How long an engine that is alive may take to report the last tokens of an aborted request."""
+
+
+SINGLES_AT_ONCE = 256
+"""Tokens of a resumed stream that are read before the event loop may run other work."""
 
 
 class EngineGeneration(Generation):
@@ -54,6 +69,7 @@ class EngineGeneration(Generation):
                 discard=spec.prompt_only,
                 continuation=spec.continuation,
                 toolbox=spec.toolbox,
+                call_seed=spec.id if spec.resumption is not None else "",
             )
             for index, request in enumerate(self._requests)
         ]
@@ -66,6 +82,8 @@ class EngineGeneration(Generation):
         self._replayed_tokens = 0
         self._claimed: Delta | None = None
         """What was produced of a resumed stream before."""
+        self._singles: deque[Arrival] = deque()
+        self.resumable = spec.resumption is not None
 
     def guard(self, make: Callable[[], TextGuard]) -> None:
         if self.spec.logprobs:
@@ -141,6 +159,7 @@ class EngineGeneration(Generation):
             request, produced = await claim(self.model, resumption, self._requests[0])
             self._requests = [request]
             self._claimed = produced
+            self.before = Usage(self._prompt_tokens, produced.cached_tokens or 0, len(produced.tokens))
 
     def submit(self, gate: Gate | None = None) -> None:
         if self._replay is not None:
@@ -181,7 +200,7 @@ class EngineGeneration(Generation):
         if self._deadline is not None:
             left = self._deadline - time.monotonic()
             within = left if within is None else min(within, left)
-        arrivals = await self.mailbox.take(within)
+        arrivals = await (self._take_singly(within) if self.resumable else self.mailbox.take(within))
         if not arrivals and self._deadline is not None and time.monotonic() >= self._deadline:
             return self._expire()
         pieces: list[Piece] = []
@@ -192,6 +211,15 @@ class EngineGeneration(Generation):
                 if self._texts is not None:
                     self._texts[piece.index].append(piece.text)
         return pieces
+
+    async def _take_singly(self, within: float | None) -> list[Arrival]:
+        """What has arrived, token by token; much at once, as when a stream is resumed, is read in parts."""
+        if self._singles:
+            await asyncio.sleep(0)
+        else:
+            for arrival in await self.mailbox.take(within):
+                self._singles.extend(singly(arrival))
+        return [self._singles.popleft() for _ in range(min(len(self._singles), SINGLES_AT_ONCE))]
 
     def _next_replayed(self, parts: Iterator[tuple[int, Delta]]) -> list[Piece]:
         for index, delta in parts:
@@ -205,15 +233,20 @@ class EngineGeneration(Generation):
         raise ServerError("A cached answer is incomplete.")
 
     def fail(self, error: Exception) -> None:
-        self.close()
         self._failure = error
         self.mailbox.fail(error)
+        self.close()
         if self._gate is not None:
             self._gate.fail(error)
 
+    @property
+    def left(self) -> bool:
+        return self.resumable and isinstance(self.mailbox.error, ClientDisconnected | ResumedElsewhere)
+
     def close(self) -> None:
+        left = self.left
         for request in self._requests:
-            self.model.backend.abort(request.request_id)
+            self.model.backend.abort(request.request_id, resumable=left)
         self.mailbox.close()
 
     async def settled(self) -> None:
@@ -295,7 +328,7 @@ class EngineGeneration(Generation):
         if piece is not None and piece.finish_reason is not None:
             self._unfinished -= 1
             if delta.finish_reason is None:
-                self.model.backend.abort(self._requests[index].request_id)
+                self.model.backend.abort(self._requests[index].request_id, resumable=self.resumable)
             self._finished(choice, at)
         return piece
 

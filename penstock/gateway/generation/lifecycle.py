@@ -11,7 +11,7 @@ from penstock.gateway.accounting.charges import AccountBook, OpenAccount
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.drain import Drain
-from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.exchange import ClientDisconnected, Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.routing.admission.controller import Ticket
@@ -70,6 +70,9 @@ class GenerationLifecycle:
                 generation.on_submit = attempt.note_replica
             generation.submit(None if ticket is None or ticket.granted else ticket)
             yield account
+        except ClientDisconnected as error:
+            generation.fail(error)
+            raise
         finally:
             generation.close()
             try:
@@ -83,7 +86,9 @@ class GenerationLifecycle:
                 _record(exchange, generation, feature)
                 if self._record_text and (texts := generation.texts(RECORDED_CHARACTERS)) is not None:
                     timeline.texts = [*(timeline.texts or ()), *texts]
-                if account is not None:
+                if account is not None and generation.left:
+                    account.leave()
+                elif account is not None:
                     account.settle((generation.outcome if feature else exchange.record.finish_reason) or "abort")
                 if reservation is not None:
                     self._background.start(self._quotas.settle(reservation, generation))

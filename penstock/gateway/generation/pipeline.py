@@ -21,11 +21,12 @@ from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.response import send_stream, send_whole
 from penstock.gateway.generation.response_format import GrammarCache
-from penstock.gateway.generation.resumption import NumberedEvents, not_resumable
+from penstock.gateway.generation.resumption import EventNumbers
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.sources import SourceSearch
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.time_slice_groups import TimeSlices
 from penstock.telemetry.metrics import Metrics
@@ -95,19 +96,22 @@ class GenerationPipeline:
         exchange = attempt.exchange
         self.content_filter.watch(exchange, generation)
         exchange.timeline.response_id = renderer.response_id
-        numbered: NumberedEvents | None = None
+        numbers: EventNumbers | None = None
         if (resumption := attempt.resumption) is not None:
-            if isinstance(generation, EngineGeneration):
-                # Before anything is reserved or charged under the id that the client gave.
-                await generation.claim()
-                numbered = NumberedEvents(generation.id, resumption.seen, renderer)
-            elif resumption.id:
-                raise not_resumable()
-        lookup = await self.cache.look_up(exchange, generation) if numbered is None else None
+            if not isinstance(generation, EngineGeneration):
+                raise InvalidRequest(
+                    f"`Last-Event-ID` is for models that run here; another server runs `{generation.model.name}`.",
+                    param="Last-Event-ID",
+                    code="remote_model",
+                )
+            # Before anything is reserved or charged under the id that the client gave.
+            await generation.claim()
+            numbers = EventNumbers(generation.id, resumption.seen)
+        lookup = await self.cache.look_up(exchange, generation) if numbers is None else None
         with exchange.watched(generation.fail):
             async with self.lifecycle.running(attempt, generation) as account:
                 if stream:
-                    await send_stream(exchange, generation, renderer, account, self.settings, self.metrics, numbered)
+                    await send_stream(exchange, generation, renderer, account, self.settings, self.metrics, numbers)
                 else:
                     await send_whole(exchange, generation, renderer, account)
         self.grader.submit(attempt, generation)

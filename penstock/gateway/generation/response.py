@@ -15,7 +15,7 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.renderer import Renderer
-from penstock.gateway.generation.resumption import NumberedEvents
+from penstock.gateway.generation.resumption import EventNumbers
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.protocol.errors import ApiError
 from penstock.telemetry.metrics import Metrics
@@ -46,30 +46,28 @@ async def send_stream(
     account: OpenAccount,
     settings: GenerationSettings,
     metrics: Metrics,
-    numbered: NumberedEvents | None = None,
+    numbers: EventNumbers | None = None,
 ) -> None:
-    """`numbered`: writes the events of a stream that can be resumed."""
-    render = renderer.event if numbered is None else numbered.event
+    """`numbers`: of the events of a stream that can be resumed."""
     pieces = await generation.shown(settings.hold_status_s)
     await account.opened()
     begun = monotonic()
     await exchange.start_stream()
     try:
-        head = b"" if numbered is not None and numbered.resumes else renderer.opening()
+        data = renderer.opening()
         while True:
-            if pieces:
-                data = head + b"".join(map(render, pieces))
-            else:
-                data = head or renderer.keep_alive
-            head = b""
+            data += b"".join(map(renderer.event, pieces))
             if generation.all_shown:
                 await account.ended(generation.outcome or "stop")
                 data += renderer.closing()
                 await renderer.before_end()
-                await exchange.end_stream(data)
+                await exchange.end_stream(data if numbers is None else numbers.put(data))
                 return
             account.note()
+            if numbers is not None:
+                data = numbers.put(data)
             await exchange.write(data or renderer.keep_alive)
+            data = b""
             pieces = await generation.shown(settings.keep_alive_s)
     except ApiError as error:
         await send_failure(exchange, renderer, error, metrics)

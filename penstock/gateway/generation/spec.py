@@ -89,7 +89,7 @@ class GenerationSpec(Struct, frozen=True):
                 timeout_s=self.time_limit_s,
                 speculation=self.speculation,
                 adapter=self.model.adapter,
-                resumable=self.resumption is not None,
+                resumable_by="" if self.resumption is None else self.resumption.client,
             )
             for place, prompt in enumerate(self.prompts)
             for number, params in enumerate(prompt.params)

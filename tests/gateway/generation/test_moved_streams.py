@@ -79,7 +79,7 @@ class Puppet(EngineClient):
     def _send_submit(self, request: Request) -> None:
         self._running[request.request_id] = (request, len(request.produced))
 
-    def _send_abort(self, request_id: str) -> None:
+    def _send_abort(self, request_id: str, resumable: bool = False) -> None:
         if self._running.pop(request_id, None) is not None:
             self._deliver(StepOutput([Delta(request_id, finish_reason="abort")], EngineLoad()))
 

@@ -15,6 +15,7 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import template_messages, user_texts
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.tokenization import (
     check_counted,
@@ -38,8 +39,10 @@ class MessageEndpoints:
         request = decode(_messages, await exchange.body(settings.body_limit))
         identify(exchange, None if request.metadata is None else request.metadata.user_id, None)
         limit = token_limit(request.max_tokens, settings, default=None, param="max_tokens")
+        resumption = asked_for(exchange, stream=request.stream)
 
         async def answer(attempt: Attempt) -> None:
+            attempt.resumption = resumption
             with renamed(NAMES):
                 chat = chat_request(msgspec.structs.replace(request, model=attempt.model))
                 generation = await pipeline.chat(attempt, chat, limit)

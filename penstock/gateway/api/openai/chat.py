@@ -47,8 +47,13 @@ class ChatEndpoints:
         _check(request)
         asked, param = _max_tokens(request)
         limit = token_limit(asked, settings, default=settings.default_max_tokens, param=param)
-        plain = not (request.tools or request.server_tools or request.logprobs or request.conversation or request.rag)
-        resumption = asked_for(exchange, possible=bool(request.stream) and plain and (request.n or 1) == 1)
+        resumption = asked_for(
+            exchange,
+            stream=request.stream,
+            n=(request.n or 1) > 1,
+            server_tools=request.server_tools,
+            conversation=request.conversation,
+        )
         async with self._conversations.open(exchange, request.conversation, choices=request.n or 1) as turn:
 
             async def answer(attempt: Attempt) -> None:

@@ -41,8 +41,8 @@ class CompletionEndpoints:
         asked = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         limit = token_limit(asked or 1, settings, default=None, param="max_tokens")
 
-        alone = len(prompts) == n == 1 and not request.echo and request.logprobs is None
-        resumption = asked_for(exchange, possible=bool(request.stream) and alone)
+        scored = request.logprobs is not None and bool(request.echo)
+        resumption = asked_for(exchange, stream=request.stream, n=n > 1, prompt=len(prompts) > 1, echo=scored)
 
         async def answer(attempt: Attempt) -> None:
             attempt.resumption = resumption

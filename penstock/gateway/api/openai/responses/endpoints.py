@@ -18,6 +18,7 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import user_texts
 from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.gateway.generation.turn import Conversations
@@ -51,6 +52,7 @@ class ResponseEndpoints:
         limit = token_limit(
             request.max_output_tokens, settings, default=settings.default_max_tokens, param="max_output_tokens"
         )
+        resumption = asked_for(exchange, stream=request.stream, conversation=request.conversation)
         # Instructions are for one answer: they are no part of a conversation.
         async with self._conversations.open(exchange, request.conversation, keep_system=False) as turn:
             if turn.stored:
@@ -62,6 +64,7 @@ class ResponseEndpoints:
             store = self._storing(exchange, conversation) if request.store is not False else None
 
             async def answer(attempt: Attempt) -> None:
+                attempt.resumption = resumption
                 with renamed(_NAMES):
                     chat = chat_request(msgspec.structs.replace(request, model=attempt.model), said)
                     generation = await pipeline.chat(attempt, chat, limit, turn)

@@ -7,7 +7,6 @@ answer that is not streamed is the state after the last piece.
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Literal
 
@@ -108,7 +107,7 @@ class ResponseRenderer(Renderer):
             if call.id is not None:
                 yield from self._close("completed")
                 item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
-                yield self._add({"id": f"fc_{uuid.uuid4().hex}", **item, "status": "in_progress"})
+                yield self._add({"id": self._item_id("fc"), **item, "status": "in_progress"})
             else:
                 self._parts.append(call.arguments)
                 yield "response.function_call_arguments.delta", {**self._place(), "delta": call.arguments}
@@ -120,7 +119,7 @@ class ResponseRenderer(Renderer):
 
     def _open_message(self) -> Iterator[Event]:
         item = {"type": "message", "role": "assistant", "content": [], "status": "in_progress"}
-        yield self._add({"id": f"msg_{uuid.uuid4().hex}", **item})
+        yield self._add({"id": self._item_id("msg"), **item})
         yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("", [], [])}
 
     def _cite(self, piece: Piece) -> Iterator[Event]:
@@ -132,6 +131,10 @@ class ResponseRenderer(Renderer):
             place = {**self._place(), "content_index": 0, "annotation_index": len(self._annotations)}
             self._annotations.append(annotation)
             yield "response.output_text.annotation.added", {**place, "annotation": annotation}
+
+    def _item_id(self, kind: str) -> str:
+        """The same when a stream is resumed."""
+        return f"{kind}_{self._generation.id}{len(self._output):04x}"
 
     def _add(self, item: dict[str, Any]) -> Event:
         self._open = item

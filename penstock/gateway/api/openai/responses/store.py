@@ -65,13 +65,14 @@ class ResponseStore:
     async def put(
         self, id: str, tenant: str, response: bytes, conversation: Sequence[ChatMessage], *, user: str = ""
     ) -> None:
+        """A response whose end is sent again, to a client that resumes its stream, is there already."""
         now = self._clock()
         text = msgspec.json.encode(conversation).decode()
         await self._database.transact(
             [
                 (
                     "INSERT INTO responses (id, tenant, created_at, expires_at, response, conversation, user_id) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
                     (id, tenant, now, now + self._keep_s, response.decode(), text, user.replace("\0", "")),
                 ),
                 ("DELETE FROM responses WHERE expires_at <= ?", (now,)),
