@@ -13,7 +13,7 @@ from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.reference.masks import mask_logits
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
-from penstock.engine.grammar.interface import TokenMatcher
+from penstock.engine.grammar.interface import Interruptible, TokenMatcher
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.engine.request import Request, SamplingParams
 
@@ -47,9 +47,13 @@ class Cycle:
     """Allows every seventh token, others at every position; complete after `left` tokens."""
 
     error: str | None = None
+    memory = 0
 
     def __init__(self, left: int) -> None:
         self.left, self.at = left, 0
+
+    def fail(self, problem: str) -> None:
+        self.error = problem
 
     @property
     def complete(self) -> bool:
@@ -67,8 +71,11 @@ class CycleCompiler:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
-    def compile(self, grammar: str) -> Cycle:
+    def compile(self, grammar: str, interruptible: Interruptible | None = None) -> Cycle:
         return Cycle(int(grammar))
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def copy(self, matcher: TokenMatcher) -> Cycle:
         assert isinstance(matcher, Cycle)
