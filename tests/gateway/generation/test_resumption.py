@@ -21,6 +21,7 @@ from penstock.engine.request import Delta, FinishReason
 from penstock.gateway.generation.resumption import EventNumbers, singly
 from penstock.gateway.process.settings import ModelSettings
 from penstock.protocol import messages as protocol
+from penstock.routing.replicas import ReplicaSet
 from penstock.text import TextModel
 from tests.backends.test_native import RunningEngine
 from tests.gateway.accounting.test_charges import total
@@ -50,9 +51,20 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @asynccontextmanager
-async def gateways(serving: Serving, tmp_path: Path, text: TextModel, **settings: Any) -> AsyncIterator[list[Running]]:
-    """Two of them, with one engine and one store."""
-    engine = RunningEngine(ScriptedEngine(text, SAID, step_s=0.003, max_model_len=4096), f"ipc://{tmp_path}/engine")
+async def gateways(
+    serving: Serving, tmp_path: Path, text: TextModel, *, replicas: int = 1, **settings: Any
+) -> AsyncIterator[list[Running]]:
+    """Two of them, with the same engines and one store."""
+    engines = [
+        RunningEngine(ScriptedEngine(text, SAID, step_s=0.003, max_model_len=4096), f"ipc://{tmp_path}/{number}")
+        for number in range(replicas)
+    ]
+
+    def backend() -> ReplicaSet:
+        return ReplicaSet(
+            "tiny", [NativeBackend(engine.listener.endpoint, name=str(place)) for place, engine in enumerate(engines)]
+        )
+
     given = {
         "store_url": f"sqlite:///{tmp_path / 'state.db'}",
         "models": (ModelSettings("tiny", "", input_price=1.0, output_price=2.0),),
@@ -61,12 +73,13 @@ async def gateways(serving: Serving, tmp_path: Path, text: TextModel, **settings
     }
     try:
         async with (
-            serving(backend=NativeBackend(engine.listener.endpoint), **given) as one,
-            serving(backend=NativeBackend(engine.listener.endpoint), **given) as two,
+            serving(backend=backend(), **given) as one,
+            serving(backend=backend(), **given) as two,
         ):
             yield [one, two]
     finally:
-        engine.close()
+        for engine in engines:
+            engine.close()
 
 
 class Follower:
@@ -179,13 +192,14 @@ async def settled(gateway: Running, count: int) -> dict[str, Any]:
 
 
 async def test_a_connection_that_broke_unnoticed_gives_way(serving: Serving, tmp_path: Path, text: TextModel) -> None:
-    async with gateways(serving, tmp_path, text) as running:
+    async with gateways(serving, tmp_path, text, replicas=2) as running:
         old, hold = Follower(*STREAMS["chat"]), asyncio.Event()
         stuck = asyncio.create_task(old.follow(running[0].client, 5, hold))
         await eventually(lambda: len(old.events) == 5)
         new = Follower(*STREAMS["chat"])
         new.last = old.last
-        assert await new.follow(running[1].client) == 200
+        for most in (10, 20, None):
+            assert await new.follow(running[1].client, most) == 200
         hold.set()
         assert await stuck == 200
         assert "resumed_elsewhere" in old.events[-1]
