@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import openai
@@ -17,11 +18,12 @@ import pytest
 from penstock.backends.mailbox import Arrival
 from penstock.backends.native import NativeBackend
 from penstock.config.schema import TierConfig
-from penstock.engine.request import Delta, FinishReason
+from penstock.engine.request import Delta, FinishReason, Request, SamplingParams
 from penstock.gateway.generation.resumption import EventNumbers, singly
 from penstock.gateway.process.settings import ModelSettings
-from penstock.protocol import messages as protocol
+from penstock.protocol.messages import RESUME_S, Claimed
 from penstock.routing.replicas import ReplicaSet
+from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.backends.test_native import RunningEngine
 from tests.gateway.accounting.test_charges import total
@@ -211,12 +213,22 @@ async def test_a_connection_that_broke_unnoticed_gives_way(serving: Serving, tmp
         assert (used["requests"], used["completion_tokens"]) == (1, usage["completion_tokens"])
 
 
+async def test_a_claim_waits_for_the_replica_that_still_runs_the_stream(text: TextModel) -> None:
+    """Another has the tokens of an earlier part."""
+    backends = [InProcessBackend(ScriptedEngine(text), name=str(number)) for number in range(2)]
+    earlier, running = Claimed("", found=True, request_id="c:0.0.1", tokens=[1]), Claimed("", running=True)
+    for backend, answer in zip(backends, (earlier, running), strict=True):
+        backend.claim = AsyncMock(return_value=answer)  # type: ignore[method-assign]
+    claimed = await ReplicaSet("tiny", backends).claim("c", Request("q", [1], SamplingParams()))
+    assert claimed.running and not claimed.found
+
+
 async def test_nobody_comes_back(
     serving: Serving, tmp_path: Path, text: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is charged as far as it got, once the client cannot come back."""
     monkeypatch.setattr("penstock.engine_host.tally.RESUME_S", 0.2)
-    assert protocol.RESUME_S == 10.0
+    assert RESUME_S == 10.0, "what the documentation says"
     async with gateways(serving, tmp_path, text) as running:
         client = Follower(*STREAMS["chat"])
         await client.follow(running[0].client, 8)
