@@ -23,8 +23,8 @@ from penstock.protocol.errors import RateLimitExceeded
 P = ParamSpec("P")
 T = TypeVar("T")
 
-THREADS = 3
-THREADS_PER_TENANT = 2
+THREADS_PER_TENANT = 2 if (os.cpu_count() or 1) > 2 else 1
+THREADS = THREADS_PER_TENANT + 1
 WAITING_CHARACTERS = 16 << 20
 """Of one tenant."""
 NICENESS = 10

@@ -8,11 +8,15 @@ is far too long is never made: with `most`, such text is counted piece by piece 
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
+
+# The library's own threads have the priority of the process; ours have a lower one, and tenants share them fairly.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 PIECE = 1 << 16
 """Characters counted by one call: about 50 ms of work."""

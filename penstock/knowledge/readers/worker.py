@@ -8,6 +8,7 @@ that the gateway never has much to decode at once.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from penstock.knowledge.readers.media import read
 from penstock.knowledge.terms import words
 
 MEMORY = 2 * 2**30
+NICENESS = 10
+"""Documents wait for whoever talks to a model."""
 HEADER = 8
 CHUNKS_PER_RESULT = 256
 
@@ -84,6 +87,7 @@ def work(task: Task, body: bytes) -> Iterator[Result]:
 
 def main(requests: BinaryIO, replies: BinaryIO) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    os.nice(NICENESS)
     decoder = msgspec.msgpack.Decoder(Task)
     while header := requests.read(HEADER):
         task = decoder.decode(requests.read(int.from_bytes(header, "big")))
