@@ -170,12 +170,13 @@ class ReplicaSet:
         return [entry for entries in found for entry in entries]
 
     async def claim(self, charge: str, request: Request) -> Claimed:
-        """From the replica that ran it; any can go on with it."""
+        """From the replica that ran it last; any can go on with it."""
         answers = await asyncio.gather(
             *(member.backend.claim(charge, request) for member in self._members), return_exceptions=True
         )
         known = [answer for answer in answers if isinstance(answer, Claimed)]
-        found = [answer for answer in known if answer.found] or [answer for answer in known if answer.running]
+        # While one stops it, another may have the tokens of an earlier part.
+        found = [answer for answer in known if answer.running] or [answer for answer in known if answer.found]
         return max(found, key=lambda answer: len(answer.tokens), default=Claimed(""))
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:

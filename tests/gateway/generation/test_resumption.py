@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import openai
@@ -17,10 +18,12 @@ import pytest
 from penstock.backends.mailbox import Arrival
 from penstock.backends.native import NativeBackend
 from penstock.config.schema import TierConfig
-from penstock.engine.request import Delta, FinishReason
+from penstock.engine.request import Delta, FinishReason, Request, SamplingParams
 from penstock.gateway.generation.resumption import EventNumbers, singly
 from penstock.gateway.process.settings import ModelSettings
-from penstock.protocol import messages as protocol
+from penstock.protocol.messages import RESUME_S, Claimed
+from penstock.routing.replicas import ReplicaSet
+from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.backends.test_native import RunningEngine
 from tests.gateway.accounting.test_charges import total
@@ -50,9 +53,20 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @asynccontextmanager
-async def gateways(serving: Serving, tmp_path: Path, text: TextModel, **settings: Any) -> AsyncIterator[list[Running]]:
-    """Two of them, with one engine and one store."""
-    engine = RunningEngine(ScriptedEngine(text, SAID, step_s=0.003, max_model_len=4096), f"ipc://{tmp_path}/engine")
+async def gateways(
+    serving: Serving, tmp_path: Path, text: TextModel, *, replicas: int = 1, **settings: Any
+) -> AsyncIterator[list[Running]]:
+    """Two of them, with the same engines and one store."""
+    engines = [
+        RunningEngine(ScriptedEngine(text, SAID, step_s=0.003, max_model_len=4096), f"ipc://{tmp_path}/{number}")
+        for number in range(replicas)
+    ]
+
+    def backend() -> ReplicaSet:
+        return ReplicaSet(
+            "tiny", [NativeBackend(engine.listener.endpoint, name=str(place)) for place, engine in enumerate(engines)]
+        )
+
     given = {
         "store_url": f"sqlite:///{tmp_path / 'state.db'}",
         "models": (ModelSettings("tiny", "", input_price=1.0, output_price=2.0),),
@@ -61,12 +75,13 @@ async def gateways(serving: Serving, tmp_path: Path, text: TextModel, **settings
     }
     try:
         async with (
-            serving(backend=NativeBackend(engine.listener.endpoint), **given) as one,
-            serving(backend=NativeBackend(engine.listener.endpoint), **given) as two,
+            serving(backend=backend(), **given) as one,
+            serving(backend=backend(), **given) as two,
         ):
             yield [one, two]
     finally:
-        engine.close()
+        for engine in engines:
+            engine.close()
 
 
 class Follower:
@@ -179,13 +194,14 @@ async def settled(gateway: Running, count: int) -> dict[str, Any]:
 
 
 async def test_a_connection_that_broke_unnoticed_gives_way(serving: Serving, tmp_path: Path, text: TextModel) -> None:
-    async with gateways(serving, tmp_path, text) as running:
+    async with gateways(serving, tmp_path, text, replicas=2) as running:
         old, hold = Follower(*STREAMS["chat"]), asyncio.Event()
         stuck = asyncio.create_task(old.follow(running[0].client, 5, hold))
         await eventually(lambda: len(old.events) == 5)
         new = Follower(*STREAMS["chat"])
         new.last = old.last
-        assert await new.follow(running[1].client) == 200
+        for most in (10, 20, None):
+            assert await new.follow(running[1].client, most) == 200
         hold.set()
         assert await stuck == 200
         assert "resumed_elsewhere" in old.events[-1]
@@ -197,12 +213,22 @@ async def test_a_connection_that_broke_unnoticed_gives_way(serving: Serving, tmp
         assert (used["requests"], used["completion_tokens"]) == (1, usage["completion_tokens"])
 
 
+async def test_a_claim_waits_for_the_replica_that_still_runs_the_stream(text: TextModel) -> None:
+    """Another has the tokens of an earlier part."""
+    backends = [InProcessBackend(ScriptedEngine(text), name=str(number)) for number in range(2)]
+    earlier, running = Claimed("", found=True, request_id="c:0.0.1", tokens=[1]), Claimed("", running=True)
+    for backend, answer in zip(backends, (earlier, running), strict=True):
+        backend.claim = AsyncMock(return_value=answer)  # type: ignore[method-assign]
+    claimed = await ReplicaSet("tiny", backends).claim("c", Request("q", [1], SamplingParams()))
+    assert claimed.running and not claimed.found
+
+
 async def test_nobody_comes_back(
     serving: Serving, tmp_path: Path, text: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is charged as far as it got, once the client cannot come back."""
     monkeypatch.setattr("penstock.engine_host.tally.RESUME_S", 0.2)
-    assert protocol.RESUME_S == 10.0
+    assert RESUME_S == 10.0, "what the documentation says"
     async with gateways(serving, tmp_path, text) as running:
         client = Follower(*STREAMS["chat"])
         await client.follow(running[0].client, 8)
