@@ -360,6 +360,8 @@ def test_http(seconds: float, caplog: pytest.LogCaptureFixture) -> None:
     try:
 
         def run(data: bytes) -> None:
+            if data.count(b"/large") > 16:
+                return  # hundreds of megabytes that the checks here would have to read
             caplog.clear()
             target.run(data)
             assert not caplog.records, caplog.text

@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.engine.loading.gguf import Bytes, GGUFFile, RawTensor
 from penstock.engine.models.families import Family, TensorNames
+from penstock.errors import CheckpointError
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
@@ -106,6 +107,10 @@ def raw_of(file: GGUFFile, origin: Origin) -> RawTensor:
         data = raw.data[origin.expert * rows : (origin.expert + 1) * rows]
         return RawTensor(raw.type, data, raw.shape[1:])
     if origin.heads:
+        if raw.shape[0] % (2 * origin.heads):
+            raise CheckpointError(
+                f"the GGUF tensor {origin.name} has {raw.shape[0]} rows, which are not {origin.heads} heads of an even size"
+            )
         if len(raw.shape) == 1:  # a bias: its elements are the rows
             size = raw.data.shape[1] // raw.shape[0]
             return RawTensor(raw.type, deinterleave(raw.data.reshape(-1, size), origin.heads).reshape(1, -1), raw.shape)

@@ -72,6 +72,10 @@ class _Reader(HTMLParser):
         self._open: Counter[str] = Counter()
         """How many of them are of each kind."""
 
+    def parse_marked_section(self, i: int, report: int = 1) -> int:
+        """`<![` is a comment up to the next `>`, as in browsers. The library's own reading ends in an assertion."""
+        return self.parse_bogus_comment(i, report)
+
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "title":
             self._in_title = True

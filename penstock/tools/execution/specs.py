@@ -21,6 +21,8 @@ from penstock.tools.execution.http import HttpTools
 from penstock.tools.execution.mcp import McpTools, stdio, streamable_http
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\t\x20-\x7e]*")
 _VERSIONS = (
     (
         "CREATE TABLE IF NOT EXISTS tool_servers (name TEXT PRIMARY KEY, spec TEXT NOT NULL, "
@@ -59,6 +61,9 @@ class ToolSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=
         """The tool server; `ToolError` when the description is invalid."""
         if (self.openapi is None) == (not self.mcp_url):
             raise ToolError("a tool server needs either `openapi` or `mcp_url`")
+        for name, value in self.headers.items():
+            if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+                raise ToolError(f"the header {name[:64]!r} or its value has characters that HTTP headers cannot carry")
         if self.openapi is not None:
             return HttpTools(
                 self.openapi,
