@@ -109,7 +109,7 @@ def raw_of(file: GGUFFile, origin: Origin) -> RawTensor:
     if origin.heads:
         if raw.shape[0] % (2 * origin.heads):
             raise CheckpointError(
-                f"the GGUF tensor {origin.name} has {raw.shape[0]} rows, which are not {origin.heads} heads of an even size"
+                f"the GGUF tensor {origin.name} has {raw.shape[0]} rows, not {origin.heads} heads of even size"
             )
         if len(raw.shape) == 1:  # a bias: its elements are the rows
             size = raw.data.shape[1] // raw.shape[0]

@@ -74,7 +74,7 @@ class _Reader(HTMLParser):
 
     def parse_marked_section(self, i: int, report: int = 1) -> int:
         """`<![` is a comment up to the next `>`, as in browsers. The library's own reading ends in an assertion."""
-        return self.parse_bogus_comment(i, report)
+        return self.parse_bogus_comment(i, bool(report))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "title":
