@@ -51,6 +51,8 @@ def refusal(request: Request, limit: int) -> bytes:
             return b"417 Expectation Failed"
         request.expects = True
     request.upgrades = b"upgrade" in given
+    if request.method == "CONNECT":
+        return b"501 Not Implemented"  # whatever its target: parsers differ on whether it has a body
     return b"" if request.target.startswith(b"/") else _other_form(request)
 
 
@@ -61,8 +63,6 @@ def _repeated(request: Request, name: bytes) -> bool:
 def _other_form(request: Request) -> bytes:
     """A target that is no path: `*` of OPTIONS, or a whole URL, as clients send it to proxies."""
     target = request.target
-    if request.method == "CONNECT":
-        return b"501 Not Implemented"
     if target == b"*" and request.method == "OPTIONS":
         return b""
     try:

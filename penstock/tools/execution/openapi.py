@@ -70,7 +70,10 @@ def operations(document: Mapping[str, Any]) -> tuple[Operation, ...]:
             raise ToolError(f"`paths.{path}` is not a mapping")
         for method in METHODS:
             if method in item:
-                found.append(_operation(resolver, method, str(path), item))
+                try:
+                    found.append(_operation(resolver, method, str(path), item))
+                except (AttributeError, TypeError, ValueError) as error:  # a value of another type than OpenAPI says
+                    raise ToolError(f"`paths.{path}.{method}` is not an operation as OpenAPI has it: {error}") from None
     names = [operation.function.name for operation in found]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ToolError(f"two operations are called {', '.join(sorted(twice))}; give each an `operationId`")

@@ -17,7 +17,10 @@ from penstock.errors import CheckpointError
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch.device) -> Tensor:
     """float32 [positions, rotated dimensions]: cosines in the first half of each row, sines in the second."""
-    frequencies, scale = _frequencies(rope, int(head_dim * rope.rotated), positions)
+    try:
+        frequencies, scale = _frequencies(rope, int(head_dim * rope.rotated), positions)
+    except ArithmeticError as error:
+        raise CheckpointError(f"the rope parameters of kind {rope.kind} have no frequencies: {error}") from None
     angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * scale).to(device)
 
