@@ -57,7 +57,7 @@ def test_what_the_reference_does_not_know_either_is_reported_once(
 ) -> None:
     # A server that another test started in this process may have taken the logs over.
     monkeypatch.setattr(logging.getLogger("penstock"), "propagate", True)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="penstock.engine.loading.keys"):
         for _ in range(2):
             RULES.check({"sise": 3, "flavour": "x"}, "there.json")
     assert [record.getMessage() for record in caplog.records] == [
