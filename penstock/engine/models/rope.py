@@ -66,8 +66,8 @@ def read_rope(
         raise CheckpointError(f"rope parameters of their own for {', '.join(nested)} are not supported by this family")
     _KEYS.check(parameters, "rope_parameters")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    kind = aliases.get(kind, kind)
-    if kind not in KINDS:
+    kind = aliases.get(kind, kind) if isinstance(kind, str) else kind
+    if not isinstance(kind, str) or kind not in KINDS:
         raise CheckpointError(f"rope scaling {kind!r:.80} is not supported; supported: {', '.join(KINDS)}")
 
     def given(key: str) -> Any:
