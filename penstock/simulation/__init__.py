@@ -1,0 +1,1 @@
+"""Discrete-event simulation of a fleet: the real scheduler, router and admission on a virtual clock."""
