@@ -50,6 +50,7 @@ ESTABLISHED = frozenset(
         "loading",
         "logging",
         "metering",
+        "planning",
         "rendering",
         "routing",
         "sampling",
