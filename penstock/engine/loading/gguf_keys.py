@@ -96,8 +96,8 @@ def check_keys(where: str, family: Family, keys: GGUFKeys) -> None:
     for key, value in given.items():
         if not rules.knows(key) and key.startswith(_SPEAKING) and not _says_nothing(value):
             raise CheckpointError(
-                f"{where}: {keys.architecture}.{key:.80} is {value!r:.80}, a key that is not known; what it changes cannot "
-                "be applied"
+                f"{where}: {keys.architecture}.{key:.80} is {value!r:.80}, a key that is not known; what it changes "
+                "cannot be applied"
             )
 
 
