@@ -49,8 +49,10 @@ class Arrival:
     """The engine ends the request after this long."""
     max_wait_s: float | None = None
     """Longest wait for admission that the client accepts; its class's limit otherwise."""
-    retries: int = 0
-    """How often its client sends it again, after the time it was told, when it is refused."""
+    attempt: int = 0
+    """How often its client has sent it before."""
+    first_at: float | None = None
+    """When its client sent it first; None: this is the first time. The user's wait counts from here."""
     label: str = ""
     """Any word of its source: the phase of a workload, the kind of request. Reports can group by it."""
 
@@ -72,6 +74,10 @@ class Source(Protocol):
         ...
 
     def after(self, arrival: Arrival, finished_at: float) -> Arrival | None:
-        """The request that follows the answer to `arrival`, if any, at `finished_at` or later. A request that was
-        refused or failed has no answer; nothing follows it."""
+        """The request that follows the answer to `arrival`, if any, at `finished_at` or later."""
+        ...
+
+    def refused(self, arrival: Arrival, at: float, retry_after_s: float | None) -> Arrival | None:
+        """The request that follows one without an answer, if any: refused, with the time after which to try again, or
+        lost with its replica (None)."""
         ...
