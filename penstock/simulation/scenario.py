@@ -1,7 +1,7 @@
 """A scenario: the model, the fleet, what happens to it and the traffic, as one YAML file or as command-line options.
 
-Invariant: `load` returns a complete, consistent `Scenario` or raises one `ConfigError` that lists every mistake. Sections
-that the server has too (`routing`, `admission`, `tiers`, `autoscale`) have the keys of `penstock.yaml`.
+Invariant: `load` returns a complete, consistent `Scenario` or raises one `ConfigError` that lists every mistake.
+Sections that the server has too (`routing`, `admission`, `tiers`, `autoscale`) have the keys of `penstock.yaml`.
 """
 
 from __future__ import annotations
@@ -94,6 +94,9 @@ class WorkloadConfig:
     requests: int | None = setting(None, doc="Most requests (or conversations); no limit when not set.", least=1)
     input_tokens: int = setting(512, doc="Mean prompt tokens, or tokens of a question in a conversation.", least=1)
     output_tokens: int = setting(128, doc="Mean output tokens.", least=1)
+    max_tokens: int | None = setting(
+        None, doc="What clients send as max_tokens, which admission counts with; when not set, what they get.", least=1
+    )
     spread: float = setting(
         0.5, doc="Lengths are uniform within this part of their mean, on both sides; 0: all equal.", least=0, most=1
     )
@@ -103,7 +106,9 @@ class WorkloadConfig:
     tenants: tuple[TenantConfig, ...] = ()
     tenant_count: int = setting(1, doc="Tenants of the tier standard, where none are listed.", least=1, most=100_000)
     skew: float = setting(1.1, doc="Exponent of Zipf's law over those tenants' shares; 0: equal.", least=0)
-    day: str = setting("flat", doc="Curve of the day: flat, office, consumer, or 24 loads from midnight on, with commas.")
+    day: str = setting(
+        "flat", doc="Curve of the day: flat, office, consumer, or 24 loads from midnight on, with commas."
+    )
     start_hour: float = setting(0.0, doc="Hour of the day at which the simulation begins.", least=0, most=24)
     spikes: tuple[SpikeConfig, ...] = ()
     retries: RetryConfig = field(default_factory=RetryConfig)
@@ -233,6 +238,10 @@ def conflicts(scenario: Scenario) -> list[str]:
             problems.append(f"failures[{index}].at_s: the simulation ends after {scenario.duration_s:g} s")
         if failure.replica is not None and failure.replica >= scenario.replicas and scenario.autoscale is None:
             problems.append(f"failures[{index}].replica: there are replicas 0 to {scenario.replicas - 1}")
+    if scenario.autoscale is not None:
+        problems += [f"autoscale: {problem}" for problem in scenario.autoscale.problems()]
+        if scenario.spot.share:
+            problems.append("spot.share: with autoscale, autoscale.spot says how many replicas are on spot instances")
     if scenario.admission.url:
         problems.append("admission.url: a simulation has one queue in memory; leave it out")
     return problems

@@ -50,8 +50,10 @@ class Draw:
         self._texts = itertools.count(1)
         self._max_tokens = scenario.engine.max_model_len
         self._turns: dict[str, deque[Turn]] = {}
-        self._tenants = [self._tenant(tenant, scenario.tiers) for tenant in tenants(self.work)]
-        self._shares = list(itertools.accumulate(tenant.share for tenant in tenants(self.work)))
+        listed = tenants(self.work)
+        self._tenants = {tenant.name: self._tenant(tenant, scenario.tiers) for tenant in listed}
+        self._names = list(self._tenants)
+        self._shares = list(itertools.accumulate(tenant.share for tenant in listed))
         self._sessions = itertools.count()
 
     def _tenant(self, tenant: TenantConfig, tiers: Iterable[TierConfig]) -> Tenant:
@@ -67,47 +69,49 @@ class Draw:
         if self.work.turns > 1:
             session = f"s{next(self._sessions)}"
             self._turns[session] = self._later_turns(tenant)
-        return self.arrival(at, tenant, self._around(tenant.input_tokens), self._around(tenant.output_tokens), session)
+        question, answer = self._around(tenant.input_tokens), self._around(tenant.output_tokens)
+        return self._arrival(at, tenant, self._prompt(tenant, question), answer, session)
 
     def planned(self, planned: Planned) -> Arrival:
         """A request whose length is given."""
-        return self.arrival(planned.at, self._who(), planned.input_len, planned.output_len, "")
-
-    def arrival(self, at: float, tenant: Tenant, question: int, answer: int, session: str) -> Arrival:
-        own = Segment(next(self._texts), question)
-        prompt = (own,) if tenant.system is None else (tenant.system, own)
-        return Arrival(
-            at=at,
-            tenant=tenant.name,
-            rank=tenant.rank,
-            weight=tenant.weight,
-            prompt=prompt,
-            output_tokens=answer,
-            answer=next(self._texts),
-            session=session,
-        )
+        tenant = self._who()
+        return self._arrival(planned.at, tenant, self._prompt(tenant, planned.input_len), planned.output_len)
 
     def next_turn(self, arrival: Arrival, finished_at: float) -> Arrival | None:
         """The next question of a conversation, with everything before it; None at its end, or when it is too long."""
         turns = self._turns.get(arrival.session)
         if not turns:
-            self._turns.pop(arrival.session, None)
+            self.give_up(arrival)
             return None
         turn = turns.popleft()
-        prompt = (*arrival.prompt, Segment(arrival.answer, arrival.output_tokens))
-        prompt = (*prompt, Segment(next(self._texts), turn.question))
+        prompt = (
+            *arrival.prompt,
+            Segment(arrival.answer, arrival.output_tokens),
+            Segment(next(self._texts), turn.question),
+        )
         if sum(segment.tokens for segment in prompt) + turn.answer > self._max_tokens:
-            del self._turns[arrival.session]
+            self.give_up(arrival)
             return None
+        tenant = self._tenants[arrival.tenant]
+        return self._arrival(finished_at + turn.pause, tenant, prompt, turn.answer, arrival.session)
+
+    def _prompt(self, tenant: Tenant, question: int) -> tuple[Segment, ...]:
+        own = Segment(next(self._texts), question)
+        return (own,) if tenant.system is None else (tenant.system, own)
+
+    def _arrival(
+        self, at: float, tenant: Tenant, prompt: tuple[Segment, ...], answer: int, session: str = ""
+    ) -> Arrival:
         return Arrival(
-            at=finished_at + turn.pause,
-            tenant=arrival.tenant,
-            rank=arrival.rank,
-            weight=arrival.weight,
+            at=at,
             prompt=prompt,
-            output_tokens=turn.answer,
-            answer=next(self._texts),
-            session=arrival.session,
+            output_tokens=answer,
+            answer=next(self._texts) if session else 0,
+            tenant=tenant.name,
+            rank=tenant.rank,
+            weight=tenant.weight,
+            session=session,
+            max_output_tokens=None if self.work.max_tokens is None else max(self.work.max_tokens, answer),
         )
 
     def give_up(self, arrival: Arrival) -> None:
@@ -126,9 +130,8 @@ class Draw:
         )
 
     def _who(self) -> Tenant:
-        if len(self._tenants) == 1:
-            return self._tenants[0]
-        return self._tenants[bisect(self._shares, self.rng.random() * self._shares[-1])]
+        place = bisect(self._shares, self.rng.random() * self._shares[-1]) if len(self._names) > 1 else 0
+        return self._tenants[self._names[place]]
 
     def _around(self, mean: int) -> int:
         spread = self.work.spread
@@ -163,15 +166,16 @@ class Stream:
         return self._in_time(self._draw.next_turn(arrival, finished_at))
 
     def refused(self, arrival: Arrival, at: float, retry_after_s: float | None) -> Arrival | None:
-        """The same request again: after a pause that doubles with each attempt and varies by a quarter, or the time that
-        the client was told, if that is longer."""
+        """The same request again: after a pause that doubles with each attempt and varies by a quarter, or the time
+        that the client was told, if that is longer."""
         if arrival.attempt >= self._retry.attempts:
             self._draw.give_up(arrival)
             return None
         pause = self._retry.backoff_s * 2**arrival.attempt * self._rng.uniform(0.75, 1.25)
         if retry_after_s is not None and self._retry.obey_retry_after:
             pause = max(pause, retry_after_s)
-        return self._in_time(replace(arrival, at=at + pause, attempt=arrival.attempt + 1))
+        first_at = arrival.at if arrival.first_at is None else arrival.first_at
+        return self._in_time(replace(arrival, at=at + pause, attempt=arrival.attempt + 1, first_at=first_at))
 
     def _in_time(self, arrival: Arrival | None) -> Arrival | None:
         return None if arrival is None or arrival.at >= self._seconds else arrival
@@ -180,22 +184,19 @@ class Stream:
 class ClosedLoop(Stream):
     """A fixed number of requests in flight: each one that ends is followed by the next."""
 
-    def after(self, arrival: Arrival, finished_at: float) -> Arrival | None:
-        return self._in_time(self._next(finished_at))
-
-    def refused(self, arrival: Arrival, at: float, retry_after_s: float | None) -> Arrival | None:
-        return super().refused(arrival, at, retry_after_s) or self._in_time(self._next(at + self._retry.backoff_s))
-
     def __init__(self, draw: Draw, concurrency: int, requests: int | None, retry: RetryConfig, seconds: float) -> None:
         self._left = itertools.count() if requests is None else iter(range(requests))
-        begin = [first for first in (self._first(draw, 0.0) for _ in range(concurrency)) if first is not None]
+        begin = [draw.first(0.0) for _ in itertools.islice(self._left, concurrency)]
         super().__init__(draw, begin, retry, seconds)
 
-    def _next(self, at: float) -> Arrival | None:
-        return self._first(self._draw, at)
+    def after(self, arrival: Arrival, finished_at: float) -> Arrival | None:
+        return self._next(finished_at)
 
-    def _first(self, draw: Draw, at: float) -> Arrival | None:
-        return None if next(self._left, None) is None else draw.first(at)
+    def refused(self, arrival: Arrival, at: float, retry_after_s: float | None) -> Arrival | None:
+        return super().refused(arrival, at, retry_after_s) or self._next(at + max(self._retry.backoff_s, 0.001))
+
+    def _next(self, at: float) -> Arrival | None:
+        return None if at >= self._seconds or next(self._left, None) is None else self._draw.first(at)
 
 
 def source(scenario: Scenario) -> Source:
@@ -206,9 +207,7 @@ def source(scenario: Scenario) -> Source:
         return ClosedLoop(draw, work.concurrency, work.requests, work.retries, seconds)
     if work.arrivals == "trace":
         plan = (
-            planned
-            for planned in from_trace(Path(work.trace), work.requests, speed=work.speed)
-            if planned.at < seconds
+            planned for planned in from_trace(Path(work.trace), work.requests, speed=work.speed) if planned.at < seconds
         )
         return Stream(draw, (draw.planned(planned) for planned in plan), work.retries, seconds)
     times = rates(scenario).times(positions(work.arrivals, random.Random(f"{scenario.seed} times"), burst=work.burst))
