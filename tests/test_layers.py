@@ -44,10 +44,12 @@ def test_nothing_needs_transformers() -> None:
 ESTABLISHED = frozenset(
     [
         "accounting",
+        "autoscaling",
         "caching",
         "decoding",
         "encoding",
         "loading",
+        "planning",
         "logging",
         "metering",
         "rendering",
