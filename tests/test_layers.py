@@ -52,6 +52,7 @@ ESTABLISHED = frozenset(
         "planning",
         "logging",
         "metering",
+        "planning",
         "rendering",
         "routing",
         "sampling",
