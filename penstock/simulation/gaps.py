@@ -52,6 +52,11 @@ class GapCounts:
         for index, count in counts:
             mine[index] = mine.get(index, 0) + count
 
+    def replace(self, counted: float, actual: float) -> None:
+        """One gap was counted that is really another."""
+        self._counts[bucket(counted)] -= 1
+        self.add(actual)
+
     def merge(self, other: GapCounts) -> None:
         self.add_counts(other._counts.items())
 

@@ -205,10 +205,6 @@ class Gateway:
             self._triage.answered(job.delivered)
             self._over(job, "served", "")
 
-    def unfinished(self) -> list[Job]:
-        """Jobs that wait here."""
-        return [*self._waiting.values(), *self._parked.values()]
-
     def _cached(self, job: Job) -> int:
         size = self._members[next(iter(self._members))].replica.spec.block_size if self._members else 16
         ends = [length // size - 1 for length in LENGTHS if length <= job.prompt_tokens]
@@ -287,8 +283,8 @@ class Gateway:
     def _submit(self, job: Job, replica: Replica) -> None:
         if replica in self._members:
             replica.submit(job)
-        else:
-            self.lost(job)
+        else:  # it died in the meantime
+            self._dispatch(job)
 
     def _park(self, job: Job) -> None:
         if job.first_token is None and len(self._parked) >= MOST_PARKED:

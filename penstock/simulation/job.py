@@ -16,6 +16,8 @@ from penstock.simulation.gaps import GapCounts
 
 if TYPE_CHECKING:
     from penstock.routing.meter import ReplicaMeter
+    from penstock.simulation.decode_run import DecodeRun
+    from penstock.simulation.gateway import Gateway
     from penstock.simulation.replica import Replica
 
 
@@ -29,6 +31,7 @@ class Job:
         "delivered",
         "first_token",
         "gaps",
+        "gateway",
         "granted",
         "id",
         "last_token",
@@ -44,6 +47,8 @@ class Job:
         "replica",
     )
 
+    gateway: Gateway
+    """Where it arrived."""
     meter: ReplicaMeter
     """Of its gateway, for the replica that it is on."""
 
@@ -103,13 +108,17 @@ class Job:
         self.last_token = now
         self.meter.generated(self.id, 1)
 
-    def advance(self, tokens: int, gaps: Iterable[tuple[int, int]], longest: float, now: float) -> None:
-        """Tokens of consecutive steps have come, the last of them now; never the first of the job."""
+    def advance(self, tokens: int, run: DecodeRun, gaps: Iterable[tuple[int, int]], longest: float, end: float) -> None:
+        """The first `tokens` steps of a run brought a token each, with these gaps; never the first token of the job."""
         self.gaps.add_counts(gaps)
+        if self.last_token != run.began:  # it was not in the step before the run
+            waited = run.end(1) - self.last_token
+            self.gaps.replace(run.first, waited)
+            longest = max(longest, waited)
         if longest > self.longest_gap:
             self.longest_gap = longest
         self.delivered += tokens
-        self.last_token = now
+        self.last_token = end
         self.meter.generated(self.id, tokens)
 
 

@@ -17,7 +17,7 @@ from penstock.simulation.job import Job
 
 Status = Literal["served", "refused", "lost", "unfinished"]
 """`refused`: never began, with a time to retry (see `RequestRow.reason`). `lost`: admitted, but not finished: its
-replicas died, none was there in time, or its deadline passed. `unfinished`: still under way when the simulation ended."""
+replicas died, none was there in time, or its deadline passed. `unfinished`: under way when the simulation ended."""
 STATUSES: tuple[Status, ...] = ("served", "refused", "lost", "unfinished")
 
 

@@ -9,7 +9,7 @@ Invariant: every job submitted here comes back exactly once, finished, expired o
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -279,7 +279,7 @@ class Replica:
         gaps = GapCounts.between(run.first, run.seconds(steps - 1), steps)
         longest, end = max(run.first, run.seconds(steps - 1)), run.end(steps)
         for seq in running:
-            jobs[seq].advance(steps, gaps, longest, end)
+            jobs[seq].advance(steps, run, gaps, longest, end)
 
     def _collect(self, step: _Step) -> None:
         """Hands out the tokens of a finished step."""

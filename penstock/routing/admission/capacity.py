@@ -74,9 +74,7 @@ class EngineCapacity:
             if info is None:
                 return Capacity(replicas=len(replicas))
             engines.add(info, load)
-        return capacity_of(
-            engines, self._config, (0, 0) if self._held is None else self._held(), self._held is not None
-        )
+        return capacity_of(engines, self._config, None if self._held is None else self._held())
 
     def _replicas(self) -> Sequence[Backend]:
         if not isinstance(self._backend, ReplicaSet):
