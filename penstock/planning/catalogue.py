@@ -126,6 +126,10 @@ class Catalogue:
             return this_machine()
         return self.devices[find(name, self.devices, self.aliases, "device", LISTING)]
 
+    @property
+    def gpus(self) -> tuple[Device, ...]:
+        return tuple(device for device in self.devices.values() if device.kind == "gpu")
+
     def api(self, name: str) -> ApiPrice:
         short = {entry.rpartition("/")[2]: entry for entry in reversed(list(self.apis))}
         return self.apis[find(name, self.apis, short, "API", "`penstock plan --apis list` shows all")]
