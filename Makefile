@@ -110,15 +110,16 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) \
 	  || { rm -rf $(VENV); echo "Could not create $(VENV). On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 
+# Bytecode is written when a module is first imported, not for every module of every package (--no-compile).
 # Order-only on the interpreter: its timestamp is the system python's and says nothing about the environment.
 $(RUN_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock into $(VENV) (a few hundred megabytes the first time)"
-	@$(PIP) install -c constraints.txt -e .
+	@$(PIP) install --no-compile -c constraints.txt -e .
 	@$(KERNELS)
 	@touch $@
 
 $(TEST_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock and its test tools into $(VENV) (a few hundred megabytes the first time)"
-	@$(PIP) install -c constraints.txt -e '.[test]'
+	@$(PIP) install --no-compile -c constraints.txt -e '.[test]'
 	@$(KERNELS)
 	@touch $(RUN_STAMP) $@

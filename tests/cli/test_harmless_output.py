@@ -1,4 +1,4 @@
-"""Issue 20, low: what tenants named or wrote cannot steer the terminal of whoever administers the server."""
+"""What tenants named or wrote cannot steer the terminal of whoever administers the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Issue 20, high 4: pages of other origins in a real browser, against a server without keys."""
+"""Pages of other origins in a real browser cannot use a server without keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Issue 20, medium 10: a database file that is deleted, replaced or damaged while open is noticed, and not used."""
+"""A database file that is deleted, replaced or damaged while open is noticed, and not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Issue 20, low: what clients write cannot steer the terminal of whoever reads logs."""
+"""What clients write cannot steer the terminal of whoever reads logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Issue 6, point 8: whatever a fuzzer makes of our own OpenAPI document, the server never fails (no 5xx), and what it
+"""Whatever a fuzzer makes of our own OpenAPI document, the server never fails (no 5xx), and what it
 answers is what the document says."""
 
 from __future__ import annotations

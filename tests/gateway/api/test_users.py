@@ -1,4 +1,4 @@
-"""Issue 20, low: a key that belongs to a user sees what that user stored, and nothing of other users of its tenant."""
+"""A key that belongs to a user sees what that user stored, and nothing of other users of its tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Issue 20: bodies that arrive slowly, are large, or are compressed hold bounded memory and nobody else up."""
+"""Bodies that arrive slowly, are large, or are compressed hold bounded memory and nobody else up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Issue 20, high 4: without keys, only programs and pages of this server are let in."""
+"""Without keys, only programs and pages of this server are let in."""
 
 from __future__ import annotations
 

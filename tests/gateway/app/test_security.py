@@ -1,4 +1,4 @@
-"""Issue 6, point 8, and R-API-3: what a stranger can send, how slowly, from where, and what of it is written down."""
+"""R-API-3: what a stranger can send, how slowly, from where, and what of it is written down."""
 
 from __future__ import annotations
 

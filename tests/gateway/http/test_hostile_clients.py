@@ -1,5 +1,5 @@
-"""What a client without a key can do to a connection: not read, not end, say two things at once, ask for another
-protocol. Issue 20: memory through pipelining, trailers, `Upgrade: h2c`, half-closed clients, request lines, hosts."""
+"""What a client without a key can do to a connection (not read, not end, say two things at once, ask for another
+protocol): it costs bounded memory, and nothing is read in two ways."""
 
 from __future__ import annotations
 
