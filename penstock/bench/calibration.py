@@ -1,7 +1,7 @@
-"""`penstock bench engine --calibrate FILE`: runs that show each factor of a `planning.calibration`, the fit, and the file.
+"""`penstock bench engine --calibrate FILE`: runs that show each factor of a calibration, the fit, and the file.
 
-Steps that only decode are timed apart from those that compute prompts. What each step had to do is counted by walking the
-same workload through the scheduler (`step_walk`), so the fit uses the very arithmetic that predicts later.
+Steps that only decode are timed apart from those that compute prompts. What each step had to do is counted by walking
+the same workload through the scheduler (`step_walk`), so the fit uses the very arithmetic that predicts later.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from penstock.bench.engine import Run, Trace, run
 from penstock.bench.fit import Observation, factor, fit
 from penstock.bench.step_walk import walk
 from penstock.bench.workloads import Workload
+from penstock.engine.backends.select import pick_device
 from penstock.engine.kv.kinds import PagedKV
 from penstock.errors import ConfigError
 from penstock.planning.calibration import (
@@ -35,7 +36,7 @@ from penstock.planning.calibration import (
 from penstock.planning.catalogue import Device, device, devices, this_machine
 from penstock.planning.config_shape import shape_of_config
 from penstock.planning.deployment import Deployment
-from penstock.planning.numbers import WEIGHT_FORMATS, KVDType, WeightDType
+from penstock.planning.numbers import WEIGHT_FORMATS, KVDType, WeightDType, WeightFormat
 from penstock.planning.step_time import StepWork
 
 COMMON = ("kv_read", "attention", "step_s", "prompt_step_s", "layer_s", "sequence_s")
@@ -67,16 +68,15 @@ def main(
     console: Console,
 ) -> None:
     """Measure, fit, print, write."""
-    on_cpu = offline.pick_device(settings.device).type == "cpu"
+    on_cpu = pick_device(settings.device).type == "cpu"
     chosen = [workloads.named(name) for name in names] or default_workloads(on_cpu)
     loaded = offline.load(settings, chosen, console)
     machine = _hardware(hardware, loaded.engine.info.device)
     deployment = _deployment(loaded, settings, machine)
     form = deployment.weights.name
-    start = _start(path, machine, form)
+    start = _start(path, machine, deployment.weights)
     console.print(
-        f"[bold]{loaded.label}[/bold] on {machine.name} ({machine.title or machine.name}), {deployment.weights.name} weights: "
-        f"{report.machine_line()}"
+        f"[bold]{loaded.label}[/bold] on {machine.title or machine.name}, {form} weights: {report.machine_line()}"
     )
     observations: list[Observation] = []
     for workload in chosen:
@@ -91,7 +91,8 @@ def main(
     console.print(f"Wrote {path}")
     if json_file is not None:
         results = [
-            {"name": item.name, "measured_s": item.seconds, "predicted_s": item.predicted(fitted)} for item in observations
+            {"name": item.name, "measured_s": item.seconds, "predicted_s": item.predicted(fitted)}
+            for item in observations
         ]
         report.write_json(json_file, "calibration", {"model": loaded.label, "device": machine.name}, results)
 
@@ -113,7 +114,9 @@ def measure(
             num_blocks=engine.info.num_blocks,
         )
     )
-    return [Observation(name, deployment, steps, seconds) for name, steps, seconds in _measurements(workload, steps, trace)]
+    return [
+        Observation(name, deployment, steps, seconds) for name, steps, seconds in _measurements(workload, steps, trace)
+    ]
 
 
 def _measurements(
@@ -206,19 +209,15 @@ def _deployment(loaded: offline.Loaded, settings: offline.OfflineBenchSettings, 
     )
 
 
-def _start(path: Path, machine: Device, form: str) -> Calibration:
+def _start(path: Path, machine: Device, form: WeightFormat) -> Calibration:
     """The file that is there already, whose other factors are kept, or what the device would borrow."""
-    if path.exists():
-        start = read_calibration(path)
-        if start.device != machine.name:
-            raise ConfigError(f"{path} is a calibration of {start.device}, not {machine.name}; write to another file")
-    else:
-        start = replace(calibration_for(machine), device=machine.name, borrowed_for=None)
-    weights = dict(start.weights)
-    weights.setdefault(form, start.factors(form))
-    if path.exists():
-        return replace(start, weights=weights)
-    return replace(start, weights={form: weights[form]})
+    if not path.exists():
+        borrowed = calibration_for(machine)
+        return replace(borrowed, device=machine.name, borrowed_for=None, weights={form.name: borrowed.factors(form)})
+    start = read_calibration(path)
+    if start.device != machine.name:
+        raise ConfigError(f"{path} is a calibration of {start.device}, not {machine.name}; write to another file")
+    return replace(start, weights={**start.weights, form.name: start.factors(form)})
 
 
 def _source(loaded: offline.Loaded, settings: offline.OfflineBenchSettings) -> Source:
@@ -235,7 +234,11 @@ def _commit() -> str:
     """Of the source tree that this runs from, or the version that is installed."""
     here = Path(__file__).parent
     found = subprocess.run(
-        ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, timeout=10
+        ["git", "-C", str(here), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=10,
     )
     if found.returncode == 0:
         return found.stdout.strip()

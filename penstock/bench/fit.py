@@ -1,8 +1,8 @@
 """Fits a calibration's factors to measured times: least squares on the logarithm of predicted over measured.
 
-Every factor is positive and its logarithm is fitted, so that neither a fraction nor a time can become negative, and an error of
-10% counts the same for a step of a millisecond and a prompt of ten seconds. A weak pull towards the start keeps a
-factor that no measurement depends on where it was.
+Every factor is positive and its logarithm is fitted, so that neither a fraction nor a time can become negative, and an
+error of 10% counts the same for a step of a millisecond and a prompt of ten seconds. A weak pull towards the start
+keeps a factor that no measurement depends on where it was.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,9 @@ class Observation:
         return self.predicted(calibration) / self.seconds - 1
 
 
-def fit(start: Calibration, factors: Sequence[str], observations: Sequence[Observation], rounds: int = 12) -> Calibration:
+def fit(
+    start: Calibration, factors: Sequence[str], observations: Sequence[Observation], rounds: int = 12
+) -> Calibration:
     """The calibration with these factors (`kv_read`, `bf16.compute`, ...) fitted, the others as they were."""
     origin = np.log([factor(start, name) for name in factors])
     at = origin.copy()
@@ -77,7 +80,8 @@ def factor(calibration: Calibration, name: str) -> float:
 
 
 def _with(calibration: Calibration, factors: Sequence[str], logs: np.ndarray) -> Calibration:
-    weights, rest = dict(calibration.weights), {}
+    weights = dict(calibration.weights)
+    rest: dict[str, Any] = {}
     for name, log in zip(factors, logs, strict=True):
         form, dot, key = name.partition(".")
         if dot:

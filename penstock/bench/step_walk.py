@@ -17,7 +17,9 @@ from penstock.planning.step_time import StepWork, attended
 _BLOCK = 16
 
 
-def walk(workload: Workload, *, max_running: int, token_budget: int, num_blocks: int | None = None) -> Iterator[StepWork]:
+def walk(
+    workload: Workload, *, max_running: int, token_budget: int, num_blocks: int | None = None
+) -> Iterator[StepWork]:
     """Step by step, as `bench.engine.run` drives an engine of these limits; without `num_blocks` memory never ends."""
     enough = sum(-(-(inputs + outputs) // _BLOCK) for inputs, outputs in workload.lengths())
     scheduler = Scheduler(

@@ -1,8 +1,8 @@
 """Efficiency factors of a device, measured: which part of its peaks the engine reaches, and what a step costs besides.
 
-A calibration is a YAML file with its source: `penstock bench engine --calibrate FILE` writes one from runs on the machine
-itself, and those under `calibrations/` are packaged. A device that was never measured borrows from one of the same
-kind, and the calibration says so: `borrowed_for`.
+A calibration is a YAML file with its source: `penstock bench engine --calibrate FILE` writes one from runs on the
+machine itself, and those under `calibrations/` are packaged. A device that was never measured borrows from one of the
+same kind, and the calibration says so: `borrowed_for`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from math import log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import ConfigError
+from penstock.planning.numbers import WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
     from penstock.planning.catalogue import Device
@@ -89,26 +91,16 @@ class Calibration:
             return f"{self.device}: {measured}"
         return f"{self.borrowed_for} was never measured: fractions of peak from {self.device} ({measured})"
 
-    def factors(self, weight_format: str) -> WeightFactors:
-        """Of a weight format; one that was not measured has those of the nearest that was."""
-        if weight_format in self.weights:
-            return self.weights[weight_format]
-        for near in _NEAR.get(weight_format, ()):
-            if near in self.weights:
-                return self.weights[near]
-        return next(iter(self.weights.values()))
+    def factors(self, form: WeightFormat) -> WeightFactors:
+        """Of a weight format; one that was not measured has those of the nearest in bytes per weight."""
+        if form.name in self.weights:
+            return self.weights[form.name]
 
+        def distance(name: str) -> tuple[float, bool]:
+            measured = WEIGHT_FORMATS[name]
+            return abs(log(measured.matrix_bytes / form.matrix_bytes)), measured.compute != form.compute
 
-_NEAR: dict[str, tuple[str, ...]] = {
-    "fp16": ("bf16",),
-    "bf16": ("fp16", "fp32"),
-    "fp32": ("bf16",),
-    "int8": ("fp8", "int4"),
-    "int4": ("int8", "fp8"),
-    "fp8": ("int8",),
-    "fp4": ("fp8", "int4"),
-}
-"""Formats that are not measured behave most like these: few-bit ones like other few-bit ones."""
+        return self.weights[min(self.weights, key=distance)]
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -176,6 +168,9 @@ def _parse(text: str, name: str) -> Calibration:
     formats = tree.get("weights")
     if not isinstance(formats, dict) or not formats:
         raise ConfigError(f"{name}: weights must map weight formats (bf16, fp8, ...) to their factors")
+    unknown = [str(form) for form in formats if form not in WEIGHT_FORMATS]
+    if unknown:
+        raise ConfigError(f"{name}: weights: unknown format {unknown[0]!r:.60}; there are: {', '.join(WEIGHT_FORMATS)}")
     weights = {
         str(form): _build(WeightFactors, factors, f"{name}: weights.{form}", positive=True)
         for form, factors in formats.items()
@@ -209,7 +204,9 @@ def _checked(value: Any, wanted: str, name: str, positive: bool) -> Any:
     if wanted in ("float", "int"):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or value < 0 or (positive and value == 0):
-            raise ConfigError(f"{name} must be a number {'greater than' if positive else 'of at least'} 0, not {value!r}")
+            raise ConfigError(
+                f"{name} must be a number {'greater than' if positive else 'of at least'} 0, not {value!r}"
+            )
         return value
     if value is None and wanted.endswith("None"):
         return None

@@ -18,6 +18,7 @@ from math import hypot
 
 from penstock.planning.calibration import Calibration
 from penstock.planning.deployment import Deployment
+from penstock.planning.numbers import WEIGHT_FORMATS
 
 MOST_VERIFIED = 64
 """Most tokens that a step with draft tokens computes: `EngineConfig.max_verified`."""
@@ -89,9 +90,9 @@ class StepTime:
 
     def __init__(self, deployment: Deployment, calibration: Calibration) -> None:
         counts, device, form = counts_of(deployment), deployment.device, deployment.weights
-        shards, stages = deployment.tensor_parallel, deployment.pipeline_parallel
-        factors = calibration.factors(form.name)
-        head = calibration.factors("bf16") if form.head_bytes >= 2 else factors
+        shards = deployment.tensor_parallel
+        factors = calibration.factors(form)
+        head = calibration.factors(WEIGHT_FORMATS["bf16"]) if form.head_bytes >= 2 else factors
         bandwidth = device.bandwidth * shards
         dense_flops = device.flops_in("bf16") * shards
         compute = device.flops_in(form.compute) * shards * factors.compute
@@ -114,9 +115,7 @@ class StepTime:
             for window in counts.windows
         )
         self._fixed = (
-            calibration.step_s
-            + counts.layers * calibration.layer_s
-            + counts.expert_layers * calibration.expert_layer_s
+            calibration.step_s + counts.layers * calibration.layer_s + counts.expert_layers * calibration.expert_layer_s
         )
         self._token = self._latency = 0.0
         self._share(deployment, counts, calibration)
@@ -202,7 +201,9 @@ class StepTime:
         tokens, samples = work.decodes + work.prefill, work.samples
         read, compute = self._matrix_read(tokens), tokens * self._compute
         head_read, head_compute = (self._head_read, samples * self._head_compute) if samples else (0.0, 0.0)
-        bandwidth = read * read / hypot(read, compute) + (head_read**2 / hypot(head_read, head_compute) if samples else 0)
+        bandwidth = read * read / hypot(read, compute) + (
+            head_read**2 / hypot(head_read, head_compute) if samples else 0
+        )
         matrices = hypot(read, compute) + hypot(head_read, head_compute)
         context = prompts = 0.0
         for kv_read, flops, length in self._windows:
@@ -262,7 +263,7 @@ def counts_of(deployment: Deployment) -> ModelCounts:
         experts=0 if moe is None else moe.experts,
         experts_per_token=0 if moe is None else moe.top_k,
         expert_params=shape.expert_parameters,
-        expert_bytes=shape.expert_parameters * form.matrix_bytes,
+        expert_bytes=shape.expert_parameters * form.of_experts,
         expert_layers=0 if moe is None else moe.count,
     )
 
