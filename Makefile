@@ -17,6 +17,7 @@ BIN := $(VENV)/bin
 # An environment whose creation was interrupted may lack pip: ensurepip puts it back.
 PIP := $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip; \
        $(BIN)/python -m pip --disable-pip-version-check
+# Bytecode is written when a module is first imported, not for every module of every package (--no-compile).
 # Compiled once per machine and version into the user's cache, so that the first start does not have to.
 KERNELS := $(BIN)/python -W ignore -m penstock.engine.backends.cpu.build
 RUN_STAMP := $(VENV)/.installed
@@ -113,12 +114,12 @@ $(BIN)/python:
 # Order-only on the interpreter: its timestamp is the system python's and says nothing about the environment.
 $(RUN_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock into $(VENV) (a few hundred megabytes the first time)"
-	@$(PIP) install -c constraints.txt -e .
+	@$(PIP) install --no-compile -c constraints.txt -e .
 	@$(KERNELS)
 	@touch $@
 
 $(TEST_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock and its test tools into $(VENV) (a few hundred megabytes the first time)"
-	@$(PIP) install -c constraints.txt -e '.[test]'
+	@$(PIP) install --no-compile -c constraints.txt -e '.[test]'
 	@$(KERNELS)
 	@touch $(RUN_STAMP) $@

@@ -4,6 +4,8 @@ the tables of layers, of "Where is what?" and of requirements match the tree; ex
 from __future__ import annotations
 
 import ast
+import functools
+import itertools
 import re
 import shlex
 import tomllib
@@ -106,10 +108,16 @@ def is_path(code: str) -> bool:
     return bool(re.fullmatch(rf"[\w-]+(?:/[\w.-]+)*(?:/|\.{FILE_ENDINGS})", code)) and not code.startswith(".")
 
 
+@functools.cache
+def file_names() -> frozenset[str]:
+    inside = (folder.rglob("*.*") for folder in (PACKAGE, ROOT / "tests", ROOT / "docs", ROOT / "deploy"))
+    return frozenset(path.name for path in itertools.chain(ROOT.glob("*.*"), *inside)) | EXAMPLE_FILES
+
+
 @every_page
 def test_paths_that_pages_name_exist(page: Path) -> None:
     text = page.read_text()
-    names = {path.name for path in ROOT.rglob("*.*") if ".venv" not in path.parts} | EXAMPLE_FILES
+    names = file_names()
     for code in inline_code(text):
         if not is_path(code):
             continue

@@ -44,12 +44,15 @@ def test_nothing_needs_transformers() -> None:
 ESTABLISHED = frozenset(
     [
         "accounting",
+        "autoscaling",
         "caching",
         "decoding",
         "encoding",
         "loading",
+        "planning",
         "logging",
         "metering",
+        "planning",
         "rendering",
         "routing",
         "sampling",

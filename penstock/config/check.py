@@ -57,6 +57,8 @@ class Checker:
             options = [option for option in get_args(kind) if option is not types.NoneType]
             if node.value is None and len(options) < len(get_args(kind)):
                 return None
+            if dataclasses.is_dataclass(options[0]) and isinstance(options[0], type):
+                return self.section(options[0], node, path)
         value = _scalar(options[0], metadata, node)
         if value is _INVALID:
             found = _shown(node.value if node.text is None else node.text)
@@ -109,6 +111,8 @@ def describe_kind(kind: Any, metadata: Mapping[str, Any]) -> str:
     if get_origin(kind) in (Union, types.UnionType):
         inner = [option for option in get_args(kind) if option is not types.NoneType]
         return f"{describe_kind(inner[0], metadata)}, or null"
+    if dataclasses.is_dataclass(kind):
+        return "a mapping of settings"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(option) for option in get_args(kind))
     if get_origin(kind) is tuple:

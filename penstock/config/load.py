@@ -122,6 +122,7 @@ def conflicts(config: Config) -> list[str]:
         if model.replicas > 1 and model.time_slice:
             problems.append(f"models[{index}]: a model with time_slice must have one replica")
         problems += [f"models[{index}].replica_roles: {problem}" for problem in _roles(model)]
+        problems += [f"models[{index}].autoscale: {problem}" for problem in _autoscale(model)]
         others = {other.name for other in config.models if other is not model}
         if model.downgrade_to and model.downgrade_to not in others:
             problems.append(f'models[{index}].downgrade_to: there is no other model "{model.downgrade_to}"')
@@ -172,6 +173,18 @@ def _roles(model: ModelConfig) -> list[str]:
             problems.append("roles need engines of one device each (no tensor_parallel or pipeline_parallel)")
         if not model.prefix_cache:
             problems.append("roles need prefix_cache, which is off")
+    return problems
+
+
+def _autoscale(model: ModelConfig) -> list[str]:
+    """Mistakes in automatic scaling."""
+    if model.autoscale is None:
+        return []
+    problems = model.autoscale.problems()
+    if model.time_slice:
+        problems.append("a model with time_slice has one replica, which sleeps and wakes by itself")
+    if any(role != "both" for role in model.replica_roles):
+        problems.append("replicas with roles (replica_roles) are scaled by hand")
     return problems
 
 
@@ -240,7 +253,8 @@ def _shares(config: Config) -> list[str]:
 def _together(model: ModelConfig) -> int:
     """Maximum number of replicas of a model on one device."""
     places = len(set(model.replica_devices)) or 1
-    return -(-model.replicas // places)
+    most = model.replicas if model.autoscale is None else model.autoscale.max
+    return -(-most // places)
 
 
 def _read_file(path: str | Path | None, environ: Mapping[str, str]) -> Node:

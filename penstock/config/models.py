@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.fields import setting
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, Role, SpeculationForm, WeightForm
@@ -59,6 +60,10 @@ class ModelConfig:
     replicas: int = setting(
         1, doc="Engine processes that serve this model, each with its own weights.", least=1, most=256
     )
+    autoscale: AutoscaleConfig | None = setting(  # noqa: RUF009
+        None, doc="Change the number of replicas with the load; replicas is then the number at the start.",
+        example="{min: 1, max: 4}",
+    )  # fmt: skip
     replica_devices: tuple[str, ...] = setting(
         (), doc="Devices of the replicas, in turn; empty: all on device.", example="[cuda:0, cuda:1]"
     )

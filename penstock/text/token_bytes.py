@@ -26,12 +26,12 @@ def _byte_of_character() -> dict[str, int]:
     return table
 
 
-_ALPHABET = _byte_of_character()
+BYTE_OF_LETTER = _byte_of_character()
 
 
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes([_ALPHABET[character] for character in token])
+        return bytes([BYTE_OF_LETTER[character] for character in token])
     except KeyError:
         return token.encode()  # an added token in plain text
 

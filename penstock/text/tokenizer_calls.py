@@ -15,6 +15,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from penstock.text.token_bytes import BYTE_OF_LETTER
+
 # The library's own threads have the priority of the process; ours have a lower one, and tenants share them fairly.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -28,6 +30,11 @@ CUT_TOKENS = 16
 _GAP = re.compile(r"\S\s")
 _GAP_WITHIN = 256
 _KEEPS_ALL = {"ByteLevel", "Digits", "Metaspace"}
+_CONTROL = frozenset(range(0x20)) - frozenset(b"\t\n\r") | {0x7F}
+_RARE = frozenset([0xC0, 0xC1, *range(0xF1, 0x100)])
+"""Bytes that are not in UTF-8, and the first of characters that nobody has assigned: three others follow those."""
+_LETTERS = {letter for letter, byte in BYTE_OF_LETTER.items() if byte not in _CONTROL | _RARE}
+"""What a byte-level vocabulary must contain to drop no text."""
 _NFC_SHRINKS = 3
 """The most bytes that NFC makes one of: three Hangul letters of three bytes each are one syllable of three."""
 
@@ -75,18 +82,21 @@ def utf8_size(text: str) -> int:
 def most_bytes_per_token(tokenizer: Tokenizer) -> int | None:
     """The most bytes of a text that become one token: a longer text than that times the window cannot fit.
 
-    None where there is no such number, because the tokenizer drops or joins some text without a bound.
+    None where there is no such number, because the tokenizer drops or joins some text without a bound. Control
+    characters do not count: vocabularies lack some of them (that of smollm2 lacks six), and text that would fit only
+    because most of it is dropped is of no use.
     """
     model = tokenizer.model
     shrinks = _shrinks(tokenizer.normalizer)
     if not isinstance(model, BPE) or shrinks is None or not _keeps_all(_state(tokenizer.pre_tokenizer)):
         return None
     byte_level = "ByteLevel" in str(_state(tokenizer.pre_tokenizer)) or "ByteLevel" in str(_state(tokenizer.normalizer))
-    covers_all = byte_level or model.byte_fallback or (model.unk_token is not None and not model.fuse_unk)
+    spellings = tokenizer.get_vocab(with_added_tokens=False)
+    covers_all = model.byte_fallback or (model.unk_token is not None and not model.fuse_unk)
+    covers_all = covers_all or (byte_level and spellings.keys() >= _LETTERS)
     added = tokenizer.get_added_tokens_decoder().values()
     if not covers_all or any(token.lstrip or token.rstrip for token in added):
         return None
-    spellings = tokenizer.get_vocab(with_added_tokens=False)
     longest = max((len(word) if byte_level else len(word.encode()) for word in spellings), default=4)
     return max(longest, 4, *(len(token.content.encode()) for token in added)) * shrinks
 

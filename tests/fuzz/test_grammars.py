@@ -221,4 +221,4 @@ def test_grammars(sandbox: GrammarSandbox, seconds: float) -> None:
         if text is not None and isinstance(wanted, JsonSchemaFormat):
             check_json(text, wanted.json_schema.schema)
 
-    fuzz("grammars", run, SEEDS, seconds=seconds, limit_s=5.0, mutate=guarded)
+    fuzz("grammars", run, SEEDS, seconds=seconds, quick=250, limit_s=5.0, mutate=guarded)

@@ -366,6 +366,6 @@ def test_http(seconds: float, caplog: pytest.LogCaptureFixture) -> None:
             target.run(data)
             assert not caplog.records, caplog.text
 
-        harness.fuzz("http", run, SEEDS, seconds=seconds, mutate=mutate, limit_s=2.0)
+        harness.fuzz("http", run, SEEDS, seconds=seconds, quick=2500, mutate=mutate, limit_s=2.0)
     finally:
         target.close()

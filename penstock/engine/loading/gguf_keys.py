@@ -96,8 +96,8 @@ def check_keys(where: str, family: Family, keys: GGUFKeys) -> None:
     for key, value in given.items():
         if not rules.knows(key) and key.startswith(_SPEAKING) and not _says_nothing(value):
             raise CheckpointError(
-                f"{where}: {keys.architecture}.{key} is {value!r:.80}, a key that is not known; what it changes cannot "
-                "be applied"
+                f"{where}: {keys.architecture}.{key:.80} is {value!r:.80}, a key that is not known; what it changes "
+                "cannot be applied"
             )
 
 
@@ -112,7 +112,7 @@ def _given(keys: GGUFKeys) -> Mapping[str, Any]:
         if key.startswith(prefix):
             value = keys.metadata[key]
             if isinstance(value, np.ndarray | list) and len(value) > LONGEST_LIST:
-                raise CheckpointError(f"{key} is a list of {len(value)} entries; the file is damaged")
+                raise CheckpointError(f"{key:.120} is a list of {len(value)} entries; the file is damaged")
             given[key.removeprefix(prefix)] = value.tolist() if isinstance(value, np.ndarray) else value
     return given
 

@@ -24,6 +24,9 @@ from penstock.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
+_MOST_SHOWN = 20
+"""Unknown keys that one line of the log names."""
+
 
 class _Absent:
     def __repr__(self) -> str:
@@ -92,4 +95,5 @@ def _shown(value: Any, longest: int = 100) -> str:
 @lru_cache(maxsize=256)
 def _report(reader: str, where: str, keys: tuple[str, ...]) -> None:
     """Cached, so that each set of keys is reported once."""
-    log.warning("%s: keys that %s and their reference do not know are ignored: %s", where, reader, ", ".join(keys))
+    shown = ", ".join(keys[:_MOST_SHOWN]) + (f" and {len(keys) - _MOST_SHOWN} more" if len(keys) > _MOST_SHOWN else "")
+    log.warning("%s: keys that %s and their reference do not know are ignored: %s", where, reader, shown)

@@ -58,3 +58,6 @@ def test_what_the_reference_does_not_know_either_is_reported_once(monkeypatch: p
     for _ in range(2):
         RULES.check({"sise": 3, "flavour": "x"}, "there.json")
     assert said == ["there.json: keys that tiny models and their reference do not know are ignored: flavour, sise"]
+    said.clear()
+    RULES.check({f"other{n:02}" + "x" * 5000: n for n in range(25)}, "there.json")
+    assert said[0].endswith("x, other19" + "x" * 73 + " and 5 more"), "a line that can be read"
