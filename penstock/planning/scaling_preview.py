@@ -13,8 +13,8 @@ RECENT_S = 1800.0
 
 
 def preview(minutes: Sequence[LoadPoint], size: FleetSize, config: AutoscaleConfig, now: float) -> Decision | None:
-    """The last decision of a policy that has seen the recent minutes; None when there are none. The policy sees means of
-    minutes, so a live one reacts sooner."""
+    """The last decision of a policy that has seen the recent minutes; None when there are none. It sees means of
+    minutes, so a live policy reacts sooner."""
     policy, decision = Autoscaler(config), None
     for point in minutes:
         end = point.at + point.seconds

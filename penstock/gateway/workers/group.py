@@ -58,14 +58,12 @@ class SingleWorker(WorkerGroup):
         self._metrics = metrics
         self._recent = recent
         self._refresh_keys = refresh_keys
-        self._history = LoadHistory()
+        self.history = LoadHistory()
         self._keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         registry = self._metrics.registry
-        self._keeper = asyncio.create_task(
-            keep(self._history, lambda: registry.readings(FAMILIES)), name="load history"
-        )
+        self._keeper = asyncio.create_task(keep(self.history, lambda: registry.readings(FAMILIES)), name="load history")
 
     async def close(self) -> None:
         if self._keeper is not None:
@@ -76,7 +74,7 @@ class SingleWorker(WorkerGroup):
         return self._metrics.render(openmetrics)
 
     async def load_history(self) -> dict[str, ModelHistory]:
-        return self._history.models()
+        return self.history.models()
 
     async def traces(self, query: TraceQuery) -> list[Shown]:
         return self._recent.find(query)

@@ -172,5 +172,3 @@ def rounded(value: Any) -> Any:
             return float(f"{value:.{DIGITS}g}")
         case _:
             return value
-
-
