@@ -19,7 +19,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.workers.group import WorkerGroup
-from penstock.planning.catalogue import devices
+from penstock.planning.catalogue import Device, devices
 from penstock.planning.headroom import FleetSize, ServerPlan, mean, plan_server
 from penstock.planning.product_name import by_product_name
 from penstock.planning.scaling_preview import preview
@@ -76,7 +76,7 @@ class PlanEndpoints:
         plans = await asyncio.to_thread(
             lambda: [_describe(fleet, histories.get(fleet.model, ModelHistory()), now) for fleet in fleets]
         )
-        await exchange.reply_json({"object": "list", "data": plans})
+        await exchange.reply_json({"object": "list", "data": plans, "devices": [_offer(one) for one in devices()]})
 
     def _fleet(self, model: ServedModel) -> _Fleet:
         replicas = _serving(model.backend.replicas)
@@ -94,6 +94,17 @@ class PlanEndpoints:
         )
         device = (info.product or info.device) if info is not None else ""
         return _Fleet(model.name, size, device, price_source, model.autoscale)
+
+
+def _offer(device: Device) -> dict[str, Any]:
+    """A device of the catalogue, for the choice of one."""
+    return {
+        "id": device.name,
+        "title": device.title,
+        "kind": device.kind,
+        "memory_bytes": device.memory_bytes,
+        "price_per_hour": device.prices.on_demand,
+    }
 
 
 def _serving(replicas: Sequence[Backend]) -> list[Backend]:
@@ -119,7 +130,7 @@ def _describe(fleet: _Fleet, history: ModelHistory, now: float) -> dict[str, Any
     config = fleet.autoscale or AutoscaleConfig(max=max(4, 2 * fleet.size.replicas))
     decision = preview(history.minutes, fleet.size, config, now)
     size = fleet.size
-    return rounded(
+    described: dict[str, Any] = _rounded(
         {
             "id": fleet.model,
             "object": "model.plan",
@@ -141,6 +152,7 @@ def _describe(fleet: _Fleet, history: ModelHistory, now: float) -> dict[str, Any
             "history": _points(history, plan),
         }
     )
+    return described
 
 
 def _points(history: ModelHistory, plan: ServerPlan) -> list[dict[str, Any]]:
@@ -158,16 +170,16 @@ def _points(history: ModelHistory, plan: ServerPlan) -> list[dict[str, Any]]:
     ]
 
 
-def rounded(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
     """The same tree with its figures to a few digits; times keep theirs."""
     match value:
         case dict():
             return {
-                key: round(inner, 3) if key == "at" and isinstance(inner, float) else rounded(inner)
+                key: round(inner, 3) if key == "at" and isinstance(inner, float) else _rounded(inner)
                 for key, inner in value.items()
             }
         case list() | tuple():
-            return [rounded(inner) for inner in value]
+            return [_rounded(inner) for inner in value]
         case float():
             return float(f"{value:.{DIGITS}g}")
         case _:
