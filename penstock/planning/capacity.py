@@ -241,10 +241,10 @@ def most_load(deployment: Deployment, calibration: Calibration, request: Request
     alone = replica.open(replica.slots * 1e-6)
     missed = _missed(alone, slo)
     if missed is not None:
-        nothing = dict.fromkeys(
-            ("requests_per_s", "concurrency", "output_tps", "input_tps", "prefill_share", "kv_use", "utilisation"), 0.0
-        )
-        return replace(alone, limited_by=missed, **nothing)
+        return replace(
+            alone, requests_per_s=0.0, concurrency=0.0, output_tps=0.0, input_tps=0.0, prefill_share=0.0, kv_use=0.0,
+            utilisation=0.0, limited_by=missed,
+        )  # fmt: skip
     running = _largest(lambda running: _missed(replica.open(running), slo) is None, replica.slots)
     state = replica.open(running)
     over = _missed(replica.open(min(running * 1.01, replica.slots)), slo)

@@ -101,7 +101,7 @@ def test_waiting_for_slots_shows_in_the_first_token() -> None:
     few = replace(LLAMA, max_running=16)
     most = closed_loop(few, FACTORS, CHAT, 16).requests_per_s
     early, late = (steady(few, FACTORS, CHAT, share * most) for share in (0.5, 0.97))
-    assert early.ttft_s < 0.3 and 2 < late.ttft_s and isfinite(late.ttft_s)
+    assert early.ttft_s < 0.3 and late.ttft_s > 2 and isfinite(late.ttft_s)
 
 
 @pytest.mark.parametrize("model, weights", [("qwen3-30b-a3b", "bf16"), ("gemma-3-27b", "bf16"), ("deepseek-v3", "fp8")])
