@@ -132,7 +132,7 @@ class Catalogue:
 
     def api(self, name: str) -> ApiPrice:
         short = {entry.rpartition("/")[2]: entry for entry in reversed(list(self.apis))}
-        return self.apis[find(name, self.apis, short, "API", "`penstock plan --apis list` shows all")]
+        return self.apis[find(name, self.apis, short, "API", "`penstock plan --api-price list` shows all")]
 
 
 def load_catalogue(path: str | Path | None = None) -> Catalogue:
