@@ -137,16 +137,16 @@ class Catalogue:
 
 def load_catalogue(path: str | Path | None = None) -> Catalogue:
     """The built-in catalogue, with a user's file over it."""
-    return _built_in() if path is None else _read(Path(path))
+    return _built_in() if path is None else catalogue_of(read_tree(Path(path)))
 
 
 @lru_cache(maxsize=1)
 def _built_in() -> Catalogue:
-    return _read(None)
+    return catalogue_of(Node({}, ""))
 
 
-def _read(path: Path | None) -> Catalogue:
-    own = Node({}, "") if path is None else read_tree(path)
+def catalogue_of(own: Node) -> Catalogue:
+    """The built-in catalogue, with what `own` says over it."""
     hardware = dict(merged(entries(built_in("hardware.yaml"), "devices", SECTIONS), entries(own, "devices", SECTIONS)))
     apis = dict(merged(entries(built_in("api_prices.yaml"), "apis", SECTIONS), entries(own, "apis", SECTIONS)))
     records = {canonical(name): Record(name, node) for name, node in hardware.items()}
