@@ -7,6 +7,7 @@ over them key by key, so that a negotiated price is two lines.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -21,6 +22,7 @@ from penstock.planning.records import Record, built_in, canonical, entries, find
 DeviceKind = Literal["gpu", "cpu"]
 PriceKind = Literal["on_demand", "reserved", "spot"]
 PRICE_KINDS: tuple[PriceKind, ...] = get_args(PriceKind)
+ARCHITECTURES = ("arm", "x86")
 SECTIONS = ("devices", "apis")
 """Of a user's file."""
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
@@ -71,7 +73,8 @@ class Device:
     host_memory_bytes: int = 0
     """Per device; of a CPU, the same memory as `memory_bytes`."""
     cores: int = 0
-    """Of a CPU."""
+    arch: str = ""
+    """`arm` or `x86`. Both are of CPUs only."""
     prices: Prices = Prices()
     source: str = ""
     date: str = ""
@@ -124,7 +127,7 @@ class Catalogue:
         return self.devices[find(name, self.devices, self.aliases, "device", LISTING)]
 
     def api(self, name: str) -> ApiPrice:
-        short = {entry.rpartition("/")[2]: entry for entry in reversed(self.apis)}
+        short = {entry.rpartition("/")[2]: entry for entry in reversed(list(self.apis))}
         return self.apis[find(name, self.apis, short, "API", "`penstock plan --apis list` shows all")]
 
 
@@ -170,11 +173,12 @@ THIS_MACHINE = "this-machine"
 
 
 def this_machine() -> Device:
-    """The CPU of this machine: its cores and memory, with the bandwidth and speed per core of the catalogue's CPU that
-    is nearest in cores. It has no price."""
+    """The CPU of this machine: its cores and memory, with the bandwidth and speed per core of the catalogue's nearest
+    CPU of the same architecture. It has no price."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cpus = [entry for entry in devices() if entry.kind == "cpu"]
+    arch = "x86" if platform.machine().lower() in ("x86_64", "amd64") else "arm"
+    cpus = [entry for entry in devices() if entry.kind == "cpu" and entry.arch == arch]
     like = min(cpus, key=lambda entry: abs(entry.cores - cores))
     share = cores / like.cores
     return replace(
@@ -208,6 +212,7 @@ def _device(name: str, record: Record) -> Device:
         devices_per_node=record.whole("devices_per_node", 1),
         host_memory_bytes=record.size("host_memory"),
         cores=record.whole("cores", 0),
+        arch=record.text("arch", "", ARCHITECTURES),
         prices=_prices(record.inner("price")),
         source=record.text("source", "not given"),
         date=record.text("date", "not given"),

@@ -71,6 +71,8 @@ class Deployment:
     block_size: int = BLOCK_SIZE
     memory_share: float | None = None
     """Part of a device's memory for weights and KV cache; see `EngineConfig.memory_share`."""
+    kv_memory: int | None = None
+    """Bytes of each device for the KV cache; what is left when not set."""
     host_memory: int = 0
     """Bytes per device for blocks that leave the KV cache."""
     shared_prefix: int = 0
@@ -80,7 +82,7 @@ class Deployment:
     def __post_init__(self) -> None:
         for name, least in (
             ("tensor_parallel", 1), ("pipeline_parallel", 1), ("max_model_len", 1), ("max_running", 1),
-            ("token_budget", 1), ("block_size", 1), ("host_memory", 0), ("shared_prefix", 0),
+            ("token_budget", 1), ("block_size", 1), ("kv_memory", 1), ("host_memory", 0), ("shared_prefix", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
@@ -105,6 +107,28 @@ class Deployment:
                 f"{self.device.name}: tensor_parallel and pipeline_parallel are for GPUs; run replicas instead"
             )
         _check_layout(self.shape, self.tensor_parallel, self.pipeline_parallel)
+        if self.shape.served:
+            self._check_served()
+
+    def _check_served(self) -> None:
+        """What the engine refuses or cannot do for a model of several devices."""
+        if self.nodes > 1:
+            raise ConfigError(
+                f"{self.devices} devices are more than the {self.device.devices_per_node} of one machine with "
+                f"{self.device.name}, and a replica runs on one machine; use fewer bits or larger devices"
+            )
+        if (
+            self.device.kind == "gpu"
+            and "fp8" not in self.device.flops
+            and "fp8" in (self.weights.compute, self.kv_dtype)
+        ):
+            raise ConfigError(f"{self.device.name} has no FP8 units; use int8 or int4 weights and a bf16 or int8 cache")
+        if self.weights.compute == "fp4":
+            raise ConfigError("the engine has no FP4 weights; use int4, fp8 or bf16")
+        if self.devices > 1 and self.host_memory:
+            raise ConfigError("host_memory is for replicas of one device; leave it out, or use one larger device")
+        if self.devices > 1 and self.speculation is not None and self.speculation.form == "draft":
+            raise ConfigError("a draft model is for replicas of one device; use ngram speculation with several")
 
     @property
     def devices(self) -> int:
