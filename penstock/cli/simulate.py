@@ -36,14 +36,19 @@ def simulate(
         str | None, typer.Option("--model", "-m", help="Model: a name, a folder, a config.json or a GGUF file.")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", "--hardware", help="Device of the catalogue: `penstock plan --hardware list`.")
+        str | None,
+        typer.Option("--gpu", "--hardware", help="Device of the catalogue: `penstock plan --hardware list`."),
     ] = None,
-    tensor_parallel: Annotated[int | None, typer.Option("--tensor-parallel", "--tp", help="Devices per replica.")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option("--tensor-parallel", "--tp", help="Devices per replica.")
+    ] = None,
     replicas: Annotated[int | None, typer.Option(help="Replicas at the beginning, 1 to 1000.")] = None,
     policy: Annotated[str | None, typer.Option(help="How a replica is chosen (routing.policy).")] = None,
     rate: Annotated[float | None, typer.Option(help="Open loop: requests (or conversations) per second.")] = None,
     users: Annotated[int | None, typer.Option(help="Open loop: daily users, of 10 requests each.")] = None,
-    concurrency: Annotated[int | None, typer.Option("--concurrency", "-c", help="Closed loop: requests in flight.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", "-c", help="Closed loop: requests in flight.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Open loop: times and lengths from a file, as for `penstock bench serve`.")
     ] = None,
@@ -64,8 +69,8 @@ def simulate(
     compare: Annotated[
         Comparison | None,
         typer.Option(
-            help="policies: all replica policies on the same traffic. autoscale: our autoscaler beside fixed fleets and "
-            "a plain HPA."
+            help="policies: all replica policies on the same traffic. autoscale: our autoscaler beside fixed fleets "
+            "and a plain HPA."
         ),
     ] = None,
     against: Annotated[

@@ -13,10 +13,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 
 from penstock.bench import report as bench_report
 from penstock.bench.page import table
+from penstock.errors import ConfigError
 from penstock.simulation import compare, page, report
 from penstock.simulation.report import Report
 from penstock.simulation.scenario import Scenario
-from penstock.simulation.setup import Setup, prepare, run as run_setup
+from penstock.simulation.setup import Setup, prepare
+from penstock.simulation.setup import run as run_setup
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,8 @@ def _autoscale(setup: Setup, outputs: Outputs, console: Console) -> bool:
         reports,
         {
             "replicas ready": "replicas/ready",
-            "time to first token, p95 in s": "time to first token in s, by when they came/TTFT p95",
-            "refused requests per second": "requests per second, by when they came/refused",
+            "time to first token, p95 in s": "time to first token in s, by when they were sent/TTFT p95",
+            "refused requests per second": "requests per second, by when they were sent/refused",
         },
     )
     cells = ((name, *compare.autoscale_cells(made)) for name, made in reports.items())
@@ -107,7 +109,13 @@ def _write(outputs: Outputs, scenario: Scenario, figures: Any, html: str, chart:
 @contextmanager
 def _bar(console: Console, seconds: float) -> Iterator[Callable[[str], Callable[[float], None]]]:
     """A progress bar over the simulated time of one run after another."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
 
         def begin(name: str) -> Callable[[float], None]:
@@ -121,3 +129,25 @@ def _bar(console: Console, seconds: float) -> Iterator[Callable[[str], Callable[
             return tell
 
         yield begin
+
+
+AGAINST_KEYS = {"model": "--model", "duration_s": "--duration", "seed": "--seed"}
+
+
+def compare_with_engine(given: Mapping[str, str], outputs: Outputs, console: Console) -> bool:
+    """A real engine on this machine and the simulation of it, on the same trace; says whether they agree."""
+    from penstock.simulation import against_engine
+
+    others = [key for key in given if key not in AGAINST_KEYS]
+    if others:
+        allowed = ", ".join(AGAINST_KEYS.values())
+        raise ConfigError(f"--against engine makes its own trace and takes {allowed} only, not {others[0]}")
+    if outputs.html is not None or outputs.chart is not None:
+        raise ConfigError("--against engine prints a table and writes --json; it has no page and no chart")
+    shape = against_engine.TraceShape(seconds=float(given.get("duration_s", 60)), seed=int(given.get("seed", 1)))
+    made = against_engine.run(given.get("model", "smollm2-135m"), shape, console)
+    against_engine.show(console, made)
+    if outputs.json is not None:
+        bench_report.write_json(outputs.json, "simulate against engine", asdict(shape), made.as_json())
+        console.print(f"Written: {outputs.json}", highlight=False, markup=False)
+    return made.agrees

@@ -1,7 +1,7 @@
 """The same traffic on several fleets: replica policies, and ways to choose the number of replicas.
 
-A comparison is fair because the requests are drawn from the scenario's seed alone; only in a conversation does an answer's
-time decide when the next question comes, as it would.
+A comparison is fair because the requests are drawn from the scenario's seed alone; only in a conversation does the time
+of an answer decide when the next question comes, as it would.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from penstock.bench.arrivals import Planned
 from penstock.bench.engine import BenchError, Steppable
 from penstock.bench.stats import percentile
 from penstock.engine.request import Request, SamplingParams
+from penstock.simulation.gaps import GapCounts
 
 IDLE_S = 0.02
 """Longest sleep while nothing is due."""
@@ -26,18 +27,18 @@ class Observed:
     """What the users of a run saw."""
 
     ttft: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
+    gaps: GapCounts = field(default_factory=GapCounts)
     output_tokens: int = 0
     seconds: float = 0.0
     """From the first request's arrival to the last token."""
 
     def figures(self) -> dict[str, float]:
-        ttft, gaps = sorted(self.ttft), sorted(self.gaps)
+        ttft = sorted(self.ttft)
         return {
             "TTFT p50, ms": 1e3 * percentile(ttft, 0.5),
             "TTFT p95, ms": 1e3 * percentile(ttft, 0.95),
-            "gap p50, ms": 1e3 * percentile(gaps, 0.5),
-            "gap p95, ms": 1e3 * percentile(gaps, 0.95),
+            "gap p50, ms": 1e3 * (self.gaps.percentile(0.5) or 0.0),
+            "gap p95, ms": 1e3 * (self.gaps.percentile(0.95) or 0.0),
             "output tok/s": self.output_tokens / self.seconds,
         }
 
@@ -91,7 +92,7 @@ def real_run(
                 if flight.produced == 0:
                     observed.ttft.append(now - flight.due)
                 else:
-                    observed.gaps.append(now - flight.last)
+                    observed.gaps.add(now - flight.last)
                 flight.produced += len(delta.tokens)
                 flight.last = now
                 observed.output_tokens += len(delta.tokens)

@@ -23,6 +23,10 @@ from penstock.simulation.setup import Setup
 FRACTIONS = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 POINTS = 120
 """Of a plot over time."""
+MAX_LINES = 6
+"""Tenants that have a line of their own in a plot."""
+MAX_TENANTS = 16
+"""In the table of a terminal."""
 Floats = NDArray[np.float64]
 
 Series = dict[str, dict[str, list[tuple[float, float]]]]
@@ -71,7 +75,7 @@ class Report:
 
     title: str
     seconds: float
-    """In which requests arrived."""
+    """From the beginning to the last token."""
     wall_s: float
     objectives: str
     everyone: Figures
@@ -91,6 +95,8 @@ class Report:
     series: Series
     unit: str
     """Of the time axis of `series`: s, min or h."""
+    shaded: tuple[float, float] | None = None
+    """The first spike, on that axis."""
     notes: list[tuple[float, str]] = field(default_factory=list)
     """What happened to the fleet, and when."""
     assumptions: dict[str, str] = field(default_factory=dict)
@@ -211,10 +217,13 @@ def make(setup: Setup, record: Record) -> Report:
     rows = Columns(record.requests)
     tenant, names = rows["tenant"], rows.words("tenant")
     paid = [sample.ready + sample.starting + sample.draining for sample in record.samples]
-    unit, scale = _axis(scenario.duration_s)
+    seconds = float(rows["end"].max()) if len(record.requests) else scenario.duration_s
+    shown = min(scenario.duration_s, seconds) if scenario.workload.requests is not None else scenario.duration_s
+    unit, scale = _axis(shown)
+    spikes = [spike for spike in scenario.workload.spikes if spike.at_s + spike.seconds <= shown]
     return Report(
         title=scenario.title,
-        seconds=scenario.duration_s,
+        seconds=seconds,
         wall_s=totals.wall_s,
         objectives=str(objectives),
         everyone=figures(rows, record.all_gaps(), objectives),
@@ -230,8 +239,9 @@ def make(setup: Setup, record: Record) -> Report:
         starts=totals.starts,
         failures=totals.failures,
         interruptions=totals.interruptions,
-        series=over_time(record, rows, scenario.duration_s, scale),
+        series=over_time(record, rows, shown, scale, [name for name in setup.tiers if name in names]),
         unit=unit,
+        shaded=next(((one.at_s / scale, (one.at_s + one.seconds) / scale) for one in spikes), None),
         notes=[(at, note) for at, note in record.notes],
         assumptions=setup.assumptions,
     )
@@ -244,7 +254,7 @@ def _axis(seconds: float) -> tuple[str, float]:
     return ("min", 60.0) if seconds <= 3 * 3600 else ("h", 3600.0)
 
 
-def over_time(record: Record, rows: Columns, seconds: float, scale: float) -> Series:
+def over_time(record: Record, rows: Columns, seconds: float, scale: float, tenants: list[str]) -> Series:
     """What the plots show."""
     samples = [sample for sample in record.samples if sample.at <= seconds]
     width = seconds / min(POINTS, max(8, len(record.requests) // 8))
@@ -261,12 +271,14 @@ def over_time(record: Record, rows: Columns, seconds: float, scale: float) -> Se
     at, status = rows["at"], rows.status
     refused = status == STATUSES.index("refused")
     series: Series = {
-        "requests per second, by when they came": {
-            "came": rate(at),
+        "requests per second, by when they were sent": {
+            "sent": rate(at),
             "served": rate(at[rows.served]),
             "refused": rate(at[refused]),
         },
-        "time to first token in s, by when they came": _binned_ttft(rows, width, bins, scale),
+        "time to first token in s, by when they were sent": {
+            f"TTFT {name}": _binned(rows, part, width, bins, scale) for name, part in (("p50", 0.5), ("p95", 0.95))
+        },
         "requests": {"running": points("running"), "waiting in engines": points("waiting"), "queued": points("queued")},
         "KV cache in use, %": {
             "all replicas": [(x, 100 * y) for x, y in points("kv_use")],
@@ -274,58 +286,71 @@ def over_time(record: Record, rows: Columns, seconds: float, scale: float) -> Se
         },
         "replicas": {"ready": points("ready"), "starting": points("starting"), "desired": points("desired")},
     }
+    if 1 < len(tenants) <= MAX_LINES:
+        tenant, words = rows["tenant"], rows.words("tenant")
+        coarse = max(8, bins // 2)
+        series["time to first token of tenants, p95 in s"] = {
+            name: _binned(rows.where(tenant == words.index(name)), 0.95, seconds / coarse, coarse, scale)
+            for name in tenants
+        }
     if any(sample.spot for sample in samples):
         series["replicas"]["spot"] = points("spot")
     lost = status == STATUSES.index("lost")
     if lost.any():
-        series["requests per second, by when they came"]["lost"] = rate(at[lost])
+        series["requests per second, by when they were sent"]["lost"] = rate(at[lost])
     return series
 
 
-def _binned_ttft(rows: Columns, width: float, bins: int, scale: float) -> dict[str, list[tuple[float, float]]]:
+def _binned(rows: Columns, part: float, width: float, bins: int, scale: float) -> list[tuple[float, float]]:
+    """A percentile of the time to first token, by when requests were first sent."""
     at, ttft = rows["first_at"][rows.served], (rows["first_token"] - rows["first_at"])[rows.served]
     order = np.argsort(at, kind="stable")
     at, ttft = at[order], ttft[order]
     edges = np.searchsorted(at, np.arange(bins + 1) * width)
-    lines: dict[str, list[tuple[float, float]]] = {"TTFT p50": [], "TTFT p95": []}
-    for index in range(bins):
-        held = ttft[edges[index] : edges[index + 1]]
-        if len(held):
-            middle = (index + 0.5) * width / scale
-            lines["TTFT p50"].append((middle, float(np.quantile(held, 0.5))))
-            lines["TTFT p95"].append((middle, float(np.quantile(held, 0.95))))
-    return lines
+    held = ((index, ttft[edges[index] : edges[index + 1]]) for index in range(bins))
+    return [((index + 0.5) * width / scale, float(np.quantile(some, part))) for index, some in held if len(some)]
 
 
 def show(console: Console, made: Report) -> None:
     """The report as tables."""
-    table = report.table(
-        "", "tenant", "requests", "served", "refused", "TTFT p50", "p95", "p99", "gap p50", "p99", "E2E p50", "p95",
-        "cached", "good" if made.objectives else "answered",
-    )  # fmt: skip
+    good = "good" if made.objectives else "answered"
+    columns = ("requests", "served", "refused", "TTFT, ms", "gap, ms", "E2E, s", "cached", good)
+    table = report.table("", "tenant", *columns)
     rows = {"all": made.everyone} | (made.tenants if len(made.tenants) > 1 else {})
     for name, one in list(rows.items())[:MAX_TENANTS]:
-        tier = made.tiers.get(name)
-        table.add_row(
-            name if tier is None else f"{name} ({tier})",
-            f"{one.requests:,}",
-            f"{one.served:,}",
-            f"{one.refused:,}",
-            *(duration(one.ttft_s, part) for part in ("p50", "p95", "p99")),
-            *(duration(one.gap_s, part) for part in ("p50", "p99")),
-            *(duration(one.latency_s, part) for part in ("p50", "p95")),
-            report.share(one.hit_rate),
-            f"{one.good_share:.1%}",
-        )
+        table.add_row(*cells(made, name, one))
     console.print(table)
+    console.print("Latencies: p50 / p95 / p99.", style="dim")
     if len(rows) > MAX_TENANTS:
         console.print(f"{len(rows) - MAX_TENANTS} more tenants: --json or --html has them.", style="dim")
     for line in summary(made):
         console.print(line, highlight=False)
 
 
-MAX_TENANTS = 16
-"""In the table of a terminal."""
+def cells(made: Report, name: str, one: Figures) -> tuple[str, ...]:
+    """A row of the table of tenants."""
+    tier = made.tiers.get(name) if name != "all" else None
+    return (
+        name if tier is None else f"{name} ({tier})",
+        f"{one.requests:,}",
+        f"{one.served:,}",
+        f"{one.refused:,}",
+        _slashed(one.ttft_s, 1e3),
+        _slashed(one.gap_s, 1e3),
+        _slashed(one.latency_s, 1.0),
+        report.share(one.hit_rate),
+        f"{one.good_share:.1%}",
+    )
+
+
+def _slashed(values: dict[str, float] | None, scale: float) -> str:
+    if values is None:
+        return "–"
+    return " / ".join(f"{values[part] * scale:,.{_digits(values['p50'] * scale)}f}" for part in ("p50", "p95", "p99"))
+
+
+def _digits(value: float) -> int:
+    return 0 if value >= 100 else 1 if value >= 1 else 2
 
 
 def duration(values: dict[str, float] | None, part: str) -> str:
@@ -358,12 +383,16 @@ def summary(made: Report) -> list[str]:
     if not made.interruptions:
         events.pop()
     happened = "".join(f", {event}" for event in events if event)
-    spot = f", {made.spot_gpu_hours:,.1f} of them spot" if made.spot_gpu_hours else ""
-    lines.append(f"{fleet}{happened}: {made.gpu_hours:,.1f} device hours{spot}{money(made)}")
+    spot = f", {_hours(made.spot_gpu_hours)} of them spot" if made.spot_gpu_hours else ""
+    lines.append(f"{fleet}{happened}: {_hours(made.gpu_hours)} device hours{spot}{money(made)}")
     lines.append(
         f"{made.seconds:,.0f} s simulated in {made.wall_s:,.1f} s: {made.speed:,.0f} times as fast as real time"
     )
     return lines
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.2f}" if hours < 10 else f"{hours:,.1f}"
 
 
 def money(made: Report) -> str:

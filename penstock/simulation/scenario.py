@@ -36,7 +36,10 @@ class EngineSection:
     weights: WeightDType = setting("auto", doc="Type of the weights; auto: as the checkpoint has them.")  # noqa: RUF009
     kv_dtype: KVDType = setting("auto", doc="Type of the KV cache; auto: that of activations.")  # noqa: RUF009
     max_running: int | None = setting(
-        None, doc="Sequences that a replica runs at one time; when not set, the engine's default.", least=1, example="256"
+        None,
+        doc="Sequences that a replica runs at one time; when not set, the engine's default.",
+        least=1,
+        example="256",
     )
     token_budget: int | None = setting(
         None, doc="Tokens computed in one step, at most; when not set, the engine's default.", least=16, example="8192"
@@ -88,7 +91,7 @@ class WorkloadConfig:
         "earlier one has ended; trace: as recorded.",
     )
     rate: float | None = setting(
-        None, doc="Requests (or new conversations) per second; over a day, on average.", least=0.000001, example="12"
+        None, doc="Requests (or new conversations) per second; over a day, on average.", least=0.0001, example="12"
     )
     users: int | None = setting(None, doc="Daily users; with requests_per_user, instead of rate.", least=1)
     requests_per_user: float = setting(10.0, doc="Requests of a user per day.", least=0.001)
