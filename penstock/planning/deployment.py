@@ -8,6 +8,7 @@ from typing import Literal
 from penstock.errors import ConfigError
 from penstock.planning.catalogue import Device, PriceKind
 from penstock.planning.numbers import (
+    CPU_FORMATS,
     KV_DTYPES,
     WEIGHT_DTYPES,
     WEIGHT_FORMATS,
@@ -151,7 +152,7 @@ class Deployment:
         if self.weight_dtype == "auto":
             held = self.shape.stored or dense
         else:
-            held = WEIGHT_FORMATS[self.weight_dtype]
+            held = (CPU_FORMATS if self.device.kind == "cpu" else WEIGHT_FORMATS)[self.weight_dtype]
         if held.dense_bytes < dense.dense_bytes:
             head = max(held.head_bytes, dense.head_bytes) if held.head_bytes >= 2 else held.head_bytes
             held = replace(held, dense_bytes=dense.dense_bytes, head_bytes=head)
@@ -161,10 +162,13 @@ class Deployment:
 
     @property
     def kv_format(self) -> str:
-        """The cache's number format: that of activations unless said otherwise."""
+        """The cache's number format: that of activations unless said otherwise, or int8 on CPUs whose matrix tiles
+        multiply it as it is (`CpuBackend`)."""
         if self.kv_dtype != "auto":
             return self.kv_dtype
-        return self.activation_dtype
+        shape, tiles = self.shape, self.device.arch == "x86" and "bf16" in self.device.flops
+        grouped = shape.mla is None and shape.head_dim % 64 == 0 and shape.heads <= 8 * shape.kv_heads
+        return "int8" if tiles and grouped and self.block_size % 16 == 0 else self.activation_dtype
 
     @property
     def kv_bytes(self) -> float:

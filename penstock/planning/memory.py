@@ -182,11 +182,11 @@ def device_weights(deployment: Deployment, stage: int = 0) -> int:
     first, last = _span(deployment, stage)
     copies = deployment.kv_heads_per_device * tensor / shape.kv_heads
     total = 0.0
-    for index in range(first, last):
-        part = shape.layer(index)
+    for part, count in shape.layer_groups(first, last):
         split = part.query_output + part.key_value * copies + part.feed_forward
-        total += (split / tensor + part.latent) * form.matrix_bytes + part.experts / tensor * form.of_experts
-        total += (part.router + part.small) * form.dense_bytes
+        matrices = (split / tensor + part.latent) * form.matrix_bytes
+        experts = part.experts / tensor * form.of_experts
+        total += count * (matrices + experts + (part.router + part.small) * form.dense_bytes)
     if stage == 0:
         rows = -(-shape.vocab // tensor)
         total += shape.embedding_parameters * form.dense_bytes + rows * shape.hidden * form.head_bytes

@@ -1,7 +1,7 @@
 """Number formats: what a weight or a cached key takes in memory, and in which arithmetic it is multiplied.
 
-The few-bit forms are those that the engine keeps (`engine.quantization`): groups of 128 inputs share a float16 scale,
-with four bits also a float16 minimum; FP8 has one scale per output. Scales are included in the bytes.
+The few-bit forms are those that the engine keeps: groups of 128 inputs (on CPUs 32) share a float16 scale, with four
+bits also a float16 minimum; FP8 has one scale per output. Scales are included in the bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ KV_DTYPES: tuple[str, ...] = get_args(KVDType)
 
 _GROUP = 128
 """Inputs that share a scale: `engine.quantization.grids.SIZES[0]`."""
+_CPU_GROUP = 32
+"""`engine.backends.cpu.quant_linear`."""
 _SCALE_BYTES = 2
 
 
@@ -50,15 +52,29 @@ class WeightFormat:
         return self.matrix_bytes if self.expert_bytes is None else self.expert_bytes
 
 
+def _int8(group: int) -> float:
+    return 1 + _SCALE_BYTES / group
+
+
+def _int4(group: int) -> float:
+    return 0.5 + 2 * _SCALE_BYTES / group
+
+
 WEIGHT_FORMATS: dict[str, WeightFormat] = {
     "fp32": WeightFormat("fp32", 4, 4, "fp32", 4),
     "bf16": WeightFormat("bf16", 2, 2, "bf16"),
     "fp16": WeightFormat("fp16", 2, 2, "bf16"),
     "fp8": WeightFormat("fp8", 1, 2, "fp8"),
-    "int8": WeightFormat("int8", 1 + _SCALE_BYTES / _GROUP, 1 + _SCALE_BYTES / _GROUP, "bf16"),
-    "int4": WeightFormat("int4", 0.5 + 2 * _SCALE_BYTES / _GROUP, 1 + _SCALE_BYTES / _GROUP, "bf16"),
+    "int8": WeightFormat("int8", _int8(_GROUP), _int8(_GROUP), "bf16"),
+    "int4": WeightFormat("int4", _int4(_GROUP), _int8(_GROUP), "bf16"),
     "fp4": WeightFormat("fp4", 0.5 + 1 / 32, 2, "fp4"),  # MXFP4: one byte of scale for 32 weights
 }
+CPU_FORMATS: dict[str, WeightFormat] = {
+    **WEIGHT_FORMATS,
+    "int8": WeightFormat("int8", _int8(_CPU_GROUP), _int8(_CPU_GROUP), "int8"),
+    "int4": WeightFormat("int4", _int4(_CPU_GROUP), _int4(_CPU_GROUP), "int8"),
+}
+"""On CPUs, whose kernels multiply integers as they are."""
 
 _ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 

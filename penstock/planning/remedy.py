@@ -29,13 +29,20 @@ def remedy(plan: MemoryPlan, catalogue: Catalogue | None = None) -> str:
         both = next((wide for narrow in _formats(deployment) for wide in _larger(narrow)), None)
         if both is not None:
             found.append(f"{both.weights.name} weights on {both.devices} x {name} ({_grid(both)})")
-    other = next(_other_devices(deployment, catalogue or load_catalogue()), None)
+    gpus = sorted((catalogue or load_catalogue()).gpus, key=lambda device: device.memory_bytes)
+    others = [other for device in gpus if device != deployment.device for other in _with(deployment, device=device)]
+    other = next(filter(_fits, others), None)
     if other is not None:
         found.append(f"{_count(other)}{other.device.name}")
+    if not found:
+        wide = [wide for narrow in others for wide in _larger(narrow)]
+        wide += [wide for other in others for narrow in _formats(other) for wide in _larger(narrow)]
+        if wide:
+            found.append(f"{_bits(wide[0], deployment)}{wide[0].devices} x {wide[0].device.name} ({_grid(wide[0])})")
     if plan.blocks > 0:
         found.insert(0, f"max_model_len {plan.longest:,}")
     if not found:
-        return f"no number of {name} in one machine holds {deployment.shape.name}, in any number format"
+        return f"no machine of the catalogue holds {deployment.shape.name}, not even with {_FEWER_BITS[-1]} weights"
     return f"{' or '.join(found)} would do"
 
 
@@ -74,18 +81,14 @@ def _narrower(deployment: Deployment) -> Iterator[Deployment]:
     yield from (narrow for narrow in _formats(deployment) if _fits(narrow))
 
 
-def _other_devices(deployment: Deployment, catalogue: Catalogue) -> Iterator[Deployment]:
-    """As many of another GPU, the smallest first, that fit."""
-    others = [device for device in catalogue.devices.values() if device.kind == "gpu" and device != deployment.device]
-    for device in sorted(others, key=lambda device: device.memory_bytes):
-        for other in _with(deployment, device=device):
-            if _fits(other):
-                yield other
-
-
 def _grid(deployment: Deployment) -> str:
     return f"tensor_parallel {deployment.tensor_parallel}"
 
 
 def _count(deployment: Deployment) -> str:
     return "one " if deployment.devices == 1 else f"{deployment.devices} x "
+
+
+def _bits(deployment: Deployment, asked: Deployment) -> str:
+    name = deployment.weights.name
+    return "" if deployment.weight_dtype == asked.weight_dtype else f"{name} weights on "

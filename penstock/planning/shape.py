@@ -121,6 +121,10 @@ class ModelShape:
 
     def layer(self, index: int) -> LayerParts:
         """The parameters of one layer."""
+        return self._parts(routed=self.moe is not None and self.moe.layers[index])
+
+    def _parts(self, *, routed: bool) -> LayerParts:
+        """The parameters of one layer, with or without experts."""
         hidden = self.hidden
         small = hidden * (4 if self.sandwich_norms else 2) + (self.heads if self.sinks else 0)
         mla = self.mla
@@ -145,7 +149,7 @@ class ModelShape:
             small += 2 * self.head_dim if self.qk_norm else 0
             small += q_size + kv_size if self.whole_qk_norm else 0
         moe = self.moe
-        if moe is None or not moe.layers[index]:
+        if moe is None or not routed:
             small += 2 * self.ffn + hidden if self.mlp_bias else 0
             return LayerParts(query_output, key_value, latent, 3 * hidden * self.ffn, 0, 0, small)
         if moe.bias:
@@ -161,6 +165,17 @@ class ModelShape:
             small,
         )
 
+    def layer_groups(self, first: int = 0, last: int | None = None) -> list[tuple[LayerParts, int]]:
+        """Of some layers: those that are alike, and how many."""
+        end = self.layers if last is None else last
+        routed = 0 if self.moe is None else sum(self.moe.layers[first:end])
+        groups = []
+        if routed < end - first:
+            groups.append((self._parts(routed=False), end - first - routed))
+        if routed:
+            groups.append((self._parts(routed=True), routed))
+        return groups
+
     @property
     def embedding_parameters(self) -> int:
         return self.vocab * self.hidden
@@ -173,7 +188,7 @@ class ModelShape:
     @property
     def matrix_parameters(self) -> int:
         """Of the layers' matrices that every token passes: read once per step, used once per token."""
-        return sum(self.layer(index).matrices for index in range(self.layers))
+        return sum(part.matrices * count for part, count in self.layer_groups())
 
     @property
     def expert_parameters(self) -> int:
@@ -183,7 +198,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Of the whole model; a tied head is not counted twice."""
-        layers = sum(self.layer(index).total for index in range(self.layers))
+        layers = sum(part.total * count for part, count in self.layer_groups())
         head = 0 if self.tied_embeddings else self.head_parameters
         return self.embedding_parameters + layers + self.hidden + head
 
