@@ -71,7 +71,7 @@ def main(
     on_cpu = pick_device(settings.device).type == "cpu"
     chosen = [workloads.named(name) for name in names] or default_workloads(on_cpu)
     loaded = offline.load(settings, chosen, console)
-    machine = _hardware(hardware, loaded.engine.info.device)
+    machine = hardware_of(hardware, loaded.engine.info.device)
     deployment = _deployment(loaded, settings, machine)
     form = deployment.weights.name
     start = _start(path, machine, deployment.weights)
@@ -82,11 +82,8 @@ def main(
     for workload in chosen:
         console.print(f"{workload.name}: {workload.summary}", style="dim")
         observations += measure(loaded, workload, deployment, settings)
-    factors = [f"{form}.read_few", f"{form}.read", f"{form}.compute", *COMMON]
-    if deployment.shape.moe is not None:
-        factors.append("expert_layer_s")
-    fitted = replace(fit(start, factors, observations), source=_source(loaded, settings))
-    show(start, fitted, factors, observations, console)
+    fitted = replace(refit(start, deployment, observations), source=_source(loaded, settings))
+    show(start, fitted, factors_of(deployment), observations, console)
     write_calibration(fitted, path)
     console.print(f"Wrote {path}")
     if json_file is not None:
@@ -97,14 +94,43 @@ def main(
         report.write_json(json_file, "calibration", {"model": loaded.label, "device": machine.name}, results)
 
 
+def calibrate(
+    loaded: offline.Loaded, chosen: Sequence[Workload], settings: offline.OfflineBenchSettings, machine: Device
+) -> tuple[Deployment, Calibration, list[Observation]]:
+    """What was loaded, its factors on this machine as they are now, and what they were fitted to."""
+    deployment = _deployment(loaded, settings, machine)
+    observations = [item for workload in chosen for item in measure(loaded, workload, deployment, settings)]
+    fitted = refit(_borrowed(machine, deployment.weights), deployment, observations)
+    return deployment, replace(fitted, source=_source(loaded, settings)), observations
+
+
+def refit(start: Calibration, deployment: Deployment, observations: Sequence[Observation]) -> Calibration:
+    """The calibration with every factor fitted that the deployment shows."""
+    return fit(start, factors_of(deployment), observations)
+
+
+def factors_of(deployment: Deployment) -> list[str]:
+    form = deployment.weights.name
+    factors = [f"{form}.read_few", f"{form}.read", f"{form}.compute", *COMMON]
+    if deployment.shape.moe is not None:
+        factors.append("expert_layer_s")
+    return factors
+
+
 def measure(
-    loaded: offline.Loaded, workload: Workload, deployment: Deployment, settings: offline.OfflineBenchSettings
+    loaded: offline.Loaded,
+    workload: Workload,
+    deployment: Deployment,
+    settings: offline.OfflineBenchSettings,
+    *,
+    salt: str = "calibrate",
 ) -> list[Observation]:
-    """Warm up, run, and split the median run into measurements."""
+    """Warm up, run, and split the median run into measurements. A second measurement on the same engine needs another
+    salt, or its prompts would be in the cache."""
     engine = loaded.engine
     if settings.warm_up:
         Run(engine, workloads.warm_up(workload, engine.info.vocab_size), None)()
-    traces = [run(engine, workload, salt=f"calibrate{attempt}") for attempt in range(settings.repeat)]
+    traces = [run(engine, workload, salt=f"{salt}{attempt}") for attempt in range(settings.repeat)]
     trace = sorted(traces, key=lambda trace: trace.seconds)[len(traces) // 2]
     steps = list(
         walk(
@@ -168,7 +194,7 @@ def _readable(name: str, value: float) -> str:
     return f"{value * 1e6:,.1f} us" if name.endswith("_s") else f"{value:.3f}"
 
 
-def _hardware(name: str | None, on: str) -> Device:
+def hardware_of(name: str | None, on: str) -> Device:
     """The catalogue's entry for the device that the engine runs on."""
     if name is not None:
         return device(name)
@@ -212,12 +238,16 @@ def _deployment(loaded: offline.Loaded, settings: offline.OfflineBenchSettings, 
 def _start(path: Path, machine: Device, form: WeightFormat) -> Calibration:
     """The file that is there already, whose other factors are kept, or what the device would borrow."""
     if not path.exists():
-        borrowed = calibration_for(machine)
-        return replace(borrowed, device=machine.name, borrowed_for=None, weights={form.name: borrowed.factors(form)})
+        return _borrowed(machine, form)
     start = read_calibration(path)
     if start.device != machine.name:
         raise ConfigError(f"{path} is a calibration of {start.device}, not {machine.name}; write to another file")
     return replace(start, weights={**start.weights, form.name: start.factors(form)})
+
+
+def _borrowed(machine: Device, form: WeightFormat) -> Calibration:
+    borrowed = calibration_for(machine)
+    return replace(borrowed, device=machine.name, borrowed_for=None, weights={form.name: borrowed.factors(form)})
 
 
 def _source(loaded: offline.Loaded, settings: offline.OfflineBenchSettings) -> Source:

@@ -153,9 +153,11 @@ def run(model: str, shape: TraceShape, console: Console) -> Agreement:
     plan = trace(shape, rate)
     with bench_report.progress_bar(console) as bar:
         task = bar.add_task(f"{len(plan)} requests in {shape.seconds:g} s on the real engine", total=len(plan))
-        observed = real_run(loaded.engine, plan, seed=shape.seed, progress=lambda done: bar.update(task, completed=done))
+        observed = real_run(
+            loaded.engine, plan, seed=shape.seed, progress=lambda done: bar.update(task, completed=done)
+        )
     with console.status("calibrating again"):
-        after = [item for workload in chosen for item in measure(loaded, workload, deployment, settings)]
+        after = [item for load in chosen for item in measure(loaded, load, deployment, settings, salt="after")]
     calibration = refit(first, deployment, [*before, *after])
     model_run = simulated(
         plan,
