@@ -158,7 +158,7 @@ class Columns:
         return Columns(self._requests, chosen)
 
     def count(self, status: str) -> int:
-        return int(np.count_nonzero(self.status == STATUSES.index(status)))  # type: ignore[arg-type]
+        return int(np.count_nonzero(self.status == STATUSES.index(status)))
 
 
 def spread(values: Floats) -> dict[str, float] | None:
