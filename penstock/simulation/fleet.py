@@ -24,12 +24,12 @@ State = Literal["starting", "ready", "draining", "gone"]
 
 
 class Scaler(Protocol):
-    """Decides how many replicas run; `planning.autoscaling.Autoscaler` does."""
+    """Decides how many replicas there are: `planning.autoscaling.Autoscaler`, or a rival to compare it with."""
 
     def decide(self, load: FleetLoad) -> Decision: ...
 
     def spot(self, count: int) -> int:
-        """How many of `count` replicas should run on spot capacity."""
+        """How many of `count` replicas are on spot capacity."""
         ...
 
 
