@@ -25,6 +25,7 @@ from penstock.cli.replicas import drain, replicas, restart, scale
 from penstock.cli.requests import requests
 from penstock.cli.route import route
 from penstock.cli.serve import serve
+from penstock.cli.simulate import simulate
 from penstock.cli.top import top
 from penstock.cli.trace import trace
 from penstock.cli.usage import usage
@@ -87,6 +88,7 @@ app.command(help=replicas.__doc__)(replicas)
 app.command(help=scale.__doc__)(scale)
 app.command(help=restart.__doc__)(restart)
 app.command(help=drain.__doc__)(drain)
+app.command(help=simulate.__doc__)(simulate)
 app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
 app.add_typer(adapters, name="adapters")

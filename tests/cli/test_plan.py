@@ -124,8 +124,10 @@ def test_several_devices_and_formats() -> None:
 def test_what_penstock_does_not_run_is_planned_when_named_and_said() -> None:
     tree = json.loads(printed("llama-3-8b --json --tp 1 --kv auto"))
     assert "mi300x" not in {one["device"] for one in tree["candidates"]}
-    named = printed("llama-3-8b --gpu mi300x --tp 1")
-    assert "as if Penstock ran AMD Instinct MI300X GPUs: it does not" in " ".join(named.split())
+    named = json.loads(printed("llama-3-8b --gpu mi300x --json --tp 1 --kv auto"))
+    assert {"what": "engine", "value": "as if Penstock ran AMD Instinct MI300X GPUs: it does not"}.items() <= next(
+        one for one in named["assumptions"] if one["what"] == "engine"
+    ).items()
 
 
 def test_a_fleet_that_follows_the_day_is_ranked_by_its_own_bill() -> None:
