@@ -198,7 +198,7 @@ def _sensitivity(plan: Plan, best: Candidate) -> Table:
     for row in plan.sensitivity:
         ends = []
         for end in (row.low, row.high):
-            ends += [end.value, "misses objectives" if end.monthly is None else f"{end.monthly:,.0f}"]
+            ends += [end.value, "too much" if end.monthly is None else f"{end.monthly:,.0f}"]
         rows.add_row(row.name, *ends)
     return rows
 

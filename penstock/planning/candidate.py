@@ -131,7 +131,7 @@ def _layouts(shape: ModelShape, device: Device, options: Options) -> Iterator[tu
     )
     for stages in options.pipeline_parallel or (1, 2, 4, 8):
         for size in sizes:
-            asked = options.tensor_parallel and (options.pipeline_parallel or stages == 1)
+            asked = options.pipeline_parallel or (options.tensor_parallel and stages == 1)
             if asked or size * stages <= node:
                 yield size, stages
 

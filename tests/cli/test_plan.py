@@ -180,6 +180,8 @@ def test_a_folder_with_a_configuration(tmp_path: Path) -> None:
         ("llama-3-70b --gpu h100 --wage -1", "hourly wage must be 0 or more, not -1"),
         ("llama-3-70b --gpu h100 --cache-hit-rate 1.5", "the cache hit rate is a share from 0 to below 1, not 1.5"),
         ("llama-3-70b --gpu h100 --tp 3", "tensor_parallel: 3 cannot split 64 heads"),
+        ("llama-3-70b --gpu h100 --pp 80", "devices are more than the 8 of one machine with h100"),
+        ("llama-3-70b --gpu cpu-16 --tp 2", "tensor_parallel and pipeline_parallel are for GPUs; run replicas instead"),
         ("llama-3-70b --gpu h100 --api-price acme", "unknown API 'acme'"),
         ("llama-3-70b --gpu h100 --catalogue missing.yaml", "missing.yaml: cannot be read: No such file"),
         ("llama-3-70b --gpu h100 --calibration missing.yaml", "cannot read the calibration missing.yaml"),
