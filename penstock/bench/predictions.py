@@ -132,7 +132,8 @@ def main(path: Path | None, json_file: Path | None, console: Console) -> None:
     console.print(table)
     errors = sorted(abs(row.error(calibration)) for row in rows if not row.outside)
     console.print(
-        f"{len(errors)} rows: median error {errors[len(errors) // 2]:.1%}, largest {errors[-1]:.1%}. {calibration.title}"
+        f"{len(errors)} rows: median error {errors[len(errors) // 2]:.1%}, largest {errors[-1]:.1%}. "
+        f"Calibration: {calibration.title}"
     )
     for row in rows:
         if row.outside:

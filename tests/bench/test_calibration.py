@@ -76,7 +76,8 @@ def test_prompts_and_decode_steps_are_measured_apart() -> None:
 
 @pytest.mark.parametrize(
     "title, name",
-    [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA L4", "l4"),
+    [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-SXM4-40GB", "a100-40"),
+     ("NVIDIA L4", "l4"),
      ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA L40S", "l40s"), ("NVIDIA H100 80GB HBM3", "h100")],
 )  # fmt: skip
 def test_the_device_is_found_in_the_catalogue(monkeypatch: pytest.MonkeyPatch, title: str, name: str) -> None:
