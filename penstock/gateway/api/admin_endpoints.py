@@ -5,10 +5,12 @@ from __future__ import annotations
 from penstock.gateway.api.admin.adapters import AdapterEndpoints, AdapterLoadRequest, AdapterPinRequest
 from penstock.gateway.api.admin.identity import IdentityEndpoints, KeyChange, KeyRequest, TenantChange, TenantRequest
 from penstock.gateway.api.admin.models import ModelAdminEndpoints, ModelLoadRequest
+from penstock.gateway.api.admin.plan import PlanEndpoints, PlanQuery
 from penstock.gateway.api.admin.replicas import DrainRequest, ReplicaEndpoints, RestartRequest, ScaleRequest
 from penstock.gateway.api.admin.request_log import RequestLogEndpoints, RequestsQuery
 from penstock.gateway.api.admin.routes import RouteEndpoints, RouteSwitch
 from penstock.gateway.api.admin.sleep import SleepEndpoints
+from penstock.gateway.api.admin.what_if import WhatIfEndpoints, WhatIfRequest
 from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.quality.endpoints import FeedbackEndpoints, FeedbackQuery
 from penstock.gateway.response_cache.endpoints import AdminCacheQuery, CacheEndpoints
@@ -16,6 +18,24 @@ from penstock.gateway.server_tools.endpoints import ToolEndpoints
 from penstock.tools.execution.specs import ToolSpec
 
 ADMIN = (
+    Endpoint(
+        "GET",
+        "/v1/admin/plan",
+        PlanEndpoints.show_plan,
+        "Headroom, when a model is full, and what the next replica costs.",
+        "Admin",
+        query=PlanQuery,
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/admin/plan",
+        WhatIfEndpoints.what_if,
+        "Hardware, latency and cost for another load.",
+        "Admin",
+        WhatIfRequest,
+        scope="admin",
+    ),
     Endpoint("GET", "/v1/admin/tools", ToolEndpoints.list_tool_servers, "Every tool server.", "Admin", scope="admin"),
     Endpoint(
         "POST",

@@ -19,6 +19,7 @@ from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
 from penstock.gateway.api.admin.identity import IdentityEndpoints
 from penstock.gateway.api.admin.models import ModelAdminEndpoints
+from penstock.gateway.api.admin.plan import PlanEndpoints
 from penstock.gateway.api.admin.replicas import ReplicaEndpoints
 from penstock.gateway.api.admin.request_log import RequestLogEndpoints
 from penstock.gateway.api.admin.routes import RouteEndpoints
@@ -26,6 +27,7 @@ from penstock.gateway.api.admin.sleep import SleepEndpoints
 from penstock.gateway.api.admin.supervisor import NoSupervisor
 from penstock.gateway.api.admin.traces import TraceEndpoints
 from penstock.gateway.api.admin.usage import UsageEndpoints
+from penstock.gateway.api.admin.what_if import WhatIfEndpoints
 from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
 from penstock.gateway.api.openai.chat import ChatEndpoints
 from penstock.gateway.api.openai.completions import CompletionEndpoints
@@ -302,6 +304,8 @@ async def compose(
             AdapterEndpoints(registry, forget_answers, settings.engine_wait_s, limit),
             ModelAdminEndpoints(registry, models, routes, admissions, supervisor, settings.engine_wait_s, limit),
             ReplicaEndpoints(registry, supervisor, limit),
+            PlanEndpoints(registry, workers, settings.admission),
+            WhatIfEndpoints(registry, limit),
             RouteEndpoints(routes, limit),
             SleepEndpoints(registry),
             _request_log_endpoints(request_log),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
@@ -49,6 +50,7 @@ class ModelSettings:
     output_price: float = 0.0
     cost_per_hour: float = 0.0
     """Dollars per hour that the hardware of one engine costs."""
+    autoscale: AutoscaleConfig | None = None
     tool_format: str = "auto"
     downgrade_to: str = ""
     """The model that answers best-effort callers while this one is saturated."""
@@ -72,6 +74,7 @@ class ModelSettings:
             input_price=model.input_price,
             output_price=model.output_price,
             cost_per_hour=model.cost_per_hour,
+            autoscale=model.autoscale,
             tool_format=model.tool_format,
             downgrade_to=model.downgrade_to,
             fallback=model.fallback,
@@ -108,6 +111,8 @@ class GatewaySettings:
     header_limit: int = 64 * 2**10
     receive_s: float = 30.0
     """How long the headers, and then the body, may take to arrive."""
+    refuses_unknown: bool = False
+    """Refuse parameters that are not honoured, instead of ignoring and naming them."""
     max_connections: int | None = None
     connections_per_address: int | None = None
     cors_origins: tuple[str, ...] = ()
@@ -229,6 +234,7 @@ class GatewaySettings:
             body_disk=server.body_disk,
             header_limit=server.header_limit,
             receive_s=server.receive_s,
+            refuses_unknown=server.unknown_parameters == "refuse",
             stalled_reader_s=server.stalled_reader_s,
             max_connections=server.max_connections,
             connections_per_address=server.connections_per_address,
