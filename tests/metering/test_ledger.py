@@ -13,6 +13,7 @@ from penstock.metering.journal import Journal
 from penstock.metering.ledger import Charge, Ledger, LedgerError, Settlement, cost_of, opened, progressed, settled
 from penstock.metering.prices import Price, PriceBook, PriceEntry, Usage, dollars
 from penstock.storage import Database, DatabaseError, Statement, open_database
+from tests.gateway.conftest import eventually, until
 from tests.virtual_time import run_in_virtual_time
 
 
@@ -126,9 +127,7 @@ async def test_many_entries_share_a_transaction_and_wait_for_a_store_that_is_awa
     unreliable.away = True
     waiting = [journal.settle(end(one)) for one in charges]
     journal.note("c0", 0, 5)
-    async with asyncio.timeout(60):
-        while journal.store_up:
-            await asyncio.sleep(0.01)
+    await eventually(lambda: not journal.store_up)
     assert not any(future.done() for future in waiting) and journal.lag_s > 0
     unreliable.away = False
     await asyncio.gather(*waiting)
@@ -163,9 +162,7 @@ async def test_a_short_answer_is_never_listed_as_open_and_one_that_may_be_is_tak
     doubtful = charge("doubtful")
     journal.open(doubtful)
     journal.hurry()
-    async with asyncio.timeout(60):
-        while not (found := await ledger.open_charges()):
-            await asyncio.sleep(0.01)
+    found = await until(ledger.open_charges, bool)
     assert [entry.charge.id for entry in found] == ["doubtful"]
     settled = journal.settle(end(doubtful))
     ledger.mute = False
