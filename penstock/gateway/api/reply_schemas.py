@@ -56,6 +56,10 @@ _PLAN = obj(
     mix=maybe(ANY_OBJECT), full=obj(outlook=STRING, in_s=maybe(NUMBER)), cost=ANY_OBJECT, next_replica=ANY_OBJECT,
     autoscaler=ANY_OBJECT, history=many(ANY_OBJECT),
 )  # fmt: skip
+_WHAT_IF = obj(
+    object=word("plan"), model=ANY_OBJECT, workload=ANY_OBJECT, best=maybe(ANY_OBJECT), why_none=STRING,
+    candidates=many(ANY_OBJECT), rejected=many(ANY_OBJECT), assumptions=many(ANY_OBJECT),
+)  # fmt: skip
 _FILE = obj(
     id=STRING, object=word("file"), bytes=INTEGER, created_at=INTEGER, expires_at=maybe(INTEGER), filename=STRING,
     purpose=STRING, status=STRING,
@@ -135,6 +139,7 @@ _SCHEMAS: dict[str, Schema] = {
     "register_tool_server": obj(name=STRING, functions=many(ANY_OBJECT)),
     "remove_tool_server": obj(name=STRING, object=STRING, deleted=BOOLEAN),
     "list_replicas": listing(ANY_OBJECT),
+    "what_if": _WHAT_IF,
     "show_plan": listing(_PLAN, devices=many(obj(id=STRING, title=STRING, kind=STRING, price_per_hour=maybe(NUMBER)))),
     "scale_model": _REPLICAS,
     "restart_model": _REPLICAS,
