@@ -17,7 +17,6 @@ BIN := $(VENV)/bin
 # An environment whose creation was interrupted may lack pip: ensurepip puts it back.
 PIP := $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip; \
        $(BIN)/python -m pip --disable-pip-version-check
-# Bytecode is written when a module is first imported, not for every module of every package (--no-compile).
 # Compiled once per machine and version into the user's cache, so that the first start does not have to.
 KERNELS := $(BIN)/python -W ignore -m penstock.engine.backends.cpu.build
 RUN_STAMP := $(VENV)/.installed
@@ -111,6 +110,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) \
 	  || { rm -rf $(VENV); echo "Could not create $(VENV). On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 
+# Bytecode is written when a module is first imported, not for every module of every package (--no-compile).
 # Order-only on the interpreter: its timestamp is the system python's and says nothing about the environment.
 $(RUN_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock into $(VENV) (a few hundred megabytes the first time)"

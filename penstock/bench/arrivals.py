@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator
@@ -36,19 +37,22 @@ def closed(count: int, input_len: int, output_len: int) -> list[Planned]:
 def at_rate(
     rate: float, pattern: Pattern, count: int, input_len: int, output_len: int, *, burst: int = 8, seed: int = 0
 ) -> list[Planned]:
-    """`count` requests at `rate` per second on average. `poisson`: independent of each other; `constant`: evenly;
-    `burst`: `burst` at once, evenly."""
-    rng = random.Random(seed)
-    at, plan = 0.0, []
-    for index in range(count):
-        plan.append(Planned(at, input_len, output_len))
-        if pattern == "poisson":
-            at += rng.expovariate(rate)
-        elif pattern == "constant":
-            at = (index + 1) / rate
-        else:
-            at = (index + 1) // burst * burst / rate
-    return plan
+    """`count` requests at `rate` per second on average."""
+    places = itertools.islice(positions(pattern, random.Random(seed), burst=burst), count)
+    return [Planned(place / rate, input_len, output_len) for place in places]
+
+
+def positions(pattern: Pattern, rng: random.Random, *, burst: int = 8) -> Iterator[float]:
+    """When requests arrive at a rate of one per unit of time, without end. `poisson`: independent of each other;
+    `constant`: evenly; `burst`: `burst` at once, evenly."""
+    if pattern == "poisson":
+        at = 0.0
+        while True:
+            yield at
+            at += rng.expovariate(1.0)
+    size = burst if pattern == "burst" else 1
+    for index in itertools.count():
+        yield float(index // size * size)
 
 
 def from_trace(path: Path, limit: int | None, *, speed: float = 1.0) -> list[Planned]:

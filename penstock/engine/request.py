@@ -252,3 +252,5 @@ class EngineInfo:
     role: Role = "both"
     kv_format: str = ""
     """Engines with the same value can use each other's KV blocks; empty: this one exchanges none."""
+    product: str = ""
+    """What the driver calls the device, such as "NVIDIA H200"; empty: a CPU, or not known."""

@@ -18,8 +18,8 @@ from penstock.knowledge.readers import Block, Extracted
 Count = Callable[[str], int]
 MOST_HEADING_TOKENS = 48
 CHARACTERS_PER_TOKEN = 32
-"""Text with more characters than this per token is too long, however few tokens it has: a word without end is a single
-unknown token to some tokenizers."""
+"""Text with more characters than this per token is too long, however few tokens it has: to some tokenizers a word
+without end is a single unknown token, and some characters are none."""
 HEADING_CHARACTERS = 1024
 _SENTENCE = re.compile(r"(?<=[.!?…。！？])[\"'”’)\]]*\s+|\n{2,}")
 _LINE = re.compile(r"\n")
@@ -150,9 +150,12 @@ def _packed(atoms: Sequence[_Atom], room: int, overlap: int) -> Iterator[list[_A
     group: list[_Atom] = []
     size = 0
     for atom in atoms:
-        if group and (size + atom.tokens > room or atom.page != group[-1].page):
+        full = size + atom.tokens > room or (group and atom.end - group[0].start > room * CHARACTERS_PER_TOKEN)
+        if group and (full or atom.page != group[-1].page):
             yield group
-            group = _tail(group, min(overlap, room - atom.tokens)) if group[-1].block == atom.block else []
+            longest = min(overlap * CHARACTERS_PER_TOKEN, room * CHARACTERS_PER_TOKEN - (atom.end - atom.start))
+            repeated = group[-1].block == atom.block
+            group = _tail(group, min(overlap, room - atom.tokens), longest) if repeated else []
             size = sum(kept.tokens for kept in group)
         group.append(atom)
         size += atom.tokens
@@ -160,11 +163,12 @@ def _packed(atoms: Sequence[_Atom], room: int, overlap: int) -> Iterator[list[_A
         yield group
 
 
-def _tail(group: Sequence[_Atom], most: int) -> list[_Atom]:
+def _tail(group: Sequence[_Atom], most: int, longest: int) -> list[_Atom]:
+    """The last atoms of a group: at most `most` tokens and `longest` characters, never all of it."""
     kept: list[_Atom] = []
     for atom in reversed(group):
         most -= atom.tokens
-        if most < 0 or len(kept) + 1 == len(group):
+        if most < 0 or group[-1].end - atom.start > longest or len(kept) + 1 == len(group):
             break
         kept.insert(0, atom)
     return kept

@@ -10,7 +10,7 @@ server has no capacity figure, and a load that does not grow has no date.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -216,23 +216,23 @@ def mean(points: Sequence[LoadPoint]) -> LoadPoint:
     if not seconds:
         return LoadPoint(0.0, 0.0)
 
-    def weighted(value: str) -> float:
-        return sum(getattr(point, value) * point.seconds for point in points) / seconds
+    def weighted(value: Callable[[LoadPoint], float]) -> float:
+        return sum(value(point) * point.seconds for point in points) / seconds
 
     tokens = sum(point.output_tokens * point.seconds for point in points if point.token_time)
     token_time = sum(point.token_time * point.output_tokens * point.seconds for point in points)
     return LoadPoint(
         points[0].at,
         seconds,
-        requests=weighted("requests"),
-        refused=weighted("refused"),
-        prompt_tokens=weighted("prompt_tokens"),
-        output_tokens=weighted("output_tokens"),
+        requests=weighted(lambda point: point.requests),
+        refused=weighted(lambda point: point.refused),
+        prompt_tokens=weighted(lambda point: point.prompt_tokens),
+        output_tokens=weighted(lambda point: point.output_tokens),
         token_time=token_time / tokens if tokens else 0.0,
-        running=weighted("running"),
-        waiting=weighted("waiting"),
-        kv_use=weighted("kv_use"),
-        replicas=weighted("replicas"),
+        running=weighted(lambda point: point.running),
+        waiting=weighted(lambda point: point.waiting),
+        kv_use=weighted(lambda point: point.kv_use),
+        replicas=weighted(lambda point: point.replicas),
     )
 
 

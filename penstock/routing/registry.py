@@ -12,6 +12,7 @@ from typing import Protocol
 
 import penstock
 from penstock.backends.base import Backend
+from penstock.config.autoscale import AutoscaleConfig
 from penstock.errors import ConfigError
 from penstock.protocol.errors import InvalidRequest, ModelNotFound
 from penstock.routing.remotes import RemoteModel
@@ -49,6 +50,10 @@ class ServedModel:
     output_price: float = 0.0
     cost_per_hour: float = 0.0
     """Hardware cost of one engine, in dollars."""
+    source: str = ""
+    """Where its files are; empty: not known here."""
+    autoscale: AutoscaleConfig | None = None
+    """None: the number of replicas is changed by hand."""
     tool_format: str = "auto"
     """How it writes function calls; `auto`: as its chat template does."""
     time_slice: str = ""

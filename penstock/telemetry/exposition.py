@@ -13,7 +13,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import compress
 from operator import ne
 from typing import Literal, TypeVar
@@ -353,12 +353,13 @@ class MetricRegistry:
             parts.append(EOF)
         return "".join(parts).encode()
 
-    def readings(self) -> list[Readings]:
-        """All values of this process, to be merged with those of others."""
+    def readings(self, only: Collection[str] | None = None) -> list[Readings]:
+        """The values of this process, to be merged with those of others: of all families, or of those in `only`."""
         self._round += 1
         return [
             Readings(family.head, family.kind, family.merge, dict(family.samples()), family.exemplars())
-            for family in self._families.values()
+            for name, family in self._families.items()
+            if only is None or name in only
         ]
 
     def _add(self, family: FamilyT) -> FamilyT:

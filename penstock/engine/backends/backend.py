@@ -67,6 +67,8 @@ class WeightPlan:
 class Backend(DeviceAccess, LayerFactory, ABC):
     """One device as one engine uses it."""
 
+    product: str = ""
+    """The device's name as its driver knows it; empty for a CPU."""
     ops: Ops
     memory: DeviceMemory
     defaults: StepDefaults

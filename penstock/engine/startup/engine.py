@@ -108,6 +108,7 @@ def _assemble(
         num_blocks=pool.capacity,
         max_running=part.max_running,
         device=str(part.kv.device),
+        product=part.backend.product,
         dtype=str(part.decoder.embedding.dtype).removeprefix("torch."),
         ranks=config.ranks,
         startup=phases.seconds,

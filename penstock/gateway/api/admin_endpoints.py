@@ -5,6 +5,7 @@ from __future__ import annotations
 from penstock.gateway.api.admin.adapters import AdapterEndpoints, AdapterLoadRequest, AdapterPinRequest
 from penstock.gateway.api.admin.identity import IdentityEndpoints, KeyChange, KeyRequest, TenantChange, TenantRequest
 from penstock.gateway.api.admin.models import ModelAdminEndpoints, ModelLoadRequest
+from penstock.gateway.api.admin.plan import PlanEndpoints, PlanQuery
 from penstock.gateway.api.admin.replicas import (
     AutoscaleRequest,
     DrainRequest,
@@ -23,6 +24,15 @@ from penstock.gateway.server_tools.endpoints import ToolEndpoints
 from penstock.tools.execution.specs import ToolSpec
 
 ADMIN = (
+    Endpoint(
+        "GET",
+        "/v1/admin/plan",
+        PlanEndpoints.show_plan,
+        "Headroom, when a model is full, and what the next replica costs.",
+        "Admin",
+        query=PlanQuery,
+        scope="admin",
+    ),
     Endpoint("GET", "/v1/admin/tools", ToolEndpoints.list_tool_servers, "Every tool server.", "Admin", scope="admin"),
     Endpoint(
         "POST",

@@ -50,6 +50,12 @@ _KEY = obj(id=STRING, object=word("key"), tenant=STRING, scopes=many(STRING))
 _STATE = obj(id=STRING, object=word("model"), state=STRING)
 _RESPONSE = obj(id=STRING, object=word("response"), status=STRING, model=STRING, output=many(ANY_OBJECT))
 
+_PLAN = obj(
+    id=STRING, object=word("model.plan"), at=NUMBER, replicas=INTEGER, device=STRING, slots=maybe(INTEGER),
+    kv_tokens=maybe(INTEGER), price_per_hour=maybe(NUMBER), price_source=STRING, headroom=maybe(ANY_OBJECT),
+    mix=maybe(ANY_OBJECT), full=obj(outlook=STRING, in_s=maybe(NUMBER)), cost=ANY_OBJECT, next_replica=ANY_OBJECT,
+    autoscaler=ANY_OBJECT, history=many(ANY_OBJECT),
+)  # fmt: skip
 _FILE = obj(
     id=STRING, object=word("file"), bytes=INTEGER, created_at=INTEGER, expires_at=maybe(INTEGER), filename=STRING,
     purpose=STRING, status=STRING,
@@ -132,6 +138,7 @@ _SCHEMAS: dict[str, Schema] = {
     "list_autoscale": listing(ANY_OBJECT),
     "set_autoscale": obj(id=STRING, object=word("model"), min=maybe(INTEGER), max=maybe(INTEGER)),
     "notice_replica": _REPLICAS,
+    "show_plan": listing(_PLAN, devices=many(obj(id=STRING, title=STRING, kind=STRING, price_per_hour=maybe(NUMBER)))),
     "scale_model": _REPLICAS,
     "restart_model": _REPLICAS,
     "drain_replica": _REPLICAS,

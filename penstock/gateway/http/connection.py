@@ -214,9 +214,14 @@ class Connection(asyncio.Protocol):
         self._parser = parser = httptools.HttpRequestParser(self)
         if framed := framing(request):
             self._repeated_head = True
-            parser.feed_data(b"POST / HTTP/1.1\r\n" + framed + b"\r\n")
-            self._repeated_head = self._in_head = False
-            self._coming = request
+            try:
+                parser.feed_data(b"POST / HTTP/1.1\r\n" + framed + b"\r\n")
+            except httptools.HttpParserError:  # the first parser did not look at a framing that it would not use
+                self._refusal = BAD_REQUEST
+                return
+            finally:
+                self._repeated_head = self._in_head = False
+                self._coming = request
         else:
             request.upgrades = False
             self.on_message_complete()

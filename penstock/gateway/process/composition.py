@@ -19,6 +19,7 @@ from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
 from penstock.gateway.api.admin.identity import IdentityEndpoints
 from penstock.gateway.api.admin.models import ModelAdminEndpoints
+from penstock.gateway.api.admin.plan import PlanEndpoints
 from penstock.gateway.api.admin.replicas import ReplicaEndpoints
 from penstock.gateway.api.admin.request_log import RequestLogEndpoints
 from penstock.gateway.api.admin.routes import RouteEndpoints
@@ -308,6 +309,7 @@ async def compose(
             AdapterEndpoints(registry, forget_answers, settings.engine_wait_s, limit),
             ModelAdminEndpoints(registry, models, routes, admissions, supervisor, settings.engine_wait_s, limit),
             ReplicaEndpoints(registry, supervisor, limit),
+            PlanEndpoints(registry, workers, settings.admission),
             RouteEndpoints(routes, limit),
             SleepEndpoints(registry),
             _request_log_endpoints(request_log),

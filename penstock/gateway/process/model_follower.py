@@ -55,6 +55,8 @@ def served(
         input_price=model.input_price,
         output_price=model.output_price,
         cost_per_hour=model.cost_per_hour,
+        source=model.source,
+        autoscale=model.autoscale,
         tool_format=model.tool_format,
         fallback=model.fallback,
         overflow_at=model.overflow_at,

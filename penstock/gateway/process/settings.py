@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
@@ -50,6 +51,7 @@ class ModelSettings:
     output_price: float = 0.0
     cost_per_hour: float = 0.0
     """Dollars per hour that the hardware of one engine costs."""
+    autoscale: AutoscaleConfig | None = None
     tool_format: str = "auto"
     downgrade_to: str = ""
     """The model that answers best-effort callers while this one is saturated."""
@@ -76,6 +78,7 @@ class ModelSettings:
             input_price=model.input_price,
             output_price=model.output_price,
             cost_per_hour=model.cost_per_hour,
+            autoscale=model.autoscale,
             tool_format=model.tool_format,
             downgrade_to=model.downgrade_to,
             fallback=model.fallback,

@@ -24,6 +24,8 @@ from penstock.gateway.workers.messages import (
     Join,
     Known,
     Noted,
+    Recall,
+    Recalled,
     Report,
     Reserve,
     Seek,
@@ -38,11 +40,12 @@ from penstock.gateway.workers.messages import (
 from penstock.limits import Amounts, Decision, Limit, LimitStore
 from penstock.protocol.errors import Overloaded
 from penstock.telemetry.exposition import Readings
+from penstock.telemetry.load_history import ModelHistory
 from penstock.telemetry.timeline import Shown, TraceQuery
 
 log = logging.getLogger("penstock.gateway")
 
-Answer: TypeAlias = Decided | Collected | Found | Known
+Answer: TypeAlias = Decided | Collected | Found | Known | Recalled
 
 REPORT_S = 1.0
 """How old the last known readings of a worker that dies may be."""
@@ -124,6 +127,12 @@ class CoordinatorClient:
         assert isinstance(answer, Found)
         return answer.traces
 
+    async def recall(self) -> dict[str, ModelHistory]:
+        """The load of recent hours, by model."""
+        answer = await self._call(Recall)
+        assert isinstance(answer, Recalled)
+        return answer.models
+
     async def _call(self, message: Callable[[int], ToCoordinator]) -> Answer:
         call = next(self._numbers)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -144,7 +153,7 @@ class CoordinatorClient:
         try:
             while (message := await frames.next()) is not None:
                 match message:
-                    case Decided(call) | Collected(call) | Found(call) | Known(call):
+                    case Decided(call) | Collected(call) | Found(call) | Known(call) | Recalled(call):
                         waiting = self._calls.get(call)
                         if waiting is not None and not waiting.done():
                             waiting.set_result(message)

@@ -1,4 +1,5 @@
-"""The coordinator of the gateway workers on one machine: it counts limits, merges metrics and passes on key changes.
+"""The coordinator of the gateway workers on one machine: it counts limits, merges metrics, remembers the load of recent
+hours and passes on key changes.
 
 It runs in the supervisor, which outlives every worker, so it is available whenever a worker needs it. Invariants: a
 limit holds over all workers together; when a worker dies, the concurrency it held is released (the rest of its
@@ -27,6 +28,8 @@ from penstock.gateway.workers.messages import (
     Join,
     Known,
     Noted,
+    Recall,
+    Recalled,
     Report,
     Reserve,
     Seek,
@@ -42,6 +45,7 @@ from penstock.limits import Amounts, Limit
 from penstock.limits.memory import MemoryLimits
 from penstock.telemetry.aggregation import lasting, merged
 from penstock.telemetry.exposition import Readings
+from penstock.telemetry.load_history import LoadHistory, keep, needed
 from penstock.telemetry.timeline import Shown, TraceQuery
 
 ANSWER_S = 1.0
@@ -93,6 +97,7 @@ class WorkerCoordinator:
         self._limits = limits or MemoryLimits()
         self._workers: set[_Worker] = set()
         self._departed: list[Readings] = []
+        self._history = LoadHistory()
         self._asked = 0
         self._rounds: dict[int, _Round] = {}
         self._server: asyncio.Server | None = None
@@ -106,6 +111,7 @@ class WorkerCoordinator:
     async def __aenter__(self) -> WorkerCoordinator:
         self._server = await asyncio.start_unix_server(self._serve, self._path)
         self._path.chmod(0o600)
+        self._spawn(keep(self._history, self._load_readings), "load history")
         return self
 
     async def __aexit__(
@@ -171,6 +177,8 @@ class WorkerCoordinator:
                 if (answers := self._rounds.get(number)) is not None and worker in answers.waiting:
                     answers.traces += traces
                     answers.without(worker)
+            case Recall(call):
+                worker.tell(Recalled(call, self._history.models()))
             case Change(call):
                 self._spawn(self._announce(worker, call), "announce a key change")
             case Noted(number):
@@ -178,6 +186,10 @@ class WorkerCoordinator:
                     answers.without(worker)
             case Join(number):
                 worker.name, worker.joined = str(number), True
+
+    def _load_readings(self) -> list[Readings]:
+        """As reported last, at most a second ago."""
+        return merged([*(needed(worker.readings) for worker in self._workers), needed(self._departed)])
 
     async def _collect(self, asker: _Worker, call: int) -> None:
         self._asked += 1

@@ -1,4 +1,5 @@
-"""The gateway processes that share a port, as one of them sees the group: limits, metrics, traces and key changes.
+"""The gateway processes that share a port, as one of them sees the group: limits, metrics, recent load, traces and key
+changes.
 
 A process that has the port for itself is a group of one and needs no coordinator.
 """
@@ -14,6 +15,7 @@ from penstock.gateway.workers.client import CoordinatedLimits, CoordinatorClient
 from penstock.limits import LimitStore
 from penstock.limits.memory import MemoryLimits
 from penstock.telemetry.exposition import render
+from penstock.telemetry.load_history import FAMILIES, LoadHistory, ModelHistory, keep
 from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.timeline import RecentTimelines, Shown, TraceQuery, newest
 
@@ -35,6 +37,10 @@ class WorkerGroup(ABC):
         """The metrics of the group in the exposition format."""
 
     @abstractmethod
+    async def load_history(self) -> dict[str, ModelHistory]:
+        """The load of the group in recent hours, by model."""
+
+    @abstractmethod
     async def traces(self, query: TraceQuery) -> list[Shown]:
         """Timelines of recent requests that any process of the group answered, newest first."""
 
@@ -52,15 +58,23 @@ class SingleWorker(WorkerGroup):
         self._metrics = metrics
         self._recent = recent
         self._refresh_keys = refresh_keys
+        self.history = LoadHistory()
+        self._keeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        return
+        registry = self._metrics.registry
+        self._keeper = asyncio.create_task(keep(self.history, lambda: registry.readings(FAMILIES)), name="load history")
 
     async def close(self) -> None:
-        return
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
 
     async def metrics_text(self, openmetrics: bool = False) -> bytes:
         return self._metrics.render(openmetrics)
+
+    async def load_history(self) -> dict[str, ModelHistory]:
+        return self.history.models()
 
     async def traces(self, query: TraceQuery) -> list[Shown]:
         return self._recent.find(query)
@@ -91,6 +105,9 @@ class CoordinatedWorker(WorkerGroup):
 
     async def metrics_text(self, openmetrics: bool = False) -> bytes:
         return render(await self._client.collect(), openmetrics)
+
+    async def load_history(self) -> dict[str, ModelHistory]:
+        return await self._client.recall()
 
     async def traces(self, query: TraceQuery) -> list[Shown]:
         return newest(self._recent.find(query) + await self._client.seek(query), query.limit)

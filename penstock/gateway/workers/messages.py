@@ -17,6 +17,8 @@
                       ◄──────────────────  Sought    passed on to the others
     Told              ──────────────────►            the timelines of one of them
                       ◄──────────────────  Found     the timelines of all
+    Recall            ──────────────────►
+                      ◄──────────────────  Recalled  the load of recent hours
 
 A frame is its length in four bytes and the message in MessagePack.
 """
@@ -32,6 +34,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.limits import Amounts, Decision, Limit
 from penstock.telemetry.exposition import Readings
+from penstock.telemetry.load_history import ModelHistory
 from penstock.telemetry.timeline import Shown, TraceQuery
 
 LARGEST = 64 * 2**20
@@ -122,8 +125,17 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
     traces: list[Shown]
 
 
-ToCoordinator: TypeAlias = Join | Reserve | Settle | Change | Noted | Report | Collect | Seek | Told
-ToWorker: TypeAlias = Decided | Changed | Known | Ask | Collected | Sought | Found
+class Recall(msgspec.Struct, frozen=True, tag="recall"):
+    call: int
+
+
+class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
+    call: int
+    models: dict[str, ModelHistory]
+
+
+ToCoordinator: TypeAlias = Join | Reserve | Settle | Change | Noted | Report | Collect | Seek | Told | Recall
+ToWorker: TypeAlias = Decided | Changed | Known | Ask | Collected | Sought | Found | Recalled
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()

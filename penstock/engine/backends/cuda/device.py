@@ -51,6 +51,7 @@ class TorchCudaBackend(Backend):
     def __init__(self, device: torch.device) -> None:
         torch.cuda.set_device(device)  # kernels are launched on the current one
         self.device = device
+        self.product = torch.cuda.get_device_name(device)
         self.ops: Ops = self._make_ops()
         self.memory: DeviceMemory = CudaMemory(device)
 

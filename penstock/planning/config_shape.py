@@ -1,0 +1,163 @@
+"""From the keys of a `config.json` to a model's shape.
+
+Families that the engine runs are read by the engine's own reader, so that a plan is for the model that would be served.
+Others are read by the keys that their configurations share: enough to count parameters and cache, not to run them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.engine.models.families import FAMILIES, read_config, text_config
+from penstock.engine.models.families.family import integer, layer_count
+from penstock.engine.models.model_config import ModelConfig
+from penstock.errors import CheckpointError
+from penstock.planning.quantized_form import stored_form
+from penstock.planning.shape import Mla, ModelShape, Moe
+
+Config = Mapping[str, Any]
+Windows = tuple[int | None, ...]
+
+
+def shape_of_config(raw: Config, name: str) -> ModelShape:
+    """CheckpointError for a configuration that is not a decoder's."""
+    inner = text_config(raw)
+    if inner.get("model_type") in FAMILIES:
+        shape = shape_of_model(read_config(raw), name)
+    else:
+        shape = _other(_decoder(raw), name)
+    quantization = raw.get("quantization_config") or _decoder(raw).get("quantization_config")
+    stored = stored_form(quantization) if quantization else None
+    return shape.with_stored(stored)
+
+
+def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
+    """Of a model that the engine runs."""
+    moe = None
+    if model.moe is not None:
+        moe = Moe(model.moe.experts, model.moe.top_k, model.moe.ffn_size, model.moe.layers, bias=model.mlp_bias)
+    return ModelShape(
+        name=name,
+        family=model.family,
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        ffn=model.ffn_size,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        vocab=model.vocab_size,
+        max_positions=model.max_positions,
+        windows=model.windows,
+        tied_embeddings=model.tied_embeddings,
+        qkv_bias=model.qkv_bias,
+        output_bias=model.output_bias,
+        mlp_bias=model.mlp_bias,
+        qk_norm=model.qk_norm,
+        sandwich_norms=model.sandwich_norms,
+        moe=moe,
+    )
+
+
+def _decoder(raw: Config) -> Config:
+    """The decoder's keys, which multimodal models have one level down."""
+    inner = raw.get("text_config")
+    if isinstance(inner, Mapping) and "num_hidden_layers" not in raw:
+        return {"tie_word_embeddings": raw.get("tie_word_embeddings", False), **inner}
+    return raw
+
+
+def _other(raw: Config, name: str) -> ModelShape:
+    family = str(raw.get("model_type") or "")
+    layers, hidden, heads = layer_count(raw), integer(raw, "hidden_size"), integer(raw, "num_attention_heads")
+    head_dim = integer(raw, "head_dim", max(hidden // heads, 1))
+    attention_bias = raw.get("attention_bias") is True or family.startswith("qwen2")
+    return ModelShape(
+        name=name,
+        family=family or "unknown",
+        layers=layers,
+        hidden=hidden,
+        ffn=integer(raw, "intermediate_size_mlp", integer(raw, "intermediate_size")),
+        heads=heads,
+        kv_heads=integer(raw, "num_key_value_heads", heads),
+        head_dim=head_dim,
+        vocab=integer(raw, "vocab_size"),
+        max_positions=integer(raw, "max_position_embeddings"),
+        windows=_windows(raw, family, layers),
+        tied_embeddings=raw.get("tie_word_embeddings") is True,
+        qkv_bias=attention_bias,
+        output_bias=attention_bias and family in ("gpt_oss", "llama4_text"),
+        qk_norm=raw.get("use_qk_norm") is True or family.startswith("qwen3"),
+        whole_qk_norm=family.startswith("olmo2"),
+        sandwich_norms=family in ("glm4", "gemma3n_text"),
+        sinks=family == "gpt_oss",
+        moe=_moe(raw, family, layers),
+        mla=_mla(raw),
+        served=False,
+    )
+
+
+def _windows(raw: Config, family: str, layers: int) -> Windows:
+    """Of each layer: by `layer_types`, by the family's pattern, or none. An attention chunk bounds a layer as a window
+    of its size does."""
+    window = raw.get("sliding_window") or raw.get("attention_chunk_size")
+    if not isinstance(window, int) or window < 1 or raw.get("use_sliding_window") is False:
+        return (None,) * layers
+    kinds = raw.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == layers:
+        return tuple(None if kind in ("full_attention", "attention") else window for kind in kinds)
+    if family == "llama4_text":
+        return tuple(None if (index + 1) % 4 == 0 else window for index in range(layers))
+    if family == "gpt_oss":
+        return tuple(window if index % 2 == 0 else None for index in range(layers))
+    return (window,) * layers
+
+
+def _mla(raw: Config) -> Mla | None:
+    if raw.get("kv_lora_rank") is None:
+        return None
+    return Mla(
+        kv_rank=integer(raw, "kv_lora_rank"),
+        rope_dim=integer(raw, "qk_rope_head_dim"),
+        nope_dim=integer(raw, "qk_nope_head_dim"),
+        value_dim=integer(raw, "v_head_dim"),
+        q_rank=None if raw.get("q_lora_rank") is None else integer(raw, "q_lora_rank"),
+    )
+
+
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+
+
+def _moe(raw: Config, family: str, layers: int) -> Moe | None:
+    key = next((key for key in _EXPERTS if raw.get(key)), None)
+    if key is None:
+        return None
+    width = integer(raw, "moe_intermediate_size", integer(raw, "intermediate_size"))
+    shared = raw.get("shared_expert_intermediate_size") or width * int(raw.get("n_shared_experts") or 0)
+    if family == "llama4_text":
+        shared = width
+    return Moe(
+        experts=integer(raw, key),
+        top_k=integer(raw, "num_experts_per_tok", integer(raw, "moe_topk", 1)),
+        ffn=width,
+        layers=_expert_layers(raw, layers),
+        shared_ffn=int(shared),
+        shared_gate=bool(raw.get("shared_expert_intermediate_size")),
+        bias=family == "gpt_oss",
+        router_bias=family in ("gpt_oss", "glm4_moe") or raw.get("topk_method") == "noaux_tc",
+    )
+
+
+def _expert_layers(raw: Config, layers: int) -> tuple[bool, ...]:
+    """Which layers have experts: after the first dense ones, every n-th, and not those listed as dense."""
+    dense, listed = int(raw.get("first_k_dense_replace") or 0), raw.get("mlp_only_layers") or ()
+    step = int(raw.get("decoder_sparse_step") or raw.get("interleave_moe_layer_step") or 1)
+    frequency = raw.get("moe_layer_freq") or 1
+    if isinstance(frequency, list):
+        return tuple(bool(entry) for entry in frequency)
+    if step < 1 or not isinstance(frequency, int):
+        raise CheckpointError("decoder_sparse_step and moe_layer_freq must be positive integers")
+    return tuple(
+        index >= dense and index % frequency == 0 and index not in listed and (index + 1) % step == 0
+        for index in range(layers)
+    )

@@ -1,0 +1,273 @@
+"""Memory of a deployment: weights, what the runtime takes, what is left for the KV cache, and how many sequences fit.
+
+The rules are the engine's own (`engine.startup.memory`, `engine.parallel`): the cache is sized last, from a share of
+what is free; the device of the fullest pipeline stage decides. Figures are per device unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.config.units import format_size
+from penstock.engine.parallel.layout import Place, Span, layer_span
+from penstock.planning.deployment import Deployment
+from penstock.planning.shape import ModelShape
+
+GIB = 1 << 30
+CONTEXTS = tuple(1024 << power for power in range(8))
+"""Context lengths of the concurrency table: 1k to 128k tokens."""
+SHARE_OF_FREE = {"gpu": 0.92, "cpu": 0.15}
+SHARE_OF_REST = {"gpu": 0.92, "cpu": 1.0}
+"""What the KV cache takes of free memory, and of a model's `memory_share`: `CudaMemory` and `HostMemory`."""
+RUNTIME_BYTES = {"gpu": int(0.6 * GIB), "cpu": int(1.0 * GIB)}
+"""The CUDA context, loaded kernels and libraries; on a CPU the system, Python and torch."""
+COLLECTIVE_BYTES = int(0.4 * GIB)
+"""Buffers of the collectives' library on each of several GPUs."""
+_LOGIT_ROWS = 256
+"""Rows that the engine's largest measured step samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """A figure that a plan rests on, and where it is from."""
+
+    what: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of one replica. Bytes are per device, of the pipeline stage that leaves the least for the cache."""
+
+    deployment: Deployment
+    capacity: int
+    weights: int
+    runtime: int
+    """Context, libraries, buffers of collectives."""
+    activations: int
+    """Of the largest step."""
+    kv_room: int
+    """For the KV cache; negative where not even the weights fit."""
+    kv_bytes_per_token: float
+    """On this device."""
+    blocks: int
+    """KV blocks that fit, at most as many as all running sequences can use."""
+
+    @property
+    def reserve(self) -> int:
+        """What the cache leaves free: CUDA graphs, the sampler, fragmentation."""
+        return max(0, self.capacity - self.weights - self.runtime - self.activations - self.kv_room)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return self.blocks * self.deployment.block_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that can run: what one with the whole cache holds, or the context window."""
+        wanted = self.deployment.context_len
+        return wanted if self._held(wanted) <= self.blocks else min(wanted, self.kv_tokens)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the engine would start, with the context that was asked for."""
+        asked = self.deployment.max_model_len
+        return self.blocks > 0 and (asked is None or asked <= self.longest)
+
+    def concurrency(self, context: int) -> int:
+        """Sequences of `context` tokens each that the cache holds at once, the shared prefix held once. `most_running`
+        is another limit."""
+        if context > self.longest:
+            return 0
+        shared = self._shared_blocks(context)
+        return (self.blocks - shared) // max(1, self._held(context) - shared)
+
+    def concurrency_table(self) -> dict[int, int]:
+        """By context length, up to the longest that runs."""
+        lengths = [length for length in CONTEXTS if length < self.longest]
+        return {length: self.concurrency(length) for length in (*lengths, self.longest)} if self.blocks else {}
+
+    def without_sharing(self, context: int) -> int:
+        """Sequences that the cache would hold if none shared a prefix."""
+        return 0 if context > self.longest else self.blocks // self._held(context)
+
+    @property
+    def host_tokens(self) -> int:
+        """Tokens of blocks that the host tier keeps for later prompts."""
+        per_block = round(self.kv_bytes_per_token * self.deployment.block_size)
+        return self.deployment.host_memory // per_block * self.deployment.block_size
+
+    def host_sequences(self, context: int) -> int:
+        """Idle conversations of `context` tokens that the host tier adds to those in the cache."""
+        size = self.deployment.block_size
+        return self.host_tokens // (-(-context // size) * size)
+
+    def _held(self, tokens: int) -> int:
+        """Most blocks of one sequence at the same time. Where every layer has a window, blocks that have left it are
+        released (`engine.kv.allocator`)."""
+        size, window = self.deployment.block_size, self.deployment.shape.window
+        blocks = -(-tokens // size)
+        return blocks if window is None else min(blocks, -(-(window + self.deployment.step_tokens) // size) + 2)
+
+    def _shared_blocks(self, context: int) -> int:
+        """Full blocks of the shared prefix; one that is longer than a sequence is cut, and the last token is always
+        computed. Sequences with windows release their beginning, so there is nothing to share later."""
+        if self.deployment.shape.window is not None:
+            return 0
+        return min(self.deployment.shared_prefix, context - 1) // self.deployment.block_size
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        deployment = self.deployment
+        kind, weights = deployment.device.kind, deployment.weights
+        share = SHARE_OF_FREE[kind]
+        found = [
+            Assumption(
+                "weights", f"{weights.name}, {8 * weights.matrix_bytes:.3g} bits each", _weights_source(deployment)
+            ),
+            Assumption("runtime", format_size(self.runtime), "estimate: context, kernels and libraries of a process"),
+            Assumption("KV element", f"{deployment.kv_bytes:.4g} bytes ({deployment.kv_format})", "engine.kv.kinds"),
+        ]
+        if kind == "gpu":
+            what = f"{format_size(self.activations)} for steps of {deployment.step_tokens} tokens"
+            found.append(Assumption("activations", what, "tensors alive in one layer; the engine measures it at start"))
+        if deployment.kv_memory is None:
+            of = "the model's share" if deployment.memory_share is not None else "what is free"
+            share = SHARE_OF_REST[kind] if deployment.memory_share is not None else share
+            found.append(Assumption("KV cache", f"{share:.0%} of {of}", "engine.startup.memory"))
+        shape = deployment.shape
+        if shape.window is None and any(shape.windows):
+            bounded = shape.context_elements(deployment.context_len) / (shape.kv_elements * deployment.context_len)
+            found.append(Assumption(
+                "sliding windows",
+                f"blocks span all layers, so none is released; alone the windows would need {bounded:.0%} at "
+                f"{deployment.context_len:,} tokens",
+                "engine.kv.allocator",
+            ))  # fmt: skip
+        if shape.tied_embeddings:
+            found.append(Assumption("tied embeddings", "held twice, as embedding and as head", "engine.models.build"))
+        return tuple(found)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the engine would not start; None where it fits. `remedy` says what would do."""
+        if self.fits:
+            return None
+        deployment = self.deployment
+        name = deployment.device.name
+        if self.blocks > 0:
+            return (
+                f"one sequence of {deployment.context_len:,} tokens does not fit: {deployment.label} holds "
+                f"{self.kv_tokens:,} tokens of {deployment.shape.name}"
+            )
+        needed = self.weights + self.runtime + self.activations
+        return (
+            f"{deployment.shape.name} does not fit: {deployment.weights.name} weights take {_gb(self.weights)} of each "
+            f"{name} (with runtime and activations {_gb(needed)}), which has {_gb(self.capacity)}"
+        )
+
+
+def memory_plan(deployment: Deployment) -> MemoryPlan:
+    """The fullest stage decides: all have the same number of blocks."""
+    stages = [_stage(deployment, stage) for stage in range(deployment.pipeline_parallel)]
+    return min(stages, key=lambda plan: (plan.blocks, plan.kv_room))
+
+
+def device_weights(deployment: Deployment, stage: int = 0) -> int:
+    """Bytes of weights on each device of a stage: layers are split by heads and width, norms and routers are copied.
+    Each device of the first stage also has the whole embedding and a part of the head."""
+    shape, tensor, form = deployment.shape, deployment.tensor_parallel, deployment.weights
+    first, last = _span(deployment, stage)
+    copies = deployment.kv_heads_per_device * tensor / shape.kv_heads
+    total = 0.0
+    for part, count in shape.layer_groups(first, last):
+        split = part.query_output + part.key_value * copies + part.feed_forward
+        matrices = (split / tensor + part.latent) * form.matrix_bytes
+        experts = part.experts / tensor * form.of_experts
+        total += count * (matrices + experts + (part.router + part.small) * form.dense_bytes)
+    if stage == 0:
+        rows = -(-shape.vocab // tensor)
+        total += shape.embedding_parameters * form.dense_bytes + rows * shape.hidden * form.head_bytes
+    return round(total + shape.hidden * form.dense_bytes)
+
+
+def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
+    """Bytes of one block on each device of a stage."""
+    first, last = _span(deployment, stage)
+    return _layers_block_bytes(deployment, deployment.shape, last - first)
+
+
+def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
+    kind, capacity = deployment.device.kind, deployment.device.memory_bytes
+    weights = device_weights(deployment, stage)
+    block = kv_block_bytes(deployment, stage)
+    per_block = block
+    draft = deployment.speculation.draft if deployment.speculation is not None else None
+    if draft is not None:
+        weights += _draft_weights(deployment, draft)
+        per_block += _layers_block_bytes(deployment, draft, draft.layers)
+    runtime = RUNTIME_BYTES[kind] + (COLLECTIVE_BYTES if deployment.devices > 1 else 0)
+    activations = activation_bytes(deployment) if kind == "gpu" else 0
+    free = capacity - runtime - weights - activations
+    room = free if free < 0 else int(free * SHARE_OF_FREE[kind])
+    if deployment.kv_memory is not None:
+        room = min(deployment.kv_memory, free)
+    elif deployment.memory_share is not None:
+        rest = int(capacity * deployment.memory_share) - runtime - weights - activations
+        room = min(int(rest * SHARE_OF_REST[kind]), free)
+    useful = deployment.most_running * -(-deployment.context_len // deployment.block_size)
+    blocks = max(0, min(room // per_block, useful))
+    per_token = block / deployment.block_size
+    return MemoryPlan(deployment, capacity, weights, runtime, activations, room, per_token, blocks)
+
+
+def activation_bytes(deployment: Deployment) -> int:
+    """What the largest step of one device needs beside weights and cache: the tensors of a layer that are alive at the
+    same time, for as many tokens as the budget allows."""
+    shape, tensor = deployment.shape, deployment.tensor_parallel
+    size = deployment.weights.dense_bytes
+    heads = shape.heads // tensor
+    stream = 2 * shape.hidden
+    if shape.mla is None:
+        attention = (2 * heads + 2 * deployment.kv_heads_per_device) * shape.head_dim
+    else:
+        attention = heads * (2 * (shape.mla.nope_dim + shape.mla.rope_dim) + 2 * shape.mla.value_dim)
+    widths = [attention, 3 * shape.ffn // tensor]
+    if shape.moe is not None:
+        # Tokens are gathered once per expert they visit, and their results stay until they are added up.
+        widths.append(shape.moe.top_k * (3 * shape.moe.ffn // tensor + 2 * shape.hidden))
+        widths.append(3 * shape.moe.shared_ffn // tensor)
+    logits = _LOGIT_ROWS * shape.vocab * 4
+    return round(deployment.step_tokens * (stream + max(widths)) * size) + logits
+
+
+def _span(deployment: Deployment, stage: int) -> Span:
+    tensor, pipeline = deployment.tensor_parallel, deployment.pipeline_parallel
+    return layer_span(deployment.shape.layers, Place(stage * tensor, tensor, pipeline))
+
+
+def _layers_block_bytes(deployment: Deployment, shape: ModelShape, layers: int) -> int:
+    if shape.mla is None:
+        heads = deployment.kv_heads_per_device if shape is deployment.shape else shape.kv_heads
+        elements = 2 * heads * shape.head_dim
+    else:
+        elements = shape.mla.cached  # every shard has the whole latent
+    return layers * round(elements * deployment.block_size * deployment.kv_bytes)
+
+
+def _draft_weights(deployment: Deployment, draft: ModelShape) -> int:
+    alone = replace(deployment, shape=draft, speculation=None, max_model_len=None, shared_prefix=0)
+    return device_weights(alone)
+
+
+def _weights_source(deployment: Deployment) -> str:
+    if deployment.weight_dtype == "auto":
+        stored = deployment.shape.stored is not None
+        return "as the checkpoint stores them" if stored else "dense, as the device computes"
+    return "engine.quantization: scales included"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB"

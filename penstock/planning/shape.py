@@ -1,0 +1,244 @@
+"""The shape of a model: its dimensions, how many parameters they make, and what a token leaves in the KV cache.
+
+Everything is counted from dimensions alone, layer by layer, and this is the only place that counts them: memory, step
+time and the benchmarks' bounds all ask here. `model_shape` finds the shape of a name or path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from penstock.planning.numbers import WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """A feed-forward of many experts, of which each token visits a few."""
+
+    experts: int
+    top_k: int
+    ffn: int
+    """Width of one expert."""
+    layers: tuple[bool, ...]
+    """Which layers have experts; the others are dense."""
+    shared_ffn: int = 0
+    """Width of the experts that every token visits, all of them together."""
+    shared_gate: bool = False
+    """Whether a router of one output weighs the shared experts."""
+    bias: bool = False
+    """Whether experts have biases, and a router one per expert."""
+    router_bias: bool = False
+
+    @property
+    def count(self) -> int:
+        """Layers with experts."""
+        return sum(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Mla:
+    """Multi-head latent attention: a token leaves one latent vector and one rotated key, for all heads together."""
+
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+    """Width that queries are compressed to; None: they are not."""
+
+    @property
+    def cached(self) -> int:
+        """Elements of the cache per token and layer."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParts:
+    """Parameters of one layer by how they are used, and split between devices."""
+
+    query_output: int
+    """Matrices that shards of a layer divide by query heads."""
+    key_value: int
+    """Matrices divided by KV heads; more shards than heads hold copies."""
+    latent: int
+    """Compressing matrices of latent attention: every shard has them whole."""
+    feed_forward: int
+    """Dense feed-forward and shared experts, divided by width."""
+    experts: int
+    """All routed experts, divided by width."""
+    router: int
+    small: int
+    """Norms, biases, sinks: whole on every shard, never rounded."""
+
+    @property
+    def matrices(self) -> int:
+        """What every token passes; routers included, routed experts not."""
+        return self.query_output + self.key_value + self.latent + self.feed_forward + self.router
+
+    @property
+    def total(self) -> int:
+        return self.matrices + self.experts + self.small
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder. The defaults are those of Llama."""
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    ffn: int
+    """Width of a dense feed-forward; 0 where no layer has one."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer; None where a layer sees everything."""
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """A norm per head on queries and keys."""
+    whole_qk_norm: bool = False
+    """A norm over all heads of queries, and one over all of keys."""
+    sandwich_norms: bool = False
+    sinks: bool = False
+    """A learned attention sink per head."""
+    moe: Moe | None = None
+    mla: Mla | None = None
+    stored: WeightFormat | None = None
+    """How a checkpoint in few bits holds its matrices; None: dense."""
+    served: bool = True
+    """Whether Penstock's engine runs this family; others can be planned all the same."""
+
+    def with_stored(self, stored: WeightFormat | None) -> ModelShape:
+        """The same, of a checkpoint that holds its matrices like that."""
+        return replace(self, stored=stored)
+
+    def layer(self, index: int) -> LayerParts:
+        """The parameters of one layer."""
+        return self._parts(routed=self.moe is not None and self.moe.layers[index])
+
+    def _parts(self, *, routed: bool) -> LayerParts:
+        """The parameters of one layer, with or without experts."""
+        hidden = self.hidden
+        small = hidden * (4 if self.sandwich_norms else 2) + (self.heads if self.sinks else 0)
+        mla = self.mla
+        if mla is not None:
+            key_dim = mla.nope_dim + mla.rope_dim
+            latent = hidden * mla.cached
+            if mla.q_rank is None:
+                queries = hidden * self.heads * key_dim
+            else:
+                latent += hidden * mla.q_rank
+                queries = mla.q_rank * self.heads * key_dim
+                small += mla.q_rank
+            expanded = mla.kv_rank * self.heads * (mla.nope_dim + mla.value_dim)
+            query_output = queries + expanded + self.heads * mla.value_dim * hidden
+            key_value = 0
+            small += mla.kv_rank
+        else:
+            q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+            latent = 0
+            query_output, key_value = 2 * hidden * q_size, 2 * hidden * kv_size
+            small += (q_size + 2 * kv_size if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
+            small += 2 * self.head_dim if self.qk_norm else 0
+            small += q_size + kv_size if self.whole_qk_norm else 0
+        moe = self.moe
+        if moe is None or not routed:
+            small += 2 * self.ffn + hidden if self.mlp_bias else 0
+            return LayerParts(query_output, key_value, latent, 3 * hidden * self.ffn, 0, 0, small)
+        if moe.bias:
+            small += moe.experts * (2 * moe.ffn + hidden)
+        small += moe.experts if moe.router_bias else 0
+        return LayerParts(
+            query_output,
+            key_value,
+            latent,
+            3 * hidden * moe.shared_ffn,
+            moe.experts * 3 * hidden * moe.ffn,
+            hidden * (moe.experts + (1 if moe.shared_gate else 0)),
+            small,
+        )
+
+    def layer_groups(self, first: int = 0, last: int | None = None) -> list[tuple[LayerParts, int]]:
+        """Of some layers: those that are alike, and how many."""
+        end = self.layers if last is None else last
+        routed = 0 if self.moe is None else sum(self.moe.layers[first:end])
+        groups = []
+        if routed < end - first:
+            groups.append((self._parts(routed=False), end - first - routed))
+        if routed:
+            groups.append((self._parts(routed=True), routed))
+        return groups
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the output head, which is the embedding where the two are tied."""
+        return self.vocab * self.hidden
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Of the layers' matrices that every token passes: read once per step, used once per token."""
+        return sum(part.matrices * count for part, count in self.layer_groups())
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one routed expert, over all layers that have them."""
+        return 0 if self.moe is None else self.moe.count * 3 * self.hidden * self.moe.ffn
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model; a tied head is not counted twice."""
+        layers = sum(part.total * count for part, count in self.layer_groups())
+        head = 0 if self.tied_embeddings else self.head_parameters
+        return self.embedding_parameters + layers + self.hidden + head
+
+    @property
+    def active_parameters(self) -> int:
+        """That one token uses: all but the experts that it does not visit."""
+        return self.parameters - self._idle_experts * self.expert_parameters
+
+    @property
+    def _idle_experts(self) -> int:
+        return 0 if self.moe is None else self.moe.experts - self.moe.top_k
+
+    def experts_visited(self, tokens: int) -> float:
+        """Experts per layer that this many tokens visit together, if all are as likely."""
+        if self.moe is None:
+            return 0.0
+        return self.moe.experts * (1 - (1 - self.moe.top_k / self.moe.experts) ** tokens)
+
+    @property
+    def kv_elements_per_layer(self) -> int:
+        """Elements that one token leaves in the cache of one layer."""
+        return 2 * self.kv_heads * self.head_dim if self.mla is None else self.mla.cached
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements that one token leaves in the cache of all layers."""
+        return self.layers * self.kv_elements_per_layer
+
+    def kv_bytes_per_token(self, kv_bytes: float = 2.0) -> int:
+        """Bytes that one token leaves in the cache, with elements of `kv_bytes` each."""
+        return round(self.kv_elements * kv_bytes)
+
+    def context_elements(self, context: int) -> int:
+        """Elements of the cache that the next token attends to after `context` tokens: windows limit what is read."""
+        seen = sum(context if window is None else min(context, window) for window in self.windows)
+        return seen * self.kv_elements_per_layer
+
+    @property
+    def window(self) -> int | None:
+        """The largest window where every layer has one: a sequence then keeps no more than that. One layer that sees
+        everything needs all blocks of a sequence, and blocks span all layers (`engine.kv`)."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if len(windows) == len(self.windows) else None

@@ -1,0 +1,208 @@
+"""Memory of deployments: textbook figures, the engine's own sizing, and sentences for what does not fit."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine.backends.cuda.memory import CudaMemory
+from penstock.engine.backends.host_memory import HostMemory
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import Engine
+from penstock.engine.kv.allocator import SlidingWindow, held_at_once
+from penstock.engine.kv.kinds import PagedKV
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint
+from penstock.engine.models.families import read_config
+from penstock.engine.parallel.layout import Place, local_config
+from penstock.planning import memory
+from penstock.planning.catalogue import device
+from penstock.planning.config_shape import shape_of_config, shape_of_model
+from penstock.planning.deployment import Deployment, Speculation
+from penstock.planning.memory import MemoryPlan, device_weights, kv_block_bytes, memory_plan
+from penstock.planning.model_shape import known_config, model_shape
+from penstock.planning.remedy import remedy
+
+GIB = 1 << 30
+TINY = known_config("smollm2-135m") | {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def deployed(model: str = "llama-8b", on: str = "a100-80", **settings: Any) -> Deployment:
+    return Deployment(shape=model_shape(model), device=device(on), **settings)
+
+
+def planned(model: str = "llama-8b", on: str = "a100-80", **settings: Any) -> MemoryPlan:
+    return memory_plan(deployed(model, on, **settings))
+
+
+def test_llama_8b_on_an_a100_80_at_4k() -> None:
+    """By hand: 79.1 GiB - 0.6 GiB of runtime - 16.06 GB of weights (8.03 billion in bf16) - 0.97 GB of activations, of
+    which the cache takes 92%: 61.9 GB at 128 KiB a token are 472,000 tokens, 115 sequences of 4,096."""
+    plan = planned()
+    assert plan.kv_bytes_per_token == 128 * 1024
+    assert plan.weights == pytest.approx(16.06e9, rel=1e-3)
+    activations = 8192 * (2 * 4096 + 3 * 14336) * 2 + 256 * 128256 * 4
+    free = 79.1 * GIB - 0.6 * GIB - 16.06e9 - activations
+    assert plan.kv_tokens == pytest.approx(free * 0.92 / 131072, rel=1e-3)
+    assert plan.concurrency(4096) == int(free * 0.92 / 131072 / 4096) == 115
+    assert plan.fits and plan.problem is None
+
+
+def test_llama_70b_over_eight_h100() -> None:
+    plan = planned("llama-3-70b", "h100", tensor_parallel=8)
+    assert plan.kv_bytes_per_token == 40 * 1024, "one of eight KV heads on each"
+    # A shard has an eighth of the layers and of the head, and the whole embedding.
+    layers, ends = 70.55e9 - 2 * 128256 * 8192, 128256 * 8192
+    assert plan.weights == pytest.approx(2 * (layers / 8 + ends / 8 + ends), rel=1e-3)
+    assert plan.concurrency(4096) == 349 and plan.concurrency(131072) == 10
+    assert plan.concurrency(131073) == 0
+
+
+def test_the_concurrency_table_ends_with_the_longest_sequence() -> None:
+    table = planned("llama-8b", "l4").concurrency_table()
+    assert list(table)[:3] == [1024, 2048, 4096] and list(table.values())[-1] == 1
+    assert list(table)[-1] == planned("llama-8b", "l4").longest < 131072
+
+
+def test_latent_cache_is_whole_on_every_shard() -> None:
+    one = planned("deepseek-v3", "b200", tensor_parallel=8)
+    assert one.kv_bytes_per_token == 576 * 61 * 2
+    assert planned("deepseek-v3", "b200", tensor_parallel=8, kv_dtype="fp8").kv_bytes_per_token == 576 * 61
+
+
+def test_more_shards_than_kv_heads_hold_copies_of_them() -> None:
+    four, eight = (deployed("qwen3-30b-a3b", "h100", tensor_parallel=size) for size in (4, 8))
+    assert kv_block_bytes(four) == kv_block_bytes(eight)
+    assert planned("llama-8b", "h100", tensor_parallel=8, kv_dtype="int8").kv_bytes_per_token == 32 * 2 * (128 + 2)
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "qwen3-30b-a3b", "gemma2-2b", "qwen2.5-7b"])
+@pytest.mark.parametrize("grid", [(1, 1), (2, 1), (4, 2)])
+def test_a_device_holds_what_the_engine_would_give_its_rank(name: str, grid: tuple[int, int]) -> None:
+    """The engine cuts the configuration; counted whole, its parts have the same bytes."""
+    tensor, pipeline = grid
+    deployment = deployed(name, "h100", tensor_parallel=tensor, pipeline_parallel=pipeline)
+    for stage in range(pipeline):
+        local = local_config(read_config(known_config(name)), Place(stage * tensor, tensor, pipeline))
+        part = shape_of_model(local, name)
+        layers = part.parameters - part.embedding_parameters - part.head_parameters
+        # Biases of what is cut are counted whole here: a few kilobytes.
+        biases = 2 * deployment.shape.layers * deployment.shape.heads * 3 * deployment.shape.head_dim
+        ends = 0
+        if stage == 0:
+            rows = -(-part.vocab // tensor)
+            ends = (part.vocab + rows) * part.hidden
+        assert device_weights(deployment, stage) == pytest.approx(2 * (layers + ends), abs=2 * biases)
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "torch_dtype"), [("bf16", torch.bfloat16), ("int8", torch.int8), ("fp32", torch.float32)]
+)
+def test_a_block_has_the_bytes_that_the_engine_allocates(kv_dtype: Any, torch_dtype: torch.dtype) -> None:
+    shape = model_shape("llama-8b")
+    kind = PagedKV(shape.kv_heads, shape.head_dim, 16, torch_dtype)
+    assert kv_block_bytes(deployed(kv_dtype=kv_dtype)) == shape.layers * kind.block_bytes
+
+
+def test_shares_are_the_engines() -> None:
+    for kind, engine in (("gpu", CudaMemory), ("cpu", HostMemory)):
+        assert memory.SHARE_OF_FREE[kind] == engine.share_of_free
+        assert memory.SHARE_OF_REST[kind] == engine.share_of_rest
+
+
+@pytest.mark.parametrize("settings", [{"kv_memory": 300_000}, {}, {"memory_share": 0.95}, {"max_running": 1}])
+def test_predicted_blocks_are_those_of_the_engine(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine whose free memory is what the plan thinks is left."""
+    small = replace(device("cpu-2"), memory_bytes=memory.RUNTIME_BYTES["cpu"] + (64 << 20))
+    plan = memory_plan(Deployment(shape=shape_of_config(TINY, "tiny"), device=small, **settings))
+    total, taken = small.memory_bytes, plan.runtime + plan.weights
+    monkeypatch.setattr(HostMemory, "available", lambda self: total - taken)
+    monkeypatch.setattr(HostMemory, "total", lambda self: total)
+    monkeypatch.setattr(HostMemory, "used", lambda self: taken)
+    fixed: dict[str, Any] = {"device": "cpu", "dtype": "float32", "weights": "dense", "kv_dtype": "full", "threads": 1}
+    engine = Engine.load(
+        EngineConfig(model="tiny", **fixed, **settings), checkpoint=RandomCheckpoint(TINY, dtype=torch.float32)
+    )
+    assert engine.runner.kv.num_blocks - 1 == plan.blocks <= 2000
+    assert engine.runner.kv.shape.block_bytes == kv_block_bytes(plan.deployment)
+
+
+def test_a_sequence_of_windowed_layers_holds_no_more_than_the_engine_says() -> None:
+    plan = planned("mistral-7b-v0.1", "l4")
+    window = SlidingWindow(4096, 8192)
+    for context in (1000, 8192, 32768):
+        assert plan.without_sharing(context) == plan.blocks // held_at_once(context, 16, window)
+    assert plan.concurrency(32768) == plan.concurrency(16384) > planned("mistral-7b", "l4").concurrency(32768)
+
+
+def test_mixed_windows_are_held_whole_and_the_plan_says_so() -> None:
+    plan = planned("gemma3-27b", "h100")
+    assert plan.kv_bytes_per_token == 62 * 2 * 16 * 128 * 2
+    said = {assumption.what: assumption.value for assumption in plan.assumptions}
+    assert "none is released" in said["sliding windows"] and "17%" in said["sliding windows"]
+
+
+def test_a_shared_prefix_is_held_once() -> None:
+    plan = planned(shared_prefix=3000)
+    shared, each = 3000 // 16, 4096 // 16 - 3000 // 16
+    assert plan.concurrency(4096) == (plan.blocks - shared) // each
+    assert plan.without_sharing(4096) == 115 < plan.concurrency(4096)
+    assert planned(shared_prefix=16).concurrency(1) == planned().blocks, "nothing of a prefix is cached for one token"
+
+
+def test_what_the_host_tier_adds() -> None:
+    plan = planned(host_memory=64 * GIB)
+    assert plan.host_tokens == 64 * GIB // (128 * 1024)
+    assert plan.host_sequences(4096) == 128
+    assert planned().host_tokens == 0
+
+
+def test_a_draft_model_takes_weights_and_cache() -> None:
+    draft = Speculation("draft", acceptance=0.7, draft=model_shape("llama-1b"))
+    alone, both = planned(), planned(speculation=draft)
+    assert both.weights - alone.weights == pytest.approx(2 * (1.236e9 + 128256 * 2048), rel=1e-3)
+    assert both.blocks < alone.blocks * 128 / (128 + 32)
+    assert both.kv_bytes_per_token == alone.kv_bytes_per_token
+
+
+def test_the_parts_add_up_to_the_device() -> None:
+    for plan in (planned(), planned("qwen3-30b-a3b", "h200"), planned("smollm2-135m", "cpu-16")):
+        parts = plan.weights + plan.runtime + plan.activations + plan.kv_room + plan.reserve
+        assert parts == plan.capacity
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "settings", "problem", "does"),
+    [
+        (
+            "llama-3-70b", "a100-80", {}, "bf16 weights take 141.1 GB of each a100-80",
+            "2 x a100-80 (tensor_parallel 2) or int8 weights on one a100-80 or one h200 would do",
+        ),
+        (
+            "llama-405b", "h100", {"tensor_parallel": 8}, "105.1 GB of each h100",
+            "fp8 weights on 8 x h100 or 8 x h200 would do",
+        ),
+        (
+            "llama-8b", "l4", {"max_model_len": 131072}, "one sequence of 131,072 tokens does not fit",
+            "max_model_len 43,248 or 2 x l4 (tensor_parallel 2) or",
+        ),
+        ("llama-405b", "rtx-4090", {}, "which has 25.3 GB", "8 x h200 (tensor_parallel 8) would do"),
+        ("llama-70b", "rtx-4090", {}, "which has 25.3 GB", "8 x rtx-4090 (tensor_parallel 8) or one h200 would do"),
+        ("llama-8b", "cpu-2", {}, "fp32 weights take 32.1 GB", "int4 weights on one cpu-2"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_answered_with_what_would(
+    model: str, on: str, settings: dict[str, Any], problem: str, does: str
+) -> None:
+    plan = planned(model, on, **settings)
+    assert not plan.fits and plan.problem is not None
+    assert problem in plan.problem and does in remedy(plan)
+
+
+def test_nothing_would_do() -> None:
+    huge = replace(model_shape("llama-405b"), layers=2000, windows=(None,) * 2000, name="huge")
+    plan = memory_plan(Deployment(shape=huge, device=device("h100")))
+    assert remedy(plan) == "no machine of the catalogue holds huge, not even with int4 weights"

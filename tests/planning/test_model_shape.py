@@ -1,0 +1,217 @@
+"""Shapes of models: parameters as the engine and model cards count them, KV per token, where shapes come from."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from penstock.bench import shapes as bench_shapes
+from penstock.engine.loading.random_checkpoint import tensor_shapes
+from penstock.engine.models.families import FAMILIES
+from penstock.errors import CheckpointError, ConfigError, SourceError
+from penstock.planning.config_shape import shape_of_config
+from penstock.planning.model_shape import known_config, known_models, model_shape
+from tests.engine.loading.gguf_files import write_gguf
+
+SERVED = [name for name in known_models() if model_shape(name).served]
+TINY: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 199, "max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+def of(family: str, **keys: Any) -> dict[str, Any]:
+    return {"model_type": family, **TINY, **keys}
+
+
+def engine_parameters(config: dict[str, Any]) -> int:
+    return sum(math.prod(shape) for shape in tensor_shapes(config).values())
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) -> None:
+    config = known_config(name) | {"num_hidden_layers": 6}
+    assert shape_of_config(config, name).parameters == engine_parameters(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        of("llama", attention_bias=True, mlp_bias=True),
+        of("llama", tie_word_embeddings=True, num_key_value_heads=1),
+        of("qwen3_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=32, mlp_only_layers=[1]),
+        of("qwen3_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=32, decoder_sparse_step=2),
+        of("mixtral", num_local_experts=4),
+        of("gemma"),
+        *(of(family) for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gemma")),
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_every_family_is_counted_as_the_engine_does(config: dict[str, Any]) -> None:
+    assert shape_of_config(config, "tiny").parameters == engine_parameters(config)
+
+
+@pytest.mark.parametrize("name", known_models())
+def test_known_models_have_the_published_parameters(name: str) -> None:
+    known, shape = known_models()[name], model_shape(name)
+    assert shape.parameters / 1e9 == pytest.approx(known.published, rel=0.015)
+    if known.active is not None:
+        assert shape.active_parameters / 1e9 == pytest.approx(known.active, rel=0.03)
+    else:
+        assert shape.moe is not None or shape.active_parameters == shape.parameters
+
+
+def test_gpt_oss_has_the_published_active_parameters() -> None:
+    """Its card counts the head and leaves out the embedding."""
+    for name, billions in (("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)):
+        shape = model_shape(name)
+        assert (shape.active_parameters - shape.embedding_parameters) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "kib"),
+    [("llama-3-70b", 320), ("llama-3-8b", 128), ("qwen2.5-72b", 320), ("mixtral-8x7b", 128), ("llama-3.2-1b", 32)],
+)
+def test_kv_per_token_in_bf16(name: str, kib: int) -> None:
+    assert model_shape(name).kv_bytes_per_token(2) == kib * 1024
+
+
+def test_latent_attention_keeps_one_vector_and_one_rotated_key() -> None:
+    assert model_shape("deepseek-v3").kv_bytes_per_token(2) == 576 * 61 * 2
+    assert model_shape("deepseek-r1") is model_shape("deepseek-v3")
+
+
+def test_windows_bound_what_attention_reads() -> None:
+    gemma = model_shape("gemma3-27b")
+    assert gemma.windows.count(1024) == 52 and gemma.windows.count(None) == 10
+    per_layer = 2 * 16 * 128
+    assert gemma.context_elements(1000) == 62 * 1000 * per_layer
+    assert gemma.context_elements(100_000) == (52 * 1024 + 10 * 100_000) * per_layer
+    assert gemma.window is None, "one layer that sees everything needs every block"
+    assert model_shape("mistral-7b-v0.1").window == 4096 and model_shape("mistral-7b").window is None
+    scout = model_shape("llama-4-scout")
+    assert scout.windows.count(8192) == 36 and scout.windows[3] is None
+    oss = model_shape("gpt-oss-20b")
+    assert oss.windows[:2] == (128, None)
+
+
+def test_experts_that_a_batch_visits() -> None:
+    shape = model_shape("mixtral-8x7b")
+    assert shape.experts_visited(1) == pytest.approx(2)
+    assert shape.experts_visited(10_000) == pytest.approx(8)
+    assert model_shape("llama-8b").experts_visited(64) == 0
+
+
+def test_shapes_of_the_benchmarks_are_known_models() -> None:
+    for name, config in bench_shapes.SHAPES.items():
+        assert shape_of_config(config, model_shape(name).name) == model_shape(name)
+
+
+def test_from_a_folder_and_from_a_file(tmp_path: Path) -> None:
+    config = known_config("qwen3-0.6b")
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    for source in (str(folder), folder, folder / "config.json"):
+        shape = model_shape(source)
+        assert shape.name == "own" and shape.parameters == model_shape("qwen3-0.6b").parameters
+
+
+def test_a_gguf_file_says_how_its_matrices_are_stored(tmp_path: Path) -> None:
+    """Embeddings and norms are widened when they are loaded, so they do not count."""
+    q8, q4 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1
+    sizes = {"attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64),
+             "ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96)}  # fmt: skip
+    matrices = {f"blk.0.{name}.weight": np.zeros(size, np.float32) for name, size in sizes.items()}
+    norms = {name: np.ones(64, np.float32) for name in ("blk.0.attn_norm.weight", "blk.0.ffn_norm.weight")}
+    tensors = {"token_embd.weight": np.zeros((128, 64), np.float32), "output_norm.weight": np.ones(64, np.float32)}
+    metadata = {
+        "general.architecture": "llama", "llama.block_count": 1, "llama.embedding_length": 64,
+        "llama.feed_forward_length": 96, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
+        "llama.context_length": 256, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    file = write_gguf(
+        tmp_path / "tiny.gguf", metadata, {**tensors, **matrices, **norms},
+        {**dict.fromkeys(matrices, q4), "token_embd.weight": q8},
+    )  # fmt: skip
+    shape = model_shape(file)
+    assert shape.name == "tiny" and shape.tied_embeddings and shape.stored is not None
+    assert (shape.stored.matrix_bytes, shape.stored.head_bytes) == (20 / 32, 34 / 32)
+    assert shape.parameters == 128 * 64 + sum(math.prod(size) for size in sizes.values()) + 3 * 64
+
+
+def test_the_decoder_of_a_multimodal_model() -> None:
+    inner = {key: value for key, value in known_config("llama-4-scout").items() if key != "tie_word_embeddings"}
+    raw = {"model_type": "llama4", "text_config": inner, "vision_config": {}, "tie_word_embeddings": False}
+    assert shape_of_config(raw, "llama-4-scout") == model_shape("llama-4-scout")
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "head"),
+    [
+        ({"quant_method": "fp8"}, 1.0, 2.0),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 128**2, 2.0),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.5 + 2.5 / 128, 2.0),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "lm_head": True}, 0.5 + 2.5 / 64, 0.5 + 2.5 / 64),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, 1.0, 2.0),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}},
+            },
+            1.0,
+            2.0,
+        ),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5 + 2 / 64, 2.0),
+    ],
+)
+def test_bytes_per_weight_of_quantized_checkpoints(settings: dict[str, Any], size: float, head: float) -> None:
+    stored = shape_of_config(of("llama", quantization_config=settings), "tiny").stored
+    assert stored is not None and (stored.matrix_bytes, stored.head_bytes) == pytest.approx((size, head))
+
+
+def test_gpt_oss_has_only_its_experts_in_four_bits() -> None:
+    stored = model_shape("gpt-oss-120b").stored
+    assert stored is not None and stored.of_experts == 0.53125 and stored.matrix_bytes == 2
+
+
+def test_an_unknown_quantization_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"quant_method 'magic' is not known; known are fp8, gptq"):
+        shape_of_config(of("llama", quantization_config={"quant_method": "magic"}), "tiny")
+
+
+def test_an_unknown_name_says_what_would_do() -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown model 'llama-3.1-80b'; the nearest are .*llama-3.1-8b.*hf:ORG/NAME"
+    ):
+        model_shape("llama-3.1-80b")
+    with pytest.raises(ConfigError, match="there is no such path"):
+        model_shape("./models/none")
+    assert model_shape("meta-llama/Llama-3.1-8B").name == "llama-3.1-8b"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[1]", "must hold an object"), ("{", "cannot be read as JSON"), ('{"model_type": "x"}', "num_hidden_layers")],
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        model_shape(tmp_path)
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config.json and no .gguf file"):
+        model_shape(tmp_path)
+
+
+def test_a_hub_that_does_not_answer_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(SourceError, match=r"hf:org/model cannot be fetched: no answer from http://127.0.0.1:9"):
+        model_shape("hf:org/model")
+    with pytest.raises(SourceError, match="does not name a repository"):
+        model_shape("hf:nothing")
