@@ -26,6 +26,7 @@ from penstock.gateway.api.anthropic.schemas import MessagesRequest
 from penstock.gateway.api.endpoints import ENDPOINTS
 from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
 from penstock.gateway.generation.schemas import ChatRequest, CompletionRequest
+from penstock.planning.catalogue import SECTIONS, catalogue_of
 from penstock.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -343,8 +344,11 @@ def test_settings_that_pages_name_exist(page: Path) -> None:
 @every_page
 def test_configuration_examples_are_valid(page: Path) -> None:
     for example in fences(page.read_text(), "yaml"):
-        if not example.lstrip().startswith(("groups:", "scrape_configs:")):
-            check(parse_yaml(example, page.name))
+        tree = parse_yaml(example, page.name)
+        if set(tree.value) <= set(SECTIONS):
+            catalogue_of(tree)
+        elif not example.lstrip().startswith(("groups:", "scrape_configs:")):
+            check(tree)
 
 
 @every_page

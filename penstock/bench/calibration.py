@@ -6,6 +6,7 @@ the same workload through the scheduler (`step_walk`), so the fit uses the very 
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import re
 import shlex
@@ -36,7 +37,7 @@ from penstock.planning.calibration import (
 from penstock.planning.catalogue import Device, device, devices, this_machine
 from penstock.planning.config_shape import shape_of_config
 from penstock.planning.deployment import Deployment
-from penstock.planning.numbers import WEIGHT_FORMATS, KVDType, WeightDType, WeightFormat
+from penstock.planning.numbers import WEIGHT_FORMATS, KVDType, WeightDType
 from penstock.planning.step_time import StepWork
 
 COMMON = ("kv_read", "attention", "step_s", "prompt_step_s", "layer_s", "sequence_s")
@@ -51,11 +52,13 @@ def _sized(requests: int, inputs: int, outputs: int) -> Workload:
 
 
 def default_workloads(on_cpu: bool) -> list[Workload]:
-    """One stream, several batches, prompts of several lengths, long contexts; on a CPU shorter, since it is slower."""
+    """One stream, several batches, prompts of several lengths, prompts beside streams, long contexts; less of
+    everything on a CPU, which is slower."""
     if on_cpu:
-        sizes = ((1, 128, 48), (1, 1500, 24), (4, 128, 24), (16, 128, 24), (16, 512, 8), (48, 128, 16))
-        return [_sized(*size) for size in sizes]
-    names = ("b1", "ttft128", "ttft2048", "b64", "b256", "prefill", "long30k", "long8x30k")
+        sizes = ((1, 128, 48), (1, 1000, 12), (4, 128, 24), (16, 64, 24), (4, 512, 8), (40, 64, 12))
+        mixed = Workload("6 in flight", 18, (32, 96), (8, 24), concurrency=6)
+        return [*(_sized(*size) for size in sizes), mixed]
+    names = ("b1", "ttft128", "ttft2048", "c16", "b64", "b256", "prefill", "long30k", "long8x30k")
     return [_sized(4, 1024, 128), *(workloads.named(name) for name in names)]
 
 
@@ -67,34 +70,62 @@ def main(
     json_file: Path | None,
     console: Console,
 ) -> None:
-    """Measure, fit, print, write."""
+    """Load, calibrate, print, write."""
     on_cpu = pick_device(settings.device).type == "cpu"
     chosen = [workloads.named(name) for name in names] or default_workloads(on_cpu)
+    start = read_calibration(path) if path.exists() else None
     loaded = offline.load(settings, chosen, console)
-    machine = _hardware(hardware, loaded.engine.info.device)
-    deployment = _deployment(loaded, settings, machine)
-    form = deployment.weights.name
-    start = _start(path, machine, deployment.weights)
-    console.print(
-        f"[bold]{loaded.label}[/bold] on {machine.title or machine.name}, {form} weights: {report.machine_line()}"
-    )
-    observations: list[Observation] = []
+    machine = hardware_of(hardware, loaded.engine.info.device)
+    if start is not None and start.device != machine.name:
+        raise ConfigError(f"{path} is a calibration of {start.device}, not {machine.name}; write to another file")
+    console.print(f"[bold]{loaded.label}[/bold] on {machine.title or machine.name}: {report.machine_line()}")
     for workload in chosen:
         console.print(f"{workload.name}: {workload.summary}", style="dim")
-        observations += measure(loaded, workload, deployment, settings)
-    factors = [f"{form}.read_few", f"{form}.read", f"{form}.compute", *COMMON]
-    if deployment.shape.moe is not None:
-        factors.append("expert_layer_s")
-    fitted = replace(fit(start, factors, observations), source=_source(loaded, settings))
-    show(start, fitted, factors, observations, console)
+    with console.status("measuring"):
+        deployment, fitted, observations = calibrate(loaded, chosen, settings, machine, start)
+    show(fitted, deployment, observations, console)
     write_calibration(fitted, path)
     console.print(f"Wrote {path}")
     if json_file is not None:
         results = [
-            {"name": item.name, "measured_s": item.seconds, "predicted_s": item.predicted(fitted)}
+            {"steps": item.name, "measured_s": item.seconds, "predicted_s": item.predicted(fitted)}
             for item in observations
         ]
-        report.write_json(json_file, "calibration", {"model": loaded.label, "device": machine.name}, results)
+        facts = {"model": loaded.label, "device": machine.name, "calibration": dataclasses.asdict(fitted)}
+        report.write_json(json_file, "calibration", facts, results)
+
+
+def calibrate(
+    loaded: offline.Loaded,
+    chosen: Sequence[Workload],
+    settings: offline.OfflineBenchSettings,
+    machine: Device,
+    start: Calibration | None = None,
+) -> tuple[Deployment, Calibration, list[Observation]]:
+    """Measure and fit; without a `start` from what the device would borrow. Factors of `start` for other weight formats
+    are kept."""
+    deployment = deployment_of(loaded, settings, machine)
+    form = deployment.weights
+    if start is None:
+        borrowed = calibration_for(machine)
+        start = replace(borrowed, device=machine.name, borrowed_for=None, weights={form.name: borrowed.factors(form)})
+    else:
+        start = replace(start, weights={**start.weights, form.name: start.factors(form)})
+    observations = [item for workload in chosen for item in measure(loaded, workload, deployment, settings)]
+    fitted = refit(replace(start, source=_source(loaded)), deployment, observations)
+    return deployment, fitted, observations
+
+
+def refit(start: Calibration, deployment: Deployment, observations: Sequence[Observation]) -> Calibration:
+    """`start` with the factors that show in this deployment's steps fitted to the observations."""
+    return fit(start, factors_of(deployment), observations)
+
+
+def factors_of(deployment: Deployment) -> list[str]:
+    """Those that steps of a deployment on one device depend on."""
+    form = deployment.weights.name
+    found = [f"{form}.read_few", f"{form}.read", f"{form}.compute", *COMMON]
+    return found if deployment.shape.moe is None else [*found, "expert_layer_s"]
 
 
 def measure(
@@ -135,32 +166,26 @@ def _measurements(
         yield f"{workload.name}, {streams} decoding at {context:,}", works, sum(step.seconds for step in part)
 
 
-def show(
-    start: Calibration,
-    fitted: Calibration,
-    factors: Sequence[str],
-    observations: Sequence[Observation],
-    console: Console,
-) -> None:
+def show(fitted: Calibration, deployment: Deployment, observations: Sequence[Observation], console: Console) -> None:
     """The fit and how far it is off."""
     rows = report.table("Measured and predicted", "steps", "measured ms", "predicted ms", "error")
     for item in observations:
-        predicted = item.predicted(fitted)
         rows.add_row(
             item.name,
             report.number(item.seconds * 1e3, 2),
-            report.number(predicted * 1e3, 2),
-            f"{predicted / item.seconds - 1:+.1%}",
+            report.number(item.predicted(fitted) * 1e3, 2),
+            f"{item.error(fitted):+.1%}",
         )
     console.print(rows)
-    found = report.table("Factors", "factor", "before", "fitted")
+    found = report.table(f"Factors ({deployment.label})", "factor", "fitted")
+    factors = factors_of(deployment)
     for name in factors:
-        found.add_row(name, *(_readable(name, factor(calibration, name)) for calibration in (start, fitted)))
+        found.add_row(name, _readable(name, factor(fitted, name)))
     console.print(found)
     errors = sorted(abs(item.error(fitted)) for item in observations)
     console.print(
         f"{len(factors)} factors from {len(observations)} measurements: median error {errors[len(errors) // 2]:.1%}, "
-        f"largest {errors[-1]:.1%}. Fractions are of the catalogue's peaks."
+        f"largest {errors[-1]:.1%}. Fractions are of the catalogue's peaks for {deployment.device.name}."
     )
 
 
@@ -168,7 +193,7 @@ def _readable(name: str, value: float) -> str:
     return f"{value * 1e6:,.1f} us" if name.endswith("_s") else f"{value:.3f}"
 
 
-def _hardware(name: str | None, on: str) -> Device:
+def hardware_of(name: str | None, on: str) -> Device:
     """The catalogue's entry for the device that the engine runs on."""
     if name is not None:
         return device(name)
@@ -182,7 +207,7 @@ def _hardware(name: str | None, on: str) -> Device:
     return max(known, key=lambda entry: len(entry.name))
 
 
-def _deployment(loaded: offline.Loaded, settings: offline.OfflineBenchSettings, machine: Device) -> Deployment:
+def deployment_of(loaded: offline.Loaded, settings: offline.OfflineBenchSettings, machine: Device) -> Deployment:
     """What was loaded, as a plan describes it."""
     engine, info = loaded.engine, loaded.engine.info
     shape = shape_of_config(loaded.checkpoint.config, loaded.label)
@@ -209,18 +234,7 @@ def _deployment(loaded: offline.Loaded, settings: offline.OfflineBenchSettings, 
     )
 
 
-def _start(path: Path, machine: Device, form: WeightFormat) -> Calibration:
-    """The file that is there already, whose other factors are kept, or what the device would borrow."""
-    if not path.exists():
-        borrowed = calibration_for(machine)
-        return replace(borrowed, device=machine.name, borrowed_for=None, weights={form.name: borrowed.factors(form)})
-    start = read_calibration(path)
-    if start.device != machine.name:
-        raise ConfigError(f"{path} is a calibration of {start.device}, not {machine.name}; write to another file")
-    return replace(start, weights={**start.weights, form.name: start.factors(form)})
-
-
-def _source(loaded: offline.Loaded, settings: offline.OfflineBenchSettings) -> Source:
+def _source(loaded: offline.Loaded) -> Source:
     info = loaded.engine.info
     where = report.machine_line()
     if not info.device.startswith("cpu"):

@@ -131,6 +131,16 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._live)
 
+    @property
+    def next_waiting(self) -> Sequence | None:
+        """The waiting sequence that is admitted next, when there is room; None also when it waits for an adapter."""
+        return next((seq for _, seq in self._waiting if not seq.finished), None)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """The earliest deadline, perhaps of a sequence that has ended; None: there is none."""
+        return self._deadlines[0][0] if self._deadlines else None
+
     def get(self, request_id: str) -> Sequence | None:
         return self._live.get(request_id)
 

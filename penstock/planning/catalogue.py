@@ -132,21 +132,21 @@ class Catalogue:
 
     def api(self, name: str) -> ApiPrice:
         short = {entry.rpartition("/")[2]: entry for entry in reversed(list(self.apis))}
-        return self.apis[find(name, self.apis, short, "API", "`penstock plan --apis list` shows all")]
+        return self.apis[find(name, self.apis, short, "API", "`penstock plan --api-price list` shows all")]
 
 
 def load_catalogue(path: str | Path | None = None) -> Catalogue:
     """The built-in catalogue, with a user's file over it."""
-    return _built_in() if path is None else _read(Path(path))
+    return _built_in() if path is None else catalogue_of(read_tree(Path(path)))
 
 
 @lru_cache(maxsize=1)
 def _built_in() -> Catalogue:
-    return _read(None)
+    return catalogue_of(Node({}, ""))
 
 
-def _read(path: Path | None) -> Catalogue:
-    own = Node({}, "") if path is None else read_tree(path)
+def catalogue_of(own: Node) -> Catalogue:
+    """The built-in catalogue, with what `own` says over it."""
     hardware = dict(merged(entries(built_in("hardware.yaml"), "devices", SECTIONS), entries(own, "devices", SECTIONS)))
     apis = dict(merged(entries(built_in("api_prices.yaml"), "apis", SECTIONS), entries(own, "apis", SECTIONS)))
     records = {canonical(name): Record(name, node) for name, node in hardware.items()}

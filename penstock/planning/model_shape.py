@@ -4,13 +4,14 @@ repository of a hub (`hf:ORG/NAME`), of which only the configuration is fetched.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.loading.gguf import BLOCK, GGMLType, GGUFFile, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, SourceError
 from penstock.planning.config_shape import shape_of_config
 from penstock.planning.numbers import WeightFormat
 from penstock.planning.records import Record, built_in, canonical, entries, find
@@ -61,10 +62,8 @@ def model_shape(source: str | Path) -> ModelShape:
     """See the module. ConfigError for a name that is not known, with the nearest ones; CheckpointError for a file that
     is not a model's; SourceError for a repository that cannot be read."""
     text = str(source)
-    if text.startswith("hf:"):
-        from penstock.sources.hub_config import hub_config
-
-        return _named(hub_config(text), text.removeprefix("hf:"))
+    if text.startswith(("hf:", "pypi:")):
+        return _of_source(text)
     path = Path(text).expanduser()
     if path.exists():
         return _of_path(path)
@@ -76,6 +75,19 @@ def model_shape(source: str | Path) -> ModelShape:
         text = known
     name = find(text, known_models(), _aliases(), "model", _OTHER_FORMS)
     return _known_shape(name)
+
+
+def _of_source(source: str) -> ModelShape:
+    """A model in the cache is read there, without the network."""
+    from penstock.sources.hub_config import hub_config
+    from penstock.sources.resolve import cached
+
+    here = cached(source)
+    if here is not None:
+        return replace(_of_path(here), name=source.partition(":")[2])
+    if source.startswith("hf:"):
+        return _named(hub_config(source), source.removeprefix("hf:"))
+    raise SourceError(f"{source} is not here yet; fetch it with `penstock pull {source}`")
 
 
 @lru_cache(maxsize=64)

@@ -56,18 +56,34 @@ class ReplicaMeter:
         if work is None:
             return
         count = len(delta.tokens)
-        if count and not work.started:
-            self._started(work, now)
-            fresh = max(work.prompt_tokens - (delta.cached_tokens or 0), 1)
-            self._prefill.add(now, fresh)
-            self._fresh_share += SHARE_STEP * (fresh / work.prompt_tokens - self._fresh_share)
         if count:
+            self.started(delta.request_id, delta.cached_tokens or 0, now)
+            self.generated(delta.request_id, count)
             self._decode.add(now, count)
+        if delta.finish_reason is not None:
+            self.ended(delta.request_id, now)
+
+    def started(self, request_id: str, cached_tokens: int, now: float) -> None:
+        """Counts a request's first token; only the first call counts."""
+        work = self._work.get(request_id)
+        if work is None or work.started:
+            return
+        self._started(work, now)
+        fresh = max(work.prompt_tokens - cached_tokens, 1)
+        self._prefill.add(now, fresh)
+        self._fresh_share += SHARE_STEP * (fresh / work.prompt_tokens - self._fresh_share)
+
+    def generated(self, request_id: str, count: int) -> None:
+        """Counts tokens of a request towards what it was expected to generate."""
+        work = self._work.get(request_id)
+        if work is not None:
             before = self._left(work)
             work.generated += count
             self._decoding_tokens += self._left(work) - before
-        if delta.finish_reason is not None:
-            self.ended(delta.request_id, now)
+
+    def decoded(self, count: int, now: float, since: float) -> None:
+        """Counts tokens, of any requests, that came evenly between `since` and now towards the measured speed."""
+        self._decode.add_evenly(now, count, since)
 
     def ended(self, request_id: str, now: float) -> None:
         """Ends a request, whatever its outcome. Safe to call twice."""

@@ -192,6 +192,10 @@ def draw(rng: random.Random, candidates: Sequence[ReplicaView], allowed: Sequenc
     return rng.choices(allowed, weights if any(weights) else None)[0]
 
 
-def make_policy(name: str) -> ReplicaPolicy:
-    """A new instance of the policy named in the configuration (`routing.policy`); every model needs its own."""
-    return POLICIES[name]()
+def make_policy(name: str, rng: random.Random | None = None) -> ReplicaPolicy:
+    """A new instance of the policy named in the configuration (`routing.policy`); every model needs its own. `rng`: for
+    policies that draw, where a run must be repeatable."""
+    policy = POLICIES[name]()
+    if rng is not None and isinstance(policy, Random | PowerOfTwo):
+        return type(policy)(rng)
+    return policy

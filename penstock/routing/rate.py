@@ -37,6 +37,11 @@ class BusyRate:
         self._pass(now)
         self._work[kind] += work
 
+    def add_evenly(self, now: float, work: float, since: float) -> None:
+        """Counts work that was done evenly from `since` until now, all of it busy time."""
+        passed = (now - since) / self._fade_s
+        self.add(now, work * -math.expm1(-passed) / passed if passed > 1e-9 else work)
+
     def per_s(self, now: float, first: int = 0) -> float | None:
         """The rate of all kinds from `first` on; None while too little was measured."""
         self._pass(now)

@@ -88,7 +88,7 @@ def fetch_file(source: HubSource, name: str, folder: Path) -> Path:
         if file.path == name:
             client.download(commit, file, folder, None)
             return folder / name
-    raise SourceError(f"hf:{source.repository} has no {name}")
+    raise SourceError(f"hf:{source.repository} has no {name}; fetch the model with `penstock pull`, then give its path")
 
 
 _COMMIT = ".commit"

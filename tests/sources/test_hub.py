@@ -17,6 +17,7 @@ import pytest
 
 from penstock.errors import SourceError
 from penstock.sources.hub import HubSource, RemoteFile, choose_files
+from penstock.sources.hub_config import hub_config
 from penstock.sources.resolve import resolve
 
 WEIGHTS = os.urandom(500_000)
@@ -148,6 +149,18 @@ def test_only_what_an_engine_needs_is_fetched(hub: Hub) -> None:
     count = len(hub.requests)
     assert resolve("hf:org/name") == path
     assert len(hub.requests) == count, "a cached model needs no network"
+
+
+def test_a_configuration_is_read_without_the_weights(hub: Hub) -> None:
+    hub.files["config.json"] = b'{"hidden_size": 64}'
+    assert hub_config("hf:org/name") == {"hidden_size": 64}
+    assert bodies(hub, "config.json") and not bodies(hub, "model.safetensors")
+    hub.files["config.json"] = b"{"
+    with pytest.raises(SourceError, match=r"config.json of hf:org/name is not JSON"):
+        hub_config("hf:org/name")
+    del hub.files["config.json"]
+    with pytest.raises(SourceError, match=r"hf:org/name has no config.json; fetch the model with `penstock pull`"):
+        hub_config("hf:org/name")
 
 
 def test_a_cut_connection_is_continued_where_it_stopped(hub: Hub) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -47,6 +48,18 @@ def engine(
         bool,
         typer.Option("--profile", help="Also show where steps spend their time: busy, idle, kernels."),
     ] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure what `penstock plan` and `penstock simulate` need to know of this machine, and write it to "
+            "FILE. Factors that FILE already has for other weight formats are kept.",
+        ),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="With --calibrate: this device's name in the catalogue (`penstock plan --hardware list`)."),
+    ] = None,
     json_file: Json = None,
     show: Annotated[bool, typer.Option("--list", help="List workloads and shapes, and stop.")] = False,
 ) -> None:
@@ -65,8 +78,12 @@ def engine(
 
         penstock bench engine -w c16 --adapters 8 --repeat 3
 
+        penstock bench engine --calibrate mine.yaml
+
         penstock bench engine --list
     """
+    if calibrate is not None and (adapters or profile):
+        raise typer.BadParameter("--calibrate runs without --adapters and --profile")
     if show:
         from penstock.bench.choices import show_choices
 
@@ -92,4 +109,11 @@ def engine(
         adapter_rank=adapter_rank,
         profile=profile,
     )
+    if calibrate is not None:
+        from penstock.bench import calibration
+
+        calibration.main(settings, workload or (), calibrate, hardware, json_file, console())
+        return
+    if hardware is not None:
+        raise typer.BadParameter("--hardware is for --calibrate")
     offline.main(settings, workload or ["c1", "c16"], json_file, console())

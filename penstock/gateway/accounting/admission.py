@@ -14,8 +14,9 @@ from penstock.gateway.accounting.quotas import Reservation
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.admission.controller import Admission, AdmissionRequest, Ticket
+from penstock.routing.admission.controller import Admission, Ticket
 from penstock.routing.admission.queue import BATCH, CLASSES, PREMIUM
+from penstock.routing.admission.triage import AdmissionRequest
 from penstock.routing.registry import ModelRegistry, Route, ServedModel
 from penstock.telemetry.metrics import Metrics
 

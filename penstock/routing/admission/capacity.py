@@ -8,11 +8,51 @@ report beyond what this queue granted is subtracted.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from penstock.backends.base import Backend
 from penstock.config.routing import AdmissionConfig
+from penstock.engine.request import EngineInfo, EngineLoad
 from penstock.routing.admission.queue import Capacity
 from penstock.routing.replicas import ReplicaSet
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """Sizes and loads of engines, added up."""
+
+    replicas: int = 0
+    slots: int = 0
+    """Sequences that they run at one time."""
+    present: int = 0
+    """Requests that they have, running or waiting."""
+    kv_tokens: int = 0
+    used_tokens: int = 0
+    knows_slots: bool = True
+    knows_memory: bool = True
+
+    def add(self, info: EngineInfo, load: EngineLoad) -> None:
+        self.slots += info.max_running
+        self.present += load.running + load.waiting
+        self.kv_tokens += load.total_blocks * info.block_size
+        self.used_tokens += load.used_blocks * info.block_size
+        self.knows_slots = self.knows_slots and info.max_running > 0
+        self.knows_memory = self.knows_memory and load.total_blocks > 0
+
+
+def capacity_of(engines: EngineTotals, config: AdmissionConfig, held: tuple[int, int] | None) -> Capacity:
+    """`held`: slots and KV tokens granted by this gateway's own queue; None when gateways share the queue."""
+    slots = engines.slots if config.slots is None else config.slots * engines.replicas
+    slots += config.ahead * engines.replicas
+    kv_tokens = int(engines.kv_tokens * config.kv_share)
+    if held is not None:
+        slots -= max(engines.present - held[0], 0)
+        kv_tokens -= max(engines.used_tokens - held[1], 0)
+    return Capacity(
+        max(slots, 0) if engines.knows_slots or config.slots is not None else None,
+        max(kv_tokens, 0) if engines.knows_memory else None,
+        engines.replicas,
+    )
 
 
 class EngineCapacity:
@@ -28,29 +68,13 @@ class EngineCapacity:
 
     def __call__(self) -> Capacity:
         replicas = self._replicas()
-        slots = kv_tokens = reported = used = 0
-        knows_slots = knows_memory = True
+        engines = EngineTotals(len(replicas))
         for replica in replicas:
             info, load = replica.info, replica.load
             if info is None:
                 return Capacity(replicas=len(replicas))
-            size = self._config.slots or info.max_running
-            slots += size + self._config.ahead
-            reported += load.running + load.waiting
-            kv_tokens += load.total_blocks * info.block_size
-            used += load.used_blocks * info.block_size
-            knows_slots = knows_slots and size > 0
-            knows_memory = knows_memory and load.total_blocks > 0
-        kv_tokens = int(kv_tokens * self._config.kv_share)
-        if self._held is not None:
-            held_slots, held_tokens = self._held()
-            if reported > held_slots:
-                slots -= reported - held_slots
-            if used > held_tokens:
-                kv_tokens -= used - held_tokens
-        return Capacity(
-            max(slots, 0) if knows_slots else None, max(kv_tokens, 0) if knows_memory else None, len(replicas)
-        )
+            engines.add(info, load)
+        return capacity_of(engines, self._config, None if self._held is None else self._held())
 
     def _replicas(self) -> Sequence[Backend]:
         if not isinstance(self._backend, ReplicaSet):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
-
-import msgspec
+from collections.abc import Callable
+from functools import partial
 
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import Overloaded, Reason
 from penstock.routing.admission.capacity import EngineCapacity
-from penstock.routing.admission.decision import DecisionInput, decide, fits, predicted_wait, saturated
+from penstock.routing.admission.decision import saturated
 from penstock.routing.admission.memory import MemoryQueue
 from penstock.routing.admission.prefix_sketch import PrefixSketch
 from penstock.routing.admission.queue import (
@@ -25,36 +24,12 @@ from penstock.routing.admission.queue import (
     Outcome,
     QueueEntry,
     ReadCapacity,
-    class_max_wait_s,
     cost_of,
 )
+from penstock.routing.admission.triage import AdmissionRequest, Triage
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.telemetry.admission_metrics import AdmissionMetrics
 from penstock.telemetry.exposition import MetricRegistry
-
-USUAL_OUTPUT = 256.0
-"""Expected tokens of an answer before any answer has been measured."""
-OUTPUT_STEP = 0.05
-"""Weight of the newest answer in the mean answer length."""
-
-
-class AdmissionRequest(msgspec.Struct, frozen=True):
-    """A request that asks to be admitted, as the gateway describes it."""
-
-    id: str
-    tenant: str
-    rank: int
-    weight: float
-    prompts: Sequence[list[int]]
-    sequences: int
-    """Answers generated in parallel."""
-    max_output_tokens: int
-    """Limit of all answers together."""
-    salt: str = ""
-    """Cache salt: prompts share cached prefixes only within one salt."""
-    budget_left: float = 1.0
-    max_wait_s: float | None = None
-    """How long the client is willing to wait; capped by the limit of its class."""
 
 
 class AdmissionController:
@@ -71,41 +46,25 @@ class AdmissionController:
         self.config = config
         self.metrics = metrics
         self.queue, self.capacity = _open_queue(model, config)
-        self._roll = roll
+        self._triage = Triage(config, roll)
         self._sketch = PrefixSketch()
-        self._usual_output = USUAL_OUTPUT
         self.waits = [metrics.waits(model.name, name) for name in CLASSES]
 
     async def enter(self, request: AdmissionRequest) -> Ticket:
         """A ticket for the request; raises `Overloaded` when it can neither run nor wait."""
-        config, rank = self.config, request.rank
-        capacity, state = self.capacity(), self.queue.state(request.tenant, rank)
+        capacity, state = self.capacity(), self.queue.state(request.tenant, request.rank)
         prompt = sum(map(len, request.prompts))
-        cached = 0
-        if state.depth or capacity.slots is None or 2 * state.in_flight >= capacity.slots:
-            # The cache estimate matters only when capacity is short; otherwise it is not worth its cost.
-            cached = sum(self._sketch.cached(tokens, request.salt) for tokens in request.prompts)
-        output = min(request.max_output_tokens, round(self._usual_output * request.sequences))
-        entry = QueueEntry(
-            request.id,
-            request.tenant,
-            rank,
-            request.weight,
-            cost_of(prompt - cached, output),
-            prompt - cached + output,
-            request.sequences,
-            time.monotonic(),
+        assessed = self._triage.assess(
+            request, prompt, partial(self._cached, request), state, capacity, time.monotonic()
         )
-        patience = class_max_wait_s(config, rank)
-        if request.max_wait_s is not None:
-            patience = min(patience, request.max_wait_s)
-        if state.depth or not fits(entry, state.in_flight, state.kv_tokens, capacity):
-            arriving = DecisionInput(entry, prompt, cached, request.budget_left, patience)
-            verdict = decide(arriving, state, capacity, config, self._roll())
-            if verdict.action == "refuse":
-                assert verdict.reason is not None
-                raise self.refusal(entry, verdict.reason, verdict.wait_s)
-        return Ticket(self, entry, await self.queue.enter(entry, capacity), patience)
+        entry = assessed.entry
+        if assessed.refusal is not None:
+            assert assessed.refusal.reason is not None
+            raise self.refusal(entry, assessed.refusal.reason, assessed.refusal.wait_s)
+        return Ticket(self, entry, await self.queue.enter(entry, capacity), assessed.patience)
+
+    def _cached(self, request: AdmissionRequest) -> int:
+        return sum(self._sketch.cached(tokens, request.salt) for tokens in request.prompts)
 
     def load(self) -> tuple[int, float, bool]:
         """Requests that wait, how long a new one would wait behind them, and whether all gateways share the queue."""
@@ -120,16 +79,12 @@ class AdmissionController:
     def refusal(self, entry: QueueEntry, reason: Reason, wait_s: float | None = None) -> Overloaded:
         """The error for a request that is not admitted; counts it."""
         self.metrics.shed(self.model, CLASSES[entry.rank], reason)
-        if wait_s is None:
-            wait_s = predicted_wait(entry, self.queue.state(entry.tenant, entry.rank), self.config)
-        # By then every request that waits now has been served or has timed out.
-        wait_s = min(wait_s, class_max_wait_s(self.config, entry.rank))
-        # Rounded to the nearest second: always rounding up would bias the estimate.
-        return Overloaded(_MESSAGES[reason].format(model=self.model), reason=reason, retry_after=round(wait_s))
+        retry_after = self._triage.retry_after(entry, self.queue.state(entry.tenant, entry.rank), wait_s)
+        return Overloaded(_MESSAGES[reason].format(model=self.model), reason=reason, retry_after=retry_after)
 
     def answered(self, tokens: float) -> None:
         """Takes the length of a finished answer into the mean."""
-        self._usual_output += OUTPUT_STEP * (tokens - self._usual_output)
+        self._triage.answered(tokens)
 
 
 class Ticket:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import blake2b
 
 LENGTHS = (64, 256, 1024, 4096)
@@ -24,17 +25,23 @@ class PrefixSketch:
 
     def cached(self, tokens: list[int], salt: str) -> int:
         """The longest known prefix of this prompt, in tokens; remembers the prompt."""
-        known = 0
         if len(tokens) < LENGTHS[0]:
-            return known
+            return 0
         digest = blake2b(salt.encode(), digest_size=8)
         start = 0
+        names: list[bytes] = []
         for length in LENGTHS:
             if len(tokens) < length:
                 break
             digest.update(array("I", tokens[start:length]))
             start = length
-            name = digest.digest()
+            names.append(digest.digest())
+        return self.known(names)
+
+    def known(self, names: Sequence[bytes]) -> int:
+        """The same for a prompt whose first prefixes, one for each of `LENGTHS`, have these names."""
+        known = 0
+        for name, length in zip(names, LENGTHS, strict=False):
             if name in self._seen:
                 known = length
                 self._seen.move_to_end(name)
