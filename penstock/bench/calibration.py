@@ -129,13 +129,19 @@ def factors_of(deployment: Deployment) -> list[str]:
 
 
 def measure(
-    loaded: offline.Loaded, workload: Workload, deployment: Deployment, settings: offline.OfflineBenchSettings
+    loaded: offline.Loaded,
+    workload: Workload,
+    deployment: Deployment,
+    settings: offline.OfflineBenchSettings,
+    *,
+    salt: str = "calibrate",
 ) -> list[Observation]:
-    """Warm up, run, and split the median run into measurements."""
+    """Warm up, run, and split the median run into measurements. A second measurement on the same engine needs another
+    salt, or its prompts would be in the cache."""
     engine = loaded.engine
     if settings.warm_up:
         Run(engine, workloads.warm_up(workload, engine.info.vocab_size), None)()
-    traces = [run(engine, workload, salt=f"calibrate{attempt}") for attempt in range(settings.repeat)]
+    traces = [run(engine, workload, salt=f"{salt}{attempt}") for attempt in range(settings.repeat)]
     trace = sorted(traces, key=lambda trace: trace.seconds)[len(traces) // 2]
     steps = list(
         walk(

@@ -282,9 +282,14 @@ class Scheduler:
         decodes: list[tuple[Sequence, int]] = []
         prefills: list[tuple[Sequence, int]] = []
         for seq in self.running:
-            remaining = self._remaining(seq)
-            if remaining > 0:
-                (decodes if remaining == 1 else prefills).append((seq, remaining))
+            length = len(seq.tokens) + seq.pending
+            if length >= seq.limit or (seq.pending and seq.matcher is not None):
+                continue  # see `_remaining`
+            remaining = length - seq.computed
+            if remaining == 1:
+                decodes.append((seq, 1))
+            elif remaining > 0:
+                prefills.append((seq, remaining))
         budget = self.token_budget
         spare = budget - len(decodes)
         chunks: dict[Sequence, Chunk] = {}

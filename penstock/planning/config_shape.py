@@ -22,8 +22,7 @@ Windows = tuple[int | None, ...]
 
 def shape_of_config(raw: Config, name: str) -> ModelShape:
     """CheckpointError for a configuration that is not a decoder's."""
-    inner = text_config(raw)
-    if inner.get("model_type") in FAMILIES:
+    if str(text_config(raw).get("model_type")) in FAMILIES:
         shape = shape_of_model(read_config(raw), name)
     else:
         shape = _other(_decoder(raw), name)
@@ -104,7 +103,9 @@ def _windows(raw: Config, family: str, layers: int) -> Windows:
     if not isinstance(window, int) or window < 1 or raw.get("use_sliding_window") is False:
         return (None,) * layers
     kinds = raw.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == layers:
+    if isinstance(kinds, list):
+        if len(kinds) != layers:
+            raise CheckpointError(f"layer_types has {len(kinds)} entries for {layers} layers")
         return tuple(None if kind in ("full_attention", "attention") else window for kind in kinds)
     if family == "llama4_text":
         return tuple(None if (index + 1) % 4 == 0 else window for index in range(layers))
@@ -133,15 +134,18 @@ def _moe(raw: Config, family: str, layers: int) -> Moe | None:
     if key is None:
         return None
     width = integer(raw, "moe_intermediate_size", integer(raw, "intermediate_size"))
-    shared = raw.get("shared_expert_intermediate_size") or width * int(raw.get("n_shared_experts") or 0)
+    shared = _count(raw, "shared_expert_intermediate_size") or width * _count(raw, "n_shared_experts")
     if family == "llama4_text":
         shared = width
+    experts, top_k = integer(raw, key), integer(raw, "num_experts_per_tok", integer(raw, "moe_topk", 1))
+    if top_k > experts:
+        raise CheckpointError(f"a token cannot visit {top_k} of {experts} experts")
     return Moe(
-        experts=integer(raw, key),
-        top_k=integer(raw, "num_experts_per_tok", integer(raw, "moe_topk", 1)),
+        experts=experts,
+        top_k=top_k,
         ffn=width,
         layers=_expert_layers(raw, layers),
-        shared_ffn=int(shared),
+        shared_ffn=shared,
         shared_gate=bool(raw.get("shared_expert_intermediate_size")),
         bias=family == "gpt_oss",
         router_bias=family in ("gpt_oss", "glm4_moe") or raw.get("topk_method") == "noaux_tc",
@@ -150,14 +154,25 @@ def _moe(raw: Config, family: str, layers: int) -> Moe | None:
 
 def _expert_layers(raw: Config, layers: int) -> tuple[bool, ...]:
     """Which layers have experts: after the first dense ones, every n-th, and not those listed as dense."""
-    dense, listed = int(raw.get("first_k_dense_replace") or 0), raw.get("mlp_only_layers") or ()
-    step = int(raw.get("decoder_sparse_step") or raw.get("interleave_moe_layer_step") or 1)
+    dense, listed = _count(raw, "first_k_dense_replace"), raw.get("mlp_only_layers") or ()
+    step = _count(raw, "decoder_sparse_step") or _count(raw, "interleave_moe_layer_step") or 1
     frequency = raw.get("moe_layer_freq") or 1
-    if isinstance(frequency, list):
+    if isinstance(frequency, list) and len(frequency) == layers:
         return tuple(bool(entry) for entry in frequency)
-    if step < 1 or not isinstance(frequency, int):
-        raise CheckpointError("decoder_sparse_step and moe_layer_freq must be positive integers")
+    every = _count(raw, "moe_layer_freq") or 1
+    if not isinstance(listed, list | tuple):
+        raise CheckpointError(f"config key 'mlp_only_layers' must be a list, found {listed!r:.80}")
     return tuple(
-        index >= dense and index % frequency == 0 and index not in listed and (index + 1) % step == 0
+        index >= dense and index % every == 0 and index not in listed and (index + 1) % step == 0
         for index in range(layers)
     )
+
+
+def _count(raw: Config, key: str) -> int:
+    """An integer from 0 on; 0 where it is left out."""
+    value = raw.get(key)
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+        raise CheckpointError(f"config key {key!r} must be an integer from 0 on, found {value!r:.80}")
+    return value

@@ -38,7 +38,7 @@ FIELDS = {
     "stream": ["x", 1, []],
     "presence_penalty": ["x", 5, -5, []],
     "stop_token_ids": ["x", [-1], [10**9], ["x"], [1.5]],
-    "unknown_parameter": [1, "x", []],
+    "guided_regex": [1, "x", []],
 }
 
 
@@ -65,7 +65,7 @@ def bodies() -> Iterator[tuple[str, bytes]]:
         ["a"] * 999,
     ]:
         yield "/v1/completions", json.dumps({**TEXT, "prompt": value}).encode()
-    for name in ("tools", "functions", "response_format", "modalities", "audio", "reasoning_effort"):
+    for name in ("tools", "functions", "response_format", "modalities", "audio", "web_search_options"):
         yield "/v1/chat/completions", json.dumps({**CHAT, name: [{"type": "x"}]}).encode()
     good = json.dumps(CHAT).encode()
     rng = random.Random(7)

@@ -8,6 +8,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.bench import shapes as bench_shapes
 from penstock.engine.loading.random_checkpoint import tensor_shapes
@@ -151,7 +153,7 @@ def test_the_decoder_of_a_multimodal_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "size", "head"),
+    ("stored_as", "size", "head"),
     [
         ({"quant_method": "fp8"}, 1.0, 2.0),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 128**2, 2.0),
@@ -169,8 +171,8 @@ def test_the_decoder_of_a_multimodal_model() -> None:
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5 + 2 / 64, 2.0),
     ],
 )
-def test_bytes_per_weight_of_quantized_checkpoints(settings: dict[str, Any], size: float, head: float) -> None:
-    stored = shape_of_config(of("llama", quantization_config=settings), "tiny").stored
+def test_bytes_per_weight_of_quantized_checkpoints(stored_as: dict[str, Any], size: float, head: float) -> None:
+    stored = shape_of_config(of("llama", quantization_config=stored_as), "tiny").stored
     assert stored is not None and (stored.matrix_bytes, stored.head_bytes) == pytest.approx((size, head))
 
 
@@ -202,6 +204,32 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, text: str, message: str
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
         model_shape(tmp_path)
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 1 << 40), st.floats(), st.text(max_size=3),
+    st.lists(st.integers(-1, 4), max_size=3), st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+)  # fmt: skip
+KEYS = [
+    "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim",
+    "num_key_value_heads", "vocab_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok",
+    "first_k_dense_replace", "moe_layer_freq", "kv_lora_rank", "q_lora_rank", "sliding_window", "layer_types",
+    "mlp_only_layers", "decoder_sparse_step", "quantization_config", "text_config", "tie_word_embeddings",
+]  # fmt: skip
+
+
+@given(
+    name=st.sampled_from(["deepseek-v2-lite", "gpt-oss-20b", "llama-8b", "qwen3-30b-a3b"]),
+    changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3),
+)
+@settings(max_examples=25, deadline=None)
+def test_a_damaged_configuration_is_a_readable_error_or_a_shape(name: str, changes: dict[str, Any]) -> None:
+    try:
+        shape = shape_of_config(known_config(name) | changes, name)
+    except CheckpointError as error:
+        assert str(error)
+    else:
+        assert 0 < shape.active_parameters <= shape.parameters and len(shape.windows) == shape.layers
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.engine.models.rope import RopeConfig
+from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
     from penstock.engine.backends.interface import Activation
@@ -22,6 +23,10 @@ class MoeConfig:
     """Whether the weights of a token's experts are scaled to sum to one."""
     layers: tuple[bool, ...]
     """Which layers have experts; the others are dense."""
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            raise CheckpointError(f"a token cannot visit {self.top_k} of {self.experts} experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from penstock.gateway.api.admin.replicas import (
 from penstock.gateway.api.admin.request_log import RequestLogEndpoints, RequestsQuery
 from penstock.gateway.api.admin.routes import RouteEndpoints, RouteSwitch
 from penstock.gateway.api.admin.sleep import SleepEndpoints
+from penstock.gateway.api.admin.what_if import WhatIfEndpoints, WhatIfRequest
 from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.quality.endpoints import FeedbackEndpoints, FeedbackQuery
 from penstock.gateway.response_cache.endpoints import AdminCacheQuery, CacheEndpoints
@@ -31,6 +32,15 @@ ADMIN = (
         "Headroom, when a model is full, and what the next replica costs.",
         "Admin",
         query=PlanQuery,
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/admin/plan",
+        WhatIfEndpoints.what_if,
+        "Hardware, latency and cost for another load.",
+        "Admin",
+        WhatIfRequest,
         scope="admin",
     ),
     Endpoint("GET", "/v1/admin/tools", ToolEndpoints.list_tool_servers, "Every tool server.", "Admin", scope="admin"),

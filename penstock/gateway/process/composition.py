@@ -27,6 +27,7 @@ from penstock.gateway.api.admin.sleep import SleepEndpoints
 from penstock.gateway.api.admin.supervisor import NoSupervisor
 from penstock.gateway.api.admin.traces import TraceEndpoints
 from penstock.gateway.api.admin.usage import UsageEndpoints
+from penstock.gateway.api.admin.what_if import WhatIfEndpoints
 from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
 from penstock.gateway.api.openai.chat import ChatEndpoints
 from penstock.gateway.api.openai.completions import CompletionEndpoints
@@ -310,6 +311,7 @@ async def compose(
             ModelAdminEndpoints(registry, models, routes, admissions, supervisor, settings.engine_wait_s, limit),
             ReplicaEndpoints(registry, supervisor, limit),
             PlanEndpoints(registry, workers, settings.admission),
+            WhatIfEndpoints(registry, limit),
             RouteEndpoints(routes, limit),
             SleepEndpoints(registry),
             _request_log_endpoints(request_log),

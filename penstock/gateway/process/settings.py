@@ -119,6 +119,8 @@ class GatewaySettings:
     header_limit: int = 64 * 2**10
     receive_s: float = 30.0
     """How long the headers, and then the body, may take to arrive."""
+    refuses_unknown: bool = False
+    """Refuse parameters that are not honoured, instead of ignoring and naming them."""
     max_connections: int | None = None
     connections_per_address: int | None = None
     cors_origins: tuple[str, ...] = ()
@@ -240,6 +242,7 @@ class GatewaySettings:
             body_disk=server.body_disk,
             header_limit=server.header_limit,
             receive_s=server.receive_s,
+            refuses_unknown=server.unknown_parameters == "refuse",
             stalled_reader_s=server.stalled_reader_s,
             max_connections=server.max_connections,
             connections_per_address=server.connections_per_address,

@@ -98,6 +98,8 @@ def test_a_llama_is_plain() -> None:
 @pytest.mark.parametrize(
     ("family", "more", "message"),
     [
+        ("qwen3_moe", {"mlp_only_layers": True}, "'mlp_only_layers' must be a list, found True"),
+        ("mixtral", {"num_experts_per_tok": 9}, "a token cannot visit 9 of 8 experts"),
         ("gpt2", {}, "model_type 'gpt2' is not supported; supported families: llama, mistral"),
         ("", {}, r"model_type '\(missing\)' is not supported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', which llama models do not support; supported: 'silu'"),

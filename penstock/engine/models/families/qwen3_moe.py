@@ -18,6 +18,7 @@ from penstock.engine.models.families.family import (
     window_of,
 )
 from penstock.engine.models.model_config import MoeConfig
+from penstock.errors import CheckpointError
 
 _KEYS = frozenset({
     "attention_bias", "sliding_window", "use_sliding_window", "decoder_sparse_step", "mlp_only_layers", "num_experts",
@@ -28,6 +29,8 @@ _KEYS = frozenset({
 def _fields(raw: HFConfig) -> ConfigFields:
     layers = layer_count(raw)
     step, dense = integer(raw, "decoder_sparse_step"), raw["mlp_only_layers"] or ()
+    if not isinstance(dense, list | tuple):
+        raise CheckpointError(f"config key 'mlp_only_layers' must be a list, found {dense!r:.80}")
     window = window_of(raw) if flag(raw, "use_sliding_window") else None
     moe = MoeConfig(
         experts=integer(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts"),
