@@ -56,7 +56,9 @@ def _keys(cls: type, section: str, prefix: str, *, listed: bool) -> Iterator[Con
             example=field.metadata["example"] or default,
             listed=listed,
         )
-        inner = [kind for kind in get_args(hints[field.name]) if dataclasses.is_dataclass(kind)]
+        inner: list[type] = [
+            kind for kind in get_args(hints[field.name]) if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        ]
         if inner and field.default is None:  # a mapping of settings of its own, which is off by default
             yield from _keys(inner[0], section, f"{prefix}{field.name}.", listed=listed)
 
