@@ -32,7 +32,8 @@ def plan(
             "--hardware",
             metavar="NAME",
             rich_help_panel=_HARDWARE,
-            help="Device of the catalogue; may be repeated. all: every GPU; list: show them; this-machine: its CPU.",
+            help="Device of the catalogue; may be repeated. list: show them; all: every GPU that Penstock runs on; "
+            "this-machine: its CPU.",
         ),
     ] = None,
     catalogue: Annotated[
@@ -156,7 +157,7 @@ def plan(
     Plan a deployment: memory, latency, GPUs and money for a workload, and the cheapest that keeps the objectives.
 
     Without a model, it plans the default one on this machine's CPU. With a model and without --gpu, it tries every GPU
-    of the catalogue. Every assumption is printed with its source.
+    of the catalogue that Penstock runs on. Every assumption is printed with its source.
 
     Examples:
 
@@ -286,10 +287,13 @@ def _listed(known: Catalogue, asked: Sequence[str], models: str | None, api: str
 
 
 def _hardware(known: Catalogue, names: Sequence[str]) -> list[Device]:
+    from penstock.planning.candidate import runs_on
+
     found: dict[str, Device] = {}
     for name in names:
         if name == ALL:
-            found |= {device.name: device for device in known.devices.values() if device.kind == "gpu"}
+            gpus = [device for device in known.devices.values() if device.kind == "gpu" and runs_on(device)]
+            found |= {device.name: device for device in gpus}
         else:
             device = known.device(name)
             found[device.name] = device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.planning.candidate import Candidate, Options
+from penstock.planning.candidate import Candidate, Options, runs_on
 from penstock.planning.catalogue import PRICE_KINDS, ApiPrice, Device
 from penstock.planning.memory import Assumption
 from penstock.planning.money import HOURS_PER_MONTH
@@ -17,6 +17,7 @@ def assumptions(
     """In the order in which a reader meets the figures."""
     found = [*_of_workload(workload, context)]
     if best is not None:
+        found += _of_engine(best)
         found += _of_device(best.deployment.device, options)
         found += _of_replica(best)
     found += _of_money(options)
@@ -40,6 +41,16 @@ def _of_workload(workload: Workload, context: int) -> list[Assumption]:
         Assumption("prompt tokens found in the prefix cache", f"{workload.hit_rate:.0%}", hits),
         Assumption("context window", f"{context:,} tokens", "--context, or four times the longest average request"),
     ]
+
+
+def _of_engine(best: Candidate) -> list[Assumption]:
+    """What Penstock itself cannot run, planned as if it could."""
+    shape, device = best.deployment.shape, best.deployment.device
+    missing = [] if shape.served else [f"models of the family {shape.family}"]
+    missing += [] if runs_on(device) else [f"{device.title} GPUs"]
+    if not missing:
+        return []
+    return [Assumption("engine", f"as if Penstock ran {' on '.join(missing)}: it does not", "docs/models.md")]
 
 
 def _of_device(device: Device, options: Options) -> list[Assumption]:

@@ -181,6 +181,11 @@ def judge(deployment: Deployment, workload: Workload, slo: Slo, options: Options
     )  # fmt: skip
 
 
+def runs_on(device: Device) -> bool:
+    """Whether Penstock's engine has a backend for it: CUDA and CPUs. Others can be planned all the same."""
+    return not device.title.startswith("AMD ")
+
+
 def objectives(slo: Slo) -> str:
     """In words."""
     limits = []

@@ -121,6 +121,15 @@ def test_several_devices_and_formats() -> None:
     assert tried == {("l4", "int4", 1), ("l40s", "int4", 1), ("a10", "int4", 1)}
 
 
+def test_what_penstock_does_not_run_is_planned_when_named_and_said() -> None:
+    tree = json.loads(printed("llama-3-8b --json --tp 1 --kv auto"))
+    assert "mi300x" not in {one["device"] for one in tree["candidates"]}
+    named = json.loads(printed("llama-3-8b --gpu mi300x --json --tp 1 --kv auto"))
+    assert {"what": "engine", "value": "as if Penstock ran AMD Instinct MI300X GPUs: it does not"}.items() <= next(
+        one for one in named["assumptions"] if one["what"] == "engine"
+    ).items()
+
+
 def test_a_fleet_that_follows_the_day_is_ranked_by_its_own_bill() -> None:
     tree = json.loads(printed(f"{TEXTBOOK} --json --autoscale --reserved 0.4 --spot 0.2 --curve office"))
     assert tree["best"]["monthly"] == tree["best"]["autoscaled"]["total"]
