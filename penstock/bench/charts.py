@@ -8,6 +8,7 @@ from html import escape
 
 COLOURS = ("#2f6fde", "#e08a1e", "#7a7f87", "#b14aa0", "#2a9d6f", "#c2413b")
 INK, GRID = "#6b7280", "#9ca3af55"
+_LEGEND_ROW = 18
 FONT = 'font-family="system-ui, sans-serif" font-size="12"'
 
 
@@ -150,7 +151,9 @@ def lines(
     bottom = top + len(panels) * (tall + 44)
     for tick in _powers(first, last) if logarithmic else _ticks(first, last):
         body.append(_text(at(tick), bottom - 28, f"{_figure(tick)} {unit}", anchor="middle", size=10))
-    return _drawing(title, left + wide + 40, bottom + 14, body + _legend(names, bottom))
+    width = left + wide + 40
+    height = bottom + 14 + _legend_height(names, width)
+    return _drawing(title, width, height, body + _legend(names, bottom, width))
 
 
 def _figure(value: float) -> str:
@@ -172,16 +175,29 @@ def _powers(first: float, last: float) -> list[float]:
     return [2.0**power for power in range(low, high + 1, step)]
 
 
-def _legend(names: Sequence[str], y: float) -> list[str]:
+def _legend(names: Sequence[str], y: float, width: float = math.inf) -> list[str]:
+    """Names beside their colours, in rows as wide as the drawing."""
     drawn: list[str] = []
     x = 12.0
     for index, name in enumerate(names):
+        if x > 12 and x + 15 + 7 * len(name) > width:
+            x, y = 12.0, y + _LEGEND_ROW
         drawn.append(
             f'<rect x="{x}" y="{y - 9}" width="10" height="10" rx="2" fill="{COLOURS[index % len(COLOURS)]}"/>'
         )
         drawn.append(_text(x + 15, y, name))
         x += 30 + 7 * len(name)
     return drawn
+
+
+def _legend_height(names: Sequence[str], width: float) -> float:
+    """Of the rows after the first."""
+    rows, x = 0, 12.0
+    for name in names:
+        if x > 12 and x + 15 + 7 * len(name) > width:
+            rows, x = rows + 1, 12.0
+        x += 30 + 7 * len(name)
+    return rows * _LEGEND_ROW
 
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "400", size: int = 12) -> str:

@@ -27,7 +27,12 @@ def render(title: str, results: dict[str, Any], tally: Tally, notes: Sequence[st
     if tally.served:
         parts += [_over_time(tally), _cumulative(tally)]
     if tally.errors:
-        parts.append(_table(("errors", "count"), ((what, str(count)) for what, count in tally.errors.most_common())))
+        parts.append(table(("errors", "count"), ((what, str(count)) for what, count in tally.errors.most_common())))
+    return document(title, parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page around its parts."""
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     return "\n".join([head, *parts, "</html>"]) + "\n"
 
@@ -44,7 +49,7 @@ def _summary(results: dict[str, Any]) -> str:
         good = results["goodput"]
         within = f"requests per second within {good['objectives']}"
         rows.append((within, f"{report.number(good['requests_per_s'], 2)} ({report.share(good['share'])})"))
-    return _table(("", ""), rows)
+    return table(("", ""), rows)
 
 
 def _latencies(latencies: dict[str, Any]) -> str:
@@ -53,10 +58,11 @@ def _latencies(latencies: dict[str, Any]) -> str:
     for label, values in latencies.items():
         figures = (None if values is None else values[column] * 1e3 for column in columns)
         rows.append((label, *(report.number(figure) for figure in figures)))
-    return _table(("ms", "p50", "p90", "p99", "mean", "max"), rows)
+    return table(("ms", "p50", "p90", "p99", "mean", "max"), rows)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are text; the first column is its rows' names."""
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{cells}</tr>{body}</table>"

@@ -18,12 +18,14 @@ from penstock.cli.gateway import gateway
 from penstock.cli.ingest import ingest
 from penstock.cli.keys import keys, tenants
 from penstock.cli.models import app as models
+from penstock.cli.plan import plan
 from penstock.cli.pull import pull
 from penstock.cli.quantize import quantize
-from penstock.cli.replicas import drain, replicas, restart, scale
+from penstock.cli.replicas import autoscale, drain, replicas, restart, scale
 from penstock.cli.requests import requests
 from penstock.cli.route import route
 from penstock.cli.serve import serve
+from penstock.cli.simulate import simulate
 from penstock.cli.top import top
 from penstock.cli.trace import trace
 from penstock.cli.usage import usage
@@ -38,6 +40,8 @@ Examples:
     penstock chat "Hello"               chat with it
 
     penstock doctor                     check this machine
+
+    penstock plan llama-3-70b           what it takes to serve it: GPUs, latency, money
 """
 
 app = typer.Typer(
@@ -74,6 +78,7 @@ app.command(help=pull.__doc__)(pull)
 app.command(help=quantize.__doc__)(quantize)
 app.command(help=doctor.__doc__)(doctor)
 app.command(help=config.__doc__)(config)
+app.command(help=plan.__doc__)(plan)
 app.command(help=ingest.__doc__)(ingest)
 app.command(help=usage.__doc__)(usage)
 app.command(help=requests.__doc__)(requests)
@@ -81,8 +86,10 @@ app.command(help=top.__doc__)(top)
 app.command(help=trace.__doc__)(trace)
 app.command(help=replicas.__doc__)(replicas)
 app.command(help=scale.__doc__)(scale)
+app.command(help=autoscale.__doc__)(autoscale)
 app.command(help=restart.__doc__)(restart)
 app.command(help=drain.__doc__)(drain)
+app.command(help=simulate.__doc__)(simulate)
 app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
 app.add_typer(adapters, name="adapters")

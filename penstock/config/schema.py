@@ -52,6 +52,10 @@ class ServerConfig:
         30.0, doc="Time limit in seconds for headers, for the body, and for an idle connection.",
         least=0.1, most=3600,
     )  # fmt: skip
+    unknown_parameters: Literal["ignore", "refuse"] = setting(
+        "ignore", doc="Request parameters that are not honoured and would not change the answer: ignore, named in the "
+        "header x-penstock-ignored, or refuse with 400.",
+    )  # fmt: skip
     stalled_reader_s: float = setting(
         60.0, doc="Seconds that a client may leave a full buffer of ours unread; then it counts as disconnected.",
         least=0.1, most=3600,

@@ -282,20 +282,27 @@ class Scheduler:
         decodes: list[tuple[Sequence, int]] = []
         prefills: list[tuple[Sequence, int]] = []
         for seq in self.running:
-            remaining = self._remaining(seq)
-            if remaining > 0:
-                (decodes if remaining == 1 else prefills).append((seq, remaining))
+            length = len(seq.tokens) + seq.pending
+            if length >= seq.limit or (seq.pending and seq.matcher is not None):
+                continue  # see `_remaining`
+            remaining = length - seq.computed
+            if remaining == 1:
+                decodes.append((seq, 1))
+            elif remaining > 0:
+                prefills.append((seq, remaining))
         budget = self.token_budget
         spare = budget - len(decodes)
         chunks: dict[Sequence, Chunk] = {}
-        grow = self.allocator.grow
+        grow, size = self.allocator.grow, self.allocator.block_size
+        roomy = self.allocator.window is None  # with a window, growing also releases
         for seq, remaining in decodes + prefills:
             if budget == 0:
                 break
             if seq not in self.running:
                 continue  # preempted for a sequence before it in this very pass
             length = min(remaining, budget)
-            while not grow(seq, seq.computed + length):
+            end = seq.computed + length
+            while not (roomy and end <= len(seq.blocks) * size) and not grow(seq, end):
                 victim = self._latest()
                 self.preempt(victim)
                 dropped = chunks.pop(victim, None)

@@ -2,7 +2,7 @@
 
 Pure functions of what a server has measured. `n` sequences that run together in one replica need `a + b n` seconds per
 output token each (the weights are read once per step, the rest grows with the batch), so a replica makes
-`n / (a + b n)` tokens per second; `a` and `b` are fitted to the server's own minutes. The most sequences are those that
+`n / (a + b n)` tokens per second; that curve is fitted to the server's own minutes. The most sequences are those that
 fit its slots and its KV cache. Everything holds for the present mix of requests. What was not measured is None: an idle
 server has no capacity figure, and a load that does not grow has no date.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from penstock.planning.trend import HOUR, Crossing, Sample, Trend, crossing, fit_trend
+from penstock.planning.trend import HOUR, Crossing, Sample, Trend, crossing, fit_trend, t_quantile
 
 Resource = Literal["slots", "kv_cache", "compute"]
 Source = Literal["measured", "fitted", "extrapolated"]
@@ -30,9 +30,9 @@ SPARE_SHARE = 0.7
 """Utilisation that must not be exceeded after giving up a replica."""
 COMPUTE_SHARE = 0.8
 """Share of the speed limit `1 / b` from which further sequences no longer help."""
-LEAST_SPREAD = 0.15
-"""Relative spread of `n` below which `b` cannot be told from the minutes."""
-_CONFIDENCE = 1.6449
+LEAST_SPREAD = 0.05
+LEAST_MINUTES = 5
+"""Relative spread of the load, and minutes, below which nothing is said about how it slows sequences."""
 MILLION = 1e6
 MONTH_H = 730.0
 """Hours of a month."""
@@ -101,8 +101,8 @@ class ReplicaCapacity:
     token_time: float
     """Seconds per output token of a sequence when the replica is full."""
     source: Source
-    """measured: it was full; fitted: from minutes at different loads; extrapolated: from the speed at one load, so that
-    the lower end is what has been seen and the upper end assumes that a fuller batch is no slower."""
+    """measured: it was full; fitted: from minutes at different loads; extrapolated: they do not show how a fuller batch
+    slows down, so that the upper end assumes that it does not, and the lower end may be just what was seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,26 +254,24 @@ def replica_capacity(points: Sequence[LoadPoint], size: FleetSize) -> ReplicaCap
     if sequences is None:
         return None
     rates = [point.output_tokens / point.replicas for point in busy]
-    together = [rate * point.token_time for rate, point in zip(rates, busy, strict=True)]  # by Little's law
-    weights = [point.output_tokens * point.seconds for point in busy]
-    speed = _fit_speed(together, [point.token_time for point in busy], weights)
-    if speed.b * sequences > speed.a * COMPUTE_SHARE / (1 - COMPUTE_SHARE):
+    speed = _fit_speed(rates, [1 / point.token_time for point in busy], [point.seconds for point in busy])
+    if speed.slowing >= speed.error and speed.slowing * sequences > COMPUTE_SHARE / (1 - COMPUTE_SHARE):
         first_full = "compute"
+    together = [rate * point.token_time for rate, point in zip(rates, busy, strict=True)]  # by Little's law
     full = [rate for rate, n in zip(rates, together, strict=True) if n >= FULL_SHARE * sequences]
-    if full:
-        measured = _spread(full)
-        return ReplicaCapacity(sequences, first_full, measured, sequences / measured.likely, "measured")
     seen = max(rates)
-    if speed.spread < LEAST_SPREAD:
-        linear = sequences / speed.at(speed.centre)
-        # Half-way between "no more than was seen" and "a fuller batch is no slower", on a scale of ratios.
-        estimate = Estimate(seen, max(math.sqrt(seen * linear), seen), max(linear, seen))
-        return ReplicaCapacity(sequences, first_full, estimate, sequences / estimate.likely, "extrapolated")
-    time, error = speed.at(sequences), speed.error_at(sequences)
-    likely = max(sequences / time, seen)
-    low, high = max(sequences / (time + error), seen), sequences / max(time - error, speed.a, 1e-9)
-    estimate = Estimate(low, max(likely, low), max(high, likely))
-    return ReplicaCapacity(sequences, first_full, estimate, sequences / estimate.likely, "fitted")
+    source: Source = "fitted"
+    if full:
+        estimate, source = _spread(full), "measured"
+    else:
+        low = max(speed.rate(sequences, speed.slowing + speed.error), seen)
+        high = max(speed.rate(sequences, max(speed.slowing - speed.error, 0.0)), seen)
+        likely = min(max(speed.rate(sequences, speed.slowing), low), high)
+        if speed.slowing < speed.error:
+            # Half-way between the ends, on a scale of ratios.
+            likely, source = math.sqrt(low * high), "extrapolated"
+        estimate = Estimate(low, likely, high)
+    return ReplicaCapacity(sequences, first_full, estimate, sequences / estimate.likely, source)
 
 
 def arrivals_trend(minutes: Sequence[LoadPoint], hours: Sequence[LoadPoint]) -> Trend | None:
@@ -398,41 +396,36 @@ def _most_sequences(points: Sequence[LoadPoint], size: FleetSize) -> tuple[float
 
 @dataclass(frozen=True, slots=True)
 class _Speed:
-    """Seconds per token of a sequence among `n`: `a + b n`."""
+    """The tokens per second of one sequence: `speed` while the replica makes `rate_seen`, and `slowing` less for each
+    token per second that it makes in all."""
 
-    a: float
-    b: float
-    centre: float
-    spread: float
-    """Standard deviation of `n` relative to its mean."""
+    rate_seen: float
+    speed: float
+    slowing: float
     error: float
-    """Standard error at the centre, and per distance from it."""
-    slope_error: float
+    """Half the 90% interval of `slowing`; infinite when the load hardly varied."""
 
-    def at(self, n: float) -> float:
-        return self.a + self.b * n
+    def rate(self, sequences: float, slowing: float) -> float:
+        """What the replica makes with so many sequences, on the line with this slope through what was seen."""
+        if math.isinf(slowing):
+            return 0.0
+        return sequences * (self.speed + slowing * self.rate_seen) / (1 + sequences * slowing)
 
-    def error_at(self, n: float) -> float:
-        return _CONFIDENCE * math.hypot(self.error, self.slope_error * (n - self.centre))
 
-
-def _fit_speed(sequences: Sequence[float], times: Sequence[float], weights: Sequence[float]) -> _Speed:
-    """Weighted least squares; neither part can be negative."""
+def _fit_speed(rates: Sequence[float], speeds: Sequence[float], weights: Sequence[float]) -> _Speed:
+    """Weighted least squares of `speeds` over `rates`. From `n / (a + b n)` follows that the speed of a sequence falls
+    linearly with the rate of the replica, and rates are measured exactly, whatever disturbs the speed of a minute."""
     total = sum(weights)
-    rows = list(zip(sequences, times, weights, strict=True))
-    centre = sum(n * weight for n, _, weight in rows) / total
-    usual = sum(time * weight for _, time, weight in rows) / total
-    across = sum(weight * (n - centre) ** 2 for n, _, weight in rows)
-    spread = math.sqrt(across / total) / centre if centre else 0.0
-    b = sum(weight * (n - centre) * (time - usual) for n, time, weight in rows) / across if across else 0.0
-    b = min(max(b, 0.0), usual / centre if centre else 0.0)
-    a = max(usual - b * centre, 0.0)
-    rest = sum(weight * (time - a - b * n) ** 2 for n, time, weight in rows)
-    count = len(rows)
-    variance = rest / total * count / max(count - 2, 1)
-    error = math.sqrt(variance / count)
-    slope_error = math.sqrt(variance * total / count / across) if across else 0.0
-    return _Speed(a, b, centre, spread, error, slope_error)
+    rows = list(zip(rates, speeds, weights, strict=True))
+    rate = sum(x * weight for x, _, weight in rows) / total
+    speed = sum(y * weight for _, y, weight in rows) / total
+    across = sum(weight * (x - rate) ** 2 for x, _, weight in rows)
+    if len(rows) < LEAST_MINUTES or math.sqrt(across / total) < LEAST_SPREAD * rate:
+        return _Speed(rate, speed, 0.0, math.inf)
+    slope = sum(weight * (x - rate) * (y - speed) for x, y, weight in rows) / across
+    rest = sum(weight * (y - speed - slope * (x - rate)) ** 2 for x, y, weight in rows)
+    freedom = len(rows) - 2
+    return _Speed(rate, speed, max(-slope, 0.0), t_quantile(freedom) * math.sqrt(rest / freedom / across))
 
 
 def _spread(rates: Sequence[float]) -> Estimate:

@@ -66,10 +66,11 @@ def provision(
     workload: Workload, capacity: float, headroom: Headroom, devices_per_replica: int, devices_per_node: int
 ) -> Fleet:
     """The fleet for a workload. One that follows the day starts replicas an hour before they are needed."""
-    peak = headroom.replicas(workload.peak.requests, capacity)
-    needed = [headroom.replicas(workload.hour_peak(hour).requests, capacity) for hour in range(HOURS)]
+    average, burst = workload.average.requests, workload.burst
+    peak = headroom.replicas(average * workload.peak_factor, capacity)
+    needed = [headroom.replicas(average * share * burst, capacity) for share in workload.curve.hours]
     by_hour = tuple(max(needed[hour], needed[(hour + 1) % HOURS]) for hour in range(HOURS))
-    load = workload.average.requests / capacity
+    load = average / capacity
     return Fleet(
         replicas=peak,
         by_hour=by_hour,

@@ -149,7 +149,7 @@ def _fit(samples: Sequence[Sample], season: tuple[float, ...], span: float) -> T
     slope = sum(factor * time * value for factor, time, value in rows) / across if across else 0.0
     rest = [value - factor * (level + slope * time) for factor, time, value in rows]
     error, freedom = _slope_error(rest, across, 2 + max(len(season) - 1, 0))
-    margin = _t_quantile(freedom) * error
+    margin = t_quantile(freedom) * error
     return Trend(origin, level, slope, slope - margin, slope + margin, season, samples[-1].at, span)
 
 
@@ -166,7 +166,7 @@ def _slope_error(rest: Sequence[float], across: float, parameters: int) -> tuple
     return math.sqrt(variance / across * (1 + alike) / (1 - alike)), freedom
 
 
-def _t_quantile(freedom: float) -> float:
+def t_quantile(freedom: float) -> float:
     """Student's t for a two-sided 90% interval: the expansion around the normal quantile, which is within 1% from
     three degrees of freedom."""
     z, v = _Z, max(freedom, 3.0)

@@ -77,9 +77,10 @@ class ReplicaMeter:
         """Counts tokens of a request towards what it was expected to generate."""
         work = self._work.get(request_id)
         if work is not None:
-            before = self._left(work)
+            left = work.expected_output - work.generated
             work.generated += count
-            self._decoding_tokens += self._left(work) - before
+            if left > 0:
+                self._decoding_tokens -= min(left, count)
 
     def decoded(self, count: int, now: float, since: float) -> None:
         """Counts tokens, of any requests, that came evenly between `since` and now towards the measured speed."""

@@ -6,6 +6,7 @@ its error messages and `penstock config` read the names from `POLICIES`.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -121,18 +122,16 @@ class Predicted:
         allowed = usable(candidates)
         chosen = allowed[0]
         if len(allowed) > 1:
-            known = [view.prefill_tokens_per_s for view in candidates if view.prefill_tokens_per_s is not None]
-            decoding = [view.decode_tokens_per_s for view in candidates if view.decode_tokens_per_s is not None]
-            typical = (
-                sum(known) / len(known) if known else self._weights.prefill_tokens_per_s,
-                sum(decoding) / len(decoding) if decoding else self._weights.decode_tokens_per_s,
-            )
+            typical = self._typical(candidates)
+            home = self._sessions.get((request.tenant, request.session), "")
             # Rotate, so that replicas with equal scores take turns.
             self._turn += 1
             turn = self._turn % len(allowed)
-            chosen = min(
-                allowed[turn:] + allowed[:turn], key=lambda index: self._seconds(request, candidates[index], typical)
-            )
+            least = math.inf
+            for index in allowed[turn:] + allowed[:turn]:
+                seconds = self._seconds(request, candidates[index], typical, home)
+                if seconds < least:
+                    chosen, least = index, seconds
         view = candidates[chosen]
         self._prefixes.sent(view.name, request.blocks, view.total_blocks)
         self._remember(request, view.name)
@@ -143,33 +142,43 @@ class Predicted:
 
     def seconds(self, request: ReplicaRequest, view: ReplicaView) -> float:
         """The predicted cost of sending `request` to this replica, in seconds."""
-        return self._seconds(request, view, (self._weights.prefill_tokens_per_s, self._weights.decode_tokens_per_s))
+        home = self._sessions.get((request.tenant, request.session), "")
+        return self._seconds(request, view, self._typical(()), home)
 
-    def _seconds(self, request: ReplicaRequest, view: ReplicaView, typical: tuple[float, float]) -> float:
+    def _typical(self, candidates: Sequence[ReplicaView]) -> tuple[float, float]:
+        """Prefill and decode speed of a replica that has not been measured: the mean of the others."""
+        prefills = [view.prefill_tokens_per_s for view in candidates if view.prefill_tokens_per_s is not None]
+        decodes = [view.decode_tokens_per_s for view in candidates if view.decode_tokens_per_s is not None]
+        return (
+            sum(prefills) / len(prefills) if prefills else self._weights.prefill_tokens_per_s,
+            sum(decodes) / len(decodes) if decodes else self._weights.decode_tokens_per_s,
+        )
+
+    def _seconds(self, request: ReplicaRequest, view: ReplicaView, typical: tuple[float, float], home: str) -> float:
+        """`home`: the session's replica. Called for every replica and request, so without calls of its own as far as
+        possible."""
         weights = self._weights
-        prefill = view.prefill_tokens_per_s or typical[0]
-        decode = view.decode_tokens_per_s or typical[1]
-        cached = self._prefixes.matched(view.name, request.blocks) * request.block_size
-        fresh = max(request.prompt_tokens - cached, 1)
-        seconds = (view.queued_tokens + fresh) / prefill
-        present = view.running + view.waiting
-        if view.slots:
-            excess = present + 1 - view.slots
-            if excess > 0:  # it waits for a running request to finish
-                seconds += excess * view.decoding_tokens / max(present, 1) / decode
-            seconds += weights.busy_s * min(present / view.slots, 1.0)
-        seconds += self._pressure(request, fresh, view)
-        if self._sessions.get((request.tenant, request.session)) == view.name:
+        fresh = request.prompt_tokens
+        if request.blocks:
+            fresh = max(fresh - self._prefixes.matched(view.name, request.blocks) * request.block_size, 1)
+        seconds = (view.queued_tokens + fresh) / (view.prefill_tokens_per_s or typical[0])
+        slots = view.slots
+        if slots:
+            present = view.running + view.waiting
+            if present < slots:
+                seconds += weights.busy_s * present / slots
+            else:  # it waits for a running request to finish
+                left = (present + 1 - slots) * view.decoding_tokens / present
+                seconds += left / (view.decode_tokens_per_s or typical[1]) + weights.busy_s
+        if view.total_blocks:
+            needed = (fresh + request.expected_output) / request.block_size / view.total_blocks
+            over = view.kv_use + needed - weights.kv_knee
+            if over > 0:
+                seconds += weights.kv_full_s * (over / (1.0 - weights.kv_knee)) ** 2
+        if home == view.name:
             seconds -= weights.session_s
         # A replica whose breaker is half open counts as slower, in proportion to its weight.
         return seconds / view.weight if view.weight > 0 and seconds > 0 else seconds
-
-    def _pressure(self, request: ReplicaRequest, fresh: int, view: ReplicaView) -> float:
-        if not view.total_blocks:
-            return 0.0
-        needed = (fresh + request.expected_output) / request.block_size / view.total_blocks
-        over = (view.kv_use + needed - self._weights.kv_knee) / (1.0 - self._weights.kv_knee)
-        return self._weights.kv_full_s * max(0.0, over) ** 2
 
     def _remember(self, request: ReplicaRequest, replica: str) -> None:
         if request.session:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from penstock.errors import ConfigError
-from penstock.planning.autoscaling import Autoscaler, FleetLoad
+from penstock.planning.autoscaling import Decision, FleetLoad
 from penstock.routing.admission.capacity import EngineTotals
 from penstock.simulation.events import Events
 from penstock.simulation.job import Job
@@ -21,6 +21,16 @@ from penstock.simulation.record import Record
 from penstock.simulation.replica import Replica, ReplicaEvents, ReplicaSpec
 
 State = Literal["starting", "ready", "draining", "gone"]
+
+
+class Scaler(Protocol):
+    """Decides how many replicas there are: `planning.autoscaling.Autoscaler`, or a rival to compare it with."""
+
+    def decide(self, load: FleetLoad) -> Decision: ...
+
+    def spot(self, count: int) -> int:
+        """How many of `count` replicas are on spot capacity."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,7 @@ class FleetSpec:
     interruptions_per_hour: float = 0.0
     """Of one spot replica; drawn at random. A replacement is started with the notice."""
     notice_s: float = 120.0
-    autoscaler: Autoscaler | None = None
+    autoscaler: Scaler | None = None
     autoscale_every_s: float = 5.0
     epoch: float = 0.0
     """Unix time of the beginning, for an autoscaler with schedules."""

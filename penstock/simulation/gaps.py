@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from math import ceil, exp, floor, log
 
 _PER_E = 50
@@ -12,6 +13,7 @@ _BUCKETS = 920
 _OFFSET = -log(_LEAST) * _PER_E
 
 
+@lru_cache(maxsize=256)
 def bucket(seconds: float) -> int:
     if seconds <= _LEAST:
         return 0

@@ -5,7 +5,7 @@
 an admission queue in memory; clients take gateways in turn. Invariant: every job that arrives ends exactly once.
 
 A view of a replica is taken anew when the replica's batch has changed, when something was sent there, or after
-`view_age_s`; a real gateway's is as old as the replica's last step.
+`view_age_s` of mere decoding, in which little changes; a real gateway's is as old as the replica's last step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GatewaySpec:
     """Whether tenants share cached prefixes."""
     hop_s: float = 0.001
     """From the gateway's decision to the engine's queue."""
-    view_age_s: float = 0.25
+    view_age_s: float = 1.0
 
 
 class Fleet(Protocol):
@@ -264,7 +264,7 @@ class Gateway:
         if len(views) > 1 or self._policy.wants_blocks:
             oldest = now - self._spec.view_age_s
             for index, member in enumerate(self._able):
-                if member.stale or member.viewed < oldest:
+                if member.stale or (member.viewed < oldest and member.replica.jobs):
                     views[index] = member.view(now)
         expected = min(job.arrival.limit - job.delivered, EXPECTED_OUTPUT)
         tokens = job.prompt_tokens + job.delivered

@@ -20,6 +20,7 @@ from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.schema import DEFAULT_TIERS, TierConfig
 from penstock.config.tree import Node, assign, from_text, parse_yaml
 from penstock.errors import ConfigError
+from penstock.planning.numbers import KVDType, WeightDType
 from penstock.planning.workload import curve
 
 ArrivalPattern = Literal["poisson", "constant", "burst", "closed", "trace"]
@@ -27,15 +28,22 @@ MAX_REPLICAS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineSection:
     """How a replica runs the model."""
 
     tensor_parallel: int = setting(1, doc="Devices that split every layer.", least=1)
     pipeline_parallel: int = setting(1, doc="Pipeline stages of consecutive layers.", least=1)
-    weights: str = setting("bf16", doc="Type of the weights: bf16, fp16, fp32, fp8, int8 or int4.")
-    kv_dtype: str = setting("bf16", doc="Type of the KV cache: bf16, fp16, fp32, fp8 or int8.")
-    max_running: int = setting(256, doc="Sequences that a replica runs at one time.", least=1)
-    token_budget: int = setting(2048, doc="Tokens computed in one step, at most.", least=16)
+    weights: WeightDType = setting("auto", doc="Type of the weights; auto: as the checkpoint has them.")  # noqa: RUF009
+    kv_dtype: KVDType = setting("auto", doc="Type of the KV cache; auto: that of activations.")  # noqa: RUF009
+    max_running: int | None = setting(
+        None,
+        doc="Sequences that a replica runs at one time; when not set, the engine's default.",
+        least=1,
+        example="256",
+    )
+    token_budget: int | None = setting(
+        None, doc="Tokens computed in one step, at most; when not set, the engine's default.", least=16, example="8192"
+    )
     max_model_len: int = setting(8192, doc="Context window in tokens.", least=16)
     kv_blocks: int | None = setting(
         None, doc="KV blocks of 16 tokens; when not set, as many as the device has room for.", least=16, example="4096"
@@ -83,7 +91,7 @@ class WorkloadConfig:
         "earlier one has ended; trace: as recorded.",
     )
     rate: float | None = setting(
-        None, doc="Requests (or new conversations) per second; over a day, on average.", least=0.000001, example="12"
+        None, doc="Requests (or new conversations) per second; over a day, on average.", least=0.0001, example="12"
     )
     users: int | None = setting(None, doc="Daily users; with requests_per_user, instead of rate.", least=1)
     requests_per_user: float = setting(10.0, doc="Requests of a user per day.", least=0.001)
@@ -166,7 +174,7 @@ class Scenario:
     model: str = setting("llama-3-8b", doc="Model: a name, a folder, a config.json or a GGUF file.")
     hardware: str = setting("h200", doc="Device of the catalogue (`penstock plan --hardware list`).")
     catalogue: str = setting("", doc="Catalogue file merged over the built-in one.")
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: EngineSection = field(default_factory=EngineSection)
     replicas: int = setting(1, doc="Replicas at the beginning.", least=1, most=MAX_REPLICAS)
     cold_start_s: float = setting(60.0, doc="Seconds from the decision to start a replica until it serves.", least=0)
     routing: RoutingConfig = field(default_factory=RoutingConfig)

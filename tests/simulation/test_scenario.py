@@ -47,7 +47,7 @@ def test_a_trace_is_beside_its_scenario(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("workload: {rate: -1}", "scenario.yaml:1: workload.rate: expected a number of at least 1e-06"),
+        ("workload: {rate: -1}", "scenario.yaml:1: workload.rate: expected a number of at least 0.0001"),
         ("workload: {}", "workload.rate: needed with arrivals: poisson; or users"),
         ("workload: {rate: 1, users: 5}", "give users or rate, not both"),
         ("workload: {rate: 1}\nreplicas: 0", "scenario.yaml:2: replicas: expected a whole number from 1 to 1000"),

@@ -20,7 +20,7 @@ from penstock.bench.commands.http_servers import http_servers
 from penstock.bench.commands.offload import offload
 from penstock.bench.commands.overhead import overhead
 from penstock.bench.commands.perplexity import perplexity
-from penstock.bench.commands.replica_policies import replica_policies
+from penstock.bench.commands.predictions import predictions
 from penstock.bench.commands.retrieval import retrieval
 from penstock.bench.commands.scrape import scrape
 from penstock.bench.commands.search_speed import search_speed
@@ -28,7 +28,6 @@ from penstock.bench.commands.semantic_cache import semantic_cache
 from penstock.bench.commands.serve import serve
 from penstock.bench.commands.soak import soak
 from penstock.bench.commands.speculation import speculation
-from penstock.bench.commands.spike import spike
 from penstock.bench.commands.streams import streams
 from penstock.bench.commands.structure import structure
 from penstock.bench.options import reported
@@ -42,6 +41,7 @@ app = typer.Typer(
 )
 for command in (
     engine,
+    predictions,
     compare,
     cpu_peers,
     embed,
@@ -60,8 +60,6 @@ for command in (
     hostile,
     scrape,
     admission_cost,
-    spike,
-    replica_policies,
     semantic_cache,
     retrieval,
     search_speed,

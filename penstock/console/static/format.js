@@ -5,6 +5,16 @@ export const number = (value, digits = 3) =>
 export const percent = (share) => (share == null ? "–" : `${Number((100 * share).toPrecision(3))}%`);
 export const money = (dollars) => (dollars == null ? "–" : dollars === 0 ? "$0" : dollars < 0.01 ? `$${dollars.toPrecision(2)}` : `$${dollars.toFixed(2)}`);
 export const duration = (seconds) => (seconds == null ? "–" : seconds < 1 ? `${number(seconds * 1000)} ms` : `${number(seconds)} s`);
+// A time span of any length, to one or two digits.
+export function span(seconds) {
+  if (seconds == null) return "–";
+  for (const [unit, size] of [["day", 86400], ["h", 3600], ["min", 60]])
+    if (seconds >= 1.5 * size) {
+      const count = Number((seconds / size).toPrecision(2));
+      return unit === "day" ? `${count} days` : `${count} ${unit}`;
+    }
+  return `${Math.round(seconds)} s`;
+}
 export const clock = (stamp) => new Date(stamp * 1000).toLocaleTimeString("en-GB");
 export const day = (stamp) => (stamp == null ? "–" : new Date(stamp * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }));
 

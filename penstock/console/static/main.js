@@ -7,6 +7,7 @@ import { ApiError, call, session, signIn } from "./api.js";
 const PAGES = [
   { name: "playground", label: "Playground", icon: "chat", needs: "/v1/models" },
   { name: "live", label: "Live", icon: "insights", needs: "/metrics" },
+  { name: "plan", label: "Plan", icon: "trending_up", needs: "/v1/admin/plan" },
   { name: "usage", label: "Usage and cost", icon: "payments", needs: "/v1/models" },
   { name: "keys", label: "Tenants and keys", icon: "vpn_key", needs: "/v1/admin/tenants" },
   { name: "models", label: "Models", icon: "memory", needs: "/v1/models" },

@@ -12,6 +12,7 @@ of blocks however long it gets, and takes up a prefix whose beginning is gone if
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.engine.kv.block_hash import block_name
 from penstock.engine.kv.host import Transfers
@@ -29,8 +30,7 @@ class SlidingWindow:
     """Most tokens of one sequence in one step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """A block of a prefix that need not be computed."""
 
     name: bytes
@@ -64,34 +64,43 @@ class BlockAllocator:
         if self.window is not None:
             return self._match_window(seq, limit)
         found: list[Found] = []
+        names, find, host = seq.block_names, self.pool.find, self.pool.host
         for index in range(limit):
-            hit = self._find(seq, index)
-            if hit is None:
+            name = names[index] if index < len(names) else self._name(seq, index)
+            block = find(name)
+            if block is None and (host is None or name not in host):
                 break
-            found.append(hit)
+            found.append(Found(name, block))
         return found
 
     def shortfall(self, cached: list[Found], tokens: int) -> int:
         """How many blocks are missing to hold `tokens` when `cached` are reused; zero or less: it fits."""
-        here = [found.block for found in cached if found.block is not None]
-        returning = len(cached) - len(here)
-        revived = sum(block != NULL_BLOCK and not self.pool.is_held(block) for block in here)
-        needed = self.blocks_for(tokens) - len(cached) + returning + revived
+        taken = 0  # from the free blocks: those that return from the host, and cached ones that nobody holds
+        is_held = self.pool.is_held
+        for _, block in cached:
+            if block is None or (block != NULL_BLOCK and not is_held(block)):
+                taken += 1
+        needed = self.blocks_for(tokens) - len(cached) + taken
         return min(needed, self.held_at_once(tokens)) - self.pool.free
 
     def attach(self, seq: Sequence, cached: list[Found]) -> int:
         """Start `seq` on a prefix that was found; how many of its blocks come from the host."""
-        for found in cached:  # all of them, before a block is taken that could push one of them out
-            if found.block is None:
+        share = self.pool.share
+        returning = unread = 0
+        for name, block in cached:  # all of them, before a block is taken that could push one of them out
+            if block is None:
                 assert self.pool.host is not None
-                self.pool.host.hold(found.name)
-            elif found.block != NULL_BLOCK:
-                self.pool.share(found.block)
-        seq.blocks = [self._restore(found.name) if found.block is None else found.block for found in cached]
-        seq.released = sum(found.block == NULL_BLOCK for found in cached)
+                self.pool.host.hold(name)
+                returning += 1
+            elif block != NULL_BLOCK:
+                share(block)
+            else:
+                unread += 1
+        seq.blocks = [self._restore(name) if block is None else block for name, block in cached]
+        seq.released = unread
         seq.named = len(cached)
         seq.computed = len(cached) * self.block_size
-        return sum(found.block is None for found in cached)
+        return returning
 
     def grow(self, seq: Sequence, tokens: int) -> bool:
         """Make room for the first `tokens` tokens of `seq`. False, and nothing taken, when it does not fit."""
@@ -102,8 +111,10 @@ class BlockAllocator:
         missing = self.blocks_for(tokens) - len(seq.blocks)
         if missing > self.pool.free:
             return False
-        for _ in range(missing):
+        if missing == 1:
             seq.blocks.append(self.pool.allocate())
+        else:
+            seq.blocks.extend(self.pool.allocate_many(missing))
         return True
 
     def publish(self, seq: Sequence) -> None:
@@ -113,14 +124,14 @@ class BlockAllocator:
         full = min(seq.computed, len(seq.tokens)) // self.block_size
         if full <= seq.named:
             return
-        for index in range(max(seq.named, seq.released), full):
-            self.pool.name(seq.blocks[index], self._name(seq, index))
+        self._name(seq, full - 1)
+        first = max(seq.named, seq.released)
+        self.pool.name_many(seq.blocks[first:full], seq.block_names[first:full])
         seq.named = full
 
     def free(self, seq: Sequence) -> None:
         """Give back every block; ends first, so that shared beginnings are evicted last."""
-        for block in reversed(seq.blocks[seq.released :]):
-            self.pool.release(block)
+        self.pool.release_many(reversed(seq.blocks[seq.released :] if seq.released else seq.blocks))
         seq.blocks = []
         seq.named = 0
         seq.released = 0

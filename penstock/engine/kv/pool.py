@@ -9,6 +9,7 @@ that is given away is first copied there.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from penstock.engine.kv.host import HostTier
 
@@ -23,8 +24,10 @@ class BlockPool:
             raise ValueError("a pool needs at least one block besides the null block")
         self.num_blocks = num_blocks
         self.host = host
-        self._references = [0] * num_blocks
-        self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._references = [0]
+        """Of the blocks that were ever handed out, the null block first; the others, from here on, are empty."""
+        self._empty: list[int] = []
+        """Blocks that were handed out before."""
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
@@ -37,7 +40,7 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Blocks that can be allocated now, cached ones included."""
-        return len(self._empty) + len(self._cached)
+        return self.num_blocks - len(self._references) + len(self._empty) + len(self._cached)
 
     @property
     def cached(self) -> int:
@@ -52,6 +55,9 @@ class BlockPool:
         """Take a free block; the least recently used prefix is forgotten when no empty one is left."""
         if self._empty:
             block = self._empty.pop()
+        elif len(self._references) < self.num_blocks:
+            self._references.append(1)
+            return len(self._references) - 1
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
             name = self._name_of.pop(block)
@@ -63,6 +69,22 @@ class BlockPool:
             raise MemoryError("no free KV block")
         self._references[block] = 1
         return block
+
+    def allocate_many(self, count: int) -> list[int]:
+        """The same blocks as that many calls of `allocate`."""
+        references = self._references
+        first = len(references)
+        if not self._empty and first + count <= self.num_blocks:
+            references.extend([1] * count)
+            return list(range(first, first + count))
+        if self._empty or self.host is not None or first < self.num_blocks or count > len(self._cached):
+            return [self.allocate() for _ in range(count)]
+        evict, name_of, block_of = self._cached.popitem, self._name_of, self._block_of
+        taken = [evict(last=False)[0] for _ in range(count)]
+        for block in taken:
+            del block_of[name_of.pop(block)]
+            references[block] = 1
+        return taken
 
     def find(self, name: bytes) -> int | None:
         """The block that holds the prefix `name`, held or not."""
@@ -93,6 +115,20 @@ class BlockPool:
             else:
                 self._empty.append(block)
 
+    def release_many(self, blocks: Iterable[int]) -> None:
+        """Release blocks one after the other: the first of them is evicted first."""
+        references, cached, named, empty = self._references, self._cached, self._name_of, self._empty
+        for block in blocks:
+            count = references[block]
+            if count == 1 and self.host is None:
+                references[block] = 0
+                if block in named:
+                    cached[block] = None
+                else:
+                    empty.append(block)
+            else:
+                self.release(block)
+
     def name(self, block: int, name: bytes) -> bool:
         """Make a held, full block findable. False when another block already has that content."""
         if name in self._block_of:
@@ -100,6 +136,14 @@ class BlockPool:
         self._block_of[name] = block
         self._name_of[block] = name
         return True
+
+    def name_many(self, blocks: Iterable[int], names: Iterable[bytes]) -> None:
+        """Make several blocks findable, each as `name` does."""
+        block_of, name_of = self._block_of, self._name_of
+        for block, name in zip(blocks, names, strict=True):
+            if name not in block_of:
+                block_of[name] = block
+                name_of[block] = name
 
     def forget_all(self) -> None:
         """Drop every name: the contents can no longer be trusted (a step failed half-way)."""
@@ -112,9 +156,10 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert the invariant; used by tests and by the idle-time integrity check."""
-        empty, cached = set(self._empty), set(self._cached)
-        held = {b for b in range(1, self.num_blocks) if self._references[b] > 0}
-        assert len(empty) == len(self._empty), "an empty block is listed twice"
+        given = len(self._references)
+        assert len(set(self._empty)) == len(self._empty), "an empty block is listed twice"
+        empty, cached = {*self._empty, *range(given, self.num_blocks)}, set(self._cached)
+        held = {b for b in range(1, given) if self._references[b] > 0}
         assert not empty & cached and not empty & held and not cached & held, "a block is in two states"
         assert empty | cached | held == set(range(1, self.num_blocks)), "a block is lost"
         assert cached <= set(self._name_of), "a cached block has no name"

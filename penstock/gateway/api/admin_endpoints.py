@@ -6,10 +6,18 @@ from penstock.gateway.api.admin.adapters import AdapterEndpoints, AdapterLoadReq
 from penstock.gateway.api.admin.identity import IdentityEndpoints, KeyChange, KeyRequest, TenantChange, TenantRequest
 from penstock.gateway.api.admin.models import ModelAdminEndpoints, ModelLoadRequest
 from penstock.gateway.api.admin.plan import PlanEndpoints, PlanQuery
-from penstock.gateway.api.admin.replicas import DrainRequest, ReplicaEndpoints, RestartRequest, ScaleRequest
+from penstock.gateway.api.admin.replicas import (
+    AutoscaleRequest,
+    DrainRequest,
+    NoticeRequest,
+    ReplicaEndpoints,
+    RestartRequest,
+    ScaleRequest,
+)
 from penstock.gateway.api.admin.request_log import RequestLogEndpoints, RequestsQuery
 from penstock.gateway.api.admin.routes import RouteEndpoints, RouteSwitch
 from penstock.gateway.api.admin.sleep import SleepEndpoints
+from penstock.gateway.api.admin.what_if import WhatIfEndpoints, WhatIfRequest
 from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.quality.endpoints import FeedbackEndpoints, FeedbackQuery
 from penstock.gateway.response_cache.endpoints import AdminCacheQuery, CacheEndpoints
@@ -24,6 +32,15 @@ ADMIN = (
         "Headroom, when a model is full, and what the next replica costs.",
         "Admin",
         query=PlanQuery,
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/admin/plan",
+        WhatIfEndpoints.what_if,
+        "Hardware, latency and cost for another load.",
+        "Admin",
+        WhatIfRequest,
         scope="admin",
     ),
     Endpoint("GET", "/v1/admin/tools", ToolEndpoints.list_tool_servers, "Every tool server.", "Admin", scope="admin"),
@@ -162,6 +179,32 @@ ADMIN = (
         "Run more or fewer replicas of a model.",
         "Admin",
         ScaleRequest,
+        scope="admin",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/admin/autoscale",
+        ReplicaEndpoints.list_autoscale,
+        "Models that are scaled automatically, and the last decision for each.",
+        "Admin",
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/admin/models/{model:path}/autoscale",
+        ReplicaEndpoints.set_autoscale,
+        "Change the limits of automatic scaling until the server stops.",
+        "Admin",
+        AutoscaleRequest,
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/admin/models/{model:path}/notice",
+        ReplicaEndpoints.notice_replica,
+        "A replica's machine goes away soon: start a replacement, then drain it.",
+        "Admin",
+        NoticeRequest,
         scope="admin",
     ),
     Endpoint(

@@ -56,6 +56,10 @@ _PLAN = obj(
     mix=maybe(ANY_OBJECT), full=obj(outlook=STRING, in_s=maybe(NUMBER)), cost=ANY_OBJECT, next_replica=ANY_OBJECT,
     autoscaler=ANY_OBJECT, history=many(ANY_OBJECT),
 )  # fmt: skip
+_WHAT_IF = obj(
+    object=word("plan"), model=ANY_OBJECT, workload=ANY_OBJECT, best=maybe(ANY_OBJECT), why_none=STRING,
+    candidates=many(ANY_OBJECT), rejected=many(ANY_OBJECT), assumptions=many(ANY_OBJECT),
+)  # fmt: skip
 _FILE = obj(
     id=STRING, object=word("file"), bytes=INTEGER, created_at=INTEGER, expires_at=maybe(INTEGER), filename=STRING,
     purpose=STRING, status=STRING,
@@ -134,7 +138,11 @@ _SCHEMAS: dict[str, Schema] = {
     "list_tool_servers": listing(obj(name=STRING)),
     "register_tool_server": obj(name=STRING, functions=many(ANY_OBJECT)),
     "remove_tool_server": obj(name=STRING, object=STRING, deleted=BOOLEAN),
-    "list_replicas": listing(ANY_OBJECT),
+    "list_replicas": listing(ANY_OBJECT, autoscale=many(ANY_OBJECT)),
+    "list_autoscale": listing(ANY_OBJECT),
+    "set_autoscale": obj(id=STRING, object=word("model"), min=maybe(INTEGER), max=maybe(INTEGER)),
+    "notice_replica": _REPLICAS,
+    "what_if": _WHAT_IF,
     "show_plan": listing(_PLAN, devices=many(obj(id=STRING, title=STRING, kind=STRING, price_per_hour=maybe(NUMBER)))),
     "scale_model": _REPLICAS,
     "restart_model": _REPLICAS,

@@ -48,6 +48,7 @@ class App:
         stalled_reader_s: float,
         receive_s: float,
         bodies: Bodies,
+        refuses_unknown: bool = False,
     ) -> None:
         """`record` takes the record of every logged request to the request log."""
         self._router = Router(endpoints)
@@ -62,6 +63,7 @@ class App:
         self._stalled_reader_s = stalled_reader_s
         self._receive_s = receive_s
         self._bodies = bodies
+        self._refuses_unknown = refuses_unknown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,6 +106,7 @@ class App:
             stalled_reader_s=self._stalled_reader_s,
             receive_s=self._receive_s,
             bodies=self._bodies,
+            refuses_unknown=self._refuses_unknown,
         )
 
     @property
@@ -113,6 +116,7 @@ class App:
 
     async def answer_in_memory(self, exchange: Exchange) -> None:
         """Answer a request that did not come from a socket; its caller is known."""
+        exchange.refuses_unknown = self._refuses_unknown
         await self._answer(exchange, self._posted[exchange.path], authenticated=True)
 
     async def _answer(self, exchange: Exchange, bound: BoundEndpoint, *, authenticated: bool = False) -> None:

@@ -14,7 +14,8 @@ _EXPOSED = (
     b"x-request-id, request-id, openai-processing-ms, retry-after, retry-after-ms, x-should-retry, "
     b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     b"x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens, "
-    b"x-penstock-model, x-penstock-route, x-penstock-replica, x-penstock-reason, x-penstock-cache"
+    b"x-penstock-model, x-penstock-route, x-penstock-replica, x-penstock-reason, x-penstock-cache, "
+    b"x-penstock-ignored"
 )
 _REMEMBER_S = b"600"
 

@@ -63,7 +63,7 @@ def _explain(message: str, inside: str) -> InvalidRequest:
         if field["what"] == "missing required":
             return InvalidRequest(f"Missing required parameter: `{param}`.", param=param, code="missing_parameter")
         return InvalidRequest(
-            f"Unknown parameter: `{param}`. Parameters this server does not know are refused, not ignored.",
+            f"Unknown parameter: `{param}`.",
             param=param,
             code="unknown_parameter",
         )

@@ -20,6 +20,7 @@ from penstock.errors import PenstockError
 from penstock.gateway.app.bodies import ArrivingBody, Bodies
 from penstock.gateway.app.dialects import OPENAI, Dialect
 from penstock.gateway.app.encodings import inflater
+from penstock.gateway.app.unknown_fields import ignored_header
 from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
 from penstock.identity import OPEN_CALLER, Caller
 from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
@@ -32,6 +33,7 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
 
 JSON = b"application/json"
+IGNORED = b"x-penstock-ignored"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 DISCARD_LIMIT = 64 * 2**20
 """How much of a body that is too large is read and discarded before the connection is closed."""
@@ -67,10 +69,13 @@ class Exchange:
         "caller",
         "dialect",
         "extra_headers",
+        "ignored",
+        "ignored_more",
         "method",
         "path",
         "receive_s",
         "record",
+        "refuses_unknown",
         "request_id",
         "route",
         "scope",
@@ -81,7 +86,15 @@ class Exchange:
     )
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, *, stalled_reader_s: float, receive_s: float, bodies: Bodies
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        stalled_reader_s: float,
+        receive_s: float,
+        bodies: Bodies,
+        refuses_unknown: bool = False,
     ) -> None:
         self.scope = scope
         self._given: dict[bytes, bytes] = dict(reversed(scope["headers"]))
@@ -103,6 +116,11 @@ class Exchange:
         self.stalled_reader_s = stalled_reader_s
         self.receive_s = receive_s
         self.extra_headers: list[tuple[bytes, bytes]] = []
+        self.refuses_unknown = refuses_unknown
+        """Whether parameters that are not honoured are refused, not ignored and named."""
+        self.ignored: list[str] = []
+        """Parameters that were ignored; those beyond are counted in `ignored_more`."""
+        self.ignored_more = 0
         self.record = RequestRecord(self.request_id, self.path, time.time())
         self.timeline = Timeline(self.record, self.started_at)
 
@@ -284,6 +302,8 @@ class Exchange:
             (b"openai-processing-ms", str(round(self.elapsed_s * 1000)).encode()),
             *self.extra_headers,
         ]
+        if self.ignored:
+            headers.append((IGNORED, ignored_header(self.ignored, self.ignored_more)))
         if not self.body_read and self.method == "POST" and self.scope["http_version"].startswith("1"):
             headers.append((b"connection", b"close"))  # the unread rest of the body would be taken for the next request
         return headers

@@ -107,9 +107,11 @@ class Check:
         return None
 
 
-def answered(custom_id: str, status: int, request_id: str, body: bytes) -> str:
-    """A line of the output file, or of the error file when the request was refused."""
+def answered(custom_id: str, status: int, request_id: str, body: bytes, ignored: str | None = None) -> str:
+    """A line of the output file, or of the error file when the request was refused. `ignored`: parameters that were."""
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+    if ignored is not None:
+        response["ignored_parameters"] = ignored
     return _written(custom_id, response, None)
 
 

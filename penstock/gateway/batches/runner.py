@@ -17,7 +17,7 @@ from functools import partial
 from typing import Literal
 
 from penstock.gateway.accounting.batch_line import BatchLine
-from penstock.gateway.app.exchange import Exchange, encode_json
+from penstock.gateway.app.exchange import IGNORED, Exchange, encode_json
 from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.line_request import LineRequest, Reply
 from penstock.gateway.batches.lines import Check, Problem, answered, numbered, read, unanswered
@@ -268,7 +268,15 @@ class BatchRunner:
             pause = _pause(reply, attempt)
             if pause is None:
                 answer = Answer(
-                    number, reply.status == 200, answered(line.custom_id, reply.status, reply.request_id, reply.body)
+                    number,
+                    reply.status == 200,
+                    answered(
+                        line.custom_id,
+                        reply.status,
+                        reply.request_id,
+                        reply.body,
+                        reply.headers.get(IGNORED.decode()),
+                    ),
                 )
                 await self._batches.add([answer], batch.id)
                 self._answers.child(batch.endpoint, "completed" if answer.ok else "failed").inc()

@@ -8,11 +8,15 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.app.decoding import given, not_supported
-from penstock.gateway.generation.schemas import MESSAGE_UNSUPPORTED, ChatMessage
+from penstock.gateway.app.unknown_fields import UnknownFields
+from penstock.gateway.generation.schemas import MESSAGE_UNSUPPORTED, ChatMessage, ChatRequest, TokenizeRequest
 from penstock.protocol.errors import InvalidRequest
 
 Message = dict[str, Any]
 """A message as chat templates take it: `role`, `content` as text, and what belongs to calls."""
+
+TEXT_PARTS = ("text", "refusal")
+"""Types of content parts whose text is part of a message."""
 
 
 def template_messages(messages: list[ChatMessage], earlier_calls: Iterable[str] = ()) -> list[Message]:
@@ -92,9 +96,19 @@ def _text(content: str | list[dict[str, Any]], at: str) -> str:
     return "".join(_part(part, f"{at}.content[{i}]") for i, part in enumerate(content))
 
 
+def strip_parts(request: ChatRequest | TokenizeRequest, unknown: UnknownFields) -> None:
+    """Takes fields that are not known out of the content parts of messages."""
+    for message in request.messages or ():
+        if isinstance(message.content, list):
+            for part in message.content:
+                if (kind := part.get("type")) in TEXT_PARTS:
+                    for name in part.keys() - {"type", kind}:
+                        unknown.add(f"messages.content.{name}", part.pop(name))
+
+
 def _part(part: dict[str, Any], at: str) -> str:
     kind = part.get("type")
-    if kind not in ("text", "refusal"):
+    if kind not in TEXT_PARTS:
         if not isinstance(kind, str):
             raise InvalidRequest(f"`{at}.type` must be a string.", param=f"{at}.type")
         raise InvalidRequest(

@@ -1,8 +1,8 @@
 """Request bodies, as typed structs: decoding one checks every type and range.
 
-Policy: a parameter is honoured or refused, never ignored. Fields that are not in a struct are refused by name;
-fields of type `Unsupported` exist in the public API, and are refused with a sentence that says so.
-`null` means "not given" for every optional field.
+Policy: a parameter is honoured, refused, or ignored and named; see `penstock.gateway.generation.request_decoder` for
+fields that are not in a struct. Fields of type `Unsupported` exist in the public API, would change the answer, and are
+refused. `null` means "not given" for every optional field.
 """
 
 from __future__ import annotations
@@ -207,9 +207,6 @@ class ChatRequest(Sampling, kw_only=True):
     functions: Unsupported = UNSET
     function_call: Unsupported = UNSET
     audio: Unsupported = UNSET
-    prediction: Unsupported = UNSET
-    reasoning_effort: Unsupported = UNSET
-    verbosity: Unsupported = UNSET
     web_search_options: Unsupported = UNSET
     moderation: Unsupported = UNSET
 
@@ -218,9 +215,6 @@ CHAT_UNSUPPORTED = (
     "functions",
     "function_call",
     "audio",
-    "prediction",
-    "reasoning_effort",
-    "verbosity",
     "web_search_options",
     "moderation",
 )

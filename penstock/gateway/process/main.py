@@ -222,6 +222,7 @@ def application(gateway: Gateway, door: Door) -> App:
         stalled_reader_s=gateway.settings.stalled_reader_s,
         receive_s=gateway.settings.receive_s,
         bodies=gateway.bodies,
+        refuses_unknown=gateway.settings.refuses_unknown,
     )
 
 

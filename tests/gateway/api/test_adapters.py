@@ -23,7 +23,7 @@ from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.engine.adapters.files import write_adapter
 from tests.engine.tiny import write_checkpoint
-from tests.gateway.conftest import free_port, until
+from tests.gateway.conftest import free_port
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +64,6 @@ async def complete(client: httpx.AsyncClient, model: str) -> httpx.Response:
     return await client.post("/v1/completions", json={**body, "logprobs": 0})
 
 
-async def listed(client: httpx.AsyncClient) -> list[dict[str, Any]]:
-    """What operators see; engines tell of changes after they have answered."""
-    found: list[dict[str, Any]] = (await client.get("/v1/admin/adapters")).json()["data"]
-    return found
-
-
 async def tokens(client: httpx.AsyncClient, model: str) -> list[str]:
     answer = await complete(client, model)
     assert answer.status_code == 200, answer.text
@@ -81,9 +75,9 @@ async def tokens(client: httpx.AsyncClient, model: str) -> list[str]:
 async def test_adapters_are_models(base: Path, text: TextModel, folders: dict[str, Path]) -> None:
     specs = [AdapterSpec(name, str(folder)) for name, folder in folders.items()]
     async with serving(base, text, *specs) as client:
-        models = {entry["id"]: entry for entry in (await client.get("/v1/models")).json()["data"]}
-        assert list(models) == ["tiny", "one", "two"]
-        assert models["one"]["parent"] == models["one"]["root"] == "tiny" and models["tiny"]["parent"] is None
+        listed = {entry["id"]: entry for entry in (await client.get("/v1/models")).json()["data"]}
+        assert list(listed) == ["tiny", "one", "two"]
+        assert listed["one"]["parent"] == listed["one"]["root"] == "tiny" and listed["tiny"]["parent"] is None
         assert (await client.get("/v1/models/two")).json()["id"] == "two"
         answers = [tuple(await tokens(client, name)) for name in ("tiny", "one", "two")]
         assert len(set(answers)) == 3
@@ -106,12 +100,11 @@ async def test_load_use_pin_and_unload(base: Path, text: TextModel, folders: dic
         assert again.json()["version"] != loaded.json()["version"]
         assert await tokens(client, "mine") not in (plain, first)
         pinned = await client.patch("/v1/admin/adapters/mine", json={"pinned": True})
-        assert pinned.json()["pinned"]
-        await until(lambda: listed(client), lambda found: found[0]["pinned"])
+        assert pinned.json()["pinned"] and (await client.get("/v1/admin/adapters")).json()["data"][0]["pinned"]
         assert (await client.delete("/v1/admin/adapters/mine")).json()["deleted"]
         assert (await complete(client, "mine")).json()["error"]["code"] == "model_not_found"
         assert (await client.delete("/v1/admin/adapters/mine")).status_code == 404
-        await until(lambda: listed(client), lambda found: not found)
+        assert (await client.get("/v1/admin/adapters")).json()["data"] == []
 
 
 async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str, Path], tmp_path: Path) -> None:
@@ -126,7 +119,7 @@ async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "adapter_failed"
         assert "rank 32 is above adapter_rank 16" in answer.json()["error"]["message"]
         assert str(tmp_path) not in answer.text, "clients need not know where it lies"
-        await until(lambda: listed(client), lambda found: found[0]["state"] == "failed")
+        assert (await client.get("/v1/admin/adapters")).json()["data"][0]["state"] == "failed"
         for body, status, sentence in (
             ({"name": "x", "source": str(tmp_path / "nowhere")}, 400, "nor a path that exists"),
             ({"name": "tiny"}, 400, "already the name of another model"),

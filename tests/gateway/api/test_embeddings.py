@@ -79,7 +79,8 @@ async def test_what_cannot_be_embedded_is_refused(serving: Serving, encoders: Ca
         refused(await embed(input="a", dimensions=100), "dimensions", "384")
         refused(await embed(input="a", encoding_format="int8"), "encoding_format")
         refused(await embed(input="a", truncate_prompt_tokens=1), "truncate_prompt_tokens", "from 3 to 256")
-        refused(await embed(input="a", colour="red"), "colour", "Unknown parameter")
+        refused(await embed(input="a", normalize=False), "normalize", "not supported")
+        assert (await embed(input="a", colour="red")).headers["x-penstock-ignored"] == "colour"
         unknown = await running.client.post("/v1/embeddings", json={"model": "tiny", "input": "a"})
         assert unknown.status_code == 404 and "minilm" in unknown.json()["error"]["message"]
         cut = await embed(input="word " * 300, truncate_prompt_tokens=-1)

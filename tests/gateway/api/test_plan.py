@@ -1,7 +1,8 @@
-"""GET /v1/admin/plan: what a running server can still take, over real HTTP."""
+"""/v1/admin/plan over real HTTP: what a running server can still take, and what another load would need."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ import pytest
 
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.gateway.workers.group import SingleWorker
+from penstock.planning.capacity import Slo
+from penstock.planning.catalogue import load_catalogue
+from penstock.planning.model_shape import known_config, model_shape
+from penstock.planning.plan import make_plan
+from penstock.planning.workload import CURVES, Workload
 from penstock.telemetry.load_history import FAMILIES
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, eventually
@@ -93,3 +99,64 @@ async def test_only_administrators_see_it(serving: Serving, tmp_path: Path) -> N
         key = {"authorization": f"Bearer {made.json()['key']}"}
         assert (await client.get("/v1/admin/plan", headers=key)).status_code == 403
         assert (await client.get("/v1/admin/plan")).status_code == 401
+
+
+LOAD = {"users": 100_000, "requests_per_user": 10, "input_tokens": 2000, "output_tokens": 500}
+
+
+async def test_what_if_answers_as_the_planner_does(serving: Serving) -> None:
+    async with serving() as gateway:
+        reply = await gateway.client.post(
+            "/v1/admin/plan", json={**LOAD, "model": "llama-3-8b", "devices": ["H100"], "curve": "flat"}
+        )
+        assert reply.status_code == 200, reply.text
+        found = reply.json()
+        workload = Workload(100_000, 10, 2000, 500, curve=CURVES["flat"])
+        device, slo = load_catalogue().device("h100"), Slo(0.5, 0.05)
+        own = make_plan(model_shape("llama-3-8b"), [device], workload, slo)
+        assert own.best is not None
+        assert found["best"]["deployment"] == own.best.label
+        assert found["best"]["monthly"] == pytest.approx(own.best.monthly)
+        assert found["workload"]["average"]["requests_per_s"] == pytest.approx(1e6 / 86400)
+        assert found["assumptions"]
+
+
+async def test_what_if_takes_a_served_model_by_its_files(serving: Serving, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(known_config("llama-3-8b")))
+    async with serving(served={"source": str(tmp_path)}) as gateway:
+        for name in ("", "tiny", "small"):
+            reply = await gateway.client.post("/v1/admin/plan", json={**LOAD, "model": name, "devices": ["h200"]})
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["model"]["name"] == (name or "tiny")
+            assert reply.json()["model"]["parameters"] == model_shape("llama-3-8b").parameters
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"model": "lama-3-8b"}, "the nearest are llama-3"),
+    ({"model": "/etc/passwd"}, "unknown model"),
+    ({"model": "hf:acme/secret"}, "unknown model"),
+    ({"devices": ["h1000"]}, "h100"),
+    ({"devices": ["h100"] * 17}, "devices"),
+    ({"users": -1}, "users"),
+    ({"users": 0}, "users"),
+    ({"input_tokens": 1e7}, "do not fit the context"),
+    ({"peak_factor": 1.0}, "peak factor"),
+    ({"curve": "weekend"}, "curve"),
+    ({"gpu": "h100"}, "gpu"),
+]
+
+
+async def test_what_if_says_what_would_do(serving: Serving) -> None:
+    async with serving() as gateway:
+        for change, says in BAD:
+            body = {**LOAD, "model": "llama-3-8b", "devices": ["h100"], **change}
+            reply = await gateway.client.post("/v1/admin/plan", json=body)
+            assert reply.status_code == 400, (change, reply.text)
+            assert says in reply.json()["error"]["message"], (change, reply.text)
+
+
+async def test_a_plan_without_a_solution_is_an_answer_with_a_reason(serving: Serving) -> None:
+    async with serving() as gateway:
+        body = {**LOAD, "model": "llama-3-8b", "devices": ["h100"], "ttft_ms": 0.001}
+        found = (await gateway.client.post("/v1/admin/plan", json=body)).json()
+        assert found["best"] is None and found["candidates"] == [] and "h100" in found["why_none"]

@@ -7,14 +7,14 @@ import msgspec
 from penstock.gateway.accounting.attribution import find_model, identify
 from penstock.gateway.api.anthropic.message_blocks import NAMES, chat_request
 from penstock.gateway.api.anthropic.renderer import MessageRenderer
-from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
-from penstock.gateway.app.decoding import decode
+from penstock.gateway.api.anthropic.schemas import Conversation, CountTokensRequest, MessagesRequest
 from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import template_messages, user_texts
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.request_decoder import RequestDecoder, ignore_advice
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.tokenization import (
@@ -26,8 +26,8 @@ from penstock.gateway.generation.tokenization import (
 )
 from penstock.gateway.generation.tool_choice import check_tools, toolbox_of
 
-_messages = msgspec.json.Decoder(MessagesRequest)
-_count = msgspec.json.Decoder(CountTokensRequest)
+_messages = RequestDecoder(MessagesRequest)
+_count = RequestDecoder(CountTokensRequest)
 
 
 class MessageEndpoints:
@@ -36,7 +36,8 @@ class MessageEndpoints:
 
     async def create_message(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
-        request = decode(_messages, await exchange.body(settings.body_limit))
+        request = _messages(exchange, await exchange.body(settings.body_limit))
+        _ignore_advice(exchange, request)
         identify(exchange, None if request.metadata is None else request.metadata.user_id, None)
         limit = token_limit(request.max_tokens, settings, default=None, param="max_tokens")
         resumption = asked_for(exchange, stream=request.stream)
@@ -56,7 +57,8 @@ class MessageEndpoints:
 
     async def count_tokens(self, exchange: Exchange) -> None:
         pipeline = self._pipeline
-        request = decode(_count, await exchange.body(pipeline.settings.body_limit))
+        request = _count(exchange, await exchange.body(pipeline.settings.body_limit))
+        _ignore_advice(exchange, request)
         with renamed(NAMES):
             chat = chat_request(request)
             check_tools(chat)
@@ -71,3 +73,8 @@ class MessageEndpoints:
                 work.tokens = len(tokens)
                 check_counted(len(tokens), most, "messages")
         await exchange.reply_json({"input_tokens": len(tokens)})
+
+
+def _ignore_advice(exchange: Exchange, request: Conversation) -> None:
+    if request.thinking is not None and request.thinking.type != "disabled":
+        ignore_advice(exchange, "thinking")

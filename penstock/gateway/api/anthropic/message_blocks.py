@@ -51,8 +51,6 @@ def chat_request(request: Conversation) -> ChatRequest:
     for name in UNSUPPORTED:
         if given(getattr(request, name, UNSET)):
             raise not_supported(name)
-    if request.output_config is not None and given(request.output_config.effort):
-        raise not_supported("output_config.effort")
     choice, parallel = _choice(request)
     chat = ChatRequest(
         model=request.model,

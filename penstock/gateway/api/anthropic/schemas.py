@@ -1,5 +1,5 @@
 """The bodies of POST /v1/messages and /v1/messages/count_tokens. The policy is that of
-`penstock.gateway.generation.schemas`: honoured or refused."""
+`penstock.gateway.generation.schemas`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,11 @@ class MessagesMetadata(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    type: Literal["disabled"]
+    """How much to think before the answer; advice that is not followed yet."""
+
+    type: Literal["disabled", "enabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1024)] | None = None
+    display: str | None = None
 
 
 class OutputSchema(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -89,7 +93,6 @@ class OutputSchema(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class OutputConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     format: OutputSchema | None = None
-    effort: Unsupported = UNSET
 
 
 class Conversation(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -104,10 +107,7 @@ class Conversation(Struct, forbid_unknown_fields=True, kw_only=True):
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     speed: Literal["standard"] | None = None
-    context_management: Unsupported = UNSET
     mcp_servers: Unsupported = UNSET
-    user_profile_id: Unsupported = UNSET
-    workspace_id: Unsupported = UNSET
 
 
 class MessagesRequest(Conversation, kw_only=True):
@@ -122,7 +122,6 @@ class MessagesRequest(Conversation, kw_only=True):
     metadata: MessagesMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: Unsupported = UNSET
-    diagnostics: Unsupported = UNSET
     inference_geo: Unsupported = UNSET
 
 
@@ -131,11 +130,7 @@ class CountTokensRequest(Conversation, kw_only=True):
 
 
 UNSUPPORTED = (
-    "context_management",
     "mcp_servers",
-    "user_profile_id",
-    "workspace_id",
     "container",
-    "diagnostics",
     "inference_geo",
 )

@@ -10,16 +10,17 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.accounting.attribution import identify
-from penstock.gateway.app.decoding import decode, given, not_supported
+from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation.assistant_message import merge_calls
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
-from penstock.gateway.generation.chat_messages import user_texts
+from penstock.gateway.generation.chat_messages import strip_parts, user_texts
 from penstock.gateway.generation.choice import CallPiece, Piece, TokenPiece
 from penstock.gateway.generation.logprobs import logprob_entries
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.renderer import DONE
+from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
@@ -29,7 +30,7 @@ from penstock.gateway.server_tools.steps import StepsRenderer, StepTotals
 from penstock.protocol.errors import InvalidRequest
 from penstock.text import TextModel
 
-_decoder = msgspec.json.Decoder(ChatRequest)
+_decoder = RequestDecoder(ChatRequest, strip_parts)
 _unsupported = operator.attrgetter(*CHAT_UNSUPPORTED)
 _NONE_GIVEN = (msgspec.UNSET,) * len(CHAT_UNSUPPORTED)
 
@@ -42,7 +43,7 @@ class ChatEndpoints:
 
     async def chat_completions(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
-        request = decode(_decoder, await exchange.body(settings.body_limit))
+        request = _decoder(exchange, await exchange.body(settings.body_limit))
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         _check(request)
         asked, param = _max_tokens(request)

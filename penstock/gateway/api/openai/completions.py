@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
-
 from penstock.engine.request import TokenLogprob
 from penstock.gateway.accounting.attribution import identify
-from penstock.gateway.app.decoding import decode, given, not_supported
+from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.choice import Choice, Piece
@@ -17,13 +15,14 @@ from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.logprobs import finite
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.renderer import DONE, Renderer
+from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import check_choices, token_limit
 from penstock.gateway.generation.schemas import CompletionRequest
 from penstock.protocol.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
-_decoder = msgspec.json.Decoder(CompletionRequest)
+_decoder = RequestDecoder(CompletionRequest)
 
 
 class CompletionEndpoints:
@@ -32,7 +31,7 @@ class CompletionEndpoints:
 
     async def completions(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
-        request = decode(_decoder, await exchange.body(settings.body_limit))
+        request = _decoder(exchange, await exchange.body(settings.body_limit))
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         n = request.n or 1
         _check(request, n)

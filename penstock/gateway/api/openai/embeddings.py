@@ -5,22 +5,20 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-import msgspec
-
 from penstock.backends.embedder import FLOAT_BYTES, Embedder
 from penstock.engine.request import EngineInfo
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.encoder_work import EncoderWork
-from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.sampling import check_token_ids
 from penstock.gateway.generation.schemas import EmbeddingsRequest
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
 from penstock.routing.encoders import Encoders
 
-_decoder = msgspec.json.Decoder(EmbeddingsRequest)
+_decoder = RequestDecoder(EmbeddingsRequest)
 _FORMS = "`input` must be a string, a list of strings, a list of token ids or a list of lists of token ids."
 
 
@@ -34,7 +32,7 @@ class EmbeddingEndpoints:
         self._body_limit = body_limit
 
     async def embeddings(self, exchange: Exchange) -> None:
-        request = decode(_decoder, await exchange.body(self._body_limit))
+        request = _decoder(exchange, await exchange.body(self._body_limit))
         identify(exchange, request.user, None)
         inputs = _inputs(request)
         embedder = self._encoder_work.find(exchange, request.model)

@@ -6,18 +6,16 @@ import math
 import uuid
 from typing import Any
 
-import msgspec
-
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.encoder_work import EncoderWork
-from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.schemas import RerankRequest
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
 from penstock.routing.encoders import Encoders
 
-_decoder = msgspec.json.Decoder(RerankRequest)
+_decoder = RequestDecoder(RerankRequest)
 
 
 class RerankEndpoints:
@@ -30,7 +28,7 @@ class RerankEndpoints:
         self._body_limit = body_limit
 
     async def rerank(self, exchange: Exchange) -> None:
-        request = decode(_decoder, await exchange.body(self._body_limit))
+        request = _decoder(exchange, await exchange.body(self._body_limit))
         identify(exchange, request.user, None)
         if not request.query.strip():
             raise InvalidRequest("`query` is empty.", param="query")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from penstock.gateway.accounting.attribution import find_model
 from penstock.gateway.accounting.quotas import Quotas
-from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.generation.chat_messages import template_messages
+from penstock.gateway.generation.chat_messages import strip_parts, template_messages
+from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.sampling import check_token_ids
 from penstock.gateway.generation.schemas import DetokenizeRequest, TokenizeRequest
 from penstock.gateway.generation.tokenization import (
@@ -25,8 +23,8 @@ from penstock.gateway.generation.tool_choice import tool_of
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry, ServedModel
 
-_tokenize = msgspec.json.Decoder(TokenizeRequest)
-_detokenize = msgspec.json.Decoder(DetokenizeRequest)
+_tokenize = RequestDecoder(TokenizeRequest, strip_parts)
+_detokenize = RequestDecoder(DetokenizeRequest)
 
 
 class TokenEndpoints:
@@ -39,7 +37,7 @@ class TokenEndpoints:
         self._body_limit = body_limit
 
     async def tokenize(self, exchange: Exchange) -> None:
-        request = decode(_tokenize, await exchange.body(self._body_limit))
+        request = _tokenize(exchange, await exchange.body(self._body_limit))
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("Send either `prompt` or `messages`.", param="prompt")
         if request.messages is not None and request.add_special_tokens is not None:
@@ -95,7 +93,7 @@ class TokenEndpoints:
         return tokens
 
     async def detokenize(self, exchange: Exchange) -> None:
-        request = decode(_detokenize, await exchange.body(self._body_limit))
+        request = _detokenize(exchange, await exchange.body(self._body_limit))
         model = find_model(self._registry, exchange, request.model)
         count, most = len(request.tokens), most_counted(model)
         async with self._quotas.text_work(exchange, model.base_name, count, only=True) as work:

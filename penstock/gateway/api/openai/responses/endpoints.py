@@ -10,14 +10,15 @@ import msgspec
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.api.openai.responses.input_items import chat_request, conversation_of
 from penstock.gateway.api.openai.responses.renderer import ResponseRenderer, StoreResponse
-from penstock.gateway.api.openai.responses.schemas import UNSUPPORTED, ResponsesRequest
+from penstock.gateway.api.openai.responses.schemas import LOGPROBS, UNSUPPORTED, ResponsesRequest
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
-from penstock.gateway.app.decoding import decode, given, not_supported
+from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import user_texts
 from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.request_decoder import RequestDecoder, ignore_advice
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import ChatMessage
@@ -27,7 +28,7 @@ from penstock.storage import DatabaseError
 
 T = TypeVar("T")
 
-_decoder = msgspec.json.Decoder(ResponsesRequest)
+_decoder = RequestDecoder(ResponsesRequest)
 _NAMES = (
     (r"messages\b", "input"),
     (r"response_format\.json_schema", "text.format"),
@@ -46,9 +47,12 @@ class ResponseEndpoints:
 
     async def create_response(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
-        request = decode(_decoder, await exchange.body(settings.body_limit))
+        request = _decoder(exchange, await exchange.body(settings.body_limit))
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         _check(request, can_store=self._store.enabled)
+        for name in request.include or ():
+            if name != LOGPROBS:  # other items that could be included are never made here
+                ignore_advice(exchange, f"include.{name}")
         limit = token_limit(
             request.max_output_tokens, settings, default=settings.default_max_tokens, param="max_output_tokens"
         )
@@ -59,7 +63,7 @@ class ResponseEndpoints:
                 earlier = msgspec.convert(turn.history, list[ChatMessage])
             else:
                 earlier = await self._earlier(exchange, request.previous_response_id)
-            conversation = conversation_of(request.input, earlier)
+            conversation = conversation_of(exchange, request.input, earlier)
             said = conversation[len(earlier) :] if turn.stored else conversation
             store = self._storing(exchange, conversation) if request.store is not False else None
 
@@ -120,9 +124,7 @@ def _check(request: ResponsesRequest, *, can_store: bool) -> None:
             raise not_supported(name)
     if request.background:
         raise not_supported("background")
-    if request.text is not None and given(request.text.verbosity):
-        raise not_supported("text.verbosity")
-    if request.top_logprobs and not request.include:
+    if request.top_logprobs and LOGPROBS not in (request.include or ()):
         raise InvalidRequest(
             "`top_logprobs` needs `include` with `message.output_text.logprobs`.", param="top_logprobs"
         )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.gateway.api.openai.responses.schemas import (
+    LOGPROBS,
     CallItem,
     CallOutputItem,
     InputText,
@@ -17,6 +18,8 @@ from penstock.gateway.api.openai.responses.schemas import (
     ResponsesRequest,
 )
 from penstock.gateway.app.decoding import decode
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.schemas import ChatMessage, ChatRequest, FunctionCall, ToolCall
 from penstock.protocol.errors import InvalidRequest
 
@@ -26,9 +29,9 @@ class _Kind(msgspec.Struct):
 
 
 _kind = msgspec.json.Decoder(_Kind)
-_message = msgspec.json.Decoder(MessageItem)
-_call = msgspec.json.Decoder(CallItem)
-_output = msgspec.json.Decoder(CallOutputItem)
+_message = RequestDecoder(MessageItem)
+_call = RequestDecoder(CallItem)
+_output = RequestDecoder(CallOutputItem)
 _KINDS = "message, function_call, function_call_output"
 
 
@@ -47,13 +50,15 @@ def chat_request(request: ResponsesRequest, conversation: list[ChatMessage]) -> 
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=None if request.text is None else request.text.response_format(),
         service_tier=request.service_tier,
-        logprobs=bool(request.include),
+        logprobs=LOGPROBS in (request.include or ()),
         top_logprobs=request.top_logprobs,
         rag=request.rag,
     )
 
 
-def conversation_of(given: str | Sequence[msgspec.Raw], earlier: Sequence[ChatMessage]) -> list[ChatMessage]:
+def conversation_of(
+    exchange: Exchange, given: str | Sequence[msgspec.Raw], earlier: Sequence[ChatMessage]
+) -> list[ChatMessage]:
     """The earlier conversation and what `input` adds to it."""
     messages = list(earlier)
     if isinstance(given, str):
@@ -64,10 +69,10 @@ def conversation_of(given: str | Sequence[msgspec.Raw], earlier: Sequence[ChatMe
         at = f"input[{index}]"
         kind = decode(_kind, raw, at).type or "message"
         if kind == "message":
-            message = decode(_message, raw, at)
+            message = _message(exchange, raw, at)
             messages.append(ChatMessage(role=message.role, content=_text(message.content)))
         elif kind == "function_call":
-            call = decode(_call, raw, at)
+            call = _call(exchange, raw, at)
             if call.call_id in known:  # sent again before its result
                 continue
             calls.add(call.call_id)
@@ -75,7 +80,7 @@ def conversation_of(given: str | Sequence[msgspec.Raw], earlier: Sequence[ChatMe
                 messages, ToolCall(id=call.call_id, function=FunctionCall(name=call.name, arguments=call.arguments))
             )
         elif kind == "function_call_output":
-            result = decode(_output, raw, at)
+            result = _output(exchange, raw, at)
             if result.call_id not in calls:
                 raise InvalidRequest(
                     f"`{at}.call_id` answers no call: no `function_call` before it has the id {result.call_id!r}.",

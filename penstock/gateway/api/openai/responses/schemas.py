@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses. The policy is that of `penstock.gateway.generation.schemas`: honoured or refused."""
+"""The body of POST /v1/responses. The policy is that of `penstock.gateway.generation.schemas`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ from penstock.gateway.generation.schemas import (
 
 Nothing = Annotated[list[Any], Meta(max_length=0)]
 """A list that must be empty: the models served here have no use for its items."""
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` asks for to get log-probabilities."""
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -105,7 +107,6 @@ class SchemaFormat(JsonSchema, tag_field="type", tag="json_schema", kw_only=True
 
 class TextConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     format: TextFormat | JsonObjectFormat | SchemaFormat | RegexFormat | ChoiceFormat | GrammarFormat | None = None
-    verbosity: Unsupported = UNSET
 
     def response_format(self) -> ResponseFormat | None:
         return self.format.nested() if isinstance(self.format, SchemaFormat) else self.format
@@ -136,18 +137,13 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     rag: RagRequest | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[Literal["message.output_text.logprobs"]] | None = None
+    include: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=32)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     background: bool | None = None
     access_programs: Unsupported = UNSET
-    context_management: Unsupported = UNSET
     image: Unsupported = UNSET
-    max_tool_calls: Unsupported = UNSET
     moderation: Unsupported = UNSET
     prompt: Unsupported = UNSET
-    prompt_cache_options: Unsupported = UNSET
-    prompt_cache_retention: Unsupported = UNSET
-    reasoning: Unsupported = UNSET
 
     def choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
         """`tool_choice` as chat completions have it."""
@@ -159,12 +155,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 UNSUPPORTED = (
     "access_programs",
-    "context_management",
     "image",
-    "max_tool_calls",
     "moderation",
     "prompt",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "reasoning",
 )

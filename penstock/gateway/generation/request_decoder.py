@@ -1,0 +1,150 @@
+"""Decodes the bodies of inference requests. Every parameter is honoured, refused, or ignored and named: never silently
+dropped, and no wall for clients that send more than we know.
+
+Refused (400): what other servers honour and would change the answer, unless its value says "as usual". Ignored: what is
+advisory, neutral or unknown to us; `x-penstock-ignored` names it. With `server.unknown_parameters: refuse` everything
+that is not honoured is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from penstock.gateway.app.decoding import decode, not_supported
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.unknown_fields import UnknownFields, strip_unknown
+from penstock.gateway.generation.schemas import ChatRequest, CompletionRequest
+from penstock.protocol.errors import InvalidRequest
+
+T = TypeVar("T")
+
+ANY: tuple[Any, ...] = (None,)
+CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
+    # Structured output and constraints, as vLLM, SGLang and llama.cpp spell them
+    "structured_outputs": (None, {}),
+    "guided_json": ANY,
+    "guided_regex": ANY,
+    "guided_choice": ANY,
+    "guided_grammar": ANY,
+    "guided_decoding_backend": ANY,
+    "structural_tag": ANY,
+    "json_schema": ANY,
+    "grammar": (None, ""),
+    "regex": ANY,
+    "ebnf": ANY,
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "logits_processors": (None, []),
+    "custom_logit_processor": ANY,
+    "stop_regex": ANY,
+    # The prompt
+    "chat_template": ANY,
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "messages.prefix": (None, False),
+    "messages.partial": (None, False),
+    "documents": (None, []),
+    "truncate_prompt_tokens": ANY,
+    "suffix": (None, ""),
+    "prompt_embeds": ANY,
+    "mm_processor_kwargs": (None, {}),
+    "instruction": (None, ""),
+    # Sampling
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+    "typical_p": (None, 1),
+    "tfs_z": (None, 1),
+    "mirostat": (None, 0),
+    "dry_multiplier": (None, 0),
+    "xtc_probability": (None, 0),
+    "dynatemp_range": (None, 0),
+    "repeat_penalty": (None, 1),
+    "n_predict": (None, -1),
+    "min_new_tokens": (None, 0),
+    "samplers": ANY,
+    # What comes back
+    "prompt_logprobs": ANY,
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "skip_special_tokens": (None, True),
+    "include_stop_str_in_output": (None, False),
+    "no_stop_trim": (None, False),
+    "echo": (None, False),
+    "n_probs": (None, 0),
+    "logprobs_mode": ANY,
+    "normalize": (None, True),
+    # Where and with what it runs
+    "cache_salt": ANY,
+    "priority": (None, 0),
+    "lora_path": ANY,
+    "thread": ANY,
+}
+"""Parameters of other servers that are not honoured here, with the values that ask for nothing."""
+
+
+ADVISORY = frozenset(
+    ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "speculation", "store", "user")
+)
+OF_OTHER_ENDPOINTS = frozenset((*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__)) - ADVISORY
+"""What chat or text completions honour, and another endpoint does not, changes the answer there too."""
+_json = msgspec.json.Decoder()
+
+
+class RequestDecoder(Generic[T]):
+    """For one kind of body."""
+
+    def __init__(self, kind: type[T], strip: Callable[[T, UnknownFields], None] | None = None) -> None:
+        """`strip` takes unknown fields out of parts of the body that are not decoded into structs."""
+        self._kind = kind
+        self._decoder = msgspec.json.Decoder(kind)
+        self._strip = strip
+
+    def __call__(self, exchange: Exchange, body: bytes | Raw, at: str = "") -> T:
+        """`at`: the path of `body` inside the request, when it is a part of it."""
+        try:
+            request = decode(self._decoder, body, at)
+        except InvalidRequest as error:
+            if error.code != "unknown_parameter" or exchange.refuses_unknown:
+                raise
+            stripped, unknown = strip_unknown(self._kind, decode(_json, body, at))
+            request = decode(self._decoder, stripped, at)
+        else:
+            if self._strip is None or exchange.refuses_unknown:
+                return request
+            unknown = UnknownFields()
+        if self._strip is not None:
+            self._strip(request, unknown)
+        if unknown.names:
+            ignore(exchange, unknown, _without_positions(at))
+        return request
+
+
+def ignore(exchange: Exchange, unknown: UnknownFields, at: str = "") -> None:
+    """Notes what is ignored, for the header; raises for what must not be."""
+    for name, value in unknown.names.items():
+        neutral = CHANGES_THE_ANSWER.get(name, ANY if name in OF_OTHER_ENDPOINTS else None)
+        if neutral is not None and not any(_equal(value, usual) for usual in neutral):
+            raise not_supported(name)
+    exchange.ignored.extend(f"{at}.{name}" if at else name for name in unknown.names)
+    exchange.ignored_more += unknown.unnamed
+
+
+def ignore_advice(exchange: Exchange, name: str) -> None:
+    """A parameter that is known, advisory and not followed."""
+    if exchange.refuses_unknown:
+        raise not_supported(name)
+    exchange.ignored.append(name)
+
+
+def _equal(value: Any, usual: Any) -> bool:
+    """JSON's idea of equality: 1 and 1.0 are equal, 1 and true are not."""
+    return value == usual and isinstance(value, bool) == isinstance(usual, bool)
+
+
+def _without_positions(at: str) -> str:
+    return at.partition("[")[0]

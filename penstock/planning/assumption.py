@@ -1,0 +1,114 @@
+"""What a plan rests on: every figure that was assumed or looked up, and where it comes from."""
+
+from __future__ import annotations
+
+from penstock.planning.candidate import Candidate, Options, runs_on
+from penstock.planning.catalogue import PRICE_KINDS, ApiPrice, Device
+from penstock.planning.memory import Assumption
+from penstock.planning.money import HOURS_PER_MONTH
+from penstock.planning.workload import CURVES, Workload
+
+GIVEN = "given, or the default of the command"
+
+
+def assumptions(
+    best: Candidate | None, workload: Workload, options: Options, api: ApiPrice | None, context: int
+) -> tuple[Assumption, ...]:
+    """In the order in which a reader meets the figures."""
+    found = [*_of_workload(workload, context)]
+    if best is not None:
+        found += _of_engine(best)
+        found += _of_device(best.deployment.device, options)
+        found += _of_replica(best)
+    found += _of_money(options)
+    if api is not None:
+        cached = "" if api.cached_input is None else f", {api.cached_input:g} for cached input"
+        value = f"${api.input:g} input{cached}, ${api.output:g} output per 1M tokens"
+        found.append(Assumption(f"API price, {api.name}", value, f"{api.source}, {api.date}"))
+    return tuple(found)
+
+
+def _of_workload(workload: Workload, context: int) -> list[Assumption]:
+    shape = "a shape, not a measurement" if workload.curve.name in CURVES else "given"
+    hits = GIVEN if workload.cache_hit_rate is not None else "histories of conversations are cached, and nothing else"
+    return [
+        Assumption(
+            "load over the day",
+            f"curve {workload.curve.name}, busiest hour {workload.curve.peak:.2f} x the average",
+            shape,
+        ),
+        Assumption("peak", f"{workload.peak_factor:g} x the day's average", GIVEN),
+        Assumption("prompt tokens found in the prefix cache", f"{workload.hit_rate:.0%}", hits),
+        Assumption("context window", f"{context:,} tokens", "--context, or four times the longest average request"),
+    ]
+
+
+def _of_engine(best: Candidate) -> list[Assumption]:
+    """What Penstock itself cannot run, planned as if it could."""
+    shape, device = best.deployment.shape, best.deployment.device
+    missing = [] if shape.served else [f"models of the family {shape.family}"]
+    missing += [] if runs_on(device) else [f"{device.title} GPUs"]
+    if not missing:
+        return []
+    return [Assumption("engine", f"as if Penstock ran {' on '.join(missing)}: it does not", "docs/models.md")]
+
+
+def _of_device(device: Device, options: Options) -> list[Assumption]:
+    found = [
+        Assumption(
+            f"{device.name}",
+            f"{device.memory_bytes / 2**30:.0f} GiB at {device.bandwidth / 1e9:,.0f} GB/s, "
+            + ", ".join(f"{name} {rate / 1e12:,.4g}" for name, rate in device.flops.items())
+            + " TFLOP/s",
+            f"{device.source}, {device.date}" if device.date else device.source,
+        )
+    ]
+    prices = {kind: price for kind in PRICE_KINDS if (price := device.prices.of(kind)) is not None}
+    if not prices:
+        return [*found, Assumption(f"price of {device.name}", "none: hardware of one's own", "catalogue")]
+    listed = ", ".join(f"${price:g} {kind.replace('_', ' ')}" for kind, price in prices.items())
+    derived = sorted(kind.replace("_", " ") for kind in device.prices.estimated)
+    note = f"; {' and '.join(derived)} derived from on demand" if derived else ""
+    found.append(Assumption(f"price of {device.name} per hour", listed, f"catalogue, {device.date}{note}"))
+    mix = options.mix
+    bought = {"on demand": mix.on_demand, "reserved": mix.reserved, "spot": mix.spot}
+    value = ", ".join(f"{share:.0%} {kind}" for kind, share in bought.items() if share)
+    found.append(Assumption("how GPUs are bought", value, GIVEN))
+    return found
+
+
+def _of_replica(best: Candidate) -> list[Assumption]:
+    return [
+        *best.memory.assumptions,
+        Assumption("efficiency", best.calibration.title, f"`{best.calibration.source.command}`"),
+        Assumption(
+            "cost of input and output tokens",
+            f"{best.most.prefill_share:.0%} of the bill for prompts, the rest for answers",
+            "their shares of the engine's time at capacity",
+        ),
+    ]
+
+
+def _of_money(options: Options) -> list[Assumption]:
+    overheads, headroom = options.overheads, options.headroom
+    return [
+        Assumption(
+            "headroom",
+            f"{headroom.utilisation:.0%} of a replica's capacity at peak, {headroom.spare_replicas} spare",
+            GIVEN,
+        ),
+        Assumption("autoscaled fleet", "replicas of an hour start an hour before", "cold starts take minutes"),
+        Assumption("month", f"{HOURS_PER_MONTH:g} hours", "365 x 24 / 12"),
+        Assumption("operations", f"{overheads.operations_hours:g} h at ${overheads.hourly_wage:g} a month", GIVEN),
+        Assumption(
+            "egress",
+            f"${overheads.egress_per_gb:g} per GB, {overheads.bytes_per_output_token:g} bytes per streamed token",
+            "usual list price of clouds for the first 10 TB; size of an event of our streams",
+        ),
+        Assumption(
+            "storage",
+            f"${overheads.storage_per_gb:g} per GB and month: weights once, request log for "
+            f"{overheads.log_days:g} days at {overheads.log_bytes_per_token:g} bytes per token",
+            "usual list price of block storage",
+        ),
+    ]

@@ -1,0 +1,188 @@
+"""A real engine and its simulation on the same trace, on this machine: how far apart are they?
+
+The engine is calibrated in the same process immediately before (`bench.calibration`), then runs an open loop of mixed
+lengths in real time; the simulator gets the calibration, the engine's limits and the same arrivals. A machine that
+other programs share is not the machine that was calibrated a minute ago: the calibration's workloads are run again
+afterwards, and the drift between the two is printed beside the comparison.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+
+from penstock.bench import offline
+from penstock.bench import report as bench_report
+from penstock.bench.arrivals import Planned
+from penstock.bench.calibration import calibrate, default_workloads, hardware_of, measure, refit
+from penstock.config.routing import AdmissionConfig
+from penstock.engine.backends.select import pick_device
+from penstock.planning.calibration import Calibration
+from penstock.planning.deployment import Deployment
+from penstock.planning.step_time import StepTime, StepWork
+from penstock.simulation.arrival import Arrival, Segment
+from penstock.simulation.fleet import FleetSpec
+from penstock.simulation.gateway import GatewaySpec
+from penstock.simulation.real_run import Observed, real_run
+from penstock.simulation.replica import ReplicaSpec
+from penstock.simulation.run import simulate
+
+TOLERANCE = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class TraceShape:
+    """An open loop of mixed lengths; both are uniform in their range."""
+
+    seconds: float = 60.0
+    load: float = 0.5
+    """Part of what the engine can do, as the calibration predicts it."""
+    inputs: tuple[int, int] = (32, 384)
+    outputs: tuple[int, int] = (16, 128)
+    seed: int = 1
+
+
+def trace(shape: TraceShape, rate: float) -> list[Planned]:
+    """Poisson arrivals."""
+    rng = random.Random(shape.seed)
+    plan, at = [], rng.expovariate(rate)
+    while at < shape.seconds:
+        plan.append(Planned(at, rng.randint(*shape.inputs), rng.randint(*shape.outputs)))
+        at += rng.expovariate(rate)
+    return plan
+
+
+def suitable_rate(shape: TraceShape, step_time: StepTime, streams: int = 8) -> float:
+    """Requests per second that keep the engine busy for `shape.load` of the time, with a few streams at once."""
+    prompt, answer = sum(shape.inputs) / 2, sum(shape.outputs) / 2
+    context = round(prompt + answer / 2)
+    decode = step_time.seconds(StepWork(streams, streams * context, 0, 0, streams)) / streams
+    joint = StepWork(streams, streams * context, round(prompt), round(prompt * prompt / 2), streams + 1)
+    prefill = step_time.seconds(joint) - streams * decode
+    return shape.load / (prefill + answer * decode)
+
+
+class Replay:
+    """A plan as a source: prompts that share nothing."""
+
+    def __init__(self, plan: Sequence[Planned]) -> None:
+        self._plan = plan
+
+    def arrivals(self) -> Iterator[Arrival]:
+        for number, planned in enumerate(self._plan, 1):
+            yield Arrival(planned.at, (Segment(number, planned.input_len),), planned.output_len)
+
+    def after(self, arrival: Arrival, finished_at: float) -> Arrival | None:
+        return None
+
+    def refused(self, arrival: Arrival, at: float, retry_after_s: float | None) -> Arrival | None:
+        return None
+
+
+def simulated(
+    plan: Sequence[Planned],
+    deployment: Deployment,
+    calibration: Calibration,
+    *,
+    num_blocks: int,
+    block_size: int = 16,
+    max_model_len: int | None = None,
+    overlap: bool = False,
+) -> Observed:
+    """The plan on one simulated engine without a gateway before it."""
+    replica = ReplicaSpec(
+        step_time=StepTime(deployment, calibration),
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_running=deployment.most_running,
+        token_budget=deployment.step_tokens,
+        max_model_len=max_model_len or deployment.context_len,
+        overlap=overlap,
+    )
+    gateway = GatewaySpec(policy="round_robin", admission=AdmissionConfig(enabled=False), hop_s=0.0)
+    last = max(planned.at for planned in plan)
+    record = simulate(Replay(plan), FleetSpec(replica), gateway, seconds=last + 1.0, drain_s=86_400.0)
+    rows = list(record.requests)
+    assert len(rows) == len(plan) and all(row.status == "served" for row in rows), "an engine serves whatever it gets"
+    return Observed(
+        ttft=[row.ttft_s for row in rows if row.ttft_s is not None],
+        gaps=record.all_gaps(),
+        output_tokens=record.totals.output_tokens,
+        seconds=max(row.end for row in rows),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Both sides of a comparison."""
+
+    requests: int
+    rate: float
+    real: dict[str, float]
+    simulated: dict[str, float]
+    drift: float
+    """How much longer the calibration's workloads took after the run than before it, as a factor."""
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Simulated over real."""
+        return {name: self.simulated[name] / value for name, value in self.real.items()}
+
+    @property
+    def agrees(self) -> bool:
+        return all(abs(ratio - 1) <= TOLERANCE for ratio in self.ratios.values())
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self) | {"ratios": self.ratios}
+
+
+def run(model: str, shape: TraceShape, console: Console) -> Agreement:
+    """Loads the engine, calibrates, runs the trace, calibrates again, simulates."""
+    settings = offline.OfflineBenchSettings(model=model)
+    chosen = default_workloads(on_cpu=pick_device(settings.device).type == "cpu")
+    loaded = offline.load(settings, chosen, console)
+    info = loaded.engine.info
+    console.print(f"[bold]{loaded.label}[/bold] on {info.device}, {loaded.numbers}: {bench_report.machine_line()}")
+    machine = hardware_of(None, info.device)
+    with console.status("calibrating"):
+        deployment, first, before = calibrate(loaded, chosen, settings, machine)
+    rate = suitable_rate(shape, StepTime(deployment, first))
+    plan = trace(shape, rate)
+    with bench_report.progress_bar(console) as bar:
+        task = bar.add_task(f"{len(plan)} requests in {shape.seconds:g} s on the real engine", total=len(plan))
+        observed = real_run(
+            loaded.engine, plan, seed=shape.seed, progress=lambda done: bar.update(task, completed=done)
+        )
+    with console.status("calibrating again"):
+        after = [item for load in chosen for item in measure(loaded, load, deployment, settings, salt="after")]
+    calibration = refit(first, deployment, [*before, *after])
+    model_run = simulated(
+        plan,
+        deployment,
+        calibration,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        overlap=not info.device.startswith("cpu"),
+    )
+    drift = sum(item.seconds for item in after) / sum(item.seconds for item in before)
+    return Agreement(len(plan), rate, observed.figures(), model_run.figures(), drift)
+
+
+def show(console: Console, made: Agreement) -> None:
+    title = f"{made.requests} requests at {made.rate:.2f}/s, real and simulated"
+    table = bench_report.table(title, "", "real", "simulated", "simulated / real")
+    for name, value in made.real.items():
+        table.add_row(name, f"{value:,.1f}", f"{made.simulated[name]:,.1f}", f"{made.ratios[name]:.2f}")
+    console.print(table)
+    console.print(
+        f"The same calibration steps took {made.drift:.2f} times as long after the run as before it: more than 1.1 or "
+        "less than 0.9 means that something else used this machine, and the comparison is worth little.",
+        style="dim",
+    )
+    if not made.agrees:
+        far = [name for name, ratio in made.ratios.items() if abs(ratio - 1) > TOLERANCE]
+        console.print(f"not within {TOLERANCE:.0%}: {', '.join(far)}", style="red")
