@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from penstock.sources.resolve import resolve
 from tests.encoders import encoder_endpoint, encoder_model
@@ -29,8 +32,45 @@ LONG = (
 )
 """The longest first: a process takes whole files, and one that begins a long file last keeps the others waiting."""
 
+ONE_SERVER = frozenset(
+    f"tests/e2e/test_{name}.py"
+    for name in (
+        "adapters",
+        "api_families",
+        "bad_input",
+        "batches",
+        "conversations",
+        "knowledge",
+        "loading",
+        "openai_sdk",
+        "streams",
+        "structured_output",
+    )
+)
+"""Files that use the server of tests/e2e/conftest.py: one process takes them all, so that it starts once."""
+
+
+class FileScheduling(LoadFileScheduling):
+    """A process takes whole files, and all of those that share a server."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "one server" if file in ONE_SERVER else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
+    return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+# Thousands of modules are imported now, and nothing of them becomes garbage.
+gc.disable()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gc.freeze()
+    gc.enable()
+
     def place(item: pytest.Item) -> int:
         return next((at for at, path in enumerate(LONG) if item.nodeid.startswith(path)), len(LONG))
 

@@ -17,11 +17,13 @@ from typer.testing import CliRunner
 from penstock.cli.app import app
 from penstock.config.describe import keys
 from penstock.protocol.transport import public_key
+from tests.cli.command import penstock
 
 COMMANDS = ["serve", "engine", "gateway", "chat", "pull", "quantize", "doctor", "config"]
 
 
-def penstock(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def process(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "penstock", *arguments], capture_output=True, text=True, timeout=200, cwd=cwd
     )
@@ -29,19 +31,19 @@ def penstock(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedPr
 
 def test_help_is_quick() -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert penstock("--help").returncode == 0
+    assert process("--help").returncode == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime - before.ru_utime < 0.6, "processor time, so that a busy machine does not matter"
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench"])
-def test_help_never_imports_the_heavy_parts(command: str) -> None:
+def test_help_never_imports_the_heavy_parts() -> None:
     script = (
         "import sys; from penstock.cli.app import app\n"
-        f"try: app(['{command}', '--help'])\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'zmq', 'httpx', 'fastapi', 'tokenizers', 'yaml'} & set(sys.modules)\n"
-        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+        f"for command in {[*COMMANDS, 'bench']}:\n"
+        "    try: app([command, '--help'])\n"
+        "    except SystemExit: pass\n"
+        "    heavy = {'torch', 'zmq', 'httpx', 'fastapi', 'tokenizers', 'yaml'} & set(sys.modules)\n"
+        "    if heavy: sys.exit(f'{command} imported {heavy}')"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
@@ -70,7 +72,7 @@ def test_the_help_of_every_command_can_be_shown() -> None:
 
 
 def test_version() -> None:
-    assert penstock("--version").stdout.startswith("penstock 0.")
+    assert process("--version").stdout.startswith("penstock 0.")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,11 @@ def test_a_mistake_is_one_line_and_exit_status_2(arguments: list[str], message: 
     assert result.returncode == 2, result.stderr
     assert result.stderr.startswith("error: ") and message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_mistake_ends_the_process_with_its_status(tmp_path: Path) -> None:
+    result = process("config", "--check", "missing.yaml", cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.startswith("error: missing.yaml: no such file")
 
 
 def test_config_documents_every_key() -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from penstock.text.loader import load_text
+from tests.cli.command import penstock
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
+ONE_THREAD = ("--device", "cpu", "--threads", "1")
 TEXT = "a quick test of the calibration and of the judgement " * 8
 
 
@@ -31,14 +33,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock", "quantize", *arguments, "--device", "cpu", "--threads", "1"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=cwd)
-
-
 def test_a_model_is_quantized_measured_and_served(model: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
-    done = run(str(model), "--to", "gptq-int4", "--calibration", "text.txt", "--text", "text.txt", cwd=tmp_path)
+    command = [sys.executable, "-m", "penstock", "quantize", str(model), "--to", "gptq-int4", *ONE_THREAD]
+    texts = ["--calibration", "text.txt", "--text", "text.txt"]
+    done = subprocess.run([*command, *texts], capture_output=True, text=True, timeout=200, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "tiny-gptq-int4"
     assert done.stdout.strip() == folder.name
@@ -57,5 +56,5 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
         (("--to", "awq-int4", "--act-order"), "--act-order"),
         (("--group-size", "128"), "groups of 128"),
     ):
-        done = run(str(model), *arguments, "--no-perplexity", cwd=tmp_path)
+        done = penstock("quantize", str(model), *arguments, *ONE_THREAD, "--no-perplexity", cwd=tmp_path)
         assert done.returncode != 0 and word in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -30,6 +30,13 @@ class Server:
         assert rows, f"no metric {name}"
         return sum(map(float, rows))
 
+    def wait_for(self, name: str, value: float, within: float = 30) -> None:
+        """Engines tell how busy they are now and then, not with every answer."""
+        deadline = time.monotonic() + within
+        while (found := self.metric(name)) != value:
+            assert time.monotonic() < deadline, f"{name} is {found}"
+            time.sleep(0.05)
+
     def children(self, word: str) -> list[int]:
         """Processes of the server whose command line contains `word`."""
         pids = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()

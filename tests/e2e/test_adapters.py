@@ -35,7 +35,7 @@ def test_load_list_use_unload(server: Server, default_model: Path, tmp_path: Pat
     assert models["style"].model_extra is not None and models["style"].model_extra["parent"] == MODEL
     styled = say(client, "style")
     assert styled != plain and say(client, MODEL) == plain and say(client, "style") == styled
-    assert server.metric("penstock_adapter_on_device") == 1
+    server.wait_for("penstock_adapter_on_device", 1)
 
     assert httpx.delete(f"{server.url}/v1/admin/adapters/style").status_code == 200
     with pytest.raises(openai.NotFoundError):

@@ -62,7 +62,7 @@ async def test_64_streams_with_random_departures_leave_nothing_behind(server: Se
 async def test_streams_of_a_killed_engine_go_on_when_it_is_back(server: Server) -> None:
     [engine] = server.children("smollm2-135m")
     async with client(server) as http:
-        streams = [asyncio.create_task(read(http, i, 60, None)) for i in range(8)]
+        streams = [asyncio.create_task(read(http, i, 30, None)) for i in range(8)]
         while server.metric("vllm:num_requests_running") == 0:  # noqa: ASYNC110 - it is another process's state
             await asyncio.sleep(0.05)
         os.kill(engine, signal.SIGKILL)

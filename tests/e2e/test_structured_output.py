@@ -76,10 +76,10 @@ async def test_a_schema_is_followed_whatever_the_seed(client: openai.AsyncOpenAI
         assert reply.choices[0].finish_reason == "stop"
         return reply.choices[0].message.content
 
-    answers = await asyncio.gather(*(one(seed) for seed in range(20)))
+    answers = await asyncio.gather(*(one(seed) for seed in range(8)))
     for answer in answers:
         check_person(answer)
-    assert len(set(answers)) > 10
+    assert len(set(answers)) > 4
 
 
 async def test_other_formats(client: openai.AsyncOpenAI) -> None:

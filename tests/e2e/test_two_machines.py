@@ -6,17 +6,17 @@ from pathlib import Path
 
 import httpx
 
+from tests.cli.command import penstock
 from tests.engine_host.client import eventually
 from tests.supervisor.test_supervisor import free_port
 
 
-def penstock(*arguments: str) -> list[str]:
+def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "penstock", *arguments]
 
 
 def new_key(file: Path) -> str:
-    made = subprocess.run(penstock("engine", "--make-curve-key", str(file)), capture_output=True, text=True, check=True)
-    return made.stdout.strip()
+    return penstock("engine", "--make-curve-key", str(file)).stdout.strip()
 
 
 def test_a_gateway_reaches_its_engine_over_curve_and_a_stranger_does_not(default_model: Path, tmp_path: Path) -> None:
@@ -30,12 +30,12 @@ def test_a_gateway_reaches_its_engine_over_curve_and_a_stranger_does_not(default
     )
     endpoint, ports = f"tcp://127.0.0.1:{free_port()}", [free_port(), free_port()]
     config = ["-c", str(tmp_path / "penstock.yaml")]
-    engine = penstock("engine", "tiny", *config, "-e", endpoint, "--curve-key", str(tmp_path / "engine.key"))
+    engine = command("engine", "tiny", *config, "-e", endpoint, "--curve-key", str(tmp_path / "engine.key"))
     commands = [[*engine, "--curve-clients", str(tmp_path / "clients.txt")]]
     for port, key in zip(ports, ("gateway.key", "stranger.key"), strict=True):
         keys = ["--curve-key", str(tmp_path / key), "--curve-engines", str(tmp_path / "engines.txt")]
-        commands.append(penstock("gateway", "-e", f"tiny={endpoint}", *config, "--port", str(port), *keys))
-    processes = [subprocess.Popen(command) for command in commands]
+        commands.append(command("gateway", "-e", f"tiny={endpoint}", *config, "--port", str(port), *keys))
+    processes = [subprocess.Popen(arguments) for arguments in commands]
     try:
         friend, stranger = (f"http://127.0.0.1:{port}" for port in ports)
         assert eventually(lambda: _status(f"{friend}/health/ready") == 200, 200)

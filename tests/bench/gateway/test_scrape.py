@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from penstock.bench.gateway.scrape import ScrapeBenchSettings, main
 
 
+@pytest.mark.slow
 def test_streams_run_with_and_without_a_scraper(tmp_path: Path) -> None:
     file = tmp_path / "scrape.json"
     main(ScrapeBenchSettings(streams=8, tokens=16, requests=64, features=3, rounds=1), file, Console(quiet=True))

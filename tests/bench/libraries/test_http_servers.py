@@ -12,6 +12,7 @@ from penstock.bench.libraries.http_servers import HttpServersBenchSettings, main
 from penstock.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_every_server_answers_short_requests_and_streams(tmp_path: Path) -> None:
     pytest.importorskip("granian")
     file = tmp_path / "servers.json"

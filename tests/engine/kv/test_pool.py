@@ -85,6 +85,24 @@ def test_releasing_a_free_block_is_an_error() -> None:
         pool.release(block)
 
 
+def test_a_block_is_held_until_its_last_release() -> None:
+    pool = BlockPool(3)
+    block = pool.allocate()
+    assert pool.name(block, b"prefix") is True
+    pool.share(block)
+    pool.release(block)
+    assert pool.is_held(block)
+    pool.release(block)
+    assert not pool.is_held(block) and pool.find(b"prefix") == block
+
+
+def test_the_first_block_with_a_content_keeps_its_name() -> None:
+    pool = BlockPool(3)
+    first, second = pool.allocate(), pool.allocate()
+    assert pool.name(first, b"prefix") is True and pool.name(second, b"prefix") is False
+    assert pool.find(b"prefix") == first
+
+
 def test_least_recently_used_prefix_is_evicted_first() -> None:
     pool = BlockPool(4)
     blocks = [pool.allocate() for _ in range(3)]

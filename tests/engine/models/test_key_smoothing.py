@@ -95,6 +95,7 @@ def test_every_family_runs_with_smoothed_keys(family: str, tmp_path: Path) -> No
     assert len(generate(narrow, greedy("a", [1, 2, 3], 8))["a"]) == 8
 
 
+@pytest.mark.slow
 def test_on_the_default_model_rounding_keys_costs_less_than_half(
     default_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

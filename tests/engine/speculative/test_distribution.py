@@ -19,7 +19,7 @@ from tests.engine.harness import generate, make_engine
 from tests.engine.speculative.forced import eager_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
-VOCAB, LENGTH, DRAWS = 7, 4, 2500
+VOCAB, LENGTH, DRAWS = 7, 4, 1500
 TEMPERATURE, TOP_K = 0.9, 5
 PROMPT = [0, 1, 2, 3, 4, 5, 6, 1, 3, 5, 0, 2, 4, 6, 0, 3, 6, 2, 5, 1, 4, 0, 0, 4, 1, 2, 2, 6, 5, 3, 3, 1, 1]
 

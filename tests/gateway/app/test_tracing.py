@@ -22,7 +22,7 @@ from penstock.storage import open_database
 from penstock.telemetry.logging import configure
 from penstock.telemetry.metrics import Metrics
 from penstock.text import TextModel
-from tests.gateway.conftest import Running, Serving, events, eventually
+from tests.gateway.conftest import Running, Serving, events, eventually, until
 from tests.scripted import ScriptedEngine
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install penstock[otel] to test traces")
@@ -148,7 +148,8 @@ async def test_spans_reach_a_collector_with_the_names_of_the_conventions(serving
             await eventually(lambda: len(received.spans()) > 0)
             unsampled = {"traceparent": f"00-{TRACE[::-1]}-{PARENT}-00"}
             await chat(gateway, unsampled)
-            assert await gateway.metric('penstock_traced_requests_total{outcome="sent"}') == 1
+            sent_ones = 'penstock_traced_requests_total{outcome="sent"}'
+            await until(lambda: gateway.metric(sent_ones), lambda count: count == 1)
             accept = {"accept": "application/openmetrics-text"}
             metrics = (await gateway.client.get("/metrics", headers=accept)).text
         spans = received.spans()
