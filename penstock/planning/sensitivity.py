@@ -67,7 +67,8 @@ def _variants(device: Device, workload: Workload, options: Options) -> Iterator[
         return _Variant(value, device, replace(workload, **change), options)  # type: ignore[arg-type]
 
     def scaled(name: str, field: str, value: float) -> tuple[str, _Variant, _Variant]:
-        ends = (max(1.0, value * _LOW) if field != "users" else value * _LOW, value * _HIGH)
+        least = {"input_tokens": max(1.0, workload.shared_prefix + 1), "output_tokens": 1.0}.get(field, 0.0)
+        ends = (max(least, value * _LOW), value * _HIGH)
         low, high = (work(_figure(end), **{field: end}) for end in ends)
         return name, low, high
 
