@@ -206,7 +206,7 @@ def hardware_of(name: str | None, on: str) -> Device:
     if on.startswith("cpu"):
         return this_machine()
     title = torch.cuda.get_device_name(torch.device(on))
-    words = set(re.findall(r"[a-z]+[0-9]+[a-z]*|[0-9]+", title.lower()))
+    words = set(re.findall(r"[a-z]+[0-9]*[a-z]*|[0-9]+", title.lower()))
     known = [entry for entry in devices() if set(entry.name.split("-")) <= words]
     if not known:
         raise ConfigError(f"the catalogue has no {title}; name the nearest with --hardware, or add it")
@@ -245,7 +245,8 @@ def _source(loaded: offline.Loaded) -> Source:
     where = report.machine_line()
     if not info.device.startswith("cpu"):
         where = f"{torch.cuda.get_device_name(torch.device(info.device))}; {where}"
-    command = "penstock " + shlex.join(sys.argv[1:])
+    words = sys.argv[1:]
+    command = shlex.join(["penstock", *(["bench"] if words[:1] == ["engine"] else []), *words])
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     return Source(machine=where, date=date, commit=_commit(), command=command, note=f"{loaded.label}, {loaded.numbers}")
 

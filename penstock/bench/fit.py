@@ -18,7 +18,7 @@ from penstock.planning.calibration import Calibration
 from penstock.planning.deployment import Deployment
 from penstock.planning.step_time import StepTime, StepWork
 
-_PULL = 0.02
+_PULL = 0.01
 """Weight of a factor's distance from its start, beside one measurement's distance from its prediction."""
 _NUDGE = 0.01
 

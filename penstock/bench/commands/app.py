@@ -20,6 +20,7 @@ from penstock.bench.commands.http_servers import http_servers
 from penstock.bench.commands.offload import offload
 from penstock.bench.commands.overhead import overhead
 from penstock.bench.commands.perplexity import perplexity
+from penstock.bench.commands.predictions import predictions
 from penstock.bench.commands.retrieval import retrieval
 from penstock.bench.commands.scrape import scrape
 from penstock.bench.commands.search_speed import search_speed
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 for command in (
     engine,
+    predictions,
     compare,
     cpu_peers,
     embed,
