@@ -33,6 +33,9 @@ MODULES = (
     Module("penstock/metering/prices.py", ("tests/metering/test_prices.py",)),
     Module("penstock/config/units.py", ("tests/config/test_units.py",)),
     Module("penstock/conversations/window.py", ("tests/conversations/test_window.py",)),
+    Module("penstock/planning/shape.py", ("tests/planning/test_model_shape.py",)),
+    Module("penstock/planning/memory.py", ("tests/planning/test_memory.py",)),
+    Module("penstock/planning/deployment.py", ("tests/planning/test_deployment.py",)),
 )
 
 EARLIER = "searches from where no beginning can be, and finds none there"
