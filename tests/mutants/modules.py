@@ -82,6 +82,14 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     },
     "penstock/routing/rate.py": {
         (
+            "def __init__(self, fade_s: float = FADE_S, kinds: int = 1) -> None:",
+            "def __init__(self, fade_s: float = FADE_S, kinds: int = 2) -> None:",
+        ): "a kind that nobody counts stays empty",
+        (
+            "self.add(now, work * -math.expm1(-passed) / passed if passed > 1e-9 else work)",
+            "self.add(now, work * -math.expm1(-passed) / passed if (passed >= 1e-09) else work)",
+        ): "there, both formulas give the same",
+        (
             "if self._seconds < SETTLED_S or not any(self._work):",
             "if (self._seconds <= SETTLED_S) or not any(self._work):",
         ): "a sum of exponentials is never exactly that",
