@@ -18,6 +18,7 @@ from penstock.planning.money import Bill, Overheads, PriceMix, TokenPrices, gpu_
 from penstock.planning.numbers import KVDType, WeightDType
 from penstock.planning.provision import Fleet, Headroom, provision
 from penstock.planning.shape import ModelShape
+from penstock.planning.step_time import StepTime
 from penstock.planning.workload import Workload
 
 _WINDOW_OF_AVERAGE = 4
@@ -60,6 +61,8 @@ class Candidate:
     autoscaled: Bill
     monthly: float
     """The bill that counts: static or autoscaled, as the options say."""
+    prefill_share: float
+    """The prompts' part of the engine's time."""
     tokens: TokenPrices
 
     @property
@@ -181,10 +184,22 @@ def judge(deployment: Deployment, workload: Workload, slo: Slo, options: Options
     static = monthly_bill(paid, workload, options.overheads, weight_bytes)
     autoscaled = monthly_bill(following, workload, options.overheads, weight_bytes)
     monthly = (autoscaled if options.autoscaled else static).total
+    share = prefill_share(StepTime(deployment, calibration), request, most.concurrency, deployment.step_tokens)
     return Candidate(
-        deployment, calibration, memory, most, now, fleet, static, autoscaled, monthly,
-        token_prices(monthly, workload, most.prefill_share),
+        deployment, calibration, memory, most, now, fleet, static, autoscaled, monthly, share,
+        token_prices(monthly, workload, share),
     )  # fmt: skip
+
+
+def prefill_share(time: StepTime, request: RequestShape, concurrency: float, step_tokens: int) -> float:
+    """The prompt's part of the engine's time for a request: the prompt in steps full of prompt tokens, the answer in
+    decode steps that `concurrency` sequences share. Each is taken alone: in a mixed step, prompt tokens would seem free
+    as long as the step is no longer than without them."""
+    positions = step_tokens * (request.cached + (request.computed + 1) / 2)
+    prompt = time.of(0, 0, step_tokens, positions, step_tokens / request.computed) * request.computed / step_tokens
+    batch = max(1.0, concurrency)
+    answer = request.output * time.token_s(batch, batch * request.context) / batch
+    return prompt / (prompt + answer)
 
 
 def runs_on(device: Device) -> bool:

@@ -77,6 +77,23 @@ def test_input_and_output_prices_add_up_to_the_bill(textbook: Plan) -> None:
     assert millions * (2_000 * best.tokens.input + 500 * best.tokens.output) == pytest.approx(best.monthly)
 
 
+def test_prompts_are_never_free() -> None:
+    # On eight B200, decode steps are bound by launching kernels: a mixed step takes no longer for its prompt tokens.
+    plan = make_plan(LLAMA_70B, [device("b200")], TEXTBOOK, SLO, Options(tensor_parallel=(1, 8)))
+    for one in plan.candidates:
+        assert 0.1 < one.prefill_share < 0.9
+        assert 0 < one.tokens.input < one.tokens.output
+
+
+def test_longer_prompts_take_a_larger_share_of_the_bill() -> None:
+    shares = []
+    for tokens in (500, 2_000, 6_000):
+        work = replace(TEXTBOOK, input_tokens=tokens)
+        plan = make_plan(LLAMA_70B, [H100], work, Slo(ttft_s=2.0), Options(tensor_parallel=(4,), kv_dtypes=("fp8",)))
+        shares.append(require(plan).prefill_share)
+    assert shares == sorted(shares) and shares[0] < shares[-1]
+
+
 def test_break_even_of_a_70b_on_eight_gpus_against_an_api() -> None:
     # One replica on 8 GPUs without a spare: 8 x 730 x 3.00 = 17,520 dollars, people 4,000. The API takes
     # 2,500 x 0.88 / 1M = 0.0022 dollars a request, 0.0669 a month for one request a day. Egress and storage set to 0.
