@@ -36,8 +36,8 @@ class WeightFormat:
     head_bytes: float
     """Of one weight of the output head, which is rounded less: its error goes straight into the logits."""
     compute: ComputeDType
-    """Whose peak a matrix product is measured by. Integer weights are widened as they are read on GPUs and multiplied in
-    two digits on CPUs: they save bytes, and calibrations hold their speed over that of dense products."""
+    """Whose peak a matrix product is measured by. Integer weights are widened as they are read, or multiplied in two
+    digits on CPUs: they save bytes, and calibrations hold their speed over that of dense products."""
     dense_bytes: float = 2
     """Of embeddings, norms, biases and routers, which are never rounded."""
     expert_bytes: float | None = None
