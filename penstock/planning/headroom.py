@@ -149,7 +149,7 @@ class FullDate:
     in_s: float | None = None
     earliest_s: float | None = None
     latest_s: float | None = None
-    """None: not within the horizon."""
+    """With the intervals of growth and capacity. None: not within the horizon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,14 +291,19 @@ def full_date(trend: Trend | None, headroom: Headroom | None) -> FullDate:
         return FullDate("unknown")
     growth = Estimate(trend.slope_low, trend.slope, trend.slope_high).times(HOUR)
     found = Crossing(None, None, None)
-    if headroom is not None and headroom.capacity_requests is not None:
-        found = crossing(trend, headroom.capacity_requests.likely)
+    if headroom is not None and (most := headroom.capacity_requests) is not None:
+        # Both the growth and the capacity may be other than likely.
+        found = Crossing(
+            crossing(trend, most.likely).likely_s,
+            crossing(trend, most.low).earliest_s,
+            crossing(trend, most.high).latest_s,
+        )
     outlook: Outlook = "not_within_horizon" if trend.growing else "not_growing"
     if found.likely_s is not None and (trend.growing or trend.season):
         outlook = "filling"
     if headroom is None:
         outlook = "unknown" if trend.growing else outlook
-    dates = found if outlook == "filling" else Crossing(None, None, None)
+    dates = found if outlook in ("filling", "not_within_horizon") else Crossing(None, None, None)
     return FullDate(
         outlook,
         growth,

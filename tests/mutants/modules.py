@@ -42,6 +42,7 @@ EARLIER = "searches from where no beginning can be, and finds none there"
 TUNING = "a value that was chosen, not derived: one more or less is as good"
 NEVER_NEGATIVE = "the other side of the maximum is never below zero"
 UNUSED = "always given, or set before it is read"
+ONE_BY_ONE = "only whether it takes the short way; one by one gives the same"
 ORDER = "only that these numbers differ, and their order, counts"
 
 EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
@@ -82,6 +83,14 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     },
     "penstock/routing/rate.py": {
         (
+            "def __init__(self, fade_s: float = FADE_S, kinds: int = 1) -> None:",
+            "def __init__(self, fade_s: float = FADE_S, kinds: int = 2) -> None:",
+        ): "a kind that nobody counts stays empty",
+        (
+            "self.add(now, work * -math.expm1(-passed) / passed if passed > 1e-9 else work)",
+            "self.add(now, work * -math.expm1(-passed) / passed if (passed >= 1e-09) else work)",
+        ): "there, both formulas give the same",
+        (
             "if self._seconds < SETTLED_S or not any(self._work):",
             "if (self._seconds <= SETTLED_S) or not any(self._work):",
         ): "a sum of exponentials is never exactly that",
@@ -113,9 +122,17 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     },
     "penstock/engine/kv/pool.py": {
         (
-            "held = {b for b in range(1, self.num_blocks) if self._references[b] > 0}",
-            "held = {b for b in range((0), self.num_blocks) if self._references[b] > 0}",
+            "held = {b for b in range(1, given) if self._references[b] > 0}",
+            "held = {b for b in range((0), given) if self._references[b] > 0}",
         ): "that nobody holds the first block is checked as well",
+        (
+            "if not self._empty and first + count <= self.num_blocks:",
+            "if not self._empty and (first + count < self.num_blocks):",
+        ): ONE_BY_ONE,
+        (
+            "if self._empty or self.host is not None or first < self.num_blocks or count > len(self._cached):",
+            "if self._empty or self.host is not None or first < self.num_blocks or (count >= len(self._cached)):",
+        ): ONE_BY_ONE,
     },
     "penstock/engine/kv/host.py": {
         ("self.now = 0.0", "self.now = (-1.0)"): UNUSED,

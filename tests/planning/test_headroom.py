@@ -131,6 +131,18 @@ def test_growth_leads_to_a_date_and_the_next_replica_to_a_later_one() -> None:
     assert found.next_replica.adds_requests is not None and found.next_replica.adds_requests.likely == pytest.approx(8)
 
 
+def test_an_uncertain_capacity_makes_the_date_uncertain() -> None:
+    rng = random.Random(7)
+    points = [at_rate(i, 3 + 2 * (i + 0.5) / 60) for i in range(60)]
+    points = [dataclasses.replace(point, token_time=point.token_time * rng.uniform(0.9, 1.1)) for point in points]
+    found = plan(points)
+    assert found.full.outlook in ("filling", "not_within_horizon") and found.full.earliest_s is not None
+    assert found.headroom is not None and found.headroom.capacity_requests is not None
+    capacity = found.headroom.capacity_requests
+    assert capacity.low < capacity.likely < capacity.high
+    assert found.full.earliest_s == pytest.approx((capacity.low - 5) / 2 * 3600, abs=90)
+
+
 def test_a_steady_load_is_not_growing() -> None:
     found = plan(hour_of([2, 4, 6, 8, 10, 12] * 10))
     assert found.full.outlook == "not_growing" and found.full.in_s is None

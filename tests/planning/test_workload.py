@@ -60,6 +60,13 @@ def test_a_given_hit_rate_replaces_that_of_the_histories() -> None:
     assert chat.cached_tokens == pytest.approx(0.25 * chat.prompt_tokens)
 
 
+def test_a_shared_prefix_is_found_by_the_first_request_of_every_conversation() -> None:
+    assert replace(TEXTBOOK, shared_prefix=500).cached_tokens == pytest.approx(500)
+    # of four requests one finds the prefix of 60 tokens alone, the others a history that begins with it
+    chat = replace(TEXTBOOK, input_tokens=100, output_tokens=200, turns=4, shared_prefix=60)
+    assert chat.cached_tokens == pytest.approx((60 + 300 + 600 + 900) / 4)
+
+
 def test_curves_by_name_and_by_24_numbers() -> None:
     assert curve("office").peak == pytest.approx(15 * 24 / 184)
     own = curve(",".join(["1"] * 12 + ["3"] * 12))
@@ -93,6 +100,8 @@ def test_a_bad_curve_is_a_sentence(text: str, said: str) -> None:
         ({"turns": 0}, "turns of a conversation must be 1 or more"),
         ({"cache_hit_rate": 1.0}, "from 0 to below 1, not 1"),
         ({"cache_hit_rate": -0.1}, "from 0 to below 1"),
+        ({"shared_prefix": 2_000}, "fewer than the 2000 of the input, not 2000"),
+        ({"shared_prefix": -1}, "must be 0 or more tokens"),
         ({"peak_factor": 1.5}, "below the busiest hour of the curve consumer"),
         ({"peak_factor": 0.5, "curve": Curve.of("flat", [1] * 24)}, "peak factor must be 1 or more"),
     ],
