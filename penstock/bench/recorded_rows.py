@@ -106,7 +106,8 @@ class Row:
 
     def _tokens(self) -> int:
         assert self.workload is not None, "tokens per second need a workload"
-        inputs, outputs = (sum(tokens) for tokens in zip(*_workload(self.workload).lengths(), strict=True))
+        lengths = list(_workload(self.workload).lengths())
+        inputs, outputs = sum(inputs for inputs, _ in lengths), sum(outputs for _, outputs in lengths)
         return {"output_tps": outputs, "prompt_tps": inputs}.get(self.unit, inputs + outputs)
 
 
