@@ -6,14 +6,14 @@ A deployment that does not do is a `Rejected` with one sentence that says why.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.errors import ConfigError
 from penstock.planning.calibration import Calibration, calibration_for
 from penstock.planning.capacity import RequestShape, Slo, Steady, most_load, steady
 from penstock.planning.catalogue import Device
 from penstock.planning.deployment import Deployment, Speculation, possible_tensor_parallel
-from penstock.planning.memory import MemoryPlan, memory_plan
+from penstock.planning.memory import MemoryPlan, device_weights, memory_plan
 from penstock.planning.money import Bill, Overheads, PriceMix, TokenPrices, gpu_bill, monthly_bill, token_prices
 from penstock.planning.numbers import KVDType, WeightDType
 from penstock.planning.provision import Fleet, Headroom, provision
@@ -54,6 +54,8 @@ class Candidate:
     deployment: Deployment
     calibration: Calibration
     memory: MemoryPlan
+    weight_bytes: int
+    """Of the weights, once."""
     most: Steady
     steady: Steady
     fleet: Fleet
@@ -175,7 +177,7 @@ def judge(deployment: Deployment, workload: Workload, slo: Slo, options: Options
     )
     busy = max(1, fleet.replicas - options.headroom.spare_replicas)
     now = steady(deployment, calibration, request, workload.peak.requests / busy)
-    prices, weight_bytes = deployment.device.prices, memory.weights * deployment.devices
+    prices, weight_bytes = deployment.device.prices, _stored_weights(deployment)
     try:
         paid = gpu_bill(prices, options.mix, [fleet.devices] * len(fleet.by_hour))
         following = gpu_bill(prices, options.mix, fleet.devices_by_hour)
@@ -186,9 +188,14 @@ def judge(deployment: Deployment, workload: Workload, slo: Slo, options: Options
     monthly = (autoscaled if options.autoscaled else static).total
     share = prefill_share(StepTime(deployment, calibration), request, most.concurrency, deployment.step_tokens)
     return Candidate(
-        deployment, calibration, memory, most, now, fleet, static, autoscaled, monthly, share,
+        deployment, calibration, memory, weight_bytes, most, now, fleet, static, autoscaled, monthly, share,
         token_prices(monthly, workload, share),
     )  # fmt: skip
+
+
+def _stored_weights(deployment: Deployment) -> int:
+    """Bytes of the weights, once: the same for every layout."""
+    return device_weights(replace(deployment, tensor_parallel=1, pipeline_parallel=1))
 
 
 def prefill_share(time: StepTime, request: RequestShape, concurrency: float, step_tokens: int) -> float:
