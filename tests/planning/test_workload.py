@@ -45,6 +45,29 @@ def test_every_named_curve_has_a_mean_of_one_and_a_busiest_hour_below_the_defaul
         assert 1 <= shape.peak < 3
 
 
+def test_offices_are_busy_by_day_and_consumers_in_the_evening() -> None:
+    office, consumer = CURVES["office"].hours, CURVES["consumer"].hours
+    # loads over that of the quietest hour, from midnight
+    assert [round(hour / min(office)) for hour in office[:12]] == [2, 1, 1, 1, 1, 2, 4, 7, 11, 14, 15, 15]
+    assert [round(hour / min(office)) for hour in office[12:]] == [12, 13, 15, 15, 14, 12, 9, 6, 5, 4, 3, 2]
+    assert [round(2 * hour / min(consumer)) for hour in consumer[:12]] == [5, 3, 2, 2, 2, 3, 4, 6, 8, 9, 9, 10]
+    assert [round(2 * hour / min(consumer)) for hour in consumer[12:]] == [
+        11,
+        11,
+        10,
+        10,
+        11,
+        12,
+        13,
+        15,
+        16,
+        15,
+        12,
+        8,
+    ]
+    assert set(CURVES["flat"].hours) == {1}
+
+
 def test_a_conversation_sends_its_history_again_and_finds_it_in_the_cache() -> None:
     chat = replace(TEXTBOOK, input_tokens=100, output_tokens=200, turns=5)
     # before the five turns: 0, 300, 600, 900, 1200 tokens; 600 on average
