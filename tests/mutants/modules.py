@@ -36,9 +36,13 @@ MODULES = (
     Module("penstock/planning/shape.py", ("tests/planning/test_model_shape.py",)),
     Module("penstock/planning/memory.py", ("tests/planning/test_memory.py",)),
     Module("penstock/planning/deployment.py", ("tests/planning/test_deployment.py",)),
+    Module("penstock/planning/step_time.py", ("tests/planning/test_step_time.py",)),
+    Module("penstock/planning/capacity.py", ("tests/planning/test_capacity.py",)),
     Module("penstock/planning/workload.py", ("tests/planning/test_workload.py",)),
     Module("penstock/planning/money.py", ("tests/planning/test_money.py",)),
+    Module("penstock/planning/autoscaling.py", ("tests/planning/test_autoscaling.py",)),
     Module("penstock/planning/provision.py", ("tests/planning/test_provision.py",)),
+    Module("penstock/planning/trend.py", ("tests/planning/test_trend.py",)),
 )
 
 EARLIER = "searches from where no beginning can be, and finds none there"
