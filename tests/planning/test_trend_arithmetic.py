@@ -1,4 +1,4 @@
-"""The figures of a trend: its interval, the day's shape and the hour of a crossing, against other ways to compute them."""
+"""The figures of a trend: its interval, the shape of a day and the hour of a crossing, computed in other ways too."""
 
 from __future__ import annotations
 
