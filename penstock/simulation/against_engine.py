@@ -1,14 +1,15 @@
 """A real engine and its simulation on the same trace, on this machine: how far apart are they?
 
-The engine is calibrated in the same process immediately before (`bench.calibration`), then runs an open loop of mixed
-lengths in real time; the simulator gets the calibration, the engine's limits and the same arrivals. A machine that
-other programs share is not the machine that was calibrated a minute ago: the calibration's workloads are run again
-afterwards, and the drift between the two is printed beside the comparison.
+The engine is calibrated in the same process immediately before and after (`bench.calibration`); between the two it runs
+an open loop of mixed lengths. The simulator gets the calibration, the engine's limits and the same arrivals. A machine
+that other programs share is not the machine that was calibrated a minute ago, so the drift between the two calibrations
+is printed, and everything can be measured in processor time instead (`processor_time`, one thread).
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -18,8 +19,11 @@ from penstock.bench import offline
 from penstock.bench import report as bench_report
 from penstock.bench.arrivals import Planned
 from penstock.bench.calibration import calibrate, default_workloads, hardware_of, measure, refit
+from penstock.bench.engine import Run
+from penstock.bench.workloads import Workload, warm_up
 from penstock.config.routing import AdmissionConfig
 from penstock.engine.backends.select import pick_device
+from penstock.errors import ConfigError
 from penstock.planning.calibration import Calibration
 from penstock.planning.deployment import Deployment
 from penstock.planning.step_time import StepTime, StepWork
@@ -31,6 +35,14 @@ from penstock.simulation.replica import ReplicaSpec
 from penstock.simulation.run import simulate
 
 TOLERANCE = 0.15
+CPU_WORKLOADS = [
+    *(
+        Workload(f"{requests} x {inputs}/{outputs}", requests, (inputs, inputs), (outputs, outputs))
+        for requests, inputs, outputs in ((1, 64, 32), (1, 384, 8), (4, 128, 24), (8, 256, 16), (16, 48, 16))
+    ),
+    Workload("6 in flight", 18, (64, 256), (16, 48), concurrency=6),
+]
+"""Steps such as those of the trace, which is shorter than the calibration of `penstock bench engine --calibrate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,25 +151,38 @@ class Agreement:
         return asdict(self) | {"ratios": self.ratios}
 
 
-def run(model: str, shape: TraceShape, console: Console) -> Agreement:
+def run(model: str, shape: TraceShape, processor_time: bool, console: Console) -> Agreement:
     """Loads the engine, calibrates, runs the trace, calibrates again, simulates."""
-    settings = offline.OfflineBenchSettings(model=model)
-    chosen = default_workloads(on_cpu=pick_device(settings.device).type == "cpu")
+    on_cpu = pick_device("auto").type == "cpu"
+    if processor_time and not on_cpu:
+        raise ConfigError("processor time says nothing about a GPU; use --against engine")
+    settings = offline.OfflineBenchSettings(model=model, threads=1 if processor_time else None, warm_up=False)
+    clock = time.process_time if processor_time else time.perf_counter
+    chosen = CPU_WORKLOADS if on_cpu else default_workloads(on_cpu=False)
     loaded = offline.load(settings, chosen, console)
     info = loaded.engine.info
     console.print(f"[bold]{loaded.label}[/bold] on {info.device}, {loaded.numbers}: {bench_report.machine_line()}")
     machine = hardware_of(None, info.device)
     with console.status("calibrating"):
-        deployment, first, before = calibrate(loaded, chosen, settings, machine)
+        # Once, with as many streams as any: every smaller batch runs on the way.
+        widest = max(chosen, key=lambda load: load.concurrency or load.requests)
+        Run(loaded.engine, warm_up(widest, info.vocab_size), None)()
+        deployment, first, before = calibrate(loaded, chosen, settings, machine, clock=clock)
     rate = suitable_rate(shape, StepTime(deployment, first))
     plan = trace(shape, rate)
     with bench_report.progress_bar(console) as bar:
         task = bar.add_task(f"{len(plan)} requests in {shape.seconds:g} s on the real engine", total=len(plan))
         observed = real_run(
-            loaded.engine, plan, seed=shape.seed, progress=lambda done: bar.update(task, completed=done)
+            loaded.engine,
+            plan,
+            seed=shape.seed,
+            processor_time=processor_time,
+            progress=lambda done: bar.update(task, completed=done),
         )
     with console.status("calibrating again"):
-        after = [item for load in chosen for item in measure(loaded, load, deployment, settings, salt="after")]
+        after = [
+            item for load in chosen for item in measure(loaded, load, deployment, settings, salt="after", clock=clock)
+        ]
     calibration = refit(first, deployment, [*before, *after])
     model_run = simulated(
         plan,
