@@ -21,7 +21,7 @@ from penstock.cli.models import app as models
 from penstock.cli.plan import plan
 from penstock.cli.pull import pull
 from penstock.cli.quantize import quantize
-from penstock.cli.replicas import drain, replicas, restart, scale
+from penstock.cli.replicas import autoscale, drain, replicas, restart, scale
 from penstock.cli.requests import requests
 from penstock.cli.route import route
 from penstock.cli.serve import serve
@@ -86,6 +86,7 @@ app.command(help=top.__doc__)(top)
 app.command(help=trace.__doc__)(trace)
 app.command(help=replicas.__doc__)(replicas)
 app.command(help=scale.__doc__)(scale)
+app.command(help=autoscale.__doc__)(autoscale)
 app.command(help=restart.__doc__)(restart)
 app.command(help=drain.__doc__)(drain)
 app.command(help=simulate.__doc__)(simulate)

@@ -50,6 +50,7 @@ def serve(
     from penstock.config import load
     from penstock.gateway.http.port import check_port
     from penstock.identity.exposure import check_exposure
+    from penstock.supervisor.autoscaler import ReplicaAutoscaler
     from penstock.supervisor.catalogue import ModelCatalogue
     from penstock.supervisor.control import ControlServer
     from penstock.supervisor.launch import resolved, units, worker_coordinator
@@ -84,6 +85,7 @@ def serve(
 
     async def run(folder: RuntimeFolder) -> None:
         engines, gateways = units(config, folder)
+        reporter = TerminalReporter(console, config)
         async with worker_coordinator(config, folder) as gateways_up:
             supervisor = Supervisor(
                 engines=engines,
@@ -91,14 +93,15 @@ def serve(
                 host=server.host,
                 port=server.port,
                 drain_s=server.drain_s,
-                reporter=TerminalReporter(console, config),
+                reporter=reporter,
                 frozen_s=config.resilience.frozen_s,
                 gateways_up=gateways_up,
             )
             catalogue = ModelCatalogue(config, folder)
             saved = SavedModels(Path(server.loaded_models) if server.loaded_models else None)
             replicas = Replicas(supervisor, engines, catalogue.unit, catalogue, saved, server.max_engines)
-            async with ControlServer(folder.control, replicas):
+            autoscaler = ReplicaAutoscaler(replicas, lambda: catalogue.autoscaled, reporter=reporter)
+            async with ControlServer(folder.control, replicas, autoscaler):
                 await supervisor.run()
 
     with RuntimeFolder() as folder:

@@ -75,6 +75,12 @@ class TerminalReporter(Reporter):
         text = Text.assemble((f"{child} ", "bold"), f"died ({how}); restarting in {restart_in_s:g} s")
         self._console.print(text, style="yellow", soft_wrap=True)
 
+    def scaled(self, model: str, before: int, after: int, why: str) -> None:
+        if self._json:
+            self._event("scaled", model=model, before=before, after=after, why=why)
+        else:
+            self._note(f"{model}: scaled from {before} to {after} replicas: {why}")
+
     def draining(self, limit_s: float) -> None:
         self._note(f"stopping: running requests have {limit_s:g} s to finish (Ctrl-C again to stop now)")
 
@@ -91,7 +97,9 @@ class TerminalReporter(Reporter):
             TimeElapsedColumn(),
         )
         self._bars = Progress(*columns, console=self._console, transient=True)
-        for name in (engine_name(model, index) for model in self._config.models for index in range(model.replicas)):
+        for name in (
+            engine_name(model, index) for model in self._config.models for index in range(model.first_replicas)
+        ):
             self._tasks[name] = self._bars.add_task(name, total=None, phase="starting")
         self._bars.start()
 

@@ -81,6 +81,12 @@ class AutoscaleConfig:
     idle_s: float = setting(
         300.0, doc="With min: 0, seconds without a request after which the last replica stops.", least=1
     )
+    hold_s: float = setting(
+        60.0, doc="With min: 0, seconds that a request waits for the first replica before it gets 503.", least=0
+    )
+    hold: int = setting(
+        256, doc="With min: 0, requests of a gateway that wait for the first replica; others get 503.", least=1
+    )
     spot: float = setting(0.0, doc="Share of the replicas above spot_base that run on spot capacity.", least=0, most=1)
     spot_base: int = setting(1, doc="Replicas that never run on spot capacity.", least=0)
 

@@ -33,31 +33,42 @@ class ConfigKey:
     @property
     def variable(self) -> str:
         index = "0__" if self.listed else ""
-        return f"{ENV_PREFIX}{self.section}__{index}{self.name}".upper()
+        return f"{ENV_PREFIX}{self.section}__{index}{self.name.replace('.', '__')}".upper()
 
 
 def keys() -> Iterator[ConfigKey]:
     """Every key, in the order of the schema."""
     for section, kind in get_type_hints(Config).items():
         cls = get_args(kind)[0] if get_origin(kind) is tuple else kind
-        hints = get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            default = _shown(field.default, field.metadata["size"])
-            yield ConfigKey(
-                section=section,
-                name=field.name,
-                accepts=describe_kind(hints[field.name], field.metadata),
-                default=default,
-                doc=field.metadata["doc"],
-                example=field.metadata["example"] or default,
-                listed=get_origin(kind) is tuple,
-            )
+        yield from _keys(cls, section, "", listed=get_origin(kind) is tuple)
+
+
+def _keys(cls: type, section: str, prefix: str, *, listed: bool) -> Iterator[ConfigKey]:
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        default = _shown(field.default, field.metadata["size"])
+        yield ConfigKey(
+            section=section,
+            name=prefix + field.name,
+            accepts=describe_kind(hints[field.name], field.metadata),
+            default=default,
+            doc=field.metadata["doc"],
+            example=field.metadata["example"] or default,
+            listed=listed,
+        )
+        inner: list[type] = [
+            kind for kind in get_args(hints[field.name]) if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        ]
+        if inner and field.default is None:  # a mapping of settings of its own, which is off by default
+            yield from _keys(inner[0], section, f"{prefix}{field.name}.", listed=listed)
 
 
 def example() -> str:
     """A commented file in which every key is set to its default or shown as a comment."""
     sections: dict[str, list[ConfigKey]] = {}
     for key in keys():
+        if "." in key.name:
+            continue  # the example of its parent shows how it is written
         sections.setdefault(key.section, []).append(key)
     hints = get_type_hints(Config)
     parts = [

@@ -126,7 +126,7 @@ def conflicts(config: Config) -> list[str]:
         others = {other.name for other in config.models if other is not model}
         if model.downgrade_to and model.downgrade_to not in others:
             problems.append(f'models[{index}].downgrade_to: there is no other model "{model.downgrade_to}"')
-    engines = sum(model.replicas for model in config.models)
+    engines = sum(model.first_replicas for model in config.models)
     if engines > config.server.max_engines:
         problems.append(f"{engines} engine processes are more than server.max_engines ({config.server.max_engines})")
     for index, encoder in enumerate(config.encoders):

@@ -156,6 +156,14 @@ class ModelConfig:
         names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "role"}
         return EngineConfig(model=path, **{name: getattr(self, name) for name in names})
 
+    @property
+    def first_replicas(self) -> int:
+        """How many replicas are started with the server. With autoscale at least one, so that a model that cannot start
+        is noticed at once, and its cold start is known."""
+        if self.autoscale is None:
+            return self.replicas
+        return min(max(self.replicas, self.autoscale.min), self.autoscale.max)
+
     def role(self, replica: int) -> Role:
         """The role of replica number `replica`."""
         return self.replica_roles[replica % len(self.replica_roles)] if self.replica_roles else "both"

@@ -293,14 +293,16 @@ class Scheduler:
         budget = self.token_budget
         spare = budget - len(decodes)
         chunks: dict[Sequence, Chunk] = {}
-        grow = self.allocator.grow
+        grow, size = self.allocator.grow, self.allocator.block_size
+        roomy = self.allocator.window is None  # with a window, growing also releases
         for seq, remaining in decodes + prefills:
             if budget == 0:
                 break
             if seq not in self.running:
                 continue  # preempted for a sequence before it in this very pass
             length = min(remaining, budget)
-            while not grow(seq, seq.computed + length):
+            end = seq.computed + length
+            while not (roomy and end <= len(seq.blocks) * size) and not grow(seq, end):
                 victim = self._latest()
                 self.preempt(victim)
                 dropped = chunks.pop(victim, None)

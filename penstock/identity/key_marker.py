@@ -1,5 +1,6 @@
 """A file that says that a database has had API keys, kept outside of it: a server whose database vanished must not take
-itself for a new one, which needs no keys."""
+itself for a new one, which needs no keys. It is beside a SQLite file, and for PostgreSQL in the state folder of each
+machine that has seen keys there."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 from penstock.errors import ConfigError
 from penstock.storage import Database, DatabaseError
 
-_TEXT = """The database beside this file has had API keys, so Penstock does not start without any.
+_TEXT = """The database that this file is named after has had API keys, so Penstock does not start without any.
 To start afresh without keys on purpose, delete this file.
 """
 
@@ -20,7 +21,7 @@ class KeysLost(ConfigError):
 
 
 class KeyMarker:
-    """The marker of one database. A database on a server of its own has none."""
+    """The marker of one database; there is none where nothing can be written."""
 
     def __init__(self, database: Database) -> None:
         self._path = database.beside("has-keys")

@@ -234,8 +234,8 @@ class Autoscaler:
     def _choose(self, load: FleetLoad, needs: Needs, before: int, minimum: int) -> tuple[int, Reason, str]:
         config = self.config
         if before == 0 and minimum == 0:
-            if load.queued:
-                return 1, "wake", f"{load.queued} requests wait for a model without replicas"
+            if load.queued or load.arrivals_per_s > 0:
+                return 1, "wake", "requests arrive at a model without replicas"
             return 0, "steady", "no request waits"
         if minimum == 0 and not load.demand and load.now - self._demand_at >= config.idle_s:
             return 0, "idle", f"no request for {config.idle_s:.0f} s"

@@ -255,7 +255,7 @@ def replica_capacity(points: Sequence[LoadPoint], size: FleetSize) -> ReplicaCap
         return None
     rates = [point.output_tokens / point.replicas for point in busy]
     speed = _fit_speed(rates, [1 / point.token_time for point in busy], [point.seconds for point in busy])
-    if speed.slowing * sequences > COMPUTE_SHARE / (1 - COMPUTE_SHARE):
+    if speed.slowing >= speed.error and speed.slowing * sequences > COMPUTE_SHARE / (1 - COMPUTE_SHARE):
         first_full = "compute"
     together = [rate * point.token_time for rate, point in zip(rates, busy, strict=True)]  # by Little's law
     full = [rate for rate, n in zip(rates, together, strict=True) if n >= FULL_SHARE * sequences]

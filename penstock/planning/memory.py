@@ -82,7 +82,7 @@ class MemoryPlan:
         if context > self.longest:
             return 0
         shared = self._shared_blocks(context)
-        return (self.blocks - shared) // max(1, self._held(context) - shared)
+        return (self.blocks - shared) // (self._held(context) - shared)
 
     def concurrency_table(self) -> dict[int, int]:
         """By context length, up to the longest that runs."""

@@ -21,13 +21,14 @@ class Moe:
     """Width of one expert."""
     layers: tuple[bool, ...]
     """Which layers have experts; the others are dense."""
+    bias: bool
+    """Whether experts have biases."""
     shared_ffn: int = 0
     """Width of the experts that every token visits, all of them together."""
     shared_gate: bool = False
     """Whether a router of one output weighs the shared experts."""
-    bias: bool = False
-    """Whether experts have biases, and a router one per expert."""
     router_bias: bool = False
+    """Whether a router has a bias per expert."""
 
     @property
     def count(self) -> int:
@@ -205,11 +206,9 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """That one token uses: all but the experts that it does not visit."""
-        return self.parameters - self._idle_experts * self.expert_parameters
-
-    @property
-    def _idle_experts(self) -> int:
-        return 0 if self.moe is None else self.moe.experts - self.moe.top_k
+        if self.moe is None:
+            return self.parameters
+        return self.parameters - (self.moe.experts - self.moe.top_k) * self.expert_parameters
 
     def experts_visited(self, tokens: int) -> float:
         """Experts per layer that this many tokens visit together, if all are as likely."""

@@ -3,7 +3,9 @@
     gateway                              supervisor
     (connects)       ◄──────────────────  Topology   at once, and whenever it changes
     Following        ──────────────────►            one per topology: which models this gateway cannot serve
-    Scale, Restart, Drain, Stop, LoadModel, UnloadModel ─►
+    Loads            ──────────────────►            every second, for models that are scaled automatically
+                     ◄──────────────────  Scaling    how many replicas they should have, and why
+    Scale, SetLimits, Restart, Drain, Notice, Stop, LoadModel, UnloadModel ─►
                      ◄──────────────────  Loading    while a model is being loaded
                      ◄──────────────────  Done       one per operation, when it is over
 
@@ -39,6 +41,83 @@ class Following(msgspec.Struct, frozen=True, tag="following"):
 
     number: int
     problems: dict[str, str] = {}
+
+
+class ModelLoad(msgspec.Struct, frozen=True):
+    """The load of one model as a gateway sees it. Counters only grow while the gateway lives."""
+
+    arrived: int = 0
+    """Requests that asked for the model, also those that were refused."""
+    finished: int = 0
+    in_flight: int = 0
+    """This gateway's requests in the engines."""
+    queued: int = 0
+    """This gateway's requests that wait for a place or for a replica."""
+    shared_queue: int = 0
+    """Requests that wait in a queue which all gateways share."""
+    predicted_wait_s: float = 0.0
+    waiting: int = 0
+    """Requests of all gateways that wait inside the engines; the rest of this describes the engines too."""
+    slots: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+
+
+class Loads(msgspec.Struct, frozen=True, tag="loads"):
+    """The load of every model that is scaled automatically."""
+
+    models: dict[str, ModelLoad]
+
+
+class ModelScaling(msgspec.Struct, frozen=True):
+    """Automatic scaling of one model: its limits, where it stands, and the last decision."""
+
+    min: int
+    max: int
+    desired: int
+    ready: int
+    starting: int
+    leaving: int = 0
+    """Replicas that finish their requests and stop."""
+    reason: str = ""
+    """Why the count last changed or would change; see `Autoscaler`."""
+    detail: str = ""
+    decided_at: float = 0.0
+    """Unix time of the last change of `desired`."""
+    spot: int = 0
+    cold_start_s: float | None = None
+    replica_rate: float | None = None
+    """Requests per second of a busy replica, as far as known."""
+    decisions: dict[str, int] = {}
+    """Changes of `desired` since the start, by reason."""
+    failed_starts: int = 0
+    problem: str = ""
+    """Why the last start failed; empty after one that did not."""
+
+
+class Scaling(msgspec.Struct, frozen=True, tag="scaling"):
+    """The state of automatic scaling, by model."""
+
+    models: dict[str, ModelScaling]
+
+
+class SetLimits(msgspec.Struct, frozen=True, tag="limits"):
+    """Changes the limits of automatic scaling until the server stops; None keeps one."""
+
+    operation: int
+    model: str
+    min: int | None = None
+    max: int | None = None
+
+
+class Notice(msgspec.Struct, frozen=True, tag="notice"):
+    """A replica, or with an empty name every replica of the model, will lose its machine after `seconds`. Done at once:
+    replacements start, and the replica drains when they are ready or time runs short."""
+
+    operation: int
+    model: str
+    replica: str
+    seconds: float
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale"):
@@ -100,10 +179,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     error: str = ""
 
 
-Operation: TypeAlias = Scale | Restart | Drain | Stop | LoadModel | UnloadModel
-FromSupervisor: TypeAlias = Topology | Loading | Done
+Operation: TypeAlias = Scale | SetLimits | Restart | Drain | Notice | Stop | LoadModel | UnloadModel
+FromSupervisor: TypeAlias = Topology | Loading | Scaling | Done
 
-FromGateway: TypeAlias = Operation | Following
+FromGateway: TypeAlias = Operation | Following | Loads
 
 decode_from_gateway = msgspec.json.Decoder(FromGateway).decode
 decode_from_supervisor = msgspec.json.Decoder(FromSupervisor).decode

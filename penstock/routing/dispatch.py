@@ -30,7 +30,7 @@ from penstock.protocol.errors import (
     ServerError,
 )
 from penstock.routing.breaker import BreakerPolicy
-from penstock.routing.flights import Flight, Leg
+from penstock.routing.flights import PROBE_PRIORITY, Flight, Leg
 from penstock.routing.handover import HandoverPolicy, Handovers, generating
 from penstock.routing.member import Member
 from penstock.routing.policy import ReplicaPolicy, ReplicaRequest
@@ -103,6 +103,8 @@ class Dispatcher:
         self._handovers = Handovers(handover or HandoverPolicy())
         self._clock = clock
         self._flights: dict[str, Flight] = {}
+        self._started = 0
+        """Requests so far, without probes; one with several answers counts once."""
         self._parked: dict[str, Flight] = {}
         self._rescuer: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -111,6 +113,11 @@ class Dispatcher:
     def parked(self) -> int:
         """Number of requests that wait for a replica."""
         return len(self._parked)
+
+    def progress(self) -> tuple[int, int]:
+        """Requests that have ended so far, and sequences that are in the engines now; probes do not count."""
+        real = [flight for flight in self._flights.values() if flight.request.priority != PROBE_PRIORITY]
+        return self._started - sum(not flight.index for flight in real), len(real) - len(self._parked)
 
     def watch(self) -> None:
         """Starts checking for stuck replicas."""
@@ -130,6 +137,7 @@ class Dispatcher:
         self.budget.began()
         flight = Flight(request, inbox, index, self._clock())
         self._flights[flight.id] = flight
+        self._started += not index and request.priority != PROBE_PRIORITY
         try:
             name = self._launch(flight, first=True).name
         except EngineUnavailable:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from penstock.routing.member import Member
 
 
+PROBE_PRIORITY = -2
+"""Priority of the gateway's own probes, which run before everything else and are no load."""
+
+
 class Flight:
     """A request, the sink of its deltas, and the tokens delivered so far."""
 

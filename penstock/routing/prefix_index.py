@@ -22,7 +22,7 @@ class PrefixIndex:
     def matched(self, replica: str, blocks: Sequence[bytes]) -> int:
         """The number of leading blocks that the replica probably has cached."""
         held = self._held.get(replica)
-        if not held:
+        if not held or not blocks or blocks[0] not in held:
             return 0
         count = 0
         for name in blocks:
@@ -35,8 +35,10 @@ class PrefixIndex:
         """Records that a prompt with these blocks was sent to the replica."""
         held = self._held.setdefault(replica, OrderedDict())
         for name in reversed(blocks):  # the first blocks last, because they are evicted last
-            held[name] = None
-            held.move_to_end(name)
+            if name in held:
+                held.move_to_end(name)
+            else:
+                held[name] = None
         excess = len(held) - (capacity or UNKNOWN_CAPACITY)
         for _ in range(excess):
             held.popitem(last=False)

@@ -16,6 +16,7 @@ from penstock.config.autoscale import AutoscaleConfig
 from penstock.errors import ConfigError
 from penstock.protocol.errors import InvalidRequest, ModelNotFound
 from penstock.routing.remotes import RemoteModel
+from penstock.routing.replicas import ReplicaSet
 from penstock.text import TextModel
 
 
@@ -61,6 +62,8 @@ class ServedModel:
     """Configured LoRA adapters, until the engine reports its own list."""
     fallback: tuple[str, ...] = ()
     """Models that answer when this one cannot, in order."""
+    autoscaled: bool = False
+    """The supervisor changes the number of replicas with the load."""
     overflow_at: int | None = None
     """Requests in flight per replica from which the fallbacks are tried first."""
     adapter: str = ""
@@ -95,6 +98,18 @@ class ServedModel:
     def context_window(self) -> int | None:
         info = self.backend.info
         return info.max_model_len if info is not None else self.text.context_length
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether a request starts its first replica."""
+        return isinstance(self.backend, ReplicaSet) and self.backend.hold is not None
+
+    @property
+    def state(self) -> str:
+        """The state of its engines; `asleep`: there is none, and a request starts one."""
+        if isinstance(self.backend, ReplicaSet) and self.backend.asleep:
+            return "asleep"
+        return self.backend.state if self.backend.ready else "starting"
 
     @property
     def fingerprint(self) -> str:

@@ -72,6 +72,14 @@ def add_replica_metrics(registry: MetricRegistry, models: Models) -> None:
     )
     registry.sampled(
         "gauge",
+        "penstock_held_requests",
+        "Requests waiting for the first replica of a model that was scaled to zero.",
+        ("model_name",),
+        lambda: [((model,), found.hold.waiting) for model, found in sets() if found.hold is not None],
+        merge="sum",
+    )
+    registry.sampled(
+        "gauge",
         "penstock_parked_requests",
         "Requests waiting because no replica can take them.",
         ("model_name",),

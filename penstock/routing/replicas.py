@@ -20,6 +20,7 @@ from penstock.protocol.errors import ApiError, EngineUnavailable
 from penstock.protocol.messages import Claimed, Produced
 from penstock.routing.dispatch import TICK_S, Dispatcher, Resilience
 from penstock.routing.handover import HandoverPolicy
+from penstock.routing.hold import HoldLimits, HoldQueue
 from penstock.routing.loads import total_load
 from penstock.routing.member import Member
 from penstock.routing.policies import Predicted
@@ -43,13 +44,19 @@ class ReplicaSet:
         resilience: Resilience | None = None,
         policy: ReplicaPolicy | None = None,
         handover: HandoverPolicy | None = None,
+        hold: HoldLimits | None = None,
         clock: Clock = monotonic,
     ) -> None:
+        """`hold`: the set may be empty, and requests then wait for its first replica."""
         self.name = name
         self._resilience = resilience or Resilience()
         self._clock = clock
         self._members = [self._member(backend) for backend in replicas]
         self.dispatcher = Dispatcher(name, self._members, self._resilience, policy or Predicted(), clock, handover)
+        self.hold = None if hold is None else HoldQueue(name, hold, clock)
+        self.arrived = 0
+        """Requests that asked for a replica so far."""
+        self._last_info: EngineInfo | None = None
         self._started = False
         self._leaving: set[asyncio.Task[None]] = set()
         self._loaded: dict[str, AdapterSpec] = {}
@@ -99,6 +106,7 @@ class ReplicaSet:
     async def _remove_when_idle(self, member: Member) -> None:
         while member.backend.in_flight:  # noqa: ASYNC110 (requests end in many ways, none of which is an event)
             await asyncio.sleep(TICK_S)
+        self._last_info = member.backend.info or self._last_info
         self._members.remove(member)
         await member.backend.close()
 
@@ -107,11 +115,12 @@ class ReplicaSet:
 
     @property
     def info(self) -> EngineInfo | None:
-        """The info of the replica with the smallest context window: what fits there fits everywhere."""
+        """The info of the replica with the smallest context window: what fits there fits everywhere. Of an empty set,
+        that of the last replica that left."""
         if len(self._members) == 1:
-            return self._members[0].backend.info
+            return self._members[0].backend.info or self._last_info
         infos = [info for member in self._members if (info := member.backend.info) is not None]
-        return min(infos, key=lambda info: info.max_model_len, default=None)
+        return min(infos, key=lambda info: info.max_model_len, default=self._last_info)
 
     @property
     def ready(self) -> bool:
@@ -140,6 +149,14 @@ class ReplicaSet:
         return "awake" if "awake" in states or not states else states[0]
 
     async def wait_ready(self, within: float) -> EngineInfo:
+        self.arrived += 1
+        if self.hold is not None:
+            if self._staying_ready:
+                self.hold.served()
+            else:
+                self.hold.wanted()
+                if within > 0:
+                    await self.hold.wait(lambda: self._staying_ready)
         staying = [member for member in self._members if not member.retiring]
         if len(staying) == 1:
             return await staying[0].backend.wait_ready(within)
@@ -154,6 +171,15 @@ class ReplicaSet:
         info = self.info
         assert info is not None, "a replica that is up has reported its info"
         return info
+
+    @property
+    def _staying_ready(self) -> bool:
+        return any(member.backend.ready and not member.retiring for member in self._members)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether it has no replica, and a request will start one."""
+        return self.hold is not None and all(member.retiring for member in self._members)
 
     def submit(self, request: Request, mailbox: DeltaSink, index: int = 0) -> str:
         return self.dispatcher.submit(request, mailbox, index)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import sqrt
+from operator import itemgetter
 
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.sequence import Sequence
@@ -93,6 +94,40 @@ def steps_that_fit(sequences: Iterable[Sequence], steps: int, allocator: BlockAl
 def advance(sequences: Iterable[Sequence], steps: int, allocator: BlockAllocator, run: DecodeRun | None = None) -> None:
     """What `steps` collected decode steps and the scheduling of as many further ones do to running sequences. The host
     tier looks at the clock in every step, so with one `run` tells the times."""
+    moved = list(sequences)
+    if allocator.pool.host is not None or _repeats(moved, steps, allocator):
+        _advance_in_order(moved, steps, allocator, run)
+        return
+    # Without names that exist already, the order in which blocks are taken and named makes no difference.
+    size, pool, more = allocator.block_size, allocator.pool, bytes(steps)
+    for seq in moved:
+        seq.tokens.extend(more)
+        seq.computed += steps
+        missing = -(-seq.computed // size) - len(seq.blocks)
+        if missing > 0:
+            seq.blocks.extend(pool.allocate_many(missing))
+    if allocator.prefix_cache:
+        for seq in moved:
+            full, named = len(seq.tokens) // size, seq.named
+            if full > named:
+                pool.name_many(seq.blocks[named:full], seq.block_names[named:full])
+                seq.named = full
+
+
+def _repeats(sequences: Iterable[Sequence], steps: int, allocator: BlockAllocator) -> bool:
+    """Whether a block is filled whose text is cached already: two answers are the same."""
+    size, find = allocator.block_size, allocator.pool.find
+    for seq in sequences:
+        for name in seq.block_names[seq.named : (len(seq.tokens) + steps) // size]:
+            if find(name) is not None:
+                return True
+    return False
+
+
+def _advance_in_order(
+    sequences: Iterable[Sequence], steps: int, allocator: BlockAllocator, run: DecodeRun | None
+) -> None:
+    """Takes and names blocks in the order of the steps."""
     size, pool = allocator.block_size, allocator.pool
     starting: list[list[Sequence]] = [[] for _ in range(size)]
     filling: list[list[Sequence]] = [[] for _ in range(size)]
@@ -110,7 +145,7 @@ def advance(sequences: Iterable[Sequence], steps: int, allocator: BlockAllocator
             changes.extend((step, 0, starting[phase]) for step in range(-phase % size + 1, steps + 1, size))
         if filling[phase] and allocator.prefix_cache:
             changes.extend((step, 1, filling[phase]) for step in range(-phase % size or size, steps + 1, size))
-    changes.sort()
+    changes.sort(key=itemgetter(0, 1))
     ticked = 0
     allocate, name = pool.allocate, pool.name
     for step, kind, changed in changes:

@@ -292,18 +292,19 @@ class Replica:
                 continue
             seq.pending -= 1
             seq.tokens.append(0)
-            self.tokens += 1
             job = jobs[seq]
+            meter = job.meter
+            meters[meter] = meters.get(meter, 0) + 1
             if not seq.started:
                 seq.started = True
                 self._listener.started(self, job, seq.cached_tokens or 0)
             job.token(now)
-            meters[job.meter] = meters.get(job.meter, 0) + 1
             if job.delivered >= job.output or len(seq.tokens) >= seq.limit:
                 if seq.row >= 0:
                     self.scheduler.allocator.publish(seq)
                 self._end(seq, "stop" if job.delivered >= job.output else "length")
         for meter, count in meters.items():
+            self.tokens += count
             meter.decoded(count, now, now)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
@@ -315,6 +316,10 @@ class Replica:
 
 
 def _step(batch: Batch) -> _Step:
+    restored = len(batch.transfers.back) if batch.transfers else 0
+    if batch.plain:
+        size = batch.num_tokens
+        return _Step(batch, sum([chunk.start for chunk in batch.chunks]) + size, 0, 0, size, restored)
     context = prefill = attended = samples = 0
     for chunk in batch.chunks:
         start, length = chunk.start, chunk.length
@@ -324,7 +329,7 @@ def _step(batch: Batch) -> _Step:
             prefill += length
             attended += length * start + length * (length + 1) // 2
         samples += chunk.samples
-    return _Step(batch, context, prefill, attended, samples, len(batch.transfers.back) if batch.transfers else 0)
+    return _Step(batch, context, prefill, attended, samples, restored)
 
 
 @lru_cache(maxsize=64)

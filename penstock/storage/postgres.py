@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
+import os
+import re
 from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
 from penstock.errors import ConfigError
-from penstock.storage.database import Database, DatabaseError, Row, Statement, redacted
+from penstock.storage.database import Database, DatabaseError, Row, Statement, redacted, state_folder
 
 T = TypeVar("T")
 
@@ -32,12 +37,23 @@ def numbered(sql: str) -> str:
     return "".join(parts)
 
 
+def local_name(url: str) -> str:
+    """A name for files about this database: the same for every user and password that reaches it."""
+    parts = urlsplit(url)
+    asked = parse_qs(parts.query)
+    host = parts.hostname or "".join(asked.get("host", ()))
+    port = str(parts.port or "") or "".join(asked.get("port", ()))
+    digest = hashlib.sha256(f"{host}\0{port or 5432}\0{parts.path}".encode()).hexdigest()[:12]
+    return f"postgresql-{re.sub(r'[^A-Za-z0-9_-]', '', parts.path)[:32]}-{digest}"
+
+
 class PostgresDatabase(Database):
     """See `Database`."""
 
     def __init__(self, pool: Any, url: str) -> None:
         self._pool = pool
         self._url = redacted(url)
+        self._name = local_name(url)
 
     @classmethod
     async def open(cls, url: str) -> PostgresDatabase:
@@ -52,6 +68,15 @@ class PostgresDatabase(Database):
         except (OSError, TimeoutError, asyncpg.PostgresError) as error:
             raise DatabaseError(f"{redacted(url)} cannot be reached: {error}") from error
         return cls(pool, url)
+
+    def beside(self, name: str) -> Path | None:
+        """In this user's state folder; None where nothing can be written there, as in a container."""
+        folder = state_folder()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError:
+            return None
+        return folder / f".{self._name}.{name}" if os.access(folder, os.W_OK) else None
 
     async def fetch(self, sql: str, *values: Any) -> list[Row]:
         return await self._guarded(self._fetch(numbered(sql), values))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.config import Config, ModelConfig
+from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.load import check_model, conflicts
 from penstock.errors import PenstockError
 from penstock.sources.resolve import resolve
@@ -55,6 +56,12 @@ class ModelCatalogue:
         """The configurations of models loaded at run time, as plain JSON values."""
         return {name: dataclasses.asdict(added.model) for name, added in self._added.items()}
 
+    @property
+    def autoscaled(self) -> dict[str, AutoscaleConfig]:
+        """The models that are scaled automatically."""
+        models = [*self._config.models, *(added.model for added in self._added.values())]
+        return {model.name: model.autoscale for model in models if model.autoscale is not None}
+
     def unit(self, name: str, index: int) -> Unit:
         """The engine process of a model's replica number `index`."""
         added = self._added.get(name)
@@ -68,7 +75,7 @@ class ModelCatalogue:
         """Checks a model, described as in the configuration, and fetches its files if needed. `check_room` raises if
         there may not be that many more engines."""
         model = check_model(description)
-        check_room(model.replicas)
+        check_room(model.first_replicas)
         if model.time_slice:
             raise PenstockError("a model with time_slice cannot be loaded at run time; use memory_share instead")
         others = [*self._config.models, *(added.model for added in self._added.values())]

@@ -21,15 +21,20 @@ from penstock.protocol.control import (
     Following,
     Loading,
     LoadModel,
+    Loads,
+    Notice,
     Operation,
     Restart,
     Scale,
+    Scaling,
+    SetLimits,
     Stop,
     Topology,
     UnloadModel,
     decode_from_gateway,
     line,
 )
+from penstock.supervisor.autoscaler import ReplicaAutoscaler
 from penstock.supervisor.replicas import Replicas
 
 WAITING = 64
@@ -44,33 +49,40 @@ log = logging.getLogger("penstock.supervisor")
 class ControlServer:
     """The control socket of one supervisor; an async context manager."""
 
-    def __init__(self, path: Path, replicas: Replicas) -> None:
+    def __init__(self, path: Path, replicas: Replicas, autoscaler: ReplicaAutoscaler | None = None) -> None:
         self._path = path
         self._replicas = replicas
+        self._autoscaler = autoscaler
         self._gateways: dict[asyncio.StreamWriter, Following] = {}
         self._heard = asyncio.Event()
         """Set when a gateway has followed a topology or has gone."""
         self._waiting: asyncio.Queue[tuple[Operation, asyncio.StreamWriter]] = asyncio.Queue(WAITING)
         self._server: asyncio.Server | None = None
-        self._worker: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         replicas.on_change = self._publish
         replicas.unserved = self._unserved
         if replicas.catalogue is not None:
             replicas.catalogue.on_progress = self._broadcast_progress
+        if autoscaler is not None:
+            autoscaler.on_change = self._broadcast
 
     async def __aenter__(self) -> ControlServer:
         self._server = await asyncio.start_unix_server(self._serve_gateway, self._path)
         self._path.chmod(0o600)
-        self._worker = asyncio.create_task(self._work(), name="control operations")
+        self._tasks = [asyncio.create_task(self._work(), name="control operations")]
+        if self._autoscaler is not None:
+            self._tasks.append(asyncio.create_task(self._scale_by_itself(self._autoscaler), name="autoscaler"))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._server is not None and self._worker is not None
+        assert self._server is not None
         self._server.close()
-        self._worker.cancel()
-        await asyncio.gather(self._worker, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._replicas.close()
         for writer in list(self._gateways):
             writer.close()
         self._path.unlink(missing_ok=True)
@@ -79,17 +91,24 @@ class ControlServer:
         self._gateways[writer] = Following(-1)
         try:
             writer.write(line(self._replicas.topology()))
+            if self._autoscaler is not None:
+                writer.write(line(self._autoscaler.state()))
             while sent := await reader.readline():
                 match decode_from_gateway(sent):
                     case Following() as following:
                         self._gateways[writer] = following
                         self._heard.set()
+                    case Loads() as loads:
+                        if self._autoscaler is not None:
+                            self._autoscaler.heard(writer, loads)
                     case operation:
                         await self._waiting.put((operation, writer))
         except (ConnectionError, ValueError, msgspec.MsgspecError) as error:
             log.error("control connection of a gateway failed: %s", error)
         finally:
             self._gateways.pop(writer, None)
+            if self._autoscaler is not None:
+                self._autoscaler.lost(writer)
             self._heard.set()
             writer.close()
 
@@ -111,7 +130,11 @@ class ControlServer:
     def _broadcast_progress(self, model: str, phase: str, fraction: float) -> None:
         self._broadcast(Loading(model, phase, fraction))
 
-    def _broadcast(self, message: Topology | Loading) -> None:
+    async def _scale_by_itself(self, autoscaler: ReplicaAutoscaler) -> None:
+        await self._replicas.announced()
+        await autoscaler.run()
+
+    def _broadcast(self, message: Topology | Loading | Scaling) -> None:
         for writer in tuple(self._gateways):
             try:
                 writer.write(line(message))
@@ -146,11 +169,23 @@ class ControlServer:
     async def _carry_out(self, operation: Operation) -> None:
         match operation:
             case Scale(_, model, count):
+                if self._autoscaler is not None and self._autoscaler.governs(model):
+                    raise PenstockError(
+                        f"`{model}` is scaled automatically; `penstock autoscale {model} --min N --max N` changes its "
+                        "limits"
+                    )
                 await self._replicas.scale(model, count)
             case Restart(_, model, replica):
                 await self._replicas.restart(model, replica)
             case Drain(_, model, replica):
                 await self._replicas.drain(model, replica)
+            case SetLimits(_, model, minimum, maximum):
+                if self._autoscaler is None:
+                    raise PenstockError("this server scales no model automatically")
+                self._autoscaler.set_limits(model, minimum, maximum)
+            case Notice(_, model, replica, seconds):
+                governed = self._autoscaler is not None and self._autoscaler.governs(model)
+                self._replicas.replace(model, replica, seconds, refill=not governed)
             case LoadModel(_, description):
                 try:
                     await self._replicas.load(description)

@@ -30,7 +30,7 @@ def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]
     engines = []
     endpoints: dict[str, list[str]] = {}
     for model in config.models:
-        replicas = [replica(config, folder, model.name, index) for index in range(model.replicas)]
+        replicas = [replica(config, folder, model.name, index) for index in range(model.first_replicas)]
         endpoints[model.name] = [unit.endpoint for unit in replicas]
         engines += replicas
     for position, encoder in enumerate(config.encoders, start=len(config.models)):

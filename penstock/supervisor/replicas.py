@@ -1,13 +1,16 @@
-"""Changes models and replicas while the server runs: load and unload, scale, restart, drain.
+"""Changes models and replicas while the server runs: load and unload, scale, restart, drain, replace.
 
 A replica that is removed drains: it finishes its requests, gateways send it no new ones, and requests that do not
-finish in time move to other replicas. Operations run one at a time (`ControlServer` ensures it).
+finish in time move to other replicas. Operations run one at a time (`ControlServer` ensures it), except `adjust` and
+`replace`, which change the list of replicas at once and leave starting and draining to tasks of their own: a scale-up
+must not wait until another model has started.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from penstock.errors import PenstockError
@@ -20,6 +23,12 @@ from penstock.supervisor.unit import Unit
 FOUND_S = 1.0
 """How long gateways take to reconnect to a restarted engine."""
 MOST = 256
+ROOM_S = 0.1
+"""How often to check whether a replica that drained has made room."""
+NOTICE_MARGIN_S = 5.0
+"""How long before the end of a notice the replica must have drained."""
+
+log = logging.getLogger("penstock.supervisor")
 
 
 class Replicas:
@@ -48,7 +57,18 @@ class Replicas:
         self.on_change: Callable[[Topology], None] | None = None
         self.unserved: Callable[[str, int], Awaitable[str]] | None = None
         """Asks all gateways, once they know a topology, why they cannot serve a model; empty: they can."""
+        self.on_start_failed: Callable[[str, str], None] | None = None
+        """Called with the model and the problem when a replica that `adjust` or `replace` asked for cannot start."""
         self._changes = 0
+        self._leaving: list[Unit] = []
+        """Replicas that a task drains; their endpoints are still in use."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Ends the tasks of `adjust` and `replace`; the supervisor stops their processes."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
     def stopping(self) -> bool:
@@ -68,7 +88,7 @@ class Replicas:
         model = await self.catalogue.add(description, self._check_room)
         units: list[Unit] = []
         try:
-            units = [self._make(model.name, number) for number in range(model.replicas)]
+            units = [self._make(model.name, number) for number in range(model.first_replicas)]
             await self._start(units)
             self._units[model.name] = units
             self._changed()
@@ -82,10 +102,14 @@ class Replicas:
             await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in units), return_exceptions=True)
             raise
 
+    async def announced(self) -> None:
+        """Waits until everything that the server starts with is up."""
+        await self._supervisor.announced.wait()
+
     async def saved_descriptions(self) -> list[dict[str, Any]]:
         """Descriptions of the models that an earlier run had loaded; waits until everything else is up."""
         if self._saved.models:
-            await self._supervisor.announced.wait()
+            await self.announced()
         return self._saved.models
 
     async def unload(self, model: str) -> None:
@@ -112,9 +136,118 @@ class Replicas:
             self._changed()
             await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in leaving))
 
+    def serving(self, model: str) -> list[Unit]:
+        """The replicas that take requests or start; none for a model that is gone."""
+        return [unit for unit in self._units.get(model, ()) if not unit.paused and not unit.noticed]
+
+    def leaving(self, model: str) -> int:
+        """How many replicas finish their requests and stop."""
+        noticed = sum(unit.noticed for unit in self._units.get(model, ()))
+        return noticed + sum(unit.model == model for unit in self._leaving)
+
+    @property
+    def room(self) -> int:
+        """How many more engines may run."""
+        return max(self._max_engines - self._running, 0)
+
+    def adjust(self, model: str, count: int) -> None:
+        """Starts or drains replicas until `count` are there or on their way; returns at once. Starts no more than there
+        is room for."""
+        serving = self.serving(model)
+        more = min(count - len(serving), self.room)
+        if more > 0:
+            self._add(model, more)
+        elif count < len(serving):
+            # Those that do not serve yet cost no request; then the newest, as with `scale`.
+            by_cost = sorted(serving, key=lambda unit: (unit.up.is_set(), -int(unit.replica)))
+            self._remove(by_cost[: len(serving) - count])
+
+    def replace(self, model: str, replica: str, within_s: float, *, refill: bool = True) -> None:
+        """Starts a replacement for a replica (empty: for each) whose machine goes away after `within_s`, and drains it
+        once the replacement is ready or time runs short; returns at once. `refill`: what there is no room for is
+        started as soon as there is."""
+        noticed = [unit for unit in ([self._one(model, replica)] if replica else self._of(model)) if not unit.noticed]
+        for unit in noticed:
+            unit.noticed = True
+        fresh = self._add(model, min(len(noticed), self.room))
+        if len(fresh) < len(noticed):
+            log.warning("no room for the replacement of %d replicas of %r", len(noticed) - len(fresh), model)
+        patience = max(within_s - self._supervisor.drain_s - NOTICE_MARGIN_S, 0.0)
+        missing = len(noticed) - len(fresh) if refill else 0
+        self._begin(self._take_over(model, noticed, fresh, patience, missing), f"replace {model}")
+
+    async def _take_over(
+        self, model: str, noticed: list[Unit], fresh: list[Unit], patience: float, missing: int
+    ) -> None:
+        ups = [asyncio.create_task(unit.up.wait(), name=unit.name) for unit in fresh]
+        try:
+            if ups:
+                await asyncio.wait(ups, timeout=patience)
+        finally:
+            for up in ups:
+                up.cancel()
+            await asyncio.gather(*ups, return_exceptions=True)
+        self._remove([unit for unit in noticed if unit in self._units.get(model, ())])
+        while missing and not self.stopping and model in self._units:
+            missing -= len(self._add(model, min(missing, self.room)))
+            await asyncio.sleep(ROOM_S)
+
+    def _add(self, model: str, count: int) -> list[Unit]:
+        """Adds replicas, whose start a task waits for."""
+        if count <= 0:
+            return []
+        units = self._of(model)
+        fresh = self._fresh(model, units, count)
+        units += fresh
+        self._changed()
+        for unit in fresh:
+            self._begin(self._bring_up(unit), f"start {unit.name}")
+        return fresh
+
+    async def _bring_up(self, unit: Unit) -> None:
+        try:
+            await self._supervisor.add(unit)
+        except PenstockError as problem:
+            units = self._units.get(unit.model, [])
+            if unit not in units or self.stopping:
+                return  # it was removed while it started
+            units.remove(unit)
+            self._changed()
+            log.error("a replica of %r could not be started: %s", unit.model, problem)
+            if self.on_start_failed is not None:
+                self.on_start_failed(unit.model, str(problem))
+
+    def _remove(self, leaving: list[Unit]) -> None:
+        """Removes replicas, which a task drains."""
+        for unit in leaving:
+            self._units[unit.model].remove(unit)
+        self._leaving += leaving
+        if leaving:
+            self._changed()
+        for unit in leaving:
+            self._begin(self._dismiss(unit), f"drain {unit.name}")
+
+    async def _dismiss(self, unit: Unit) -> None:
+        try:
+            await self._supervisor.dismiss(unit)
+        finally:
+            self._leaving.remove(unit)
+
+    def _begin(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)
+
     async def restart(self, model: str, replica: str = "") -> None:
         """Restarts one replica or all, one after the other; stops at the first that fails to start."""
         for unit in [self._one(model, replica)] if replica else list(self._of(model)):
+            if unit not in self._of(model):
+                continue  # scaled down in the meantime
             await self._supervisor.renew(unit)
             await asyncio.sleep(FOUND_S)
 
@@ -128,7 +261,7 @@ class Replicas:
         self._supervisor.stop()
 
     def _check_room(self, more: int) -> None:
-        running = sum(map(len, self._units.values()))
+        running = self._running
         if running + more > self._max_engines:
             raise PenstockError(
                 f"{running} engine processes are running and {more} more would exceed server.max_engines "
@@ -136,9 +269,7 @@ class Replicas:
             )
 
     async def _grow(self, model: str, units: list[Unit], count: int) -> None:
-        taken = {unit.replica for unit in units}
-        numbers = [number for number in range(MOST) if str(number) not in taken][: count - len(units)]
-        fresh = [self._make(model, number) for number in numbers]
+        fresh = self._fresh(model, units, count - len(units))
         units += fresh
         self._changed()
         try:
@@ -149,6 +280,16 @@ class Replicas:
                     units.remove(unit)
             self._changed()
             raise
+
+    @property
+    def _running(self) -> int:
+        return sum(map(len, self._units.values())) + len(self._leaving)
+
+    def _fresh(self, model: str, units: list[Unit], count: int) -> list[Unit]:
+        """New replicas with the lowest free numbers."""
+        taken = {unit.replica for unit in [*units, *self._leaving] if unit.model == model}
+        numbers = [number for number in range(2 * MOST) if str(number) not in taken][:count]
+        return [self._make(model, number) for number in numbers]
 
     async def _start(self, units: Iterable[Unit]) -> None:
         """Starts engines; raises the first failure when all have started or failed."""

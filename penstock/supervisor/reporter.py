@@ -23,6 +23,9 @@ class Reporter:
     def exited(self, child: str, how: str, restart_in_s: float) -> None:
         """A child died and will be started again."""
 
+    def scaled(self, model: str, before: int, after: int, why: str) -> None:
+        """Automatic scaling changed the number of replicas of a model."""
+
     def draining(self, limit_s: float) -> None:
         """The server is stopping and running requests may finish."""
 

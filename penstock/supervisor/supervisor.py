@@ -75,6 +75,11 @@ class Supervisor:
         self._tasks: dict[Unit, asyncio.Task[None]] = {}
 
     @property
+    def drain_s(self) -> float:
+        """How long a process that drains may take to finish its requests."""
+        return self._drain_s
+
+    @property
     def stopping(self) -> bool:
         return self._stopping.is_set()
 
@@ -131,6 +136,8 @@ class Supervisor:
         unit.paused = False
         unit.problem = None
         await self._stop_unit(unit)
+        if unit.dismissed:
+            raise StartFailed(f"{unit.name} was removed")
         unit.crashed.clear()
         unit.start_requested.set()
         await self._wait_ready(unit)
@@ -211,6 +218,7 @@ class Supervisor:
 
     async def _run_once(self, unit: Unit, heartbeat: Heartbeat) -> str:
         """Starts a process and waits for its end; says how it ended."""
+        unit.spawned_at = time.monotonic()
         unit.child = child = await Child.spawn(
             unit.name,
             unit.command,

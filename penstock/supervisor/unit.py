@@ -39,6 +39,8 @@ class Unit:
     problem: str | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it was ready for the first time."""
+    spawned_at: float = 0.0
+    """When the current process was started."""
     ready_at: float | None = None
     """When the current process became ready."""
     up: asyncio.Event = field(default_factory=asyncio.Event)
@@ -49,5 +51,7 @@ class Unit:
     """The current process was told to stop, so its exit is expected."""
     paused: bool = False
     """Not restarted until `renew`."""
+    noticed: bool = False
+    """Its machine goes away soon; a replacement takes over."""
     dismissed: bool = False
     """Never restarted."""

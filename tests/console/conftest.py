@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
@@ -24,13 +26,33 @@ FLAGS = [
 ]
 
 
-@pytest_asyncio.fixture
-async def browser() -> AsyncIterator[Browser]:
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of one Chromium for all tests: it takes seconds to start."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine (Debian: apt install chromium)")
+    profile = tmp_path_factory.mktemp("chromium")
+    command = [CHROMIUM, "--headless", "--remote-debugging-port=0", f"--user-data-dir={profile}", *FLAGS]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        chosen, deadline = profile / "DevToolsActivePort", time.monotonic() + 60
+        while not (chosen.exists() and len(lines := chosen.read_text().split()) == 2):
+            assert process.poll() is None and time.monotonic() < deadline, "Chromium does not start"
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{lines[0]}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest_asyncio.fixture
+async def browser(chromium: str) -> AsyncIterator[Browser]:
+    """Every page that is opened in it has a profile of its own."""
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        browser = await playwright.chromium.connect_over_cdp(chromium)
         yield browser
+        for context in browser.contexts[1:]:
+            await context.close()
         await browser.close()
 
 

@@ -15,6 +15,7 @@ from penstock.identity.secrets import digest, key_id, mint
 from penstock.identity.store import IdentityError
 from penstock.protocol.errors import AuthenticationError, KeyStoreUnavailable
 from penstock.storage import Database, DatabaseError, open_database
+from penstock.storage.postgres import local_name
 
 
 class Clock:
@@ -33,6 +34,9 @@ async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     opened = await open_database(url)
     for table in ("keys", "tenants", "schema_versions"):
         await opened.execute(f"DROP TABLE IF EXISTS {table}")
+    marker = opened.beside("has-keys")
+    assert marker is not None
+    marker.unlink(missing_ok=True)
     yield opened
     await opened.close()
 
@@ -247,3 +251,25 @@ async def test_an_address_others_can_reach_needs_a_key(tmp_path: Path) -> None:
     await store.create_key("acme")
     await database.close()
     await check_exposure("0.0.0.0", url)
+
+
+async def test_a_database_that_was_replaced_does_not_open_the_server(store: IdentityStore, database: Database) -> None:
+    assert not await store.has_keys(), "a new one is open"
+    await store.create_tenant("acme")
+    await store.create_key("acme")
+    assert await store.has_keys()
+    await database.execute("DELETE FROM keys")
+    with pytest.raises(ConfigError, match="had some") as error:
+        await store.has_keys()
+    marker = database.beside("has-keys")
+    assert marker is not None and str(marker) in str(error.value), "it says how to start afresh"
+    marker.unlink()
+    assert not await store.has_keys()
+
+
+def test_a_postgresql_database_is_recognised_whoever_connects() -> None:
+    name = local_name("postgresql://ann:secret@db.example/penstock")
+    assert name == local_name("postgres://bob@db.example:5432/penstock") and "secret" not in name
+    assert name != local_name("postgresql://ann:secret@db.example/other")
+    assert name != local_name("postgresql://ann:secret@db2.example/penstock")
+    assert local_name("postgresql:///x?host=/run/a") != local_name("postgresql:///x?host=/run/b")

@@ -33,6 +33,9 @@ MODULES = (
     Module("penstock/metering/prices.py", ("tests/metering/test_prices.py",)),
     Module("penstock/config/units.py", ("tests/config/test_units.py",)),
     Module("penstock/conversations/window.py", ("tests/conversations/test_window.py",)),
+    Module("penstock/planning/shape.py", ("tests/planning/test_model_shape.py",)),
+    Module("penstock/planning/memory.py", ("tests/planning/test_memory.py",)),
+    Module("penstock/planning/deployment.py", ("tests/planning/test_deployment.py",)),
 )
 
 EARLIER = "searches from where no beginning can be, and finds none there"
@@ -78,6 +81,14 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ("if len(allowed) > 1:", "if (len(allowed) >= 1):"): "the best of one is that one",
     },
     "penstock/routing/rate.py": {
+        (
+            "def __init__(self, fade_s: float = FADE_S, kinds: int = 1) -> None:",
+            "def __init__(self, fade_s: float = FADE_S, kinds: int = 2) -> None:",
+        ): "a kind that nobody counts stays empty",
+        (
+            "self.add(now, work * -math.expm1(-passed) / passed if passed > 1e-9 else work)",
+            "self.add(now, work * -math.expm1(-passed) / passed if (passed >= 1e-09) else work)",
+        ): "there, both formulas give the same",
         (
             "if self._seconds < SETTLED_S or not any(self._work):",
             "if (self._seconds <= SETTLED_S) or not any(self._work):",

@@ -18,7 +18,7 @@ def test_packaged_files_name_their_source() -> None:
     assert {"h200", "cpu-2"} <= {calibration.device for calibration in packaged()}
     for calibration in packaged():
         source = calibration.source
-        assert source.machine and source.date and source.commit and source.command.startswith("penstock bench engine")
+        assert source.machine and source.date and source.commit and source.command.startswith("penstock bench ")
         assert device(calibration.device).name == calibration.device
 
 

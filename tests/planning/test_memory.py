@@ -45,7 +45,7 @@ def test_llama_8b_on_an_a100_80_at_4k() -> None:
     which the cache takes 92%: 61.9 GB at 128 KiB a token are 472,000 tokens, 115 sequences of 4,096."""
     plan = planned()
     assert plan.kv_bytes_per_token == 128 * 1024
-    assert plan.weights == pytest.approx(16.06e9, rel=1e-3)
+    assert plan.weights == 2 * 8_030_261_248
     activations = 8192 * (2 * 4096 + 3 * 14336) * 2 + 256 * 128256 * 4
     free = 79.1 * GIB - 0.6 * GIB - 16.06e9 - activations
     assert plan.kv_tokens == pytest.approx(free * 0.92 / 131072, rel=1e-3)
@@ -151,6 +151,28 @@ def test_a_sequence_of_windowed_layers_holds_no_more_than_the_engine_says() -> N
     assert plan.concurrency(32768) == plan.concurrency(16384) > planned("mistral-7b", "l4").concurrency(32768)
 
 
+def test_windowed_sequences_release_a_shared_prefix() -> None:
+    alone, shared = planned("mistral-7b-v0.1", "l4"), planned("mistral-7b-v0.1", "l4", shared_prefix=2000)
+    assert shared.concurrency(8192) == alone.concurrency(8192)
+
+
+def test_activations_of_the_widest_part_of_a_layer() -> None:
+    dense = 8192 * (2 * 4096 + 3 * 14336) * 2 + 256 * 128256 * 4
+    assert planned().activations == dense
+    split = 8192 * (2 * 4096 + 3 * 14336 // 8) * 2 + 256 * 128256 * 4
+    assert planned("llama-8b", "h100", tensor_parallel=8).activations == split
+    routed = 8192 * (2 * 2048 + 8 * (3 * 768 + 2 * 2048)) * 2 + 256 * 151936 * 4
+    assert planned("qwen3-30b-a3b", "h100").activations == routed
+    narrow = replace(model_shape("llama-8b"), ffn=64)
+    attention = 8192 * (2 * 4096 + (2 * 32 + 2 * 8) * 128) * 2 + 256 * 128256 * 4
+    assert memory_plan(Deployment(shape=narrow, device=device("h100"))).activations == attention
+    shared = replace(model_shape("llama-4-scout"), ffn=0, heads=8, kv_heads=1)
+    assert shared.moe is not None
+    moe = replace(shared.moe, shared_ffn=60_000)
+    plan = memory_plan(Deployment(shape=replace(shared, moe=moe), device=device("b200")))
+    assert plan.activations == 8192 * (2 * 5120 + 3 * 60_000) * 2 + 256 * 202048 * 4
+
+
 def test_mixed_windows_are_held_whole_and_the_plan_says_so() -> None:
     plan = planned("gemma3-27b", "h100")
     assert plan.kv_bytes_per_token == 62 * 2 * 16 * 128 * 2
@@ -212,6 +234,7 @@ def test_what_does_not_fit_is_answered_with_what_would(
 ) -> None:
     plan = planned(model, on, **settings)
     assert not plan.fits and plan.problem is not None
+    assert plan.blocks > 0 or (plan.reserve, plan.concurrency_table(), plan.longest) == (0, {}, 0)
     assert problem in plan.problem and does in remedy(plan)
 
 

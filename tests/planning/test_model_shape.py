@@ -67,6 +67,21 @@ def test_known_models_have_the_published_parameters(name: str) -> None:
         assert shape.moe is not None or shape.active_parameters == shape.parameters
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("gpt-oss-20b", 20_914_757_184),
+        ("gpt-oss-120b", 116_829_156_672),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("llama-3-70b", 70_553_706_496),
+        ("deepseek-v3", 671_026_419_200),
+        ("deepseek-v2-lite", 15_706_484_224),
+    ],
+)
+def test_tensors_on_the_hub_have_exactly_these_parameters(name: str, parameters: int) -> None:
+    assert model_shape(name).parameters == parameters
+
+
 def test_gpt_oss_has_the_published_active_parameters() -> None:
     """Its card counts the head and leaves out the embedding."""
     for name, billions in (("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)):
@@ -99,6 +114,14 @@ def test_windows_bound_what_attention_reads() -> None:
     assert scout.windows.count(8192) == 36 and scout.windows[3] is None
     oss = model_shape("gpt-oss-20b")
     assert oss.windows[:2] == (128, None)
+
+
+def test_layers_that_are_alike() -> None:
+    shape = model_shape("deepseek-v3")
+    assert [(part.experts > 0, count) for part, count in shape.layer_groups()] == [(False, 3), (True, 58)]
+    assert [(part.experts > 0, count) for part, count in shape.layer_groups(1, 3)] == [(False, 2)]
+    assert [(part.experts > 0, count) for part, count in shape.layer_groups(2, 10)] == [(False, 1), (True, 7)]
+    assert shape.layer(2).experts == 0 < shape.layer(3).experts
 
 
 def test_experts_that_a_batch_visits() -> None:

@@ -36,6 +36,16 @@ def test_a_few_failures_among_many_successes_do_not_open_it() -> None:
     assert breaker.allows and breaker.state == "closed"
 
 
+def test_it_says_when_it_will_be_tried_again() -> None:
+    assert Breaker(POLICY, Clock()).opens_in_s == 0.0
+    breaker, clock = broken()
+    assert breaker.opens_in_s == 2.0
+    clock.now += 0.5
+    assert breaker.opens_in_s == 1.5
+    clock.now += 5.0
+    assert breaker.opens_in_s == 0.0
+
+
 def test_old_failures_are_forgotten() -> None:
     clock = Clock()
     breaker = Breaker(POLICY, clock)

@@ -258,3 +258,7 @@ def test_the_sessions_that_were_used_last_are_remembered(monkeypatch: pytest.Mon
     for session in ("a", "b", "a", "c", ""):
         policy.choose(ask([], session=session), one)
     assert [key for _, key in policy._sessions] == ["a", "c"]
+
+
+def test_only_policies_that_look_at_prefixes_ask_for_blocks() -> None:
+    assert {name for name, policy in POLICIES.items() if policy().wants_blocks} == {"predicted"}

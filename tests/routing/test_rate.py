@@ -65,3 +65,14 @@ def test_one_kind_of_work_is_enough_to_know_the_rate() -> None:
     rate.busy(0.0, True)
     rate.add(1.0, 4.0, 1)
     assert rate.per_s(1.0) == pytest.approx(4.0)
+
+
+def test_work_that_was_done_evenly_fades_as_it_was_done() -> None:
+    rate = BusyRate(fade_s=2.0)
+    rate.busy(0.0, True)
+    rate.add_evenly(5.0, 35.0, since=0.0)
+    assert rate.per_s(5.0) == pytest.approx(7.0)
+    at_once = BusyRate(fade_s=1e9)
+    at_once.busy(0.0, True)
+    at_once.add_evenly(5.0, 35.0, since=5.0)
+    assert at_once.per_s(5.0) == pytest.approx(7.0)

@@ -125,9 +125,8 @@ class BlockAllocator:
         if full <= seq.named:
             return
         self._name(seq, full - 1)
-        names, blocks, name = seq.block_names, seq.blocks, self.pool.name
-        for index in range(max(seq.named, seq.released), full):
-            name(blocks[index], names[index])
+        first = max(seq.named, seq.released)
+        self.pool.name_many(seq.blocks[first:full], seq.block_names[first:full])
         seq.named = full
 
     def free(self, seq: Sequence) -> None:

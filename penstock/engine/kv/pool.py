@@ -77,7 +77,14 @@ class BlockPool:
         if not self._empty and first + count <= self.num_blocks:
             references.extend([1] * count)
             return list(range(first, first + count))
-        return [self.allocate() for _ in range(count)]
+        if self._empty or self.host is not None or first < self.num_blocks or count > len(self._cached):
+            return [self.allocate() for _ in range(count)]
+        evict, name_of, block_of = self._cached.popitem, self._name_of, self._block_of
+        taken = [evict(last=False)[0] for _ in range(count)]
+        for block in taken:
+            del block_of[name_of.pop(block)]
+            references[block] = 1
+        return taken
 
     def find(self, name: bytes) -> int | None:
         """The block that holds the prefix `name`, held or not."""
@@ -129,6 +136,14 @@ class BlockPool:
         self._block_of[name] = block
         self._name_of[block] = name
         return True
+
+    def name_many(self, blocks: Iterable[int], names: Iterable[bytes]) -> None:
+        """Make several blocks findable, each as `name` does."""
+        block_of, name_of = self._block_of, self._name_of
+        for block, name in zip(blocks, names, strict=True):
+            if name not in block_of:
+                block_of[name] = block
+                name_of[block] = name
 
     def forget_all(self) -> None:
         """Drop every name: the contents can no longer be trusted (a step failed half-way)."""

@@ -130,6 +130,12 @@ class Admissions:
             return 0
         return sum(self._admission.controller(model).queue.state("", 0).queued)
 
+    def queue_load(self, model: ServedModel) -> tuple[int, float, bool]:
+        """Requests that wait for a model, how long a new one would wait, and whether all gateways share the queue."""
+        if self._admission is None:
+            return 0, 0.0, False
+        return self._admission.controller(model).load()
+
     def reroute(self, exchange: Exchange, route: Route, needs: Callable[[], int]) -> Route:
         """The route to take: to the smaller model when too many requests wait for this one and the caller's tier is
         best effort. `needs`: tokens that the request takes at most, which must fit the smaller model's window."""

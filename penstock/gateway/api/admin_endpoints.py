@@ -6,7 +6,14 @@ from penstock.gateway.api.admin.adapters import AdapterEndpoints, AdapterLoadReq
 from penstock.gateway.api.admin.identity import IdentityEndpoints, KeyChange, KeyRequest, TenantChange, TenantRequest
 from penstock.gateway.api.admin.models import ModelAdminEndpoints, ModelLoadRequest
 from penstock.gateway.api.admin.plan import PlanEndpoints, PlanQuery
-from penstock.gateway.api.admin.replicas import DrainRequest, ReplicaEndpoints, RestartRequest, ScaleRequest
+from penstock.gateway.api.admin.replicas import (
+    AutoscaleRequest,
+    DrainRequest,
+    NoticeRequest,
+    ReplicaEndpoints,
+    RestartRequest,
+    ScaleRequest,
+)
 from penstock.gateway.api.admin.request_log import RequestLogEndpoints, RequestsQuery
 from penstock.gateway.api.admin.routes import RouteEndpoints, RouteSwitch
 from penstock.gateway.api.admin.sleep import SleepEndpoints
@@ -172,6 +179,32 @@ ADMIN = (
         "Run more or fewer replicas of a model.",
         "Admin",
         ScaleRequest,
+        scope="admin",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/admin/autoscale",
+        ReplicaEndpoints.list_autoscale,
+        "Models that are scaled automatically, and the last decision for each.",
+        "Admin",
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/admin/models/{model:path}/autoscale",
+        ReplicaEndpoints.set_autoscale,
+        "Change the limits of automatic scaling until the server stops.",
+        "Admin",
+        AutoscaleRequest,
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/admin/models/{model:path}/notice",
+        ReplicaEndpoints.notice_replica,
+        "A replica's machine goes away soon: start a replacement, then drain it.",
+        "Admin",
+        NoticeRequest,
         scope="admin",
     ),
     Endpoint(

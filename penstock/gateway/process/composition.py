@@ -59,6 +59,7 @@ from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process import implementations
+from penstock.gateway.process.load_reporter import LoadReporter
 from penstock.gateway.process.model_follower import ModelFollower
 from penstock.gateway.process.request_log import RequestLogOff, open_request_log
 from penstock.gateway.process.settings import GatewaySettings
@@ -84,6 +85,7 @@ from penstock.routing.replica_metrics import add_replica_metrics
 from penstock.routing.time_slice_groups import TimeSlices
 from penstock.storage import Database, open_database
 from penstock.storage.watch import DatabaseWatch
+from penstock.telemetry.autoscale_metrics import add_autoscale_metrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
@@ -246,9 +248,13 @@ async def compose(
         supervisor: SupervisorLink | NoSupervisor = NoSupervisor()
         if supervisor_socket is not None:
             follower = ModelFollower(settings, registry, admissions, prices, forget_answers, background)
-            supervisor = SupervisorLink(supervisor_socket, follower.follow)
+            supervisor = SupervisorLink(supervisor_socket, follower.follow, follower.scaled)
             await supervisor.start()
             closing(supervisor.close)
+            reporter = LoadReporter(registry, admissions, settings.admission.slots, supervisor.report)
+            reporter.start()
+            closing(reporter.close)
+        add_autoscale_metrics(metrics.registry, lambda: supervisor.scaling)
 
         # The generation pipeline with its stages.
         lifecycle = GenerationLifecycle(

@@ -7,8 +7,9 @@ then may finish. A model that cannot be served (its chat template is broken) doe
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from penstock.backends.native import NativeBackend
 from penstock.config.load import check_model
@@ -17,7 +18,7 @@ from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.metering.prices import PriceBook
-from penstock.protocol.control import Replica, Topology
+from penstock.protocol.control import ModelScaling, Replica, Topology
 from penstock.protocol.transport import CurveClient
 from penstock.routing.policies import make_policy
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -33,6 +34,9 @@ log = logging.getLogger("penstock.gateway")
 def served(
     settings: GatewaySettings, model: ModelSettings, endpoints: Sequence[str], curve: CurveClient | None = None
 ) -> ServedModel:
+    resilience = settings.how_resilient()
+    if model.hold is not None:
+        resilience = dataclasses.replace(resilience, park_s=max(resilience.park_s, model.hold.seconds))
     replicas = [native(model, str(index), endpoint, curve) for index, endpoint in enumerate(endpoints)]
     return ServedModel(
         name=model.name,
@@ -40,9 +44,10 @@ def served(
         backend=ReplicaSet(
             model.name,
             replicas,
-            resilience=settings.how_resilient(),
+            resilience=resilience,
             policy=make_policy(settings.routing.policy),
             handover=model.handover,
+            hold=model.hold,
         ),
         aliases=model.aliases,
         time_slice=model.time_slice,
@@ -55,6 +60,7 @@ def served(
         tool_format=model.tool_format,
         fallback=model.fallback,
         overflow_at=model.overflow_at,
+        autoscaled=model.autoscaled,
     )
 
 
@@ -94,6 +100,12 @@ class ModelFollower:
                 log.exception("a model cannot be served", extra={"model": name})
                 problems[name] = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
         return problems
+
+    def scaled(self, models: Mapping[str, ModelScaling]) -> None:
+        """Automatic scaling reports; held requests need to know how long a start takes."""
+        for model in self._registry:
+            if model.name in models and isinstance(model.backend, ReplicaSet) and model.backend.hold is not None:
+                model.backend.hold.cold_start_s = models[model.name].cold_start_s
 
     async def _follow(self, name: str, topology: Topology) -> None:
         if name not in topology.models:

@@ -31,6 +31,7 @@ from penstock.metering.prices import Price, PriceBook, PriceEntry
 from penstock.routing.breaker import BreakerPolicy
 from penstock.routing.dispatch import Resilience
 from penstock.routing.handover import HandoverPolicy
+from penstock.routing.hold import HoldLimits
 from penstock.telemetry.logging import LogFormat
 
 
@@ -61,6 +62,9 @@ class ModelSettings:
     silence_s: float = 75.0
     """An engine that is silent for this long is considered dead; longer than its own watchdog."""
     handover: HandoverPolicy = HandoverPolicy()  # noqa: RUF009
+    autoscaled: bool = False
+    hold: HoldLimits | None = None
+    """Set for a model that is scaled to zero while idle."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelSettings:
@@ -81,6 +85,10 @@ class ModelSettings:
             overflow_at=model.overflow_at,
             max_in_flight=model.max_waiting + (model.max_running or 0),
             handover=HandoverPolicy(model.handover_tokens, model.handover_wait_s),
+            autoscaled=model.autoscale is not None,
+            hold=None
+            if model.autoscale is None or model.autoscale.min > 0
+            else HoldLimits(model.autoscale.hold_s, model.autoscale.hold),
         )
 
     @property

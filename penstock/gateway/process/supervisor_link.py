@@ -9,13 +9,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.protocol.control import Done, Following, Loading, Operation, Topology, decode_from_supervisor, line
+from penstock.protocol.control import (
+    Done,
+    Following,
+    Loading,
+    Loads,
+    ModelScaling,
+    Operation,
+    Scaling,
+    Topology,
+    decode_from_supervisor,
+    line,
+)
 from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
 
 log = logging.getLogger("penstock.gateway")
@@ -30,15 +41,21 @@ Follow = Callable[[Topology], Awaitable[dict[str, str]]]
 class SupervisorLink:
     """The connection of one gateway process."""
 
-    def __init__(self, path: Path, follow: Follow) -> None:
+    def __init__(
+        self, path: Path, follow: Follow, scaled: Callable[[Mapping[str, ModelScaling]], None] = lambda models: None
+    ) -> None:
+        """`scaled` is called with the state of automatic scaling whenever it changes."""
         self._path = path
         self._follow = follow
+        self._scaled = scaled
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Done]] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.Task[None] | None = None
         self.loading: dict[str, Loading] = {}
         """Progress of the models that are being loaded."""
+        self.scaling: Mapping[str, ModelScaling] = {}
+        """Models that are scaled automatically."""
 
     async def start(self) -> None:
         try:
@@ -67,6 +84,11 @@ class SupervisorLink:
         if done.error:
             raise InvalidRequest(f"{done.error[:1].upper()}{done.error[1:]}.")
 
+    def report(self, loads: Loads) -> None:
+        """Tells the supervisor how loaded models are."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(line(loads))
+
     async def _take_over(self, topology: Topology) -> None:
         try:
             problems = await self._follow(topology)
@@ -82,6 +104,9 @@ class SupervisorLink:
                 match decode_from_supervisor(sent):
                     case Topology() as topology:
                         await self._take_over(topology)
+                    case Scaling(models):
+                        self.scaling = models
+                        self._scaled(models)
                     case Loading(model, phase) as progress:
                         self.loading.pop(model, None)
                         if phase:

@@ -66,6 +66,12 @@ class AdmissionController:
     def _cached(self, request: AdmissionRequest) -> int:
         return sum(self._sketch.cached(tokens, request.salt) for tokens in request.prompts)
 
+    def load(self) -> tuple[int, float, bool]:
+        """Requests that wait, how long a new one would wait behind them, and whether all gateways share the queue."""
+        state = self.queue.state("", 0)
+        wait = sum(state.work) / state.rates[0] if state.rates is not None and state.rates[0] > 0 else 0.0
+        return state.depth, wait, bool(self.config.url)
+
     def saturated(self) -> bool:
         """Whether best-effort callers should be sent to a smaller model."""
         return saturated(self.queue.state("", 0), self.capacity(), self.config)

@@ -1,4 +1,5 @@
-"""/v1/admin/replicas, /v1/admin/models/{model}/scale, /restart and /drain, /v1/admin/drain: the engines behind models.
+"""/v1/admin/replicas, /v1/admin/autoscale, /v1/admin/models/{model}/scale, /autoscale, /restart, /drain and /notice,
+/v1/admin/drain: the engines behind models.
 
 The supervisor carries out the operations, so they need a server started by `penstock serve`; each replies when done.
 """
@@ -13,7 +14,7 @@ from msgspec import Meta, Struct
 from penstock.gateway.api.admin.supervisor import Supervisor
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
-from penstock.protocol.control import Drain, Restart, Scale, Stop
+from penstock.protocol.control import Drain, Notice, Restart, Scale, SetLimits, Stop
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.remotes import RemoteModel
@@ -24,6 +25,22 @@ class ScaleRequest(Struct, forbid_unknown_fields=True):
     """POST /v1/admin/models/{model}/scale"""
 
     replicas: Annotated[int, Meta(ge=1, le=256)]
+
+
+class AutoscaleRequest(Struct, forbid_unknown_fields=True):
+    """POST /v1/admin/models/{model}/autoscale"""
+
+    min: Annotated[int, Meta(ge=0, le=256)] | None = None
+    max: Annotated[int, Meta(ge=1, le=256)] | None = None
+
+
+class NoticeRequest(Struct, forbid_unknown_fields=True):
+    """POST /v1/admin/models/{model}/notice"""
+
+    replica: Annotated[str, Meta(max_length=64)] | None = None
+    """Which one goes away; by default all of them."""
+    seconds: Annotated[float, Meta(ge=0, le=86400)] = 120.0
+    """When."""
 
 
 class RestartRequest(Struct, forbid_unknown_fields=True):
@@ -40,6 +57,8 @@ class DrainRequest(Struct, forbid_unknown_fields=True):
 
 
 _scale = msgspec.json.Decoder(ScaleRequest)
+_autoscale = msgspec.json.Decoder(AutoscaleRequest)
+_notice = msgspec.json.Decoder(NoticeRequest)
 _restart = msgspec.json.Decoder(RestartRequest)
 _drain = msgspec.json.Decoder(DrainRequest)
 
@@ -55,7 +74,33 @@ class ReplicaEndpoints:
     async def list_replicas(self, exchange: Exchange) -> None:
         found = [entry for model in self._registry for entry in describe(model)]
         found += [entry for remote in self._registry.remotes.values() for entry in describe_remote(remote)]
-        await exchange.reply_json({"object": "list", "data": found})
+        await exchange.reply_json({"object": "list", "data": found, "autoscale": self._scaled()})
+
+    async def list_autoscale(self, exchange: Exchange) -> None:
+        await exchange.reply_json({"object": "list", "data": self._scaled()})
+
+    async def set_autoscale(self, exchange: Exchange) -> None:
+        request = decode(_autoscale, await exchange.body(self._body_limit))
+        model = self._model(exchange, "/autoscale")
+        if request.min is None and request.max is None:
+            raise InvalidRequest("Give `min`, `max` or both.", param="min")
+        await self._supervisor.ask(lambda number: SetLimits(number, model.name, request.min, request.max))
+        await exchange.reply_json({"id": model.name, "object": "model", "min": request.min, "max": request.max})
+
+    async def notice_replica(self, exchange: Exchange) -> None:
+        request = decode(_notice, await exchange.body(self._body_limit) or b"{}")
+        model = self._model(exchange, "/notice")
+        if model.time_slice:
+            raise InvalidRequest(f"`{model.name}` takes turns (time_slice): it has one replica.", param="model")
+        await self._supervisor.ask(lambda number: Notice(number, model.name, request.replica or "", request.seconds))
+        await _reply(exchange, model)
+
+    def _scaled(self) -> list[dict[str, Any]]:
+        """The models that are scaled automatically: their limits, their replicas, and the last decision."""
+        return [
+            {"id": name, "object": "autoscale", **msgspec.structs.asdict(scaling)}
+            for name, scaling in self._supervisor.scaling.items()
+        ]
 
     async def scale_model(self, exchange: Exchange) -> None:
         request = decode(_scale, await exchange.body(self._body_limit))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from penstock.protocol.control import Loading, Operation
+from penstock.protocol.control import Loading, ModelScaling, Operation
 from penstock.protocol.errors import InvalidRequest
 
 
@@ -13,6 +13,10 @@ class Supervisor(Protocol):
     @property
     def loading(self) -> Mapping[str, Loading]:
         """The models that are being loaded, by name."""
+
+    @property
+    def scaling(self) -> Mapping[str, ModelScaling]:
+        """The models that are scaled automatically, by name."""
 
     async def ask(self, operation: Callable[[int], Operation]) -> None:
         """Have an operation carried out; returns when it is done, raises when it cannot be."""
@@ -22,6 +26,7 @@ class NoSupervisor:
     """For a gateway that was started without a supervisor: it cannot start or stop engines."""
 
     loading: Mapping[str, Loading] = {}
+    scaling: Mapping[str, ModelScaling] = {}
 
     async def ask(self, operation: Callable[[int], Operation]) -> None:
         raise InvalidRequest(

@@ -67,7 +67,7 @@ class ModelEndpoints:
             "max_output_tokens": min(caps, default=None),
             "limits": self._quotas.describe(caller),
             "ready": model.backend.ready,
-            "state": model.backend.state if model.backend.ready else "starting",
+            "state": model.state,
             "capabilities": {
                 "chat": model.text.has_chat_template,
                 "completions": True,

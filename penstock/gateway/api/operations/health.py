@@ -69,7 +69,7 @@ def _state(model: ServedModel, problem: str | None) -> dict[str, Any]:
     load = model.backend.load
     return {
         "ready": problem is None,
-        "state": model.backend.state if model.backend.ready else "starting",
+        "state": model.state,
         "problem": problem,
         "running": load.running,
         "waiting": load.waiting,

@@ -9,11 +9,11 @@ from collections import defaultdict
 
 from penstock.engine.request import Request, SamplingParams
 from penstock.protocol.errors import ApiError
+from penstock.routing.flights import PROBE_PRIORITY
 from penstock.routing.registry import ServedModel
 
 PROBE_FRESH_S = 2.0
 PROBE_LIMIT_S = 10.0
-PROBE_PRIORITY = -2
 _serial = itertools.count()
 
 
@@ -27,7 +27,7 @@ class Readiness:
     async def problem(self, model: ServedModel) -> str | None:
         backend = model.backend
         if not backend.ready:
-            return "the engine is not up"
+            return None if model.on_demand else "the engine is not up"
         if backend.state != "awake":
             return None  # it was put to sleep
         if backend.idle_s < PROBE_FRESH_S:

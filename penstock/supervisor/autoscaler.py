@@ -1,0 +1,235 @@
+"""Scales models by itself: adds up what the gateways report, asks the policy, and has replicas started and drained.
+
+Invariants: nothing is decided before a gateway has reported and the server was ready once, or after it begins to stop.
+A replica that cannot start is retried with a growing delay, and the running ones stay. `server.max_engines`
+holds for all models together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
+
+from penstock.config.autoscale import AutoscaleConfig
+from penstock.errors import PenstockError
+from penstock.planning.autoscaling import Autoscaler, FleetLoad
+from penstock.protocol.control import Loads, ModelLoad, ModelScaling, Scaling
+from penstock.supervisor.backoff import Backoff
+from penstock.supervisor.replicas import Replicas
+from penstock.supervisor.reporter import Reporter
+
+DECIDE_S = 2.0
+"""Seconds between two decisions; a request that waits for a model without replicas is answered at once."""
+FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0
+"""Delays after a replica that could not start."""
+
+log = logging.getLogger("penstock.supervisor")
+
+
+class ReplicaAutoscaler:
+    """Automatic scaling of the models of one supervisor; `run` runs until it is cancelled."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        configs: Callable[[], Mapping[str, AutoscaleConfig]],
+        clock: Callable[[], float] = time.monotonic,
+        reporter: Reporter | None = None,
+    ) -> None:
+        """`configs`: the models to scale, which change when models are loaded and unloaded."""
+        self._replicas = replicas
+        self._configs = configs
+        self._clock = clock
+        self._reporter = reporter or Reporter()
+        # Schedules need the time of day; everything else must not see the clock being set.
+        self._epoch = time.time() - clock()
+        self._models: dict[str, _ScaledModel] = {}
+        self._loads: dict[Hashable, Mapping[str, ModelLoad]] = {}
+        self._poked = asyncio.Event()
+        self.on_change: Callable[[Scaling], None] | None = None
+        self._told = Scaling({})
+        replicas.on_start_failed = self._start_failed
+
+    def governs(self, model: str) -> bool:
+        return model in self._configs()
+
+    def heard(self, gateway: Hashable, loads: Loads) -> None:
+        """A gateway reports."""
+        if gateway not in self._loads:
+            self._poked.set()
+        self._loads[gateway] = loads.models
+        asleep = (name for name, it in self._models.items() if not it.count)
+        if any(name in loads.models and _waits(loads.models[name]) for name in asleep):
+            self._poked.set()
+
+    def lost(self, gateway: Hashable) -> None:
+        """A gateway is gone."""
+        self._loads.pop(gateway, None)
+
+    def set_limits(self, model: str, minimum: int | None, maximum: int | None) -> None:
+        """Changes the limits of a model until the server stops."""
+        configured = self._configs().get(model)
+        if configured is None:
+            raise PenstockError(f"`{model}` is not scaled automatically; `penstock scale` sets its replicas")
+        it = self._of(model, configured)
+        old = it.policy.config
+        config = dataclasses.replace(
+            old, min=old.min if minimum is None else minimum, max=old.max if maximum is None else maximum
+        )
+        if problems := config.problems():
+            raise PenstockError("; ".join(problems))
+        if config.min == 0 and configured.min > 0:
+            raise PenstockError("scale to zero needs min: 0 in the configuration, where gateways also read hold_s")
+        it.policy.config = config
+        self._poked.set()
+
+    def state(self) -> Scaling:
+        return Scaling({name: it.state(self._replicas, name) for name, it in self._models.items()})
+
+    async def run(self) -> None:
+        while True:
+            self._poked.clear()
+            if self._loads and not self._replicas.stopping:
+                self.decide()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DECIDE_S):
+                    await self._poked.wait()
+
+    def decide(self) -> None:
+        """One decision for every model."""
+        configs = self._configs()
+        for name in self._models.keys() - configs.keys():
+            del self._models[name]
+        for name, config in configs.items():
+            try:
+                now = self._epoch + self._clock()
+                self._of(name, config).decide(name, now, self._loads, self._replicas, self._reporter)
+            except Exception:  # one model must not keep the others from being scaled
+                log.exception("automatic scaling of %r failed", name)
+        state = self.state()
+        if state != self._told:
+            self._told = state
+            if self.on_change is not None:
+                self.on_change(state)
+
+    def _of(self, model: str, config: AutoscaleConfig) -> _ScaledModel:
+        if model not in self._models:
+            self._models[model] = _ScaledModel(config, len(self._replicas.serving(model)))
+        return self._models[model]
+
+    def _start_failed(self, model: str, problem: str) -> None:
+        if model in self._models:
+            self._models[model].start_failed(problem, self._epoch + self._clock())
+
+
+class _ScaledModel:
+    """The policy of one model and what it needs to know between two decisions."""
+
+    def __init__(self, config: AutoscaleConfig, count: int) -> None:
+        self.policy = Autoscaler(config)
+        self.count = count
+        """Replicas that there should be."""
+        self._reported: dict[Hashable, tuple[int, int]] = {}
+        """What each gateway had counted at the last decision: arrived, finished."""
+        self._at: float | None = None
+        self._changed_at = 0.0
+        self._changes: Counter[str] = Counter()
+        self._cold_start_s: float | None = None
+        self._backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S)
+        self._retry_at = 0.0
+        self._failed = 0
+        self._problem = ""
+        self._failed_at = -math.inf
+
+    def start_failed(self, problem: str, now: float) -> None:
+        self._failed += 1
+        self._problem, self._failed_at = problem, time.monotonic()
+        if now >= self._retry_at:  # several that fail together count once
+            self._retry_at = now + self._backoff.delay(0.0)
+
+    def decide(
+        self,
+        name: str,
+        now: float,
+        gateways: Mapping[Hashable, Mapping[str, ModelLoad]],
+        replicas: Replicas,
+        reporter: Reporter,
+    ) -> None:
+        reports = {gateway: loads[name] for gateway, loads in gateways.items() if name in loads}
+        if not reports:
+            return  # no gateway serves it yet
+        decision = self.policy.decide(self._load(now, reports, name, replicas))
+        if decision.desired != decision.before:
+            self._changed_at = now
+            self._changes[decision.reason] += 1
+            reporter.scaled(name, decision.before, decision.desired, decision.detail)
+        self.count = decision.desired
+        if self.count < len(replicas.serving(name)) or now >= self._retry_at:
+            replicas.adjust(name, self.count)
+
+    def _load(self, now: float, reports: Mapping[Hashable, ModelLoad], name: str, replicas: Replicas) -> FleetLoad:
+        arrived = finished = 0
+        for gateway, report in reports.items():
+            before = self._reported.get(gateway, (0, 0) if self._at is not None else (report.arrived, report.finished))
+            arrived += report.arrived - before[0]
+            finished += report.finished - before[1]
+        self._reported = {gateway: (report.arrived, report.finished) for gateway, report in reports.items()}
+        elapsed = 1.0 if self._at is None else max(now - self._at, 0.001)
+        self._at = now
+        units = replicas.serving(name)
+        up = [unit for unit in units if unit.up.is_set()]
+        if up:
+            newest = max(up, key=lambda unit: unit.ready_at or 0.0)
+            ready_at = newest.ready_at or newest.spawned_at
+            self._cold_start_s = ready_at - newest.spawned_at
+            if ready_at > self._failed_at:
+                self._problem, self._backoff = "", Backoff(FIRST_RETRY_S, LAST_RETRY_S)
+        seen = list(reports.values())
+        in_engines = sum(report.in_flight for report in seen)
+        waiting = min(max(report.waiting for report in seen), in_engines)
+        total_blocks = max(report.total_blocks for report in seen)
+        return FleetLoad(
+            now=now,
+            ready=len(up),
+            starting=len(units) - len(up),
+            queued=sum(report.queued for report in seen) + max(report.shared_queue for report in seen) + waiting,
+            predicted_wait_s=max(report.predicted_wait_s for report in seen),
+            running=in_engines - waiting,
+            slots=max(report.slots for report in seen),
+            kv_use=max(report.used_blocks for report in seen) / total_blocks if total_blocks else 0.0,
+            arrivals_per_s=arrived / elapsed,
+            finished_per_s=finished / elapsed,
+            cold_start_s=self._cold_start_s,
+        )
+
+    def state(self, replicas: Replicas, name: str) -> ModelScaling:
+        units, last, config = replicas.serving(name), self.policy.last, self.policy.config
+        ready = sum(unit.up.is_set() for unit in units)
+        rate = self.policy.replica_rate
+        return ModelScaling(
+            min=config.min,
+            max=config.max,
+            desired=self.count,
+            ready=ready,
+            starting=len(units) - ready,
+            leaving=replicas.leaving(name),
+            reason="" if last is None else last.reason,
+            detail=self.policy.explain(),
+            decided_at=self._changed_at,
+            spot=0 if last is None else last.spot,
+            cold_start_s=None if self._cold_start_s is None else round(self._cold_start_s, 2),
+            replica_rate=None if rate is None else round(rate, 3),
+            decisions=dict(self._changes),
+            failed_starts=self._failed,
+            problem=self._problem,
+        )
+
+
+def _waits(load: ModelLoad) -> bool:
+    return load.queued > 0 or load.shared_queue > 0

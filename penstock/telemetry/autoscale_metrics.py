@@ -1,0 +1,46 @@
+"""Metrics of automatic scaling, as the supervisor reports it; every gateway of a server has the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from penstock.protocol.control import ModelScaling
+from penstock.telemetry.exposition import MetricRegistry
+
+_GAUGES: tuple[tuple[str, str, Callable[[ModelScaling], float]], ...] = (
+    ("desired", "Replicas that automatic scaling asks for.", lambda it: it.desired),
+    ("ready", "Replicas of an automatically scaled model that are ready.", lambda it: it.ready),
+    ("starting", "Replicas of an automatically scaled model that are starting.", lambda it: it.starting),
+    ("min", "Minimum of replicas under automatic scaling, without schedules.", lambda it: it.min),
+    ("max", "Maximum of replicas under automatic scaling.", lambda it: it.max),
+)
+
+
+def add_autoscale_metrics(registry: MetricRegistry, read: Callable[[], Mapping[str, ModelScaling]]) -> None:
+    """Registers the metrics; `read` returns the models that are scaled automatically."""
+
+    def add(name: str, help: str, value: Callable[[ModelScaling], float]) -> None:
+        registry.sampled(
+            "gauge",
+            f"penstock_autoscale_{name}_replicas",
+            help,
+            ("model_name",),
+            lambda: [((model,), value(it)) for model, it in read().items()],
+        )
+
+    for name, help, value in _GAUGES:
+        add(name, help, value)
+    registry.sampled(
+        "counter",
+        "penstock_autoscale_decisions_total",
+        "Changes of the number of replicas by automatic scaling, by reason.",
+        ("model_name", "reason"),
+        lambda: [((model, reason), n) for model, it in read().items() for reason, n in it.decisions.items()],
+    )
+    registry.sampled(
+        "counter",
+        "penstock_autoscale_failed_starts_total",
+        "Replicas that automatic scaling asked for and that could not start.",
+        ("model_name",),
+        lambda: [((model,), it.failed_starts) for model, it in read().items()],
+    )
