@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -21,26 +20,19 @@ from penstock.bench.arrivals import Planned
 from penstock.bench.calibration import calibrate, default_workloads, hardware_of, measure, refit
 from penstock.bench.engine import Run
 from penstock.bench.workloads import Workload, warm_up
-from penstock.config.routing import AdmissionConfig
 from penstock.engine.backends.select import pick_device
 from penstock.errors import ConfigError
-from penstock.planning.calibration import Calibration
-from penstock.planning.deployment import Deployment
 from penstock.planning.step_time import StepTime, StepWork
-from penstock.simulation.arrival import Arrival, Segment
-from penstock.simulation.fleet import FleetSpec
-from penstock.simulation.gateway import GatewaySpec
-from penstock.simulation.real_run import Observed, real_run
-from penstock.simulation.replica import ReplicaSpec
-from penstock.simulation.run import simulate
+from penstock.simulation.one_engine import simulated
+from penstock.simulation.real_run import real_run
 
 TOLERANCE = 0.15
 CPU_WORKLOADS = [
     *(
         Workload(f"{requests} x {inputs}/{outputs}", requests, (inputs, inputs), (outputs, outputs))
-        for requests, inputs, outputs in ((1, 64, 32), (1, 384, 8), (4, 128, 24), (8, 256, 16), (16, 48, 16))
+        for requests, inputs, outputs in ((1, 64, 32), (1, 192, 8), (4, 96, 24), (8, 128, 16), (16, 32, 16))
     ),
-    Workload("6 in flight", 18, (64, 256), (16, 48), concurrency=6),
+    Workload("6 in flight", 18, (32, 160), (12, 40), concurrency=6),
 ]
 """Steps such as those of the trace, which is shorter than the calibration of `penstock bench engine --calibrate`."""
 
@@ -52,8 +44,8 @@ class TraceShape:
     seconds: float = 60.0
     load: float = 0.5
     """Part of what the engine can do, as the calibration predicts it."""
-    inputs: tuple[int, int] = (32, 384)
-    outputs: tuple[int, int] = (16, 128)
+    inputs: tuple[int, int] = (16, 192)
+    outputs: tuple[int, int] = (8, 64)
     seed: int = 1
 
 
@@ -75,56 +67,6 @@ def suitable_rate(shape: TraceShape, step_time: StepTime, streams: int = 8) -> f
     joint = StepWork(streams, streams * context, round(prompt), round(prompt * prompt / 2), streams + 1)
     prefill = step_time.seconds(joint) - streams * decode
     return shape.load / (prefill + answer * decode)
-
-
-class Replay:
-    """A plan as a source: prompts that share nothing."""
-
-    def __init__(self, plan: Sequence[Planned]) -> None:
-        self._plan = plan
-
-    def arrivals(self) -> Iterator[Arrival]:
-        for number, planned in enumerate(self._plan, 1):
-            yield Arrival(planned.at, (Segment(number, planned.input_len),), planned.output_len)
-
-    def after(self, arrival: Arrival, finished_at: float) -> Arrival | None:
-        return None
-
-    def refused(self, arrival: Arrival, at: float, retry_after_s: float | None) -> Arrival | None:
-        return None
-
-
-def simulated(
-    plan: Sequence[Planned],
-    deployment: Deployment,
-    calibration: Calibration,
-    *,
-    num_blocks: int,
-    block_size: int = 16,
-    max_model_len: int | None = None,
-    overlap: bool = False,
-) -> Observed:
-    """The plan on one simulated engine without a gateway before it."""
-    replica = ReplicaSpec(
-        step_time=StepTime(deployment, calibration),
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_running=deployment.most_running,
-        token_budget=deployment.step_tokens,
-        max_model_len=max_model_len or deployment.context_len,
-        overlap=overlap,
-    )
-    gateway = GatewaySpec(policy="round_robin", admission=AdmissionConfig(enabled=False), hop_s=0.0)
-    last = max(planned.at for planned in plan)
-    record = simulate(Replay(plan), FleetSpec(replica), gateway, seconds=last + 1.0, drain_s=86_400.0)
-    rows = list(record.requests)
-    assert len(rows) == len(plan) and all(row.status == "served" for row in rows), "an engine serves whatever it gets"
-    return Observed(
-        ttft=[row.ttft_s for row in rows if row.ttft_s is not None],
-        gaps=record.all_gaps(),
-        output_tokens=record.totals.output_tokens,
-        seconds=max(row.end for row in rows),
-    )
 
 
 @dataclass(frozen=True, slots=True)
