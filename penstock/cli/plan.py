@@ -68,6 +68,18 @@ def plan(
             min=1, rich_help_panel=_HARDWARE, help="Context window; by default four times the average request."
         ),
     ] = None,
+    host_memory: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", rich_help_panel=_HARDWARE, help="Host memory per device for KV blocks that leave the cache."
+        ),
+    ] = "0",
+    acceptance: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=_HARDWARE, help="N-gram speculation: chance that a draft token is accepted; off by default."
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -90,6 +102,9 @@ def plan(
         float | None,
         typer.Option(rich_help_panel=_LOAD, help="Share of prompt tokens in the prefix cache; by default histories."),
     ] = None,
+    shared_prefix: Annotated[
+        float, typer.Option(rich_help_panel=_LOAD, help="Tokens with which all prompts begin, such as a system prompt.")
+    ] = 0,
     peak: Annotated[
         float, typer.Option(rich_help_panel=_LOAD, help="The peak to serve in time, over the day's average.")
     ] = 3,
@@ -177,6 +192,7 @@ def plan(
     from penstock.planning.candidate import Options
     from penstock.planning.capacity import Slo
     from penstock.planning.catalogue import THIS_MACHINE, load_catalogue
+    from penstock.planning.deployment import Speculation
     from penstock.planning.money import Overheads, PriceMix
     from penstock.planning.plan import make_plan, require
     from penstock.planning.provision import Headroom
@@ -196,6 +212,8 @@ def plan(
         weight_dtypes=_weight_formats(weights),
         kv_dtypes=_kv_formats(kv),
         context=context,
+        host_memory=_size(host_memory),
+        speculation=None if acceptance is None else Speculation("ngram", acceptance),
         headroom=Headroom(utilisation, _or(spares, 0 if own else 1)),
         mix=PriceMix(1 - reserved - spot, reserved, spot),
         overheads=Overheads(
@@ -208,7 +226,9 @@ def plan(
         calibrations=_calibrations(calibration),
     )
     people = _or(users, 100 if own else 1_000)
-    workload = Workload(people, requests, input_tokens, output_tokens, peak, curve_of(curve), turns, cache_hit_rate)
+    workload = Workload(
+        people, requests, input_tokens, output_tokens, peak, curve_of(curve), turns, cache_hit_rate, shared_prefix
+    )
     slo = Slo(
         _seconds("--slo-ttft", _or(slo_ttft, 5_000 if slow else 500)),
         _seconds("--slo-itl", _or(slo_itl, 200 if slow else 50)),
@@ -346,6 +366,16 @@ def _calibrations(path: Path | None) -> tuple[Calibration, ...] | None:
     from penstock.planning.calibration import packaged, read_calibration
 
     return (read_calibration(path), *packaged())
+
+
+def _size(text: str) -> int:
+    from penstock.config.units import SIZE_HELP, parse_size
+    from penstock.errors import ConfigError
+
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ConfigError(f"--host-memory {text}: give {SIZE_HELP}") from None
 
 
 def _seconds(option: str, milliseconds: float) -> float | None:

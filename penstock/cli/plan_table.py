@@ -115,7 +115,7 @@ def summary(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
     users = best.most.requests_per_s * headroom.utilisation * 86_400 / plan.workload.peak_factor
     users /= plan.workload.requests_per_user
     concurrency = ", ".join(f"{count:,} at {length:,}" for length, count in plan.concurrency)
-    return [
+    rows = [
         (
             "fleet",
             f"{counted(fleet.replicas, 'replica')} of {best.label}: {counted(fleet.devices, 'device')} in "
@@ -142,6 +142,13 @@ def summary(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
             f"{fleet.utilisation:.0%} static, {fleet.autoscaled_utilisation:.0%} autoscaled",
         ),
     ]
+    average = round(plan.workload.prompt_tokens + plan.workload.output_tokens)
+    if best.deployment.shared_prefix:
+        shared, alone = memory.concurrency(average), memory.without_sharing(average)
+        rows.append(("prefix sharing", f"{shared:,} requests of average length in the cache instead of {alone:,}"))
+    if best.deployment.host_memory:
+        rows.append(("host memory", f"{memory.host_sequences(average):,} more of them kept for their next turn"))
+    return rows
 
 
 def counted(count: int, noun: str) -> str:
@@ -198,7 +205,7 @@ def _sensitivity(plan: Plan, best: Candidate) -> Table:
     for row in plan.sensitivity:
         ends = []
         for end in (row.low, row.high):
-            ends += [end.value, "misses objectives" if end.monthly is None else f"{end.monthly:,.0f}"]
+            ends += [end.value, "too much" if end.monthly is None else f"{end.monthly:,.0f}"]
         rows.add_row(row.name, *ends)
     return rows
 

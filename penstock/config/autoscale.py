@@ -67,7 +67,7 @@ class AutoscaleConfig:
         1.0, doc="Maximum of replicas added at once, as a share of the present ones; 4 are always allowed.", least=0.01
     )
     step_down: float = setting(
-        0.25, doc="Maximum of replicas stopped at once, as a share of the present ones; 1 is always allowed.",
+        0.5, doc="Maximum of replicas stopped at once, as a share of the present ones; 1 is always allowed.",
         least=0.01, most=1,
     )  # fmt: skip
     cold_start_s: float | None = setting(

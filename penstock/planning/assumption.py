@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.planning.candidate import Candidate, Options, runs_on
 from penstock.planning.catalogue import PRICE_KINDS, ApiPrice, Device
+from penstock.planning.deployment import Deployment
 from penstock.planning.memory import Assumption
 from penstock.planning.money import HOURS_PER_MONTH
 from penstock.planning.workload import CURVES, Workload
@@ -30,7 +31,7 @@ def assumptions(
 
 def _of_workload(workload: Workload, context: int) -> list[Assumption]:
     shape = "a shape, not a measurement" if workload.curve.name in CURVES else "given"
-    hits = GIVEN if workload.cache_hit_rate is not None else "histories of conversations are cached, and nothing else"
+    hits = GIVEN if workload.cache_hit_rate is not None else "histories of conversations and the shared prefix"
     return [
         Assumption(
             "load over the day",
@@ -80,6 +81,7 @@ def _of_device(device: Device, options: Options) -> list[Assumption]:
 def _of_replica(best: Candidate) -> list[Assumption]:
     return [
         *best.memory.assumptions,
+        *_of_speculation(best.deployment),
         Assumption("efficiency", best.calibration.title, f"`{best.calibration.source.command}`"),
         Assumption(
             "cost of input and output tokens",
@@ -87,6 +89,16 @@ def _of_replica(best: Candidate) -> list[Assumption]:
             "their shares of the engine's time at capacity",
         ),
     ]
+
+
+def _of_speculation(made: Deployment) -> list[Assumption]:
+    if made.speculation is None:
+        return []
+    value = (
+        f"{made.speculation.form}, {made.speculation.depth} draft tokens, each accepted with probability "
+        f"{made.speculation.acceptance:g}: {made.speculation.tokens_per_step:.2f} tokens per step"
+    )
+    return [Assumption("speculation", value, GIVEN)]
 
 
 def _of_money(options: Options) -> list[Assumption]:

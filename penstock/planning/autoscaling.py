@@ -76,13 +76,24 @@ class FleetLoad:
     arrivals_per_s: float = 0.0
     """Mean since the previous call."""
     finished_per_s: float = 0.0
-    """Requests that ended, mean since the previous call."""
+    """Requests that were answered, mean since the previous call."""
+    refused_per_s: float = 0.0
+    """Requests that were refused, mean since the previous call; most of them come back."""
     cold_start_s: float | None = None
     """Measured time from start to ready; None: not known."""
 
     @property
     def present(self) -> int:
         return self.ready + self.starting
+
+    @property
+    def new_per_s(self) -> float:
+        """Arrivals without those that come back because they were refused. Clients usually try three times (the OpenAI
+        SDKs do), so a share r of refusals makes 1 + r + r² of each request."""
+        if self.arrivals_per_s <= 0:
+            return 0.0
+        share = min(max(self.refused_per_s / self.arrivals_per_s, 0.0), 1.0)
+        return self.arrivals_per_s / (1.0 + share + share * share)
 
     @property
     def demand(self) -> bool:
@@ -190,7 +201,7 @@ class Autoscaler:
 
     def _learn(self, load: FleetLoad) -> None:
         """Updates the forecast, and what a replica can do."""
-        self._forecast.observe(load.now, load.arrivals_per_s)
+        self._forecast.observe(load.now, load.new_per_s)
         if load.demand:
             self._demand_at = load.now
         if load.ready and load.slots and self.config.concurrency is None:
@@ -207,12 +218,15 @@ class Autoscaler:
         expected = self._forecast.ahead(cold_start) if config.forecast else rate
         by_rate = by_forecast = busy = wait = 0
         replica_rate = self.replica_rate
+        if replica_rate is None and load.queued and load.predicted_wait_s > 0 and load.ready:
+            # Nothing was learned yet, but whoever predicts the wait knows how fast the queue is worked off.
+            replica_rate = load.queued / load.predicted_wait_s / load.ready
         if replica_rate is not None:
             backlog = load.queued / config.drain_s
             by_rate = _up((rate + backlog) / (replica_rate * target))
             by_forecast = _up((expected + backlog) / (replica_rate * target))
         if self._replica_slots:
-            waiting = load.queued if replica_rate is None else 0
+            waiting = load.queued if self.replica_rate is None else 0
             growth = expected / rate if rate > 0 else 1.0
             busy = _up((load.running + waiting) / (self._replica_slots * target))
             by_forecast = max(by_forecast, _up(load.running * growth / (self._replica_slots * target)))

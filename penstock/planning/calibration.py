@@ -129,8 +129,8 @@ def packaged() -> tuple[Calibration, ...]:
 
 
 def calibration_for(device: Device, among: tuple[Calibration, ...] | None = None) -> Calibration:
-    """The device's own, or else that of the nearest device of its kind: nearest in bytes per FLOP, since that decides
-    which of the factors count."""
+    """The device's own, or else that of the nearest device of its kind: of the same architecture if there is one, and
+    nearest in FLOPs per byte, since that decides which of the factors count."""
     known = packaged() if among is None else among
     for calibration in known:
         if calibration.device == device.name:
@@ -148,12 +148,12 @@ def calibration_for(device: Device, among: tuple[Calibration, ...] | None = None
     return dataclasses.replace(nearest, borrowed_for=device.name)
 
 
-def _distance(one: Device, other: Device) -> float:
+def _distance(one: Device, other: Device) -> tuple[bool, float]:
     def intensity(device: Device) -> float:
         return max(device.flops.values()) / device.bandwidth
 
     ratio = intensity(one) / intensity(other)
-    return max(ratio, 1 / ratio)
+    return one.arch != other.arch, max(ratio, 1 / ratio)
 
 
 def _parse(text: str, name: str) -> Calibration:

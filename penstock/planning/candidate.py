@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.planning.calibration import Calibration, calibration_for
 from penstock.planning.capacity import RequestShape, Slo, Steady, most_load, steady
 from penstock.planning.catalogue import Device
-from penstock.planning.deployment import Deployment, possible_tensor_parallel
+from penstock.planning.deployment import Deployment, Speculation, possible_tensor_parallel
 from penstock.planning.memory import MemoryPlan, memory_plan
 from penstock.planning.money import Bill, Overheads, PriceMix, TokenPrices, gpu_bill, monthly_bill, token_prices
 from penstock.planning.numbers import KVDType, WeightDType
@@ -34,6 +34,9 @@ class Options:
     kv_dtypes: tuple[KVDType, ...] = ()
     context: int | None = None
     """The window, in tokens."""
+    host_memory: int = 0
+    """Bytes per device for blocks that leave the KV cache."""
+    speculation: Speculation | None = None
     headroom: Headroom = field(default_factory=Headroom)
     mix: PriceMix = field(default_factory=PriceMix)
     overheads: Overheads = field(default_factory=Overheads)
@@ -101,7 +104,9 @@ def window(shape: ModelShape, workload: Workload, context: int | None) -> int:
     return context
 
 
-def deployments(shape: ModelShape, device: Device, context: int, options: Options) -> Iterator[Deployment | Rejected]:
+def deployments(
+    shape: ModelShape, device: Device, context: int, options: Options, shared_prefix: int = 0
+) -> Iterator[Deployment | Rejected]:
     """Layouts and number formats to try on a device. A layout that was asked for and cannot be is rejected; one that
     nobody asked for is not mentioned."""
     for weights in options.weight_dtypes or _weight_dtypes(shape, device):
@@ -113,7 +118,8 @@ def deployments(shape: ModelShape, device: Device, context: int, options: Option
                 try:
                     made = Deployment(
                         shape=shape, device=device, tensor_parallel=tensor, pipeline_parallel=stages,
-                        weight_dtype=weights, kv_dtype=kv, max_model_len=context,
+                        weight_dtype=weights, kv_dtype=kv, max_model_len=context, host_memory=options.host_memory,
+                        shared_prefix=shared_prefix, speculation=options.speculation,
                     )  # fmt: skip
                 except ConfigError as error:
                     yield Rejected(f"{device.name}, TP {tensor}, PP {stages}", "layout", str(error), float("inf"))
@@ -131,7 +137,7 @@ def _layouts(shape: ModelShape, device: Device, options: Options) -> Iterator[tu
     )
     for stages in options.pipeline_parallel or (1, 2, 4, 8):
         for size in sizes:
-            asked = options.tensor_parallel and (options.pipeline_parallel or stages == 1)
+            asked = options.pipeline_parallel or (options.tensor_parallel and stages == 1)
             if asked or size * stages <= node:
                 yield size, stages
 

@@ -14,7 +14,7 @@ TREND_S = 90.0
 JUMP_S = 10.0
 """Time constant of the quick mean that notices a spike."""
 SIGMAS = 2.0
-GROWTH = 2.0
+GROWTH = 1.5
 """The trend is followed up to this multiple of the present rate."""
 
 

@@ -33,6 +33,8 @@ COMPUTE_SHARE = 0.8
 LEAST_SPREAD = 0.05
 LEAST_MINUTES = 5
 """Relative spread of the load, and minutes, below which nothing is said about how it slows sequences."""
+FEW_MARGIN = 0.1
+"""Share by which the range of fewer full minutes is widened."""
 MILLION = 1e6
 MONTH_H = 730.0
 """Hours of a month."""
@@ -149,7 +151,7 @@ class FullDate:
     in_s: float | None = None
     earliest_s: float | None = None
     latest_s: float | None = None
-    """None: not within the horizon."""
+    """With the intervals of growth and capacity. None: not within the horizon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +259,11 @@ def replica_capacity(points: Sequence[LoadPoint], size: FleetSize) -> ReplicaCap
     speed = _fit_speed(rates, [1 / point.token_time for point in busy], [point.seconds for point in busy])
     if speed.slowing >= speed.error and speed.slowing * sequences > COMPUTE_SHARE / (1 - COMPUTE_SHARE):
         first_full = "compute"
-    together = [rate * point.token_time for rate, point in zip(rates, busy, strict=True)]  # by Little's law
-    full = [rate for rate, n in zip(rates, together, strict=True) if n >= FULL_SHARE * sequences]
+    full = [
+        rate
+        for rate, point in zip(rates, busy, strict=True)
+        if point.running >= FULL_SHARE * sequences * point.replicas
+    ]
     seen = max(rates)
     source: Source = "fitted"
     if full:
@@ -291,14 +296,19 @@ def full_date(trend: Trend | None, headroom: Headroom | None) -> FullDate:
         return FullDate("unknown")
     growth = Estimate(trend.slope_low, trend.slope, trend.slope_high).times(HOUR)
     found = Crossing(None, None, None)
-    if headroom is not None and headroom.capacity_requests is not None:
-        found = crossing(trend, headroom.capacity_requests.likely)
+    if headroom is not None and (most := headroom.capacity_requests) is not None:
+        # Both the growth and the capacity may be other than likely.
+        found = Crossing(
+            crossing(trend, most.likely).likely_s,
+            crossing(trend, most.low).earliest_s,
+            crossing(trend, most.high).latest_s,
+        )
     outlook: Outlook = "not_within_horizon" if trend.growing else "not_growing"
     if found.likely_s is not None and (trend.growing or trend.season):
         outlook = "filling"
     if headroom is None:
         outlook = "unknown" if trend.growing else outlook
-    dates = found if outlook == "filling" else Crossing(None, None, None)
+    dates = found if outlook in ("filling", "not_within_horizon") else Crossing(None, None, None)
     return FullDate(
         outlook,
         growth,
@@ -429,7 +439,8 @@ def _fit_speed(rates: Sequence[float], speeds: Sequence[float], weights: Sequenc
 
 
 def _spread(rates: Sequence[float]) -> Estimate:
-    """The mean of measured rates and the range of nine tenths of them."""
+    """The mean of measured rates and the range of nine tenths of them; a few alone could be lucky."""
     ordered = sorted(rates)
     cut = int(len(ordered) * 0.05)
-    return Estimate(ordered[cut], sum(ordered) / len(ordered), ordered[-1 - cut])
+    margin = FEW_MARGIN if len(ordered) < LEAST_MINUTES else 0.0
+    return Estimate(ordered[cut] * (1 - margin), sum(ordered) / len(ordered), ordered[-1 - cut] * (1 + margin))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from penstock.config.units import format_size
 from penstock.engine.parallel.layout import Place, Span, layer_span
 from penstock.planning.deployment import Deployment
 from penstock.planning.shape import ModelShape
@@ -127,11 +126,11 @@ class MemoryPlan:
             Assumption(
                 "weights", f"{weights.name}, {8 * weights.matrix_bytes:.3g} bits each", _weights_source(deployment)
             ),
-            Assumption("runtime", format_size(self.runtime), "estimate: context, kernels and libraries of a process"),
-            Assumption("KV element", f"{deployment.kv_bytes:.4g} bytes ({deployment.kv_format})", "engine.kv.kinds"),
+            Assumption("runtime", _gib(self.runtime), "estimate: context, kernels and libraries of a process"),
+            Assumption("KV element", f"{8 * deployment.kv_bytes:.3g} bits ({deployment.kv_format})", "engine.kv.kinds"),
         ]
         if kind == "gpu":
-            what = f"{format_size(self.activations)} for steps of {deployment.step_tokens} tokens"
+            what = f"{_gib(self.activations)} for steps of {deployment.step_tokens} tokens"
             found.append(Assumption("activations", what, "tensors alive in one layer; the engine measures it at start"))
         if deployment.kv_memory is None:
             of = "the model's share" if deployment.memory_share is not None else "what is free"
@@ -267,6 +266,10 @@ def _weights_source(deployment: Deployment) -> str:
         stored = deployment.shape.stored is not None
         return "as the checkpoint stores them" if stored else "dense, as the device computes"
     return "engine.quantization: scales included"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
 
 
 def _gb(size: float) -> str:

@@ -36,7 +36,8 @@ class WeightFormat:
     head_bytes: float
     """Of one weight of the output head, which is rounded less: its error goes straight into the logits."""
     compute: ComputeDType
-    """What a matrix product runs in. Integer weights are widened as they are read, so they save bytes, not time."""
+    """Whose peak a matrix product is measured by. Integer weights are widened as they are read, or multiplied in two
+    digits on CPUs: they save bytes, and calibrations hold their speed over that of dense products."""
     dense_bytes: float = 2
     """Of embeddings, norms, biases and routers, which are never rounded."""
     expert_bytes: float | None = None
@@ -71,10 +72,10 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
 }
 CPU_FORMATS: dict[str, WeightFormat] = {
     **WEIGHT_FORMATS,
-    "int8": WeightFormat("int8", _int8(_CPU_GROUP), _int8(_CPU_GROUP), "int8"),
-    "int4": WeightFormat("int4", _int4(_CPU_GROUP), _int4(_CPU_GROUP), "int8"),
+    "int8": WeightFormat("int8", _int8(_CPU_GROUP), _int8(_CPU_GROUP), "bf16"),
+    "int4": WeightFormat("int4", _int4(_CPU_GROUP), _int4(_CPU_GROUP), "bf16"),
 }
-"""On CPUs, whose kernels multiply integers as they are."""
+"""On CPUs, whose kernels keep the head in as few bits as the rest."""
 
 _ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 

@@ -100,7 +100,7 @@ def make_plan(
     candidates: list[Candidate] = []
     rejected: list[Rejected] = []
     for device in hardware:
-        for made in deployments(shape, device, context, options):
+        for made in deployments(shape, device, context, options, int(workload.shared_prefix)):
             judged = judge(made, workload, slo, options) if isinstance(made, Deployment) else made
             if isinstance(judged, Candidate):
                 candidates.append(judged)

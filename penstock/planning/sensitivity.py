@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from penstock.errors import ConfigError
 from penstock.planning.candidate import Candidate, Options, judge
 from penstock.planning.capacity import Slo
 from penstock.planning.catalogue import Device
@@ -15,7 +16,7 @@ _LOW, _HIGH = 0.5, 1.5
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One input's other value, and the month's bill it gives; None where the deployment then misses the objectives."""
+    """One input's other value, and the month's bill it gives; None where the deployment no longer does."""
 
     value: str
     monthly: float | None
@@ -40,7 +41,10 @@ def sensitivities(candidate: Candidate, workload: Workload, slo: Slo, options: O
 
     def bill(variant: _Variant) -> float | None:
         deployment = replace(candidate.deployment, device=variant.device)
-        judged = judge(deployment, variant.workload, slo, variant.options)
+        try:
+            judged = judge(deployment, variant.workload, slo, variant.options)
+        except ConfigError:  # longer requests than the window holds
+            return None
         return judged.monthly if isinstance(judged, Candidate) else None
 
     found = [
@@ -63,7 +67,9 @@ def _variants(device: Device, workload: Workload, options: Options) -> Iterator[
         return _Variant(value, device, replace(workload, **change), options)  # type: ignore[arg-type]
 
     def scaled(name: str, field: str, value: float) -> tuple[str, _Variant, _Variant]:
-        low, high = (work(_figure(value * factor), **{field: value * factor}) for factor in (_LOW, _HIGH))
+        least = {"input_tokens": max(1.0, workload.shared_prefix + 1), "output_tokens": 1.0}.get(field, 0.0)
+        ends = (max(least, value * _LOW), value * _HIGH)
+        low, high = (work(_figure(end), **{field: end}) for end in ends)
         return name, low, high
 
     yield scaled("users a day", "users", workload.users)

@@ -99,7 +99,9 @@ class Workload:
     turns: float = 1.0
     """Requests of one conversation, each sent with the whole history before it."""
     cache_hit_rate: float | None = None
-    """Share of prompt tokens found in the prefix cache. None: the histories of conversations, and nothing else."""
+    """Share of prompt tokens found in the prefix cache. None: the histories of conversations, and the shared prefix."""
+    shared_prefix: float = 0.0
+    """Of the input of a first request: tokens with which all conversations begin, such as a system prompt."""
 
     def __post_init__(self) -> None:
         _check("users", self.users)
@@ -110,6 +112,11 @@ class Workload:
         _check("the peak factor", self.peak_factor, least=1)
         if self.cache_hit_rate is not None and not 0 <= self.cache_hit_rate < 1:
             raise ConfigError(f"the cache hit rate is a share from 0 to below 1, not {self.cache_hit_rate:g}")
+        if not 0 <= self.shared_prefix < self.input_tokens:
+            raise ConfigError(
+                f"the shared prefix must be 0 or more tokens, and fewer than the {self.input_tokens:g} of the input, "
+                f"not {self.shared_prefix:g}"
+            )
         if self.peak_factor < self.curve.peak - 1e-9:
             raise ConfigError(
                 f"peak factor {self.peak_factor:g} is below the busiest hour of the curve {self.curve.name}, which has "
@@ -131,9 +138,10 @@ class Workload:
 
     @property
     def hit_rate(self) -> float:
+        """Only the first request of a conversation finds the shared prefix alone; later ones find their history."""
         if self.cache_hit_rate is not None:
             return self.cache_hit_rate
-        return self.history_tokens / self.prompt_tokens
+        return (self.history_tokens + self.shared_prefix / self.turns) / self.prompt_tokens
 
     @property
     def cached_tokens(self) -> float:

@@ -122,16 +122,10 @@ class Predicted:
         allowed = usable(candidates)
         chosen = allowed[0]
         if len(allowed) > 1:
-            typical = self._typical(candidates)
-            home = self._sessions.get((request.tenant, request.session), "")
             # Rotate, so that replicas with equal scores take turns.
             self._turn += 1
             turn = self._turn % len(allowed)
-            least = math.inf
-            for index in allowed[turn:] + allowed[:turn]:
-                seconds = self._seconds(request, candidates[index], typical, home)
-                if seconds < least:
-                    chosen, least = index, seconds
+            chosen, _ = self._best(request, candidates, allowed[turn:] + allowed[:turn])
         view = candidates[chosen]
         self._prefixes.sent(view.name, request.blocks, view.total_blocks)
         self._remember(request, view.name)
@@ -142,8 +136,7 @@ class Predicted:
 
     def seconds(self, request: ReplicaRequest, view: ReplicaView) -> float:
         """The predicted cost of sending `request` to this replica, in seconds."""
-        home = self._sessions.get((request.tenant, request.session), "")
-        return self._seconds(request, view, self._typical(()), home)
+        return self._best(request, (view,), (0,))[1]
 
     def _typical(self, candidates: Sequence[ReplicaView]) -> tuple[float, float]:
         """Prefill and decode speed of a replica that has not been measured: the mean of the others."""
@@ -154,31 +147,47 @@ class Predicted:
             sum(decodes) / len(decodes) if decodes else self._weights.decode_tokens_per_s,
         )
 
-    def _seconds(self, request: ReplicaRequest, view: ReplicaView, typical: tuple[float, float], home: str) -> float:
-        """`home`: the session's replica. Called for every replica and request, so without calls of its own as far as
-        possible."""
+    def _best(
+        self, request: ReplicaRequest, candidates: Sequence[ReplicaView], order: Sequence[int]
+    ) -> tuple[int, float]:
+        """The first candidate in `order` with the least cost, and that cost. One loop over all replicas for every
+        request, so it makes as few calls as possible."""
         weights = self._weights
-        fresh = request.prompt_tokens
-        if request.blocks:
-            fresh = max(fresh - self._prefixes.matched(view.name, request.blocks) * request.block_size, 1)
-        seconds = (view.queued_tokens + fresh) / (view.prefill_tokens_per_s or typical[0])
-        slots = view.slots
-        if slots:
-            present = view.running + view.waiting
-            if present < slots:
-                seconds += weights.busy_s * present / slots
-            else:  # it waits for a running request to finish
-                left = (present + 1 - slots) * view.decoding_tokens / present
-                seconds += left / (view.decode_tokens_per_s or typical[1]) + weights.busy_s
-        if view.total_blocks:
-            needed = (fresh + request.expected_output) / request.block_size / view.total_blocks
-            over = view.kv_use + needed - weights.kv_knee
-            if over > 0:
-                seconds += weights.kv_full_s * (over / (1.0 - weights.kv_knee)) ** 2
-        if home == view.name:
-            seconds -= weights.session_s
-        # A replica whose breaker is half open counts as slower, in proportion to its weight.
-        return seconds / view.weight if view.weight > 0 and seconds > 0 else seconds
+        prompt, blocks, size = max(request.prompt_tokens, 1), request.blocks, request.block_size
+        held = self._prefixes.holders(blocks[0]) if blocks else ()
+        home = self._sessions.get((request.tenant, request.session), "")
+        typical: tuple[float, float] | None = None
+        best, least = order[0], math.inf
+        for index in order:
+            view = candidates[index]
+            prefill, decode = view.prefill_tokens_per_s, view.decode_tokens_per_s
+            if not prefill or not decode:
+                typical = typical or self._typical(candidates if len(candidates) > 1 else ())
+                prefill, decode = prefill or typical[0], decode or typical[1]
+            fresh = prompt
+            if view.name in held:
+                fresh = max(prompt - self._prefixes.matched(view.name, blocks) * size, 1)
+            seconds = (view.queued_tokens + fresh) / prefill
+            slots = view.slots
+            if slots:
+                present = view.running + view.waiting
+                if present < slots:
+                    seconds += weights.busy_s * present / slots
+                else:  # it waits for a running request to finish
+                    seconds += (present + 1 - slots) * view.decoding_tokens / present / decode + weights.busy_s
+            total = view.total_blocks
+            if total:
+                over = view.kv_use + (fresh + request.expected_output) / size / total - weights.kv_knee
+                if over > 0:
+                    seconds += weights.kv_full_s * (over / (1.0 - weights.kv_knee)) ** 2
+            if home == view.name:
+                seconds -= weights.session_s
+            # A replica whose breaker is half open counts as slower, in proportion to its weight.
+            if view.weight != 1.0 and view.weight > 0 and seconds > 0:
+                seconds /= view.weight
+            if seconds < least:
+                best, least = index, seconds
+        return best, least
 
     def _remember(self, request: ReplicaRequest, replica: str) -> None:
         if request.session:

@@ -31,6 +31,10 @@ class PrefixIndex:
             count += 1
         return count
 
+    def holders(self, name: bytes) -> set[str]:
+        """The replicas that probably have this block."""
+        return {replica for replica, held in self._held.items() if name in held}
+
     def sent(self, replica: str, blocks: Sequence[bytes], capacity: int = 0) -> None:
         """Records that a prompt with these blocks was sent to the replica."""
         held = self._held.setdefault(replica, OrderedDict())

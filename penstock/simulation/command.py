@@ -88,9 +88,10 @@ def _as_json(reports: Mapping[str, Report]) -> dict[str, Any]:
 
 
 def _speed(reports: Mapping[str, Report], console: Console) -> None:
-    simulated, wall = (sum(getattr(made, key) for made in reports.values()) for key in ("seconds", "wall_s"))
+    simulated, cpu = (sum(getattr(made, key) for made in reports.values()) for key in ("seconds", "cpu_s"))
     console.print(
-        f"{simulated:,.0f} s simulated in {wall:,.1f} s: {simulated / max(wall, 1e-9):,.0f} times as fast as real time"
+        f"{simulated:,.0f} s simulated in {cpu:,.1f} s of one core: "
+        f"{simulated / max(cpu, 1e-9):,.0f} times as fast as real time"
     )
 
 

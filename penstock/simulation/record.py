@@ -104,8 +104,8 @@ class Totals:
 
     seconds: float = 0.0
     """Simulated."""
-    wall_s: float = 0.0
-    """That it took to simulate them."""
+    cpu_s: float = 0.0
+    """That one core needed to simulate them, other programs not counted."""
     arrived: int = 0
     served: int = 0
     refused: int = 0
@@ -136,8 +136,8 @@ class Totals:
 
     @property
     def speed(self) -> float:
-        """Simulated seconds per second."""
-        return self.seconds / self.wall_s if self.wall_s else 0.0
+        """Simulated seconds per second of one core."""
+        return self.seconds / self.cpu_s if self.cpu_s else 0.0
 
 
 class _Names:

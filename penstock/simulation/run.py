@@ -84,6 +84,7 @@ class Simulation(FleetGateway):
         self._salts: dict[str, int] = {}
         self._jobs = 0
         self._live: dict[str, Job] = {}
+        self._served = self._refused = 0
         self._seen = _Seen()
         self.fleet = SimulatedFleet(fleet, self.events, self.record, rng, faults, fast_forward)
         self.gateways = [
@@ -92,10 +93,11 @@ class Simulation(FleetGateway):
         ]
         self.fleet.gateway = self
         self.fleet.arrived = lambda: self._jobs
-        self.fleet.over = lambda: self._jobs - len(self._live)
+        self.fleet.served = lambda: self._served
+        self.fleet.refused = lambda: self._refused
 
     def run(self, drain_s: float = 600.0, progress: Callable[[float], None] | None = None) -> Record:
-        began, count = time.perf_counter(), 0
+        began, count = time.process_time(), 0
         events = self.events
         self.fleet.open()
         self._next_arrival()
@@ -108,7 +110,7 @@ class Simulation(FleetGateway):
             if progress is not None and count % PROGRESS_EVENTS == 0:
                 progress(events.now)
         self._close()
-        self.record.totals.wall_s = time.perf_counter() - began
+        self.record.totals.cpu_s = time.process_time() - began
         return self.record
 
     def _close(self) -> None:
@@ -162,6 +164,8 @@ class Simulation(FleetGateway):
 
     def _finish(self, job: Job, status: Status, reason: str, retry_after_s: float | None) -> None:
         del self._live[job.id]
+        self._served += status == "served"
+        self._refused += status == "refused"
         self.record.ended(job, status, self.events.now, reason, retry_after_s)
 
     def started(self, replica: Replica, job: Job, cached_tokens: int) -> None:

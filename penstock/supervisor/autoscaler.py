@@ -135,8 +135,8 @@ class _ScaledModel:
         self.policy = Autoscaler(config)
         self.count = count
         """Replicas that there should be."""
-        self._reported: dict[Hashable, tuple[int, int]] = {}
-        """What each gateway had counted at the last decision: arrived, finished."""
+        self._reported: dict[Hashable, ModelLoad] = {}
+        """What each gateway had reported at the last decision."""
         self._at: float | None = None
         self._changed_at = 0.0
         self._changes: Counter[str] = Counter()
@@ -174,12 +174,13 @@ class _ScaledModel:
             replicas.adjust(name, self.count)
 
     def _load(self, now: float, reports: Mapping[Hashable, ModelLoad], name: str, replicas: Replicas) -> FleetLoad:
-        arrived = finished = 0
+        arrived = finished = refused = 0
         for gateway, report in reports.items():
-            before = self._reported.get(gateway, (0, 0) if self._at is not None else (report.arrived, report.finished))
-            arrived += report.arrived - before[0]
-            finished += report.finished - before[1]
-        self._reported = {gateway: (report.arrived, report.finished) for gateway, report in reports.items()}
+            before = self._reported.get(gateway, ModelLoad() if self._at is not None else report)
+            arrived += report.arrived - before.arrived
+            finished += report.finished - before.finished
+            refused += _refused(report) - _refused(before)
+        self._reported = dict(reports)
         elapsed = 1.0 if self._at is None else max(now - self._at, 0.001)
         self._at = now
         units = replicas.serving(name)
@@ -205,6 +206,8 @@ class _ScaledModel:
             kv_use=max(report.used_blocks for report in seen) / total_blocks if total_blocks else 0.0,
             arrivals_per_s=arrived / elapsed,
             finished_per_s=finished / elapsed,
+            # What waits in a shared queue cannot be told from what was refused.
+            refused_per_s=0.0 if any(report.shared_queue for report in seen) else max(refused, 0) / elapsed,
             cold_start_s=self._cold_start_s,
         )
 
@@ -229,6 +232,12 @@ class _ScaledModel:
             failed_starts=self._failed,
             problem=self._problem,
         )
+
+
+def _refused(load: ModelLoad) -> int:
+    """Requests that arrived and neither run, wait nor were answered. A request with several answers counts as several
+    while it runs, so this may be too small for a moment."""
+    return load.arrived - load.finished - load.in_flight - load.queued
 
 
 def _waits(load: ModelLoad) -> bool:

@@ -130,6 +130,18 @@ def test_what_penstock_does_not_run_is_planned_when_named_and_said() -> None:
     ).items()
 
 
+def test_a_shared_prefix_host_memory_and_speculation() -> None:
+    line = "llama-3-8b --gpu l40s --tp 1 --kv auto --weights auto --users 20000 --input 1000"
+    plain = json.loads(printed(f"{line} --json"))
+    shared = json.loads(printed(f"{line} --json --shared-prefix 800 --host-memory 32GiB --acceptance 0.6"))
+    assert shared["workload"]["cache_hit_rate"] == pytest.approx(0.8)
+    assert shared["best"]["most"]["requests_per_s"] > plain["best"]["most"]["requests_per_s"]
+    assert shared["best"]["memory"]["host_tokens"] == 2**35 // (128 * 1024)
+    assert any(one["what"] == "speculation" for one in shared["assumptions"])
+    told = printed(f"{line} --shared-prefix 800 --host-memory 32GiB")
+    assert "instead of" in told and "kept for their next turn" in told
+
+
 def test_a_fleet_that_follows_the_day_is_ranked_by_its_own_bill() -> None:
     tree = json.loads(printed(f"{TEXTBOOK} --json --autoscale --reserved 0.4 --spot 0.2 --curve office"))
     assert tree["best"]["monthly"] == tree["best"]["autoscaled"]["total"]
@@ -180,6 +192,11 @@ def test_a_folder_with_a_configuration(tmp_path: Path) -> None:
         ("llama-3-70b --gpu h100 --wage -1", "hourly wage must be 0 or more, not -1"),
         ("llama-3-70b --gpu h100 --cache-hit-rate 1.5", "the cache hit rate is a share from 0 to below 1, not 1.5"),
         ("llama-3-70b --gpu h100 --tp 3", "tensor_parallel: 3 cannot split 64 heads"),
+        ("llama-3-70b --gpu h100 --pp 80", "devices are more than the 8 of one machine with h100"),
+        ("llama-3-70b --gpu cpu-16 --tp 2", "tensor_parallel and pipeline_parallel are for GPUs; run replicas instead"),
+        ("llama-3-70b --gpu h100 --host-memory much", "--host-memory much: give a size such as"),
+        ("llama-3-70b --gpu h100 --acceptance 2", "acceptance: 2 is not a probability"),
+        ("llama-3-70b --gpu h100 --shared-prefix 500", "fewer than the 500 of the input, not 500"),
         ("llama-3-70b --gpu h100 --api-price acme", "unknown API 'acme'"),
         ("llama-3-70b --gpu h100 --catalogue missing.yaml", "missing.yaml: cannot be read: No such file"),
         ("llama-3-70b --gpu h100 --calibration missing.yaml", "cannot read the calibration missing.yaml"),

@@ -36,12 +36,20 @@ MODULES = (
     Module("penstock/planning/shape.py", ("tests/planning/test_model_shape.py",)),
     Module("penstock/planning/memory.py", ("tests/planning/test_memory.py",)),
     Module("penstock/planning/deployment.py", ("tests/planning/test_deployment.py",)),
+    Module("penstock/planning/step_time.py", ("tests/planning/test_step_time.py",)),
+    Module("penstock/planning/capacity.py", ("tests/planning/test_capacity.py",)),
+    Module("penstock/planning/workload.py", ("tests/planning/test_workload.py",)),
+    Module("penstock/planning/money.py", ("tests/planning/test_money.py",)),
+    Module("penstock/planning/autoscaling.py", ("tests/planning/test_autoscaling.py",)),
+    Module("penstock/planning/provision.py", ("tests/planning/test_provision.py",)),
+    Module("penstock/planning/trend.py", ("tests/planning/test_trend.py",)),
 )
 
 EARLIER = "searches from where no beginning can be, and finds none there"
 TUNING = "a value that was chosen, not derived: one more or less is as good"
 NEVER_NEGATIVE = "the other side of the maximum is never below zero"
 UNUSED = "always given, or set before it is read"
+ONE_BY_ONE = "only whether it takes the short way; one by one gives the same"
 ORDER = "only that these numbers differ, and their order, counts"
 
 EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
@@ -121,9 +129,17 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     },
     "penstock/engine/kv/pool.py": {
         (
-            "held = {b for b in range(1, self.num_blocks) if self._references[b] > 0}",
-            "held = {b for b in range((0), self.num_blocks) if self._references[b] > 0}",
+            "held = {b for b in range(1, given) if self._references[b] > 0}",
+            "held = {b for b in range((0), given) if self._references[b] > 0}",
         ): "that nobody holds the first block is checked as well",
+        (
+            "if not self._empty and first + count <= self.num_blocks:",
+            "if not self._empty and (first + count < self.num_blocks):",
+        ): ONE_BY_ONE,
+        (
+            "if self._empty or self.host is not None or first < self.num_blocks or count > len(self._cached):",
+            "if self._empty or self.host is not None or first < self.num_blocks or (count >= len(self._cached)):",
+        ): ONE_BY_ONE,
     },
     "penstock/engine/kv/host.py": {
         ("self.now = 0.0", "self.now = (-1.0)"): UNUSED,
@@ -136,6 +152,27 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         ("self._arrivals = 0", "self._arrivals = 1"): ORDER,
         ("SLACK = 32", "SLACK = 33"): TUNING,
         ("SLACK = 32", "SLACK = (31)"): TUNING,
+    },
+    "penstock/planning/workload.py": {
+        ('Curve.of("flat", [1] * HOURS),', 'Curve.of("flat", [2] * HOURS),'): "loads in any unit",
+    },
+    "penstock/planning/money.py": {
+        (
+            "for kind, bought in zip(PRICE_KINDS, hours, strict=True):",
+            "for kind, bought in zip(PRICE_KINDS, hours, strict=False):",
+        ): "both have three",
+        (
+            "egress=sent / 1e9 * overheads.egress_per_gb,",
+            "egress=sent / 1000000001.0 * overheads.egress_per_gb,",
+        ): "a billionth of an estimate",
+        (
+            "grid = [10 ** (step / _STEPS_PER_DECADE) for step in range(decades * _STEPS_PER_DECADE + 1)]",
+            "grid = [10 ** (step / _STEPS_PER_DECADE) for step in range((decades * _STEPS_PER_DECADE - 1))]",
+        ): TUNING,
+        (
+            "low, high = grid[above[-1]], grid[above[-1] + 1]",
+            "low, high = grid[above[-2]], grid[above[-1] + 1]",
+        ): "begins the search a little lower",
     },
     "penstock/conversations/window.py": {
         (

@@ -279,3 +279,21 @@ def test_the_sentence_names_what_decided() -> None:
     assert scaler.last is not None
     assert scaler.explain() == "the requests in flight ask for 9 rather than 1"
     assert scaler.last.desired == 3
+
+
+def test_requests_that_come_back_are_not_counted_again() -> None:
+    """Clients try three times: while all are refused, a third of the arrivals are new."""
+    load = FleetLoad(now=0.0, ready=1, arrivals_per_s=15.0)
+    assert load.new_per_s == 15.0
+    assert replace(load, refused_per_s=15.0).new_per_s == 5.0
+    assert FleetLoad(now=0.0, ready=1, refused_per_s=3.0).new_per_s == 0.0
+
+
+def test_the_predicted_wait_tells_the_rate_of_a_replica_before_one_was_learned() -> None:
+    scaler = Autoscaler(quick(forecast=False, drain_s=60.0))
+    for now in range(0, 60, 5):
+        scaler.desired(FleetLoad(now=now, ready=2, running=4, slots=400, arrivals_per_s=10.0))
+    queued = FleetLoad(now=60.0, ready=2, running=90, slots=400, arrivals_per_s=10.0, queued=60, predicted_wait_s=15.0)
+    # 60 in 15 s on two replicas are 2 per second each: (10 + 60 / 60) / (2 x 0.7) replicas are needed.
+    decision = scaler.decide(queued)
+    assert decision.needs.rate == 8 and decision.desired == 6

@@ -75,7 +75,11 @@ def test_a_machine_without_free_compute_is_full_before_its_slots_are() -> None:
 def test_a_full_minute_is_a_measurement() -> None:
     found = plan(hour_of([10] * 50 + [38, 40, 39] + [10] * 7))
     assert found.headroom is not None and found.headroom.source == "measured"
-    assert found.headroom.capacity_output_tokens.likely == pytest.approx(793, rel=0.01)
+    capacity = found.headroom.capacity_output_tokens
+    assert capacity.likely == pytest.approx(793, rel=0.01)
+    assert capacity.low == pytest.approx(0.9 * 38 / (A + B * 38)), "three minutes alone could be lucky"
+    many = plan(hour_of([10] * 40 + [40] * 20)).headroom
+    assert many is not None and many.capacity_output_tokens.low == pytest.approx(800)
 
 
 def test_one_load_only_gives_a_wide_range() -> None:
@@ -129,6 +133,18 @@ def test_growth_leads_to_a_date_and_the_next_replica_to_a_later_one() -> None:
     assert found.full.horizon_s == pytest.approx(2 * 59 * 60)
     assert found.next_replica.full.outlook == "not_within_horizon", "with two replicas it would take 5.5 hours"
     assert found.next_replica.adds_requests is not None and found.next_replica.adds_requests.likely == pytest.approx(8)
+
+
+def test_an_uncertain_capacity_makes_the_date_uncertain() -> None:
+    rng = random.Random(7)
+    points = [at_rate(i, 3 + 2 * (i + 0.5) / 60) for i in range(60)]
+    points = [dataclasses.replace(point, token_time=point.token_time * rng.uniform(0.9, 1.1)) for point in points]
+    found = plan(points)
+    assert found.full.outlook in ("filling", "not_within_horizon") and found.full.earliest_s is not None
+    assert found.headroom is not None and found.headroom.capacity_requests is not None
+    capacity = found.headroom.capacity_requests
+    assert capacity.low < capacity.likely < capacity.high
+    assert found.full.earliest_s == pytest.approx((capacity.low - 5) / 2 * 3600, abs=90)
 
 
 def test_a_steady_load_is_not_growing() -> None:

@@ -130,6 +130,14 @@ def test_sensitivity_moves_the_bill_the_right_way(textbook: Plan) -> None:
     assert swings == sorted(swings, reverse=True)
 
 
+def test_a_variant_that_no_longer_fits_has_no_bill() -> None:
+    plan = make_plan(LLAMA_70B, [H100], TEXTBOOK, SLO, Options(context=2_500, tensor_parallel=(4,)))
+    rows = {row.name: row for row in plan.sensitivity}
+    assert rows["input tokens"].high.monthly is None and rows["input tokens"].swing == 0
+    shortest = replace(TEXTBOOK, input_tokens=1, output_tokens=1)
+    assert make_plan(LLAMA_70B, [H100], shortest, SLO, Options(tensor_parallel=(4,))).sensitivity
+
+
 def test_more_cache_hits_need_no_more_gpus() -> None:
     def devices_at(hits: float) -> int:
         return require(make_plan(LLAMA_70B, [H100], replace(TEXTBOOK, cache_hit_rate=hits), SLO)).fleet.devices

@@ -45,6 +45,29 @@ def test_every_named_curve_has_a_mean_of_one_and_a_busiest_hour_below_the_defaul
         assert 1 <= shape.peak < 3
 
 
+def test_offices_are_busy_by_day_and_consumers_in_the_evening() -> None:
+    office, consumer = CURVES["office"].hours, CURVES["consumer"].hours
+    # loads over that of the quietest hour, from midnight
+    assert [round(hour / min(office)) for hour in office[:12]] == [2, 1, 1, 1, 1, 2, 4, 7, 11, 14, 15, 15]
+    assert [round(hour / min(office)) for hour in office[12:]] == [12, 13, 15, 15, 14, 12, 9, 6, 5, 4, 3, 2]
+    assert [round(2 * hour / min(consumer)) for hour in consumer[:12]] == [5, 3, 2, 2, 2, 3, 4, 6, 8, 9, 9, 10]
+    assert [round(2 * hour / min(consumer)) for hour in consumer[12:]] == [
+        11,
+        11,
+        10,
+        10,
+        11,
+        12,
+        13,
+        15,
+        16,
+        15,
+        12,
+        8,
+    ]
+    assert set(CURVES["flat"].hours) == {1}
+
+
 def test_a_conversation_sends_its_history_again_and_finds_it_in_the_cache() -> None:
     chat = replace(TEXTBOOK, input_tokens=100, output_tokens=200, turns=5)
     # before the five turns: 0, 300, 600, 900, 1200 tokens; 600 on average
@@ -58,6 +81,13 @@ def test_a_conversation_sends_its_history_again_and_finds_it_in_the_cache() -> N
 def test_a_given_hit_rate_replaces_that_of_the_histories() -> None:
     chat = replace(TEXTBOOK, turns=3, cache_hit_rate=0.25)
     assert chat.cached_tokens == pytest.approx(0.25 * chat.prompt_tokens)
+
+
+def test_a_shared_prefix_is_found_by_the_first_request_of_every_conversation() -> None:
+    assert replace(TEXTBOOK, shared_prefix=500).cached_tokens == pytest.approx(500)
+    # of four requests one finds the prefix of 60 tokens alone, the others a history that begins with it
+    chat = replace(TEXTBOOK, input_tokens=100, output_tokens=200, turns=4, shared_prefix=60)
+    assert chat.cached_tokens == pytest.approx((60 + 300 + 600 + 900) / 4)
 
 
 def test_curves_by_name_and_by_24_numbers() -> None:
@@ -93,6 +123,8 @@ def test_a_bad_curve_is_a_sentence(text: str, said: str) -> None:
         ({"turns": 0}, "turns of a conversation must be 1 or more"),
         ({"cache_hit_rate": 1.0}, "from 0 to below 1, not 1"),
         ({"cache_hit_rate": -0.1}, "from 0 to below 1"),
+        ({"shared_prefix": 2_000}, "fewer than the 2000 of the input, not 2000"),
+        ({"shared_prefix": -1}, "must be 0 or more tokens"),
         ({"peak_factor": 1.5}, "below the busiest hour of the curve consumer"),
         ({"peak_factor": 0.5, "curve": Curve.of("flat", [1] * 24)}, "peak factor must be 1 or more"),
     ],

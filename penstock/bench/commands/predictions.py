@@ -11,6 +11,7 @@ from penstock.bench.options import Json, console
 
 
 def predictions(
+    device: Annotated[str, typer.Option(help="Whose rows: h200, cpu-2 or cpu-2-amx.")] = "h200",
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Of `bench engine --calibrate`; the packaged one by default.")
     ] = None,
@@ -21,11 +22,13 @@ def predictions(
     json_file: Json = None,
 ) -> None:
     """
-    Predicted step times beside what one H200 measured. Needs no GPU.
+    Predicted step times beside what was measured and recorded, on one H200 and on CPUs. Needs no GPU.
 
     Examples:
 
         penstock bench predictions
+
+        penstock bench predictions --device cpu-2
 
         penstock bench predictions --calibration mine.yaml --json rows.json
 
@@ -35,4 +38,4 @@ def predictions(
 
     if fit is not None and calibration is not None:
         raise typer.BadParameter("--fit makes a calibration, --calibration uses one: give either")
-    predicted.main(calibration, fit, json_file, console())
+    predicted.main(device, calibration, fit, json_file, console())

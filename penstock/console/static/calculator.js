@@ -5,9 +5,9 @@ import { duration, money, number, percent } from "./format.js";
 
 const SHOWN = 8;
 const CURVES = [
-  { label: "evenings (consumer)", value: "consumer" },
+  { label: "the evening", value: "consumer" },
   { label: "office hours", value: "office" },
-  { label: "the same all day", value: "flat" },
+  { label: "every hour alike", value: "flat" },
 ];
 
 export default {
@@ -17,11 +17,11 @@ export default {
     <h2>What if</h2>
     <p class="muted">GPUs, latency and money for a load that you imagine: the same arithmetic as <code>penstock plan</code>.</p>
     <q-form class="row q-col-gutter-sm items-start" @submit="calculate">
-      <q-input class="col-12 col-sm-3" v-model="form.model" label="Model" :placeholder="model" outlined dense :hint="model ? 'served here, or for example llama-3-70b' : 'for example llama-3-70b'" />
+      <q-input class="col-12 col-sm-3" v-model="form.model" label="Model" :placeholder="model" stack-label outlined dense :hint="model ? 'served here, or for example llama-3-70b' : 'for example llama-3-70b'" />
       <q-select class="col-12 col-sm-3" v-model="form.device" :options="choices" emit-value map-options label="Hardware" outlined dense options-dense />
       <q-input class="col-6 col-sm-2" v-model.number="form.users" type="number" min="1" step="any" label="Users a day" outlined dense />
       <q-input class="col-6 col-sm-2" v-model.number="form.requests" type="number" min="0" step="any" label="Requests per user" outlined dense />
-      <q-select class="col-12 col-sm-2" v-model="form.curve" :options="curves" emit-value map-options label="Time of day" outlined dense options-dense />
+      <q-select class="col-12 col-sm-2" v-model="form.curve" :options="curves" emit-value map-options label="Busy in" outlined dense options-dense />
       <q-input class="col-6 col-sm-2" v-model.number="form.input" type="number" min="1" step="any" label="Prompt tokens" outlined dense />
       <q-input class="col-6 col-sm-2" v-model.number="form.output" type="number" min="1" step="any" label="Output tokens" outlined dense />
       <q-input class="col-6 col-sm-2" v-model.number="form.peak" type="number" min="1" step="any" label="Peak factor" outlined dense />

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.pool import BlockPool
 
 
@@ -121,3 +122,49 @@ def test_a_pool_has_at_least_one_block_to_give() -> None:
         BlockPool(1)
     pool = BlockPool(2)
     assert (pool.capacity, pool.free, pool.cached, pool.allocate()) == (1, 1, 0, 1)
+
+
+STEP = st.tuples(st.sampled_from(["take", "give", "share", "name", "alike"]), st.integers(0, 6))
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=st.lists(STEP, max_size=30), tier=st.booleans())
+def test_many_at_once_are_the_same_as_one_after_the_other(steps: list[tuple[str, int]], tier: bool) -> None:
+    many, single = (BlockPool(9, HostTier(3, 1.0) if tier else None) for _ in range(2))
+    held: list[int] = []
+    named: dict[int, bytes] = {}
+    for number, (what, count) in enumerate(steps):
+        if what == "take":
+            taken = many.allocate_many(min(count, many.free))
+            assert taken == [single.allocate() for _ in range(min(count, single.free))]
+            held += taken
+            named = {block: name for block, name in named.items() if block not in taken}
+        elif what == "give":
+            given_back, held = held[:count], held[count:]
+            many.release_many(given_back)
+            for block in given_back:
+                single.release(block)
+        elif what == "share":
+            for block in list(named)[:count]:
+                many.share(block)
+                single.share(block)
+                held.append(block)
+        else:
+            blocks = [block for block in dict.fromkeys(held) if block not in named][:count]
+            names = [b"alike" if what == "alike" else f"{number}.{block}".encode() for block in blocks]
+            many.name_many(blocks, names)
+            for block, name in zip(blocks, names, strict=True):
+                if single.name(block, name):
+                    named[block] = name
+        many.check()
+        assert (many.free, many.cached, many.used) == (single.free, single.cached, single.used)
+        assert all(many.find(name) == single.find(name) == block for block, name in named.items())
+
+
+def test_taking_more_than_there_are_is_an_error() -> None:
+    pool = BlockPool(4)
+    assert pool.allocate_many(3) == [1, 2, 3]
+    with pytest.raises(MemoryError):
+        pool.allocate_many(1)
+    pool.release_many([2, 1])
+    assert pool.allocate_many(2) == [1, 2] and pool.allocate_many(0) == []

@@ -132,7 +132,7 @@ export default {
           return { value: `in ${span(found.in_s)}`, note: `${sooner}${later}${found.seasonal ? "" : `; ${growth}`}` };
         }
         case "not_within_horizon":
-          return { value: `not within ${span(found.horizon_s)}`, note: `${growth}; observed for ${span(found.observed_s)}` };
+          return { value: `not within ${span(found.horizon_s)}`, note: `${found.earliest_s == null ? "" : `${span(found.earliest_s)} at the earliest; `}${growth}; observed for ${span(found.observed_s)}` };
         case "not_growing":
           return { value: "not growing", note: `Arrivals show no growth over ${span(found.observed_s)}.` };
         default:
