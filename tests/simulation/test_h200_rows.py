@@ -6,13 +6,13 @@ import pytest
 
 from penstock.bench import workloads
 from penstock.bench.arrivals import Planned
-from penstock.bench.predictions import Row, h200_rows
+from penstock.bench.recorded_rows import Row, recorded_rows
 from penstock.planning.calibration import calibration_for
 from penstock.planning.catalogue import device
 from penstock.simulation.one_engine import simulated
 
 TOLERANCE = 0.15
-ROWS = [row for row in h200_rows() if row.workload is not None and not row.outside]
+ROWS = [row for row in recorded_rows("h200") if row.workload is not None and not row.outside]
 
 
 def figure(row: Row) -> float:
