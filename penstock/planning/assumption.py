@@ -85,8 +85,8 @@ def _of_replica(best: Candidate) -> list[Assumption]:
         Assumption("efficiency", best.calibration.title, f"`{best.calibration.source.command}`"),
         Assumption(
             "cost of input and output tokens",
-            f"{best.most.prefill_share:.0%} of the bill for prompts, the rest for answers",
-            "their shares of the engine's time at capacity",
+            f"{best.prefill_share:.0%} of the bill for prompts, the rest for answers",
+            "engine time of prompts in full steps, and of answers at capacity",
         ),
     ]
 

@@ -18,6 +18,7 @@ from penstock.planning.memory import MemoryPlan, memory_plan
 from penstock.planning.model_shape import model_shape
 from penstock.planning.remedy import remedy
 from penstock.planning.step_time import StepTime
+from penstock.routing.hold import HoldLimits
 from penstock.simulation.fleet import Fault, FleetSpec, Scaler
 from penstock.simulation.gateway import GatewaySpec
 from penstock.simulation.record import Record
@@ -169,7 +170,9 @@ def run(
     scenario = setup.scenario
     if scaler is None and replicas is None and scenario.autoscale is not None:
         scaler = Autoscaler(scenario.autoscale)
-    gateway = GatewaySpec(policy=scenario.routing.policy, admission=scenario.admission)
+    autoscale = scenario.autoscale
+    hold = None if autoscale is None or autoscale.min else HoldLimits(autoscale.hold_s, autoscale.hold)
+    gateway = GatewaySpec(policy=scenario.routing.policy, admission=scenario.admission, hold=hold)
     return simulate(
         source(scenario),
         setup.fleet(replicas=replicas, scaler=scaler),
