@@ -69,7 +69,7 @@ def _of_device(device: Device, options: Options) -> list[Assumption]:
         return [*found, Assumption(f"price of {device.name}", "none: hardware of one's own", "catalogue")]
     listed = ", ".join(f"${price:g} {kind.replace('_', ' ')}" for kind, price in prices.items())
     derived = sorted(kind.replace("_", " ") for kind in device.prices.estimated)
-    note = f"; {' and '.join(derived)} derived from on demand" if derived else ""
+    note = f"; {', '.join(derived)} estimated" if derived else ""
     found.append(Assumption(f"price of {device.name} per hour", listed, f"catalogue, {device.date}{note}"))
     mix = options.mix
     bought = {"on demand": mix.on_demand, "reserved": mix.reserved, "spot": mix.spot}

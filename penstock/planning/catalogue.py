@@ -50,7 +50,7 @@ class Prices:
     """With a commitment of a year."""
     spot: float | None = None
     estimated: frozenset[str] = frozenset()
-    """Which of them are derived from another, not listed."""
+    """Which of them no page that we read gives: from memory, or derived from another."""
 
     def of(self, kind: PriceKind) -> float | None:
         return {"on_demand": self.on_demand, "reserved": self.reserved, "spot": self.spot}[kind]

@@ -120,15 +120,14 @@ class Gateway:
         self._hold = HoldQueue("it", spec.hold or HoldLimits(), lambda: events.now)
         self._hold.cold_start_s = fleet.cold_start_s
         self._wanted = False
-        """Whether a request found no replica since the last look at `queued`."""
+        """Whether a request has found no replica since the last one left."""
         self._hold.on_wanted = self._want
         self._looking = False
 
     @property
     def queued(self) -> int:
         """Requests that wait for admission or for a replica; one that wanted a replica in vain counts once."""
-        wanted, self._wanted = self._wanted and not self._able, False
-        return max(len(self._waiting) + len(self._parked) + len(self._held), int(wanted))
+        return max(len(self._waiting) + len(self._parked) + len(self._held), int(self._wanted))
 
     @property
     def predicted_wait_s(self) -> float:
@@ -170,6 +169,7 @@ class Gateway:
         self._able.append(member)
         self._views.append(member.view(self._events.now))
         self._hold.served()
+        self._wanted = False
         held, self._held = self._held, {}
         parked = list(self._parked.values())
         for job in parked:
