@@ -75,9 +75,9 @@ def _figures(candidate: Candidate) -> tuple[str, ...]:
     return (
         plan_table.layout(candidate.deployment),
         plan_table.formats(candidate.deployment),
-        str(fleet.replicas),
-        str(fleet.devices),
-        str(fleet.nodes),
+        f"{fleet.replicas:,}",
+        f"{fleet.devices:,}",
+        f"{fleet.nodes:,}",
         f"{candidate.most.requests_per_s:,.2f}",
         f"{now.ttft_s * 1e3:,.0f}",
         f"{now.itl_s * 1e3:,.1f}",
