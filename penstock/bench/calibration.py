@@ -71,13 +71,13 @@ def main(
     console: Console,
 ) -> None:
     """Load, calibrate, print, write."""
-    on_cpu = pick_device(settings.device).type == "cpu"
-    chosen = [workloads.named(name) for name in names] or default_workloads(on_cpu)
+    where = pick_device(settings.device)
+    chosen = [workloads.named(name) for name in names] or default_workloads(where.type == "cpu")
     start = read_calibration(path) if path.exists() else None
-    loaded = offline.load(settings, chosen, console)
-    machine = hardware_of(hardware, loaded.engine.info.device)
+    machine = hardware_of(hardware, str(where))
     if start is not None and start.device != machine.name:
         raise ConfigError(f"{path} is a calibration of {start.device}, not {machine.name}; write to another file")
+    loaded = offline.load(settings, chosen, console)
     console.print(f"[bold]{loaded.label}[/bold] on {machine.title or machine.name}: {report.machine_line()}")
     for workload in chosen:
         console.print(f"{workload.name}: {workload.summary}", style="dim")
@@ -102,18 +102,19 @@ def calibrate(
     machine: Device,
     start: Calibration | None = None,
 ) -> tuple[Deployment, Calibration, list[Observation]]:
-    """Measure and fit; without a `start` from what the device would borrow. Factors of `start` for other weight formats
-    are kept."""
+    """Measure and fit; without a `start` from what the device would borrow. A `start` without this weight format gets
+    its factors, and those that do not depend on the format stay."""
     deployment = deployment_of(loaded, settings, machine)
     form = deployment.weights
+    factors = factors_of(deployment)
     if start is None:
         borrowed = calibration_for(machine)
         start = replace(borrowed, device=machine.name, borrowed_for=None, weights={form.name: borrowed.factors(form)})
-    else:
+    elif form.name not in start.weights:
         start = replace(start, weights={**start.weights, form.name: start.factors(form)})
+        factors = [name for name in factors if name not in COMMON]
     observations = [item for workload in chosen for item in measure(loaded, workload, deployment, settings)]
-    fitted = refit(replace(start, source=_source(loaded)), deployment, observations)
-    return deployment, fitted, observations
+    return deployment, fit(replace(start, source=_source(loaded)), factors, observations), observations
 
 
 def refit(start: Calibration, deployment: Deployment, observations: Sequence[Observation]) -> Calibration:

@@ -13,8 +13,10 @@ from penstock.planning.plan import Plan
 _MORE_STYLE = """
 body { max-width: 900px; } h2 { font-size: 1.05rem; margin-top: 2rem; } svg { max-width: 100%; }
 table.words td { text-align: left; vertical-align: top; } tr.best td { font-weight: 600; }
-tr.total td { font-weight: 600; } table { font-size: 14px; }
+tr.total td { font-weight: 600; } table { font-size: 14px; } td:first-child { white-space: nowrap; }
+details { margin: 1rem 0; } summary { cursor: pointer; }
 """
+_ROWS = 10
 
 
 def render(plan: Plan) -> str:
@@ -32,7 +34,9 @@ def render(plan: Plan) -> str:
     if "sensitivity" in charts:
         parts += ["<h2>What the bill depends on</h2>", charts["sensitivity"]]
     if plan.rejected:
-        parts += ["<h2>Deployments that are out</h2>", _words((one.label, one.reason) for one in plan.rejected)]
+        out = _words((one.label, one.reason) for one in plan.rejected)
+        count = plan_table.counted(len(plan.rejected), "deployment")
+        parts.append(f"<details><summary>{count} out, and why</summary>{out}</details>")
     rows = ((one.what, one.value, one.source) for one in plan.assumptions)
     parts += ["<h2>Assumptions</h2>", _words(rows, ("what", "value", "source"))]
     style = STYLE + _MORE_STYLE
@@ -53,36 +57,34 @@ def _load(plan: Plan) -> str:
 
 
 def _deployments(plan: Plan) -> str:
+    """The cheapest of each layout; all of them folded away."""
     head = (
-        "replica",
-        "weights/KV",
-        "replicas",
-        "devices",
-        "nodes",
-        "req/s each",
-        "TTFT ms",
-        "ms/token",
-        "$/month",
-        "$/1M in",
-        "$/1M out",
+        "replica", "weights/KV", "replicas", "devices", "nodes", "req/s each", "TTFT ms", "ms/token", "$/month",
+        "$/1M in", "$/1M out",
+    )  # fmt: skip
+    listed = plan_table.shown(plan)[:_ROWS]
+    table = _table(head, map(_figures, listed), {0: "best"})
+    if len(listed) == len(plan.candidates):
+        return table
+    every = _table(head, map(_figures, plan.candidates))
+    return f"{table}<details><summary>All {len(plan.candidates)} deployments</summary>{every}</details>"
+
+
+def _figures(candidate: Candidate) -> tuple[str, ...]:
+    fleet, now, tokens = candidate.fleet, candidate.steady, candidate.tokens
+    return (
+        plan_table.layout(candidate.deployment),
+        plan_table.formats(candidate.deployment),
+        f"{fleet.replicas:,}",
+        f"{fleet.devices:,}",
+        f"{fleet.nodes:,}",
+        f"{candidate.most.requests_per_s:,.2f}",
+        f"{now.ttft_s * 1e3:,.0f}",
+        f"{now.itl_s * 1e3:,.1f}",
+        f"{candidate.monthly:,.0f}",
+        f"{tokens.input:,.3f}",
+        f"{tokens.output:,.3f}",
     )
-    rows = [
-        (
-            plan_table.layout(candidate.deployment),
-            plan_table.formats(candidate.deployment),
-            str(candidate.fleet.replicas),
-            str(candidate.fleet.devices),
-            str(candidate.fleet.nodes),
-            f"{candidate.most.requests_per_s:,.2f}",
-            f"{candidate.steady.ttft_s * 1e3:,.0f}",
-            f"{candidate.steady.itl_s * 1e3:,.1f}",
-            f"{candidate.monthly:,.0f}",
-            f"{candidate.tokens.input:,.3f}",
-            f"{candidate.tokens.output:,.3f}",
-        )
-        for candidate in plan.candidates
-    ]
-    return _table(head, rows, {0: "best"})
 
 
 def _bill(best: Candidate) -> str:

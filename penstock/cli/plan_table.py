@@ -85,8 +85,8 @@ def _deployments(plan: Plan, every: bool) -> Table:
         rows.add_row(
             layout(candidate.deployment),
             formats(candidate.deployment),
-            str(fleet.replicas),
-            str(fleet.devices),
+            f"{fleet.replicas:,}",
+            f"{fleet.devices:,}",
             number(now.ttft_s * 1e3, 0),
             number(now.itl_s * 1e3, 1),
             *(paid if money else ()),

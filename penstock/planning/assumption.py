@@ -69,7 +69,7 @@ def _of_device(device: Device, options: Options) -> list[Assumption]:
         return [*found, Assumption(f"price of {device.name}", "none: hardware of one's own", "catalogue")]
     listed = ", ".join(f"${price:g} {kind.replace('_', ' ')}" for kind, price in prices.items())
     derived = sorted(kind.replace("_", " ") for kind in device.prices.estimated)
-    note = f"; {' and '.join(derived)} derived from on demand" if derived else ""
+    note = f"; {', '.join(derived)} estimated" if derived else ""
     found.append(Assumption(f"price of {device.name} per hour", listed, f"catalogue, {device.date}{note}"))
     mix = options.mix
     bought = {"on demand": mix.on_demand, "reserved": mix.reserved, "spot": mix.spot}
@@ -85,8 +85,8 @@ def _of_replica(best: Candidate) -> list[Assumption]:
         Assumption("efficiency", best.calibration.title, f"`{best.calibration.source.command}`"),
         Assumption(
             "cost of input and output tokens",
-            f"{best.most.prefill_share:.0%} of the bill for prompts, the rest for answers",
-            "their shares of the engine's time at capacity",
+            f"{best.prefill_share:.0%} of the bill for prompts, the rest for answers",
+            "engine time of prompts in full steps, and of answers at capacity",
         ),
     ]
 

@@ -86,10 +86,10 @@ class Calibration:
     @property
     def title(self) -> str:
         """One line for reports."""
-        measured = f"measured on {self.source.machine}, {self.source.date}, commit {self.source.commit}"
+        measured = f"from runs on {self.source.machine}, {self.source.date}, commit {self.source.commit}"
         if self.borrowed_for is None:
-            return f"{self.device}: {measured}"
-        return f"{self.borrowed_for} was never measured: fractions of peak from {self.device} ({measured})"
+            return f"{self.device}, {measured}"
+        return f"{self.borrowed_for} was never measured: fractions of peak are those of {self.device}, {measured}"
 
     def factors(self, form: WeightFormat) -> WeightFactors:
         """Of a weight format; one that was not measured has those of the nearest in bytes per weight."""
@@ -116,8 +116,14 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
     import yaml
 
     tree = {key: value for key, value in dataclasses.asdict(calibration).items() if value is not None}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(_rounded(tree), sort_keys=False, width=110, allow_unicode=True), encoding="utf-8")
+    text = yaml.safe_dump(_rounded(tree), sort_keys=False, width=110, allow_unicode=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the calibration {path}: {error.strerror or error}; it would be:\n{text}"
+        ) from None
 
 
 @cache

@@ -6,18 +6,19 @@ A deployment that does not do is a `Rejected` with one sentence that says why.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.errors import ConfigError
 from penstock.planning.calibration import Calibration, calibration_for
 from penstock.planning.capacity import RequestShape, Slo, Steady, most_load, steady
 from penstock.planning.catalogue import Device
 from penstock.planning.deployment import Deployment, Speculation, possible_tensor_parallel
-from penstock.planning.memory import MemoryPlan, memory_plan
+from penstock.planning.memory import MemoryPlan, device_weights, memory_plan
 from penstock.planning.money import Bill, Overheads, PriceMix, TokenPrices, gpu_bill, monthly_bill, token_prices
 from penstock.planning.numbers import KVDType, WeightDType
 from penstock.planning.provision import Fleet, Headroom, provision
 from penstock.planning.shape import ModelShape
+from penstock.planning.step_time import StepTime
 from penstock.planning.workload import Workload
 
 _WINDOW_OF_AVERAGE = 4
@@ -53,6 +54,8 @@ class Candidate:
     deployment: Deployment
     calibration: Calibration
     memory: MemoryPlan
+    weight_bytes: int
+    """Of the weights, once."""
     most: Steady
     steady: Steady
     fleet: Fleet
@@ -60,6 +63,8 @@ class Candidate:
     autoscaled: Bill
     monthly: float
     """The bill that counts: static or autoscaled, as the options say."""
+    prefill_share: float
+    """The prompts' part of the engine's time."""
     tokens: TokenPrices
 
     @property
@@ -172,7 +177,7 @@ def judge(deployment: Deployment, workload: Workload, slo: Slo, options: Options
     )
     busy = max(1, fleet.replicas - options.headroom.spare_replicas)
     now = steady(deployment, calibration, request, workload.peak.requests / busy)
-    prices, weight_bytes = deployment.device.prices, memory.weights * deployment.devices
+    prices, weight_bytes = deployment.device.prices, _stored_weights(deployment)
     try:
         paid = gpu_bill(prices, options.mix, [fleet.devices] * len(fleet.by_hour))
         following = gpu_bill(prices, options.mix, fleet.devices_by_hour)
@@ -181,10 +186,27 @@ def judge(deployment: Deployment, workload: Workload, slo: Slo, options: Options
     static = monthly_bill(paid, workload, options.overheads, weight_bytes)
     autoscaled = monthly_bill(following, workload, options.overheads, weight_bytes)
     monthly = (autoscaled if options.autoscaled else static).total
+    share = prefill_share(StepTime(deployment, calibration), request, most.concurrency, deployment.step_tokens)
     return Candidate(
-        deployment, calibration, memory, most, now, fleet, static, autoscaled, monthly,
-        token_prices(monthly, workload, most.prefill_share),
+        deployment, calibration, memory, weight_bytes, most, now, fleet, static, autoscaled, monthly, share,
+        token_prices(monthly, workload, share),
     )  # fmt: skip
+
+
+def _stored_weights(deployment: Deployment) -> int:
+    """Bytes of the weights, once: the same for every layout."""
+    return device_weights(replace(deployment, tensor_parallel=1, pipeline_parallel=1))
+
+
+def prefill_share(time: StepTime, request: RequestShape, concurrency: float, step_tokens: int) -> float:
+    """The prompt's part of the engine's time for a request: the prompt in steps full of prompt tokens, the answer in
+    decode steps that `concurrency` sequences share. Each is taken alone: in a mixed step, prompt tokens would seem free
+    as long as the step is no longer than without them."""
+    positions = step_tokens * (request.cached + (request.computed + 1) / 2)
+    prompt = time.of(0, 0, step_tokens, positions, step_tokens / request.computed) * request.computed / step_tokens
+    batch = max(1.0, concurrency)
+    answer = request.output * time.token_s(batch, batch * request.context) / batch
+    return prompt / (prompt + answer)
 
 
 def runs_on(device: Device) -> bool:

@@ -145,6 +145,10 @@ class Replica:
             full = self._state(self.most, self.slots, self.slots, queues=False)
             utilisation = requests_per_s / self.most
             return replace(full, ttft_s=inf, ttft_mean_s=inf, e2e_s=inf, utilisation=utilisation)
+        rare = 0.01  # so few sequences hardly ever meet: their number is proportional to the rate
+        at_most = self.rate(rare, min(1 + rare, self.slots))
+        if requests_per_s <= at_most:
+            return self.open(rare * requests_per_s / at_most)
         return self.open(
             _largest(lambda running: self.rate(running, min(running + 1, self.slots)) <= requests_per_s, self.slots)
         )
@@ -184,7 +188,7 @@ class Replica:
         ahead = busy * step + (1 - busy) * decode if running >= 1 else running * decode
         service = chunks * step
         prompts = _wait(busy, 1, service / 2) if queues else (0.0, 0.0)
-        slots = _wait(running / self.slots, self.slots, running / rate) if queues else (0.0, 0.0)
+        slots = _wait(running / self.slots, self.slots, request.output * itl) if queues else (0.0, 0.0)
         mean = service + ahead / 2 + prompts[0] + slots[0]
         return Steady(
             requests_per_s=rate,

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from penstock.config.tree import Node
+from penstock.errors import ConfigError
 from penstock.planning.numbers import ComputeDType
 from penstock.planning.records import Record, built_in, canonical, entries, find, merged, read_tree
 
@@ -49,7 +50,7 @@ class Prices:
     """With a commitment of a year."""
     spot: float | None = None
     estimated: frozenset[str] = frozenset()
-    """Which of them are derived from another, not listed."""
+    """Which of them no page that we read gives: from memory, or derived from another."""
 
     def of(self, kind: PriceKind) -> float | None:
         return {"on_demand": self.on_demand, "reserved": self.reserved, "spot": self.spot}[kind]
@@ -147,15 +148,30 @@ def _built_in() -> Catalogue:
 
 def catalogue_of(own: Node) -> Catalogue:
     """The built-in catalogue, with what `own` says over it."""
-    hardware = dict(merged(entries(built_in("hardware.yaml"), "devices", SECTIONS), entries(own, "devices", SECTIONS)))
-    apis = dict(merged(entries(built_in("api_prices.yaml"), "apis", SECTIONS), entries(own, "apis", SECTIONS)))
-    records = {canonical(name): Record(name, node) for name, node in hardware.items()}
-    aliases = {canonical(alias): name for name, record in records.items() for alias in record.texts("aliases")}
+    known = entries(built_in("hardware.yaml"), "devices", SECTIONS)
+    theirs = _named(entries(own, "devices", SECTIONS), _aliases(known))
+    hardware = dict(merged(known, theirs))
+    apis = dict(merged(entries(built_in("api_prices.yaml"), "apis", SECTIONS), _named(entries(own, "apis", SECTIONS))))
     return Catalogue(
-        devices=MappingProxyType({name: _device(name, record) for name, record in records.items()}),
-        apis=MappingProxyType({canonical(name): _api(canonical(name), Record(name, n)) for name, n in apis.items()}),
-        aliases=MappingProxyType(aliases),
+        devices=MappingProxyType({name: _device(name, Record(name, node)) for name, node in hardware.items()}),
+        apis=MappingProxyType({name: _api(name, Record(name, node)) for name, node in apis.items()}),
+        aliases=MappingProxyType(_aliases(hardware)),
     )
+
+
+def _aliases(hardware: Mapping[str, Node]) -> dict[str, str]:
+    return {canonical(alias): name for name, node in hardware.items() for alias in Record(name, node).texts("aliases")}
+
+
+def _named(theirs: Mapping[str, Node], aliases: Mapping[str, str] = MappingProxyType({})) -> dict[str, Node]:
+    """A user's entries by the names that the built-in ones have: in any case, and by an alias."""
+    found: dict[str, Node] = {}
+    for written, node in theirs.items():
+        name = aliases.get(canonical(written), canonical(written))
+        if name in found:
+            raise ConfigError(f"{node.origin}: {written} is {name}, which was already given at {found[name].origin}")
+        found[name] = node
+    return found
 
 
 def devices() -> tuple[Device, ...]:
@@ -200,6 +216,7 @@ def this_machine() -> Device:
 
 
 def _device(name: str, record: Record) -> Device:
+    record.texts("aliases")
     kind: DeviceKind = "gpu" if record.text("kind", choices=get_args(DeviceKind)) == "gpu" else "cpu"
     memory = record.size("memory")
     built = Device(

@@ -20,7 +20,7 @@ Resource = Literal["slots", "kv_cache", "compute"]
 Source = Literal["measured", "fitted", "extrapolated"]
 Outlook = Literal["full", "filling", "not_within_horizon", "not_growing", "unknown"]
 
-NOW_S = 300.0
+NOW_S = 120.0
 """How much of the newest history counts as the present load."""
 MIX_S = HOUR
 """How much of it says what requests are like."""

@@ -12,7 +12,15 @@ from functools import cache
 
 from penstock.errors import ConfigError
 from penstock.planning.assumption import assumptions
-from penstock.planning.candidate import Candidate, Options, Rejected, deployments, judge, objectives, window
+from penstock.planning.candidate import (
+    Candidate,
+    Options,
+    Rejected,
+    deployments,
+    judge,
+    objectives,
+    window,
+)
 from penstock.planning.capacity import Slo
 from penstock.planning.catalogue import ApiPrice, Catalogue, Device
 from penstock.planning.deployment import Deployment
@@ -149,9 +157,8 @@ def bills_at(best: Candidate, workload: Workload, options: Options, requests_per
     fleet = provision(
         scaled, best.most.requests_per_s, options.headroom, best.deployment.devices, device.devices_per_node
     )
-    weight_bytes = best.memory.weights * best.deployment.devices
     static, autoscaled = (
-        monthly_bill(gpu_bill(device.prices, options.mix, gpus), scaled, options.overheads, weight_bytes)
+        monthly_bill(gpu_bill(device.prices, options.mix, gpus), scaled, options.overheads, best.weight_bytes)
         for gpus in ([fleet.devices] * HOURS, fleet.devices_by_hour)
     )
     return static.total, autoscaled.total

@@ -97,6 +97,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
         "static": _bill(one.static),
         "autoscaled": _bill(one.autoscaled),
         "monthly": one.monthly,
+        "prefill_share": one.prefill_share,
         "dollars_per_million_tokens": asdict(one.tokens),
         "calibration": one.calibration.title,
     }

@@ -58,8 +58,8 @@ class HoldQueue:
         begun = self._clock() if self._wanted_at is None else self._wanted_at
         return max(begun + self.cold_start_s - self._clock(), 1.0)
 
-    async def wait(self, ready: Callable[[], bool]) -> None:
-        """Waits until a replica is ready; `EngineUnavailable` when that takes too long or too many wait already."""
+    def check(self) -> None:
+        """Raises `EngineUnavailable` when a request need not begin to wait: too many do, or it would take too long."""
         limits, expected = self.limits, self.ready_in_s
         if self.waiting >= limits.most:
             raise EngineUnavailable(
@@ -74,6 +74,11 @@ class HoldQueue:
                 reason="queue_timeout",
                 retry_after=expected,
             )
+
+    async def wait(self, ready: Callable[[], bool]) -> None:
+        """Waits until a replica is ready; `EngineUnavailable` when that takes too long or too many wait already."""
+        self.check()
+        limits = self.limits
         deadline = self._clock() + limits.seconds
         self.waiting += 1
         try:

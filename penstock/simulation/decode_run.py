@@ -7,7 +7,7 @@ to sequences and blocks what the steps would have done, in their order, so the p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import sqrt
 from operator import itemgetter
@@ -71,16 +71,14 @@ class DecodeRun:
         return count
 
 
-def steps_that_fit(sequences: Iterable[Sequence], steps: int, allocator: BlockAllocator) -> int:
+def steps_that_fit(sequences: Collection[Sequence], steps: int, allocator: BlockAllocator) -> int:
     """For how many of `steps` decode steps there are free blocks."""
     size, free = allocator.block_size, allocator.pool.free
+    if len(sequences) * (steps // size + 1) <= free:
+        return steps
     phases = [0] * size
-    count = 0
     for seq in sequences:
         phases[seq.computed % size] += 1
-        count += 1
-    if count * (steps // size + 1) <= free:
-        return steps
     fitting = 0
     while fitting < steps:
         needed = phases[-fitting % size]

@@ -170,6 +170,10 @@ class SimulatedFleet:
     def present(self) -> int:
         return sum(unit.state in ("starting", "ready") and not unit.interrupted for unit in self.units)
 
+    @property
+    def cold_start_s(self) -> float:
+        return self.spec.cold_start_s
+
     def count(self, state: State) -> int:
         return sum(unit.state == state for unit in self.units)
 

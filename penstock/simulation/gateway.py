@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.config.routing import AdmissionConfig
+from penstock.protocol.errors import EngineUnavailable
 from penstock.routing.admission.capacity import EngineTotals, capacity_of
 from penstock.routing.admission.fair_queue import Changes, FairQueue
 from penstock.routing.admission.memory import LOOK_S
@@ -23,6 +24,7 @@ from penstock.routing.admission.prefix_sketch import LENGTHS, PrefixSketch
 from penstock.routing.admission.queue import Capacity, QueueEntry, QueueState, cost_of, max_waiting
 from penstock.routing.admission.triage import AdmissionRequest, Triage
 from penstock.routing.dispatch import EXPECTED_OUTPUT, MOST_PARKED, Resilience
+from penstock.routing.hold import HoldLimits, HoldQueue
 from penstock.routing.meter import ReplicaMeter
 from penstock.routing.policies import make_policy
 from penstock.routing.policy import MAX_BLOCKS, ReplicaRequest, ReplicaView
@@ -43,6 +45,8 @@ class GatewaySpec:
     gateways: int = 1
     share_prefixes: bool = False
     """Whether tenants share cached prefixes."""
+    hold: HoldLimits | None = None
+    """With scale to zero: how long requests wait for the first replica, and how many."""
     hop_s: float = 0.001
     """From the gateway's decision to the engine's queue."""
     view_age_s: float = 1.0
@@ -60,6 +64,9 @@ class Fleet(Protocol):
     def present(self) -> int:
         """Replicas that are ready or starting."""
         ...
+
+    @property
+    def cold_start_s(self) -> float: ...
 
 
 class _Member:
@@ -109,12 +116,18 @@ class Gateway:
         self._views: list[ReplicaView] = []
         self._waiting: dict[str, Job] = {}
         self._parked: dict[str, Job] = {}
+        self._held: dict[str, Job] = {}
+        self._hold = HoldQueue("it", spec.hold or HoldLimits(), lambda: events.now)
+        self._hold.cold_start_s = fleet.cold_start_s
+        self._wanted = False
+        """Whether a request has found no replica since the last one left."""
+        self._hold.on_wanted = self._want
         self._looking = False
 
     @property
     def queued(self) -> int:
-        """Requests that wait for admission or for a replica."""
-        return len(self._waiting) + len(self._parked)
+        """Requests that wait for admission or for a replica; one that wanted a replica in vain counts once."""
+        return max(len(self._waiting) + len(self._parked) + len(self._held), int(self._wanted))
 
     @property
     def predicted_wait_s(self) -> float:
@@ -125,6 +138,9 @@ class Gateway:
     def arrive(self, job: Job) -> None:
         """A client's request."""
         now, arrival, spec = self._events.now, job.arrival, self._spec
+        if spec.hold is not None and not self._able:
+            self._wait_for_replica(job, spec.hold)
+            return
         if not self._rules.enabled:
             job.granted = now
             self._dispatch(job)
@@ -152,6 +168,9 @@ class Gateway:
         member = self._members.setdefault(replica, _Member(replica))
         self._able.append(member)
         self._views.append(member.view(self._events.now))
+        self._hold.served()
+        self._wanted = False
+        held, self._held = self._held, {}
         parked = list(self._parked.values())
         for job in parked:
             if job.id in self._parked:
@@ -160,6 +179,8 @@ class Gateway:
                 self._dispatch(job)
         if self._waiting:
             self._tell(self._queue.tick(self._capacity(), self._events.now))
+        for job in held.values():
+            self.arrive(job)
 
     def leaving(self, replica: Replica) -> None:
         """A replica takes no more requests."""
@@ -204,6 +225,25 @@ class Gateway:
         else:
             self._triage.answered(job.delivered)
             self._over(job, "served", "")
+
+    def _want(self) -> None:
+        self._wanted = True
+
+    def _wait_for_replica(self, job: Job, limits: HoldLimits) -> None:
+        """Holds a job for the first replica of a model that is scaled to zero."""
+        self._hold.wanted()
+        self._hold.waiting = len(self._held)
+        try:
+            self._hold.check()
+        except EngineUnavailable as refusal:
+            self._ended(job, "refused", refusal.reason or "unavailable", refusal.retry_after)
+            return
+        self._held[job.id] = job
+        self._events.after(limits.seconds, self._held_too_long, job)
+
+    def _held_too_long(self, job: Job) -> None:
+        if self._held.pop(job.id, None) is not None:
+            self._ended(job, "refused", "queue_timeout", self._hold.ready_in_s)
 
     def _cached(self, job: Job) -> int:
         size = self._members[next(iter(self._members))].replica.spec.block_size if self._members else 16

@@ -138,7 +138,7 @@ class Replica:
         """Takes everything away: the engine dies. Returns the jobs that were on it."""
         now = self._events.now
         if self._run is not None:
-            self._collect_run(min(self._run.done(now), self._run.steps - 1))
+            self._collect_run(min(self._run.done(now), self._run.steps - 1), lost=1)
         jobs = list(self.jobs.values())
         for seq in list(self.jobs):
             seq.finish_reason = "abort"
@@ -253,33 +253,46 @@ class Replica:
         """A step has ended."""
         if planned != self._planned:
             return
-        run = self._run
-        if run is not None:
-            self._collect_run(run.steps - 1)
-        self._collect(self._in_flight.popleft())
+        if self._run is None:
+            self._collect(self._in_flight.popleft())
+        else:
+            self._collect_run(self._run.steps - 1)
+            self._in_flight.popleft()
         self._go()
         load, scheduler = self.load, self.scheduler
         load.running, load.waiting = len(scheduler.running), scheduler.waiting
         load.used_blocks = scheduler.allocator.pool.used
         self._listener.stepped(self)
 
-    def _collect_run(self, steps: int) -> None:
-        """The first `steps` steps of the run are over."""
+    def _collect_run(self, scheduled: int, lost: int = 0) -> None:
+        """The run is over. After each of its first `scheduled` steps a further one was scheduled; then one more step
+        brought its tokens, unless that was `lost`."""
         run = self._run
         assert run is not None
+        steps = scheduled + 1 - lost
         if steps > self._reported:
             self._report(run, steps)
         self._run = None
         if steps <= 0:
             return
-        running, jobs = self.scheduler.running, self.jobs
-        advance(running, steps, self.scheduler.allocator, run)
+        scheduler, jobs = self.scheduler, self.jobs
+        if scheduled:
+            advance(scheduler.running, scheduled, scheduler.allocator, run)
         for step in self._in_flight:
-            step.context += run.size * steps
+            step.context += run.size * scheduled
         gaps = GapCounts.between(run.first, run.seconds(steps - 1), steps)
         longest, end = max(run.first, run.seconds(steps - 1)), run.end(steps)
-        for seq in running:
-            jobs[seq].advance(steps, run, gaps, longest, end)
+        ended: list[Sequence] = []
+        for seq in scheduler.running:
+            job = jobs[seq]
+            job.advance(steps, run, gaps, longest, end)
+            if not lost:
+                seq.pending -= 1
+                seq.tokens.append(0)
+                if job.delivered >= job.output or len(seq.tokens) >= seq.limit:
+                    ended.append(seq)
+        for seq in ended:
+            self._complete(seq)
 
     def _collect(self, step: _Step) -> None:
         """Hands out the tokens of a finished step."""
@@ -300,12 +313,17 @@ class Replica:
                 self._listener.started(self, job, seq.cached_tokens or 0)
             job.token(now)
             if job.delivered >= job.output or len(seq.tokens) >= seq.limit:
-                if seq.row >= 0:
-                    self.scheduler.allocator.publish(seq)
-                self._end(seq, "stop" if job.delivered >= job.output else "length")
+                self._complete(seq)
         for meter, count in meters.items():
             self.tokens += count
             meter.decoded(count, now, now)
+
+    def _complete(self, seq: Sequence) -> None:
+        """A sequence has its last token."""
+        job = self.jobs[seq]
+        if seq.row >= 0:
+            self.scheduler.allocator.publish(seq)
+        self._end(seq, "stop" if job.delivered >= job.output else "length")
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason

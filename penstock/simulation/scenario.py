@@ -49,6 +49,10 @@ class EngineSection:
         None, doc="KV blocks of 16 tokens; when not set, as many as the device has room for.", least=16, example="4096"
     )
     prefix_cache: bool = setting(True, doc="Whether equal prefixes are computed once.")
+    host_memory: int = setting(
+        0, doc="Host memory of a replica for offloaded KV blocks; 0: none.", least=0, size=True, example="64GiB"
+    )
+    host_idle_s: float = setting(30.0, doc="Seconds after which an unused KV block is offloaded.", least=0)
     calibration: str = setting("", doc="Calibration file; empty: the packaged one of the device.")
 
 

@@ -18,6 +18,7 @@ from penstock.planning.memory import MemoryPlan, memory_plan
 from penstock.planning.model_shape import model_shape
 from penstock.planning.remedy import remedy
 from penstock.planning.step_time import StepTime
+from penstock.routing.hold import HoldLimits
 from penstock.simulation.fleet import Fault, FleetSpec, Scaler
 from penstock.simulation.gateway import GatewaySpec
 from penstock.simulation.record import Record
@@ -28,6 +29,8 @@ from penstock.simulation.workload import source, tenants
 
 MONDAY = 1_767_571_200.0
 """Unix time of the midnight at which the first simulated day begins: Monday, 5 January 2026, UTC."""
+HOST_COPY = 54e9
+"""Bytes per second at which KV blocks return to a GPU, as measured over PCIe 5 (docs/results/h200.md, offload)."""
 SAMPLES = 480
 """Of the fleet, over the simulated time."""
 
@@ -51,6 +54,18 @@ class Setup:
         return max(self.deployment.device.devices_per_node // self.deployment.devices, 1)
 
     @property
+    def host_blocks(self) -> int:
+        return self.memory.host_tokens // self.deployment.block_size
+
+    @property
+    def host_block_s(self) -> float:
+        """Seconds to copy one block back from the host."""
+        if not self.host_blocks:
+            return 0.0
+        device, block_bytes = self.deployment.device, self.deployment.host_memory / self.host_blocks
+        return block_bytes / (HOST_COPY if device.kind == "gpu" else device.bandwidth / 2)  # a CPU reads and writes it
+
+    @property
     def replica(self) -> ReplicaSpec:
         deployment = self.deployment
         return ReplicaSpec(
@@ -61,6 +76,9 @@ class Setup:
             token_budget=deployment.step_tokens,
             max_model_len=deployment.context_len,
             prefix_cache=self.scenario.engine.prefix_cache,
+            host_blocks=self.host_blocks,
+            host_idle_s=self.scenario.engine.host_idle_s,
+            host_block_s=self.host_block_s,
             overlap=deployment.device.kind == "gpu",
         )
 
@@ -109,9 +127,12 @@ class Setup:
             f"{deployment.step_tokens:,} tokens per step",
             "step times": self.calibration.title,
             "KV cache": f"{self.blocks:,} blocks, {self.blocks * deployment.block_size:,} tokens: {blocks}",
+            "host tier": f"{self.host_blocks:,} blocks, {self.host_block_s * 1e6:,.0f} us to copy one back",
             "cold start": f"{scenario.cold_start_s:g} s from the decision until a replica serves",
             "policy": f"{scenario.routing.policy}, admission {'on' if scenario.admission.enabled else 'off'}",
         }
+        if not self.host_blocks:
+            del found["host tier"]
         device = deployment.device
         if self.price is None:
             found["price"] = f"{device.name} has none in the catalogue"
@@ -135,6 +156,7 @@ def prepare(scenario: Scenario, calibration: Calibration | None = None) -> Setup
         max_model_len=engine.max_model_len,
         max_running=engine.max_running,
         token_budget=engine.token_budget,
+        host_memory=engine.host_memory,
     )
     memory = memory_plan(deployment)
     if memory.blocks < 1 or (engine.kv_blocks is None and not memory.fits):
@@ -169,7 +191,9 @@ def run(
     scenario = setup.scenario
     if scaler is None and replicas is None and scenario.autoscale is not None:
         scaler = Autoscaler(scenario.autoscale)
-    gateway = GatewaySpec(policy=scenario.routing.policy, admission=scenario.admission)
+    autoscale = scenario.autoscale
+    hold = None if autoscale is None or autoscale.min else HoldLimits(autoscale.hold_s, autoscale.hold)
+    gateway = GatewaySpec(policy=scenario.routing.policy, admission=scenario.admission, hold=hold)
     return simulate(
         source(scenario),
         setup.fleet(replicas=replicas, scaler=scaler),

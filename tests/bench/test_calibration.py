@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from penstock.bench import calibration
 from penstock.bench.engine import Step, Trace
 from penstock.bench.fit import Observation, factor, fit
+from penstock.bench.offline import OfflineBenchSettings
 from penstock.bench.step_walk import walk
 from penstock.bench.workloads import Workload
 from penstock.errors import ConfigError
-from penstock.planning.calibration import Calibration, WeightFactors, calibration_for
+from penstock.planning.calibration import (
+    Calibration,
+    WeightFactors,
+    calibration_for,
+    read_calibration,
+    write_calibration,
+)
 from penstock.planning.catalogue import device
 from penstock.planning.deployment import Deployment
 from penstock.planning.model_shape import model_shape
 from penstock.planning.step_time import StepTime, StepWork, attended
+from tests.engine.tiny import write_checkpoint
 
 H200 = device("h200")
 LLAMA = Deployment(shape=model_shape("llama-8b"), device=H200)
@@ -91,3 +102,46 @@ def test_a_device_that_the_catalogue_lacks(monkeypatch: pytest.MonkeyPatch) -> N
         calibration.hardware_of(None, "cuda:0")
     assert calibration.hardware_of("h100", "cuda:0").name == "h100"
     assert calibration.hardware_of(None, "cpu").name == "this-machine"
+
+
+SMALL = [Workload("2 x 12/8", 2, (12, 12), (8, 8)), Workload("1 x 40/7", 1, (40, 40), (7, 7))]
+
+
+def test_a_machine_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "default_workloads", lambda on_cpu: SMALL)
+    model = write_checkpoint("llama-gqa", tmp_path / "model")
+    settings = OfflineBenchSettings(model=str(model), device="cpu")
+    path, console = tmp_path / "mine.yaml", Console(record=True, width=120)
+    calibration.main(settings, (), path, "cpu-2", tmp_path / "fit.json", console)
+    printed = console.export_text()
+    assert "2 x 12/8, prompts" in printed and "fp32.compute" in printed and "largest" in printed
+    written = read_calibration(path)
+    assert written.device == "cpu-2" and set(written.weights) == {"fp32"} and written.borrowed_for is None
+    assert written.source.date and written.source.commit and "fp32" not in written.source.machine
+    assert json.loads((tmp_path / "fit.json").read_text())["results"][0]["measured_s"] > 0
+
+
+@pytest.mark.slow
+def test_another_weight_format_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "default_workloads", lambda on_cpu: SMALL)
+    model = write_checkpoint("llama-gqa", tmp_path / "model")
+    settings = OfflineBenchSettings(model=str(model), device="cpu", weights="int8")
+    path = tmp_path / "mine.yaml"
+    start = replace(calibration_for(device("cpu-2")), weights={"fp32": WeightFactors(0.5, 0.5, 0.5)})
+    write_calibration(start, path)
+    calibration.main(settings, (), path, "cpu-2", None, Console(quiet=True))
+    written = read_calibration(path)
+    assert written.weights["fp32"] == start.weights["fp32"] and written.weights["int8"] != start.weights["fp32"]
+    assert written.kv_read == start.kv_read and written.source != start.source
+
+
+def test_a_file_of_another_device(tmp_path: Path) -> None:
+    write_calibration(calibration_for(device("cpu-2")), tmp_path / "mine.yaml")
+    with pytest.raises(ConfigError, match="is a calibration of cpu-2, not cpu-64; write to another file"):
+        calibration.main(OfflineBenchSettings(device="cpu"), (), tmp_path / "mine.yaml", "cpu-64", None, Console())
+
+
+def test_a_file_that_cannot_be_written_is_printed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot write the calibration .*\n(.|\n)*kv_read"):
+        write_calibration(TRUTH, tmp_path / "file" / "mine.yaml")

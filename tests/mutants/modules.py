@@ -36,9 +36,16 @@ MODULES = (
     Module("penstock/planning/shape.py", ("tests/planning/test_model_shape.py",)),
     Module("penstock/planning/memory.py", ("tests/planning/test_memory.py",)),
     Module("penstock/planning/deployment.py", ("tests/planning/test_deployment.py",)),
+    Module("penstock/planning/step_time.py", ("tests/planning/test_step_time.py",)),
+    Module("penstock/planning/capacity.py", ("tests/planning/test_capacity.py",)),
     Module("penstock/planning/workload.py", ("tests/planning/test_workload.py",)),
     Module("penstock/planning/money.py", ("tests/planning/test_money.py",)),
+    Module(
+        "penstock/planning/autoscaling.py",
+        ("tests/planning/test_autoscaling_arithmetic.py", "tests/planning/test_autoscaling.py"),
+    ),
     Module("penstock/planning/provision.py", ("tests/planning/test_provision.py",)),
+    Module("penstock/planning/trend.py", ("tests/planning/test_trend_arithmetic.py", "tests/planning/test_trend.py")),
 )
 
 EARLIER = "searches from where no beginning can be, and finds none there"
@@ -175,6 +182,11 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "found = _first(start + 1, kept, lambda s: count(s) <= min(target, budget))",
             "found = _first(start + (0), kept, lambda s: count(s) <= min(target, budget))",
         ): "what does not fit the budget is not found",
+    },
+    "penstock/planning/autoscaling.py": {
+        (f"{name}: int = 0", f"{name}: int = {other}"): UNUSED
+        for name in ("rate", "forecast", "busy", "wait", "kv")
+        for other in ("1", "(-1)")
     },
     "penstock/text/stop_strings.py": {
         ("if best is None or candidate < best:", "if best is None or (candidate <= best):"): "no two stops are equal",

@@ -33,8 +33,10 @@ def test_every_device_has_a_calibration_and_a_borrowed_one_says_so() -> None:
         calibration = calibration_for(entry)
         assert device(calibration.device).kind == entry.kind
         assert (calibration.borrowed_for == entry.name) == (calibration.device != entry.name)
-    assert calibration_for(device("h200")).title.startswith("h200: measured on NVIDIA H200")
-    assert calibration_for(device("l4")).title.startswith("l4 was never measured: fractions of peak from h200")
+    assert calibration_for(device("h200")).title.startswith("h200, from runs on NVIDIA H200")
+    assert calibration_for(device("l4")).title.startswith(
+        "l4 was never measured: fractions of peak are those of h200, from runs on NVIDIA"
+    )
 
 
 def test_nothing_of_the_same_kind_to_borrow_from() -> None:

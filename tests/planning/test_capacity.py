@@ -38,6 +38,12 @@ def test_everything_gets_slower_with_load() -> None:
         assert before.ttft_mean_s <= before.ttft_s and before.itl_s <= before.gap_s
 
 
+def test_a_request_a_year() -> None:
+    alone, rare = (steady(LLAMA, FACTORS, CHAT, rate) for rate in (1e-3, 3e-8))
+    assert rare.requests_per_s == pytest.approx(3e-8, rel=0.01)
+    assert rare.ttft_s == pytest.approx(alone.ttft_s, rel=0.01) and rare.itl_s == pytest.approx(alone.itl_s, rel=0.01)
+
+
 def test_more_than_it_can_serve() -> None:
     state = steady(LLAMA, FACTORS, CHAT, 1000)
     full = closed_loop(LLAMA, FACTORS, CHAT, 256)

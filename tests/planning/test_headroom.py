@@ -51,7 +51,7 @@ def test_capacity_is_fitted_from_minutes_at_different_loads() -> None:
     assert found.headroom.capacity_requests is not None
     assert found.headroom.capacity_requests.likely == pytest.approx(8)
     assert found.headroom.token_time_full == pytest.approx(0.05)
-    load = sum(n / (A + B * n) for n in (4, 6, 8, 10, 12)) / 5
+    load = sum(n / (A + B * n) for n in (10, 12)) / 2
     assert found.headroom.output_tokens == pytest.approx(load)
     assert found.headroom.free_output_tokens.likely == pytest.approx(800 - load)
     assert found.headroom.utilisation == pytest.approx(load / 800)
@@ -160,6 +160,12 @@ def test_refused_requests_count_as_demand() -> None:
     assert found.headroom.free_output_tokens.high == 0.0
     assert found.next_replica.full.outlook == "full", "two replicas are just full"
     assert found.next_replica.utilisation == pytest.approx(1.0)
+
+
+def test_a_wave_that_has_just_arrived_counts() -> None:
+    tokens = 40 / (A + B * 40)
+    found = plan(hour_of([10] * 58) + hour_of([40, 40], requests=tokens / 100 * 1.5, refused=tokens / 100 * 0.5))
+    assert found.full.outlook == "full"
 
 
 def test_costs_at_the_present_and_at_full_load() -> None:

@@ -76,3 +76,15 @@ def test_work_that_was_done_evenly_fades_as_it_was_done() -> None:
     at_once.busy(0.0, True)
     at_once.add_evenly(5.0, 35.0, since=5.0)
     assert at_once.per_s(5.0) == pytest.approx(7.0)
+
+
+def test_work_done_evenly_counts_as_in_small_parts() -> None:
+    parts, whole = BusyRate(), BusyRate()
+    for rate in (parts, whole):
+        rate.busy(0.0, True)
+    for step in range(1, 401):
+        parts.add(step * 0.02, 3)
+    whole.add_evenly(8.0, 1200, 0.0)
+    assert whole.per_s(8.0) == pytest.approx(parts.per_s(8.0) or 0.0, rel=0.002)
+    whole.add_evenly(8.0, 5, 8.0)
+    assert (whole.per_s(8.0) or 0.0) > (parts.per_s(8.0) or 0.0)

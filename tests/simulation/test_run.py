@@ -13,6 +13,7 @@ from penstock.errors import ConfigError
 from penstock.planning.autoscaling import Autoscaler
 from penstock.routing.admission.queue import PREMIUM
 from penstock.routing.dispatch import Resilience
+from penstock.routing.hold import HoldLimits
 from penstock.simulation.arrival import Arrival, Segment
 from penstock.simulation.fleet import Fault, FleetSpec
 from penstock.simulation.gateway import GatewaySpec
@@ -217,14 +218,27 @@ def test_the_autoscaler_follows_the_load_and_waits_for_cold_starts() -> None:
     assert any("replicas:" in text for _, text in record.notes)
 
 
-def test_scale_to_zero_wakes_on_demand() -> None:
+def test_scale_to_zero_wakes_on_demand_and_holds_requests() -> None:
     config = AutoscaleConfig(min=0, max=2, idle_s=5.0, scale_down_cooldown_s=1.0, stabilisation_s=1.0)
-    fleet = FleetSpec(REPLICA, 0, cold_start_s=3.0, autoscaler=Autoscaler(config), autoscale_every_s=1.0)
-    record = simulate(Listed([ask(10.0), ask(40.0, id=9)]), fleet, seconds=60.0)
-    assert [row.status for row in record.requests] == ["served", "served"]
-    assert all(3.0 <= (row.ttft_s or 0.0) < 5.5 for row in record.requests)
+    fleet = FleetSpec(REPLICA, 0, cold_start_s=15.0, autoscaler=Autoscaler(config), autoscale_every_s=1.0)
+    requests = [ask(10.0), ask(60.0, id=9), ask(60.1, id=10), ask(60.2, id=11)]
+    record = simulate(Listed(requests), fleet, GatewaySpec(hold=HoldLimits(20.0, 2)), seconds=100.0)
+    assert [row.status for row in record.requests] == ["served", "refused", "served", "served"]
+    served = [row for row in record.requests if row.status == "served"]
+    assert all(14.5 <= (row.ttft_s or 0.0) < 17.5 for row in served)
+    assert rows(record)[1].reason == "queue_full"
+    assert 14.0 < (rows(record)[1].retry_after_s or 0.0) <= 15.0
     assert record.samples[-1].ready == 0
-    assert record.totals.gpu_seconds < 40.0
+    assert record.totals.gpu_seconds < 60.0
+
+
+def test_a_model_that_starts_too_slowly_refuses_and_starts_all_the_same() -> None:
+    config = AutoscaleConfig(min=0, max=2, idle_s=50.0)
+    fleet = FleetSpec(REPLICA, 0, cold_start_s=30.0, autoscaler=Autoscaler(config), autoscale_every_s=1.0)
+    gateway = GatewaySpec(hold=HoldLimits(5.0, 10))
+    record = simulate(Listed([ask(10.0), ask(42.0, id=9)]), fleet, gateway, seconds=50.0)
+    assert [(row.status, row.reason) for row in record.requests] == [("refused", "queue_timeout"), ("served", "")]
+    assert rows(record)[0].retry_after_s == pytest.approx(30.0)
 
 
 def test_a_thousand_replicas() -> None:

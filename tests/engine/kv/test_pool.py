@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -168,3 +170,32 @@ def test_taking_more_than_there_are_is_an_error() -> None:
         pool.allocate_many(1)
     pool.release_many([2, 1])
     assert pool.allocate_many(2) == [1, 2] and pool.allocate_many(0) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_at_once_are_the_same_as_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    bulk, single = BlockPool(20), BlockPool(20)
+    held: list[list[int]] = []
+    named = 0
+    for _ in range(60):
+        if held and (rng.random() < 0.5 or bulk.free < 4):
+            blocks = held.pop(rng.randrange(len(held)))
+            bulk.release_many(blocks)
+            for block in blocks:
+                single.release(block)
+        else:
+            count = rng.randint(1, min(bulk.free, 6))
+            blocks = bulk.allocate_many(count)
+            assert blocks == [single.allocate() for _ in range(count)]
+            held.append(blocks)
+            full = blocks[: rng.randint(0, count)]
+            names = [b"%d" % rng.randrange(named + 1, named + 3) for _ in full]
+            named += len(full)
+            bulk.name_many(full, names)
+            for block, name in zip(full, names, strict=True):
+                single.name(block, name)
+        bulk.check()
+        assert (bulk.free, bulk.cached) == (single.free, single.cached)
+        names = [b"%d" % name for name in range(named + 3)]
+        assert [bulk.find(name) for name in names] == [single.find(name) for name in names]

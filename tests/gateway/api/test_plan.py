@@ -139,6 +139,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"devices": ["h100"] * 17}, "devices"),
     ({"users": -1}, "users"),
     ({"users": 0}, "users"),
+    ({"users": 0.01}, "at least one request a day"),
+    ({"utilisation": 0}, "utilisation"),
     ({"input_tokens": 1e7}, "do not fit the context"),
     ({"peak_factor": 1.0}, "peak factor"),
     ({"curve": "weekend"}, "curve"),

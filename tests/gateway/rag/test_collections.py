@@ -409,7 +409,8 @@ async def test_bad_requests_are_told_what_is_wrong(serving: Serving, encoder_end
             "collection_not_found",
             "rag.collection",
         )
-        assert error(await running.chat(rag={"collection": id, "depth": 3}))[2] == "rag.depth"
+        ignored = await running.chat(rag={"collection": id, "depth": 3})
+        assert ignored.status_code == 200 and ignored.headers["x-penstock-ignored"] == "rag.depth"
         system = [{"role": "system", "content": "Be kind."}]
         assert error(await running.chat(messages=system, rag={"collection": id}))[2] == "rag"
 

@@ -239,6 +239,7 @@ async def test_told_to_stop_all_workers_let_their_streams_finish(workers: Worker
     running = await workers.streams(8, 150, workers.admin)
     workers.process.terminate()
     assert {await task for task in running} == {"data: [DONE]"}
+    assert await asyncio.to_thread(workers.process.wait, 60) == 0
 
 
 async def _eventually(condition: Any, within: float = 60.0) -> None:

@@ -147,7 +147,7 @@ export default {
     },
     costs(cost) {
       if (cost.per_hour == null) return "No price is known for this device; set cost_per_hour of the model.";
-      if (cost.per_million_tokens == null) return `${money(cost.per_hour)} per hour; no tokens in the last five minutes`;
+      if (cost.per_million_tokens == null) return `${money(cost.per_hour)} per hour; no tokens in the last two minutes`;
       return `${money(cost.per_hour)} per hour for all replicas${cost.per_million_tokens_full == null ? "" : `; ${money(cost.per_million_tokens_full)} when full`}`;
     },
     draw(series, unit = "") {
@@ -157,7 +157,7 @@ export default {
         legend: { top: 0, right: 0, itemHeight: 8, textStyle: { fontSize: 11 } },
         tooltip: { trigger: "axis", valueFormatter: (v) => (v == null ? "–" : `${Number(v.toPrecision(3))}${unit}`) },
         xAxis: { type: "time", axisLabel: { fontSize: 10, hideOverlap: true } },
-        yAxis: { type: "value", min: 0, max: unit === "%" ? 100 : undefined, axisLabel: { fontSize: 10, formatter: (v) => `${v}${unit}` }, splitNumber: unit === "%" ? 4 : 3 },
+        yAxis: { type: "value", min: 0, max: unit === "%" ? 100 : undefined, axisLabel: { fontSize: 10, formatter: (v) => `${v}${unit}` }, splitNumber: 3, interval: unit === "%" ? 25 : undefined },
         series: series.map((one) => ({ type: "line", showSymbol: one.data.length < 3, connectNulls: false, ...one })),
       };
     },

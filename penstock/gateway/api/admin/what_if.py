@@ -58,7 +58,7 @@ class WhatIfRequest(Struct, forbid_unknown_fields=True):
     """p95 of the time to the first token; null: any."""
     itl_ms: Annotated[float, Meta(gt=0)] | None = 50.0
     """Mean time between tokens; null: any."""
-    utilisation: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    utilisation: Annotated[float, Meta(ge=0.01, le=1)] = 0.8
     """Share of a replica's capacity to plan for at the peak."""
     autoscaled: bool = False
     """Choose by the bill of a fleet that follows the day."""
@@ -77,6 +77,8 @@ class WhatIfEndpoints:
 
     async def what_if(self, exchange: Exchange) -> None:
         request = decode(_request, await exchange.body(self._body_limit))
+        if request.users * request.requests_per_user < 1:
+            raise InvalidRequest("A plan needs at least one request a day.", param="requests_per_user")
         source = self._source(request.model)
         async with self._one_at_a_time:
             try:
