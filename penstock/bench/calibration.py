@@ -12,7 +12,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,6 +102,7 @@ def calibrate(
     settings: offline.OfflineBenchSettings,
     machine: Device,
     start: Calibration | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Deployment, Calibration, list[Observation]]:
     """Measure and fit; without a `start` from what the device would borrow. A `start` without this weight format gets
     its factors, and those that do not depend on the format stay."""
@@ -113,7 +115,9 @@ def calibrate(
     elif form.name not in start.weights:
         start = replace(start, weights={**start.weights, form.name: start.factors(form)})
         factors = [name for name in factors if name not in COMMON]
-    observations = [item for workload in chosen for item in measure(loaded, workload, deployment, settings)]
+    observations = [
+        item for workload in chosen for item in measure(loaded, workload, deployment, settings, clock=clock)
+    ]
     return deployment, fit(replace(start, source=_source(loaded)), factors, observations), observations
 
 
@@ -136,13 +140,14 @@ def measure(
     settings: offline.OfflineBenchSettings,
     *,
     salt: str = "calibrate",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Observation]:
     """Warm up, run, and split the median run into measurements. A second measurement on the same engine needs another
     salt, or its prompts would be in the cache."""
     engine = loaded.engine
     if settings.warm_up:
         Run(engine, workloads.warm_up(workload, engine.info.vocab_size), None)()
-    traces = [run(engine, workload, salt=f"{salt}{attempt}") for attempt in range(settings.repeat)]
+    traces = [run(engine, workload, salt=f"{salt}{attempt}", clock=clock) for attempt in range(settings.repeat)]
     trace = sorted(traces, key=lambda trace: trace.seconds)[len(traces) // 2]
     steps = list(
         walk(

@@ -72,8 +72,15 @@ class _Flight:
 class Run:
     """Drives one workload through an engine, closed loop or all at once."""
 
-    def __init__(self, engine: Steppable, requests: Sequence[Request], concurrency: int | None) -> None:
+    def __init__(
+        self,
+        engine: Steppable,
+        requests: Sequence[Request],
+        concurrency: int | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.engine = engine
+        self.clock = clock
         self.queue = deque(requests)
         self.limit = concurrency or len(requests)
         self.flights: dict[str, _Flight] = {}
@@ -83,11 +90,11 @@ class Run:
     def __call__(self, progress: Callable[[int], None] | None = None) -> Trace:
         """Runs to the end; `progress` gets the number of output tokens so far, a few times a second."""
         preemptions = self.engine.load_snapshot().preemptions
-        begin = last = told = time.perf_counter()
+        begin = last = told = self.clock()
         self._refill(begin)
         while self.flights:
             output = self.engine.step()
-            now = time.perf_counter()
+            now = self.clock()
             if output is None:
                 self._idle()
                 continue
@@ -98,7 +105,7 @@ class Run:
             if progress is not None and now - told > 0.2:
                 told = now
                 progress(self.trace.output_tokens)
-        self.trace.seconds = time.perf_counter() - begin
+        self.trace.seconds = self.clock() - begin
         self.trace.preemptions = self.engine.load_snapshot().preemptions - preemptions
         return self.trace
 
@@ -207,6 +214,7 @@ def run(
     salt: str,
     progress: Callable[[int], None] | None = None,
     adapters: Sequence[str] = (),
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Trace:
     """One measured run; `salt` must differ between runs of a workload, or prefixes would be reused. With `adapters`
     the requests take them in turn."""
@@ -220,7 +228,7 @@ def run(
     requests = workload.build(info.vocab_size, salt=f"{workload.name}-{salt}")
     if adapters:
         requests = [replace(request, adapter=adapters[i % len(adapters)]) for i, request in enumerate(requests)]
-    trace = Run(engine, requests, workload.concurrency)(progress)
+    trace = Run(engine, requests, workload.concurrency, clock)(progress)
     reused = engine.load_snapshot().prefix_hit_tokens - before
     if reused:
         raise BenchError(f"{reused} prompt tokens of workload {workload.name} came from the cache: not a fair run")

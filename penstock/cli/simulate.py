@@ -18,6 +18,7 @@ class Comparison(StrEnum):
 
 class Reality(StrEnum):
     engine = "engine"
+    engine_cpu_time = "engine-cpu-time"
 
 
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots to FILE.")]
@@ -75,7 +76,10 @@ def simulate(
     ] = None,
     against: Annotated[
         Reality | None,
-        typer.Option(help="engine: calibrate on this machine, run the real engine on a trace, and simulate the same."),
+        typer.Option(
+            help="engine: calibrate on this machine, run the real engine on a trace, and simulate the same. "
+            "engine-cpu-time: one thread, measured in processor time, for a machine that others use too."
+        ),
     ] = None,
     json_file: Json = None,
     html_file: Html = None,
@@ -133,7 +137,7 @@ def simulate(
     if against is not None:
         if scenario is not None:
             raise typer.BadParameter("--against engine makes its own trace; leave the scenario out")
-        kept = command.compare_with_engine(given, outputs, console())
+        kept = command.compare_with_engine(given, against is Reality.engine_cpu_time, outputs, console())
     elif scenario is None and not given:
         raise typer.BadParameter("name a scenario file (examples/simulate/ has some), or give at least --rate")
     else:

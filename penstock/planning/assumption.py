@@ -115,12 +115,12 @@ def _of_money(options: Options) -> list[Assumption]:
         Assumption(
             "egress",
             f"${overheads.egress_per_gb:g} per GB, {overheads.bytes_per_output_token:g} bytes per streamed token",
-            "usual list price of clouds for the first 10 TB; size of an event of our streams",
+            "estimates: what large clouds ask for the first 10 TB; one event of a stream",
         ),
         Assumption(
             "storage",
             f"${overheads.storage_per_gb:g} per GB and month: weights once, request log for "
             f"{overheads.log_days:g} days at {overheads.log_bytes_per_token:g} bytes per token",
-            "usual list price of block storage",
+            "estimate: what large clouds ask for block storage",
         ),
     ]

@@ -1,15 +1,15 @@
 """A real engine and its simulation on the same trace, on this machine: how far apart are they?
 
-The engine is calibrated in the same process immediately before (`bench.calibration`), then runs an open loop of mixed
-lengths in real time; the simulator gets the calibration, the engine's limits and the same arrivals. A machine that
-other programs share is not the machine that was calibrated a minute ago: the calibration's workloads are run again
-afterwards, and the drift between the two is printed beside the comparison.
+The engine is calibrated in the same process immediately before and after (`bench.calibration`); between the two it runs
+an open loop of mixed lengths. The simulator gets the calibration, the engine's limits and the same arrivals. A machine
+that other programs share is not the machine that was calibrated a minute ago, so the drift between the two calibrations
+is printed, and everything can be measured in processor time instead (`processor_time`, one thread).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import time
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -18,19 +18,23 @@ from penstock.bench import offline
 from penstock.bench import report as bench_report
 from penstock.bench.arrivals import Planned
 from penstock.bench.calibration import calibrate, default_workloads, hardware_of, measure, refit
-from penstock.config.routing import AdmissionConfig
+from penstock.bench.engine import Run
+from penstock.bench.workloads import Workload, warm_up
 from penstock.engine.backends.select import pick_device
-from penstock.planning.calibration import Calibration
-from penstock.planning.deployment import Deployment
+from penstock.errors import ConfigError
 from penstock.planning.step_time import StepTime, StepWork
-from penstock.simulation.arrival import Arrival, Segment
-from penstock.simulation.fleet import FleetSpec
-from penstock.simulation.gateway import GatewaySpec
-from penstock.simulation.real_run import Observed, real_run
-from penstock.simulation.replica import ReplicaSpec
-from penstock.simulation.run import simulate
+from penstock.simulation.one_engine import simulated
+from penstock.simulation.real_run import real_run
 
 TOLERANCE = 0.15
+CPU_WORKLOADS = [
+    *(
+        Workload(f"{requests} x {inputs}/{outputs}", requests, (inputs, inputs), (outputs, outputs))
+        for requests, inputs, outputs in ((1, 64, 32), (1, 192, 8), (4, 96, 24), (8, 128, 16), (16, 32, 16))
+    ),
+    Workload("6 in flight", 18, (32, 160), (12, 40), concurrency=6),
+]
+"""Steps such as those of the trace, which is shorter than the calibration of `penstock bench engine --calibrate`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,8 @@ class TraceShape:
     seconds: float = 60.0
     load: float = 0.5
     """Part of what the engine can do, as the calibration predicts it."""
-    inputs: tuple[int, int] = (32, 384)
-    outputs: tuple[int, int] = (16, 128)
+    inputs: tuple[int, int] = (16, 192)
+    outputs: tuple[int, int] = (8, 64)
     seed: int = 1
 
 
@@ -63,56 +67,6 @@ def suitable_rate(shape: TraceShape, step_time: StepTime, streams: int = 8) -> f
     joint = StepWork(streams, streams * context, round(prompt), round(prompt * prompt / 2), streams + 1)
     prefill = step_time.seconds(joint) - streams * decode
     return shape.load / (prefill + answer * decode)
-
-
-class Replay:
-    """A plan as a source: prompts that share nothing."""
-
-    def __init__(self, plan: Sequence[Planned]) -> None:
-        self._plan = plan
-
-    def arrivals(self) -> Iterator[Arrival]:
-        for number, planned in enumerate(self._plan, 1):
-            yield Arrival(planned.at, (Segment(number, planned.input_len),), planned.output_len)
-
-    def after(self, arrival: Arrival, finished_at: float) -> Arrival | None:
-        return None
-
-    def refused(self, arrival: Arrival, at: float, retry_after_s: float | None) -> Arrival | None:
-        return None
-
-
-def simulated(
-    plan: Sequence[Planned],
-    deployment: Deployment,
-    calibration: Calibration,
-    *,
-    num_blocks: int,
-    block_size: int = 16,
-    max_model_len: int | None = None,
-    overlap: bool = False,
-) -> Observed:
-    """The plan on one simulated engine without a gateway before it."""
-    replica = ReplicaSpec(
-        step_time=StepTime(deployment, calibration),
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_running=deployment.most_running,
-        token_budget=deployment.step_tokens,
-        max_model_len=max_model_len or deployment.context_len,
-        overlap=overlap,
-    )
-    gateway = GatewaySpec(policy="round_robin", admission=AdmissionConfig(enabled=False), hop_s=0.0)
-    last = max(planned.at for planned in plan)
-    record = simulate(Replay(plan), FleetSpec(replica), gateway, seconds=last + 1.0, drain_s=86_400.0)
-    rows = list(record.requests)
-    assert len(rows) == len(plan) and all(row.status == "served" for row in rows), "an engine serves whatever it gets"
-    return Observed(
-        ttft=[row.ttft_s for row in rows if row.ttft_s is not None],
-        gaps=record.all_gaps(),
-        output_tokens=record.totals.output_tokens,
-        seconds=max(row.end for row in rows),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,25 +93,38 @@ class Agreement:
         return asdict(self) | {"ratios": self.ratios}
 
 
-def run(model: str, shape: TraceShape, console: Console) -> Agreement:
+def run(model: str, shape: TraceShape, processor_time: bool, console: Console) -> Agreement:
     """Loads the engine, calibrates, runs the trace, calibrates again, simulates."""
-    settings = offline.OfflineBenchSettings(model=model)
-    chosen = default_workloads(on_cpu=pick_device(settings.device).type == "cpu")
+    on_cpu = pick_device("auto").type == "cpu"
+    if processor_time and not on_cpu:
+        raise ConfigError("processor time says nothing about a GPU; use --against engine")
+    settings = offline.OfflineBenchSettings(model=model, threads=1 if processor_time else None, warm_up=False)
+    clock = time.process_time if processor_time else time.perf_counter
+    chosen = CPU_WORKLOADS if on_cpu else default_workloads(on_cpu=False)
     loaded = offline.load(settings, chosen, console)
     info = loaded.engine.info
     console.print(f"[bold]{loaded.label}[/bold] on {info.device}, {loaded.numbers}: {bench_report.machine_line()}")
     machine = hardware_of(None, info.device)
     with console.status("calibrating"):
-        deployment, first, before = calibrate(loaded, chosen, settings, machine)
+        # Once, with as many streams as any: every smaller batch runs on the way.
+        widest = max(chosen, key=lambda load: load.concurrency or load.requests)
+        Run(loaded.engine, warm_up(widest, info.vocab_size), None)()
+        deployment, first, before = calibrate(loaded, chosen, settings, machine, clock=clock)
     rate = suitable_rate(shape, StepTime(deployment, first))
     plan = trace(shape, rate)
     with bench_report.progress_bar(console) as bar:
         task = bar.add_task(f"{len(plan)} requests in {shape.seconds:g} s on the real engine", total=len(plan))
         observed = real_run(
-            loaded.engine, plan, seed=shape.seed, progress=lambda done: bar.update(task, completed=done)
+            loaded.engine,
+            plan,
+            seed=shape.seed,
+            processor_time=processor_time,
+            progress=lambda done: bar.update(task, completed=done),
         )
     with console.status("calibrating again"):
-        after = [item for load in chosen for item in measure(loaded, load, deployment, settings, salt="after")]
+        after = [
+            item for load in chosen for item in measure(loaded, load, deployment, settings, salt="after", clock=clock)
+        ]
     calibration = refit(first, deployment, [*before, *after])
     model_run = simulated(
         plan,

@@ -135,7 +135,7 @@ def _bar(console: Console, seconds: float) -> Iterator[Callable[[str], Callable[
 AGAINST_KEYS = {"model": "--model", "duration_s": "--duration", "seed": "--seed"}
 
 
-def compare_with_engine(given: Mapping[str, str], outputs: Outputs, console: Console) -> bool:
+def compare_with_engine(given: Mapping[str, str], processor_time: bool, outputs: Outputs, console: Console) -> bool:
     """A real engine on this machine and the simulation of it, on the same trace; says whether they agree."""
     from penstock.simulation import against_engine
 
@@ -146,7 +146,7 @@ def compare_with_engine(given: Mapping[str, str], outputs: Outputs, console: Con
     if outputs.html is not None or outputs.chart is not None:
         raise ConfigError("--against engine prints a table and writes --json; it has no page and no chart")
     shape = against_engine.TraceShape(seconds=float(given.get("duration_s", 60)), seed=int(given.get("seed", 1)))
-    made = against_engine.run(given.get("model", "smollm2-135m"), shape, console)
+    made = against_engine.run(given.get("model", "smollm2-135m"), shape, processor_time, console)
     against_engine.show(console, made)
     if outputs.json is not None:
         bench_report.write_json(outputs.json, "simulate against engine", asdict(shape), made.as_json())

@@ -1,7 +1,10 @@
-"""A trace through a real engine in this process, in real time, to be set beside the simulation of the same trace.
+"""A trace through a real engine in this process, to be set beside the simulation of the same trace.
 
 Requests are submitted when they are due, whether or not earlier ones were answered. An engine finishes a step before it
 looks at what came meanwhile, as in a server, so a request's time begins when it was due, not when it was submitted.
+
+The clock is the wall's, or the processor time of this process: then an engine of one thread is measured as if nothing
+else ran on the machine, and the time between two requests is skipped instead of slept through.
 """
 
 from __future__ import annotations
@@ -52,7 +55,12 @@ class _Flight:
 
 
 def real_run(
-    engine: Steppable, plan: Sequence[Planned], *, seed: int = 0, progress: Callable[[int], None] | None = None
+    engine: Steppable,
+    plan: Sequence[Planned],
+    *,
+    seed: int = 0,
+    processor_time: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> Observed:
     """Runs the plan to its end. `progress` gets the number of requests that have ended."""
     rng, ids = random.Random(seed), range(engine.info.vocab_size)
@@ -70,22 +78,26 @@ def real_run(
     )
     observed, ended = Observed(), 0
     flights: dict[str, _Flight] = {}
-    begin = time.perf_counter()
+    clock = time.process_time if processor_time else time.perf_counter
+    begin = clock()
     while queue or flights:
-        now = time.perf_counter() - begin
+        now = clock() - begin
         while queue and queue[0][0] <= now:
             due, request = queue.popleft()
             flights[request.request_id] = _Flight(due, request.params.max_tokens)
             engine.submit(request)
         if not flights:
-            time.sleep(min(max(queue[0][0] - now, 0.0), IDLE_S))
+            if processor_time:
+                begin = clock() - queue[0][0]
+            else:
+                time.sleep(min(max(queue[0][0] - now, 0.0), IDLE_S))
             continue
         output = engine.step()
         if output is None:
             if not engine.has_work:
                 raise BenchError(f"the engine is idle but {len(flights)} requests have not finished")
             continue
-        now = time.perf_counter() - begin
+        now = clock() - begin
         for delta in output.deltas:
             flight = flights[delta.request_id]
             if delta.tokens:
@@ -103,5 +115,5 @@ def real_run(
                 ended += 1
                 if progress is not None:
                     progress(ended)
-    observed.seconds = time.perf_counter() - begin
+    observed.seconds = clock() - begin
     return observed

@@ -159,7 +159,7 @@ def test_a_calibration_of_ones_own(tmp_path: Path) -> None:
     slow = json.loads(printed(f"{TEXTBOOK} --json --calibration {tmp_path / 'mine.yaml'}"))
     fast = json.loads(printed(f"{TEXTBOOK} --json"))
     assert slow["best"]["monthly"] > fast["best"]["monthly"]
-    assert slow["best"]["calibration"].startswith("h100: ")
+    assert slow["best"]["calibration"].startswith("h100, ")
 
 
 def test_a_folder_with_a_configuration(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -16,20 +16,12 @@ from msgspec import Meta, Struct
 from penstock.errors import CheckpointError, ConfigError
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
-from penstock.planning.candidate import Options
-from penstock.planning.capacity import Slo
-from penstock.planning.catalogue import Device, load_catalogue
-from penstock.planning.config_shape import shape_of_config
-from penstock.planning.model_shape import known_models, model_shape
-from penstock.planning.plan import make_plan
-from penstock.planning.plan_tree import as_tree
-from penstock.planning.provision import Headroom
-from penstock.planning.records import find
-from penstock.planning.shape import ModelShape
-from penstock.planning.workload import CURVES, Workload
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry
 from penstock.sources.resolve import cached
+
+if TYPE_CHECKING:
+    from penstock.planning.shape import ModelShape
 
 MOST_DEVICES = 16
 Amount = Annotated[float, Meta(gt=0, le=1e12)]
@@ -98,9 +90,18 @@ class WhatIfEndpoints:
 
 
 def _plan(request: WhatIfRequest, source: tuple[str, str]) -> dict[str, Any]:
+    # The planner is loaded with the first plan: gateways start without it.
+    from penstock.planning.candidate import Options
+    from penstock.planning.capacity import Slo
+    from penstock.planning.catalogue import load_catalogue
+    from penstock.planning.plan import make_plan
+    from penstock.planning.plan_tree import as_tree
+    from penstock.planning.provision import Headroom
+    from penstock.planning.workload import CURVES, Workload
+
     known = load_catalogue()
     gpus = [device for device in known.devices.values() if device.kind == "gpu"]
-    hardware: list[Device] = [known.device(name) for name in dict.fromkeys(request.devices)] or gpus
+    hardware = [known.device(name) for name in dict.fromkeys(request.devices)] or gpus
     workload = Workload(
         request.users,
         request.requests_per_user,
@@ -117,6 +118,10 @@ def _plan(request: WhatIfRequest, source: tuple[str, str]) -> dict[str, Any]:
 
 
 def _shape(name: str, source: str) -> ModelShape:
+    from penstock.planning.config_shape import shape_of_config
+    from penstock.planning.model_shape import known_models, model_shape
+    from penstock.planning.records import find
+
     if source:
         return replace(model_shape(cached(source) or source), name=name)
     known = known_models()
