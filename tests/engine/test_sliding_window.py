@@ -43,9 +43,9 @@ def most_used(engine: Engine) -> int:
 def test_a_long_generation_holds_a_window_of_blocks(folder: Path, reference: Reference) -> None:
     engine = make_engine(folder, num_blocks=12, token_budget=32)
     assert engine.info.max_model_len == 1024, "twelve blocks hold 192 tokens; a window of 40 needs no more"
-    got = generate(engine, greedy("a", tokens(9), 600))["a"]
+    got = generate(engine, greedy("a", tokens(9), 300))["a"]
     assert reference.agrees(tokens(9), got)
-    engine.submit(greedy("b", tokens(9, seed=1), 600))
+    engine.submit(greedy("b", tokens(9, seed=1), 300))
     assert most_used(engine) <= WINDOW // 16 + 2
     assert_idle(engine)
 

@@ -36,7 +36,10 @@ MODULES = (
     Module("penstock/planning/shape.py", ("tests/planning/test_model_shape.py",)),
     Module("penstock/planning/memory.py", ("tests/planning/test_memory.py",)),
     Module("penstock/planning/deployment.py", ("tests/planning/test_deployment.py",)),
-    Module("penstock/planning/step_time.py", ("tests/planning/test_step_time.py",)),
+    Module(
+        "penstock/planning/step_time.py",
+        ("tests/planning/test_step_time_arithmetic.py", "tests/planning/test_step_time.py"),
+    ),
     Module("penstock/planning/capacity.py", ("tests/planning/test_capacity.py",)),
     Module("penstock/planning/workload.py", ("tests/planning/test_workload.py",)),
     Module("penstock/planning/money.py", ("tests/planning/test_money.py",)),
@@ -182,6 +185,10 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "found = _first(start + 1, kept, lambda s: count(s) <= min(target, budget))",
             "found = _first(start + (0), kept, lambda s: count(s) <= min(target, budget))",
         ): "what does not fit the budget is not found",
+    },
+    "penstock/planning/capacity.py": {
+        ("for _ in range(26):", "for _ in range(27):"): TUNING,
+        ("for _ in range(26):", "for _ in range((25)):"): TUNING,
     },
     "penstock/planning/autoscaling.py": {
         (f"{name}: int = 0", f"{name}: int = {other}"): UNUSED

@@ -49,6 +49,13 @@ def test_arrivals_and_the_backlog_ask_for_rate(arrivals: float, queued: int, ask
     assert found.rate == found.forecast == asked
 
 
+def test_requests_in_flight_are_expected_to_grow_with_the_arrivals_however_few_those_are() -> None:
+    scaler = Autoscaler(config(forecast=True, concurrency=10, cold_start_s=60.0, scale_up_cooldown_s=1e9))
+    for tick in range(20):
+        decision = scaler.decide(replace(IDLE, now=5.0 * tick, running=50, arrivals_per_s=0.04 * tick))
+    assert decision.needs.busy == 10 < decision.needs.forecast <= 15
+
+
 @pytest.mark.parametrize(("use", "asked"), [(0.0, 0), (0.85, 4), (0.86, 5), (1.0, 5)])
 def test_the_kv_cache_asks_in_proportion(use: float, asked: int) -> None:
     assert needs(replace(IDLE, kv_use=use)).kv == asked

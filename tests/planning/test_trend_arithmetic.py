@@ -61,12 +61,23 @@ def test_seconds_or_hours_between_measurements_make_no_other_trend() -> None:
     assert short.slope_low < short.slope < short.slope_high
 
 
+def test_a_load_never_falls_below_nothing() -> None:
+    falling = fitted([20.0 - i for i in range(20)])
+    assert falling.at(START + 60.0 * 15) == pytest.approx(5.0) and falling.at(START + DAY) == 0.0
+
+
 def test_what_is_reached_already_is_reached_now() -> None:
     assert crossing(fitted([10.0 + i for i in range(20)]), 15.0).likely_s == 0.0
     hours = [Sample(START + HOUR * (i + 0.5), 10.0) for i in range(24 * 4)]
     daily = fit_trend(hours)
     assert daily is not None and daily.season == pytest.approx((1.0,) * 24)
     assert crossing(daily, 9.0).likely_s == 0.0 and crossing(daily, 11.0).likely_s is None
+
+
+@pytest.mark.parametrize(("hours", "known"), [(47, False), (48, True)])
+def test_two_whole_days_show_the_shape_of_a_day(hours: int, known: bool) -> None:
+    trend = fit_trend([Sample(START + HOUR * (i + 0.5), 10.0 + i % 24) for i in range(hours)])
+    assert trend is not None and bool(trend.season) == known
 
 
 def test_the_shape_of_a_day_has_a_mean_of_one_and_the_ratio_of_each_hour() -> None:
