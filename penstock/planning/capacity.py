@@ -135,8 +135,11 @@ class Replica:
         """The rate with every slot taken: the largest that is stable."""
 
     def rate(self, running: float, batch: float) -> float:
-        """Requests per second with `running` sequences on average, in batches of `batch`."""
-        return running / (self.request.output * self._decode(batch) + running * self._prompt(batch)[0])
+        """Requests per second with `running` sequences on average, in batches of `batch`; no more than have their
+        prompts within the token budget."""
+        longer, step, _ = self._prompt(batch)
+        budget = max(1.0, self.budget - batch) / (self.request.computed * step)
+        return min(budget, running / (self.request.output * self._decode(batch) + running * longer))
 
     def open(self, running: float) -> Steady:
         """Random arrivals that keep this many sequences running on average."""
@@ -213,12 +216,17 @@ class Replica:
 
     def _first_token(self, rate: float, running: float, batch: float, queues: bool) -> tuple[float, float]:
         """Mean and 95th percentile of the time from a slot to the first token."""
-        _, step, chunks = self._prompt(batch)
+        longer, step, chunks = self._prompt(batch)
         decode, service = self._decode(batch), chunks * step
-        busy = min(1.0, rate * chunks * step / max(1.0, batch / self.request.output))
+        shared = max(1.0, batch / self.request.output)
+        busy = min(1.0, rate * service / shared)
+        # Prompts that come one at a time queue for steps; the more share a step, the more only its budget counts.
+        fits = max(1.0, (self.budget - batch) / self.request.computed)
+        budget = min(busy, rate * (longer + decode / fits))
+        load = budget + (busy - budget) / shared
         # Who arrives waits for the step in progress: half of it on average, all of it at worst.
         ahead = busy * step + (1 - busy) * decode if running >= 1 else running * decode
-        mean, late = _wait(busy, 1, service / 2) if queues else (0.0, 0.0)
+        mean, late = _wait(load, 1, service / 2) if queues else (0.0, 0.0)
         return service + ahead / 2 + mean, service + ahead + late
 
     def _many(self, rate: float, running: float) -> float:

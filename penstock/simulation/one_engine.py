@@ -33,8 +33,11 @@ class Replay:
             yield Arrival(planned.at, (Segment(number, planned.input_len),), planned.output_len)
 
     def after(self, arrival: Arrival, finished_at: float) -> Arrival | None:
-        number, planned = next(self._left, (0, None)) if self._concurrency is not None else (0, None)
-        return planned and Arrival(finished_at, (Segment(number, planned.input_len),), planned.output_len)
+        following = next(self._left, None) if self._concurrency is not None else None
+        if following is None:
+            return None
+        number, planned = following
+        return Arrival(finished_at, (Segment(number, planned.input_len),), planned.output_len)
 
     def refused(self, arrival: Arrival, at: float, retry_after_s: float | None) -> Arrival | None:
         return None

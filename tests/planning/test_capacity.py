@@ -90,6 +90,15 @@ def test_without_objectives_the_device_is_the_limit() -> None:
     assert most_load(tight, FACTORS, RequestShape(30_000, 500, cached=29_900), Slo()).limited_by == "memory"
 
 
+@pytest.mark.parametrize("shards", [1, 8])
+def test_short_answers_are_bounded_by_the_token_budget(shards: int) -> None:
+    deployment = replace(LLAMA, tensor_parallel=shards)
+    state = most_load(deployment, FACTORS, RequestShape(500, 2), Slo())
+    assert state.requests_per_s * 500 * state.gap_s <= deployment.step_tokens
+    half = steady(deployment, FACTORS, RequestShape(500, 2), state.requests_per_s / 2)
+    assert half.ttft_mean_s < half.ttft_s < 1
+
+
 def test_cached_prompts_cost_nothing_but_their_context() -> None:
     cold, warm = (most_load(LLAMA, FACTORS, RequestShape(4000, 200, cached), Slo(ttft_s=1)) for cached in (0, 3500))
     assert warm.requests_per_s > 1.8 * cold.requests_per_s
