@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from penstock.telemetry.scrapes import Interval
+from penstock.telemetry.scrapes import Interval, Scrape
 
 HISTORY = 60
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -98,7 +98,19 @@ def _replicas(interval: Interval) -> Table:
             share(now.most("penstock_gpu_utilization_ratio", **where)),
             share(now.sum("penstock_gpu_memory_used_bytes", **where) / memory if memory else None),
         )
+    for labels, wanted in now.series("penstock_autoscale_desired_replicas"):
+        table.add_row(labels["model_name"], "autoscale", _autoscale(now, labels["model_name"], wanted))
     return table
+
+
+def _autoscale(now: Scrape, model: str, wanted: float) -> Text:
+    """`asleep`, or how many replicas are ready and starting."""
+    ready = now.sum("penstock_autoscale_ready_replicas", model_name=model)
+    starting = now.sum("penstock_autoscale_starting_replicas", model_name=model)
+    if not wanted and not ready:
+        return Text("asleep", style="dim")
+    text = f"{ready:.0f} of {wanted:.0f}" + (f", {starting:.0f} starting" if starting else "")
+    return Text(text, style="green" if ready >= wanted else "yellow")
 
 
 def _reasons(interval: Interval) -> Text:

@@ -269,13 +269,15 @@ def replica_capacity(points: Sequence[LoadPoint], size: FleetSize) -> ReplicaCap
     if full:
         estimate, source = _spread(full), "measured"
     else:
-        low = max(speed.rate(sequences, speed.slowing + speed.error), seen)
+        # The best minute was reached, but perhaps by luck: it bounds what is likely, and the low end only for lack of
+        # a better one.
+        low = seen if math.isinf(speed.error) else speed.rate(sequences, speed.slowing + speed.error)
         high = max(speed.rate(sequences, max(speed.slowing - speed.error, 0.0)), seen)
-        likely = min(max(speed.rate(sequences, speed.slowing), low), high)
+        likely = speed.rate(sequences, speed.slowing)
         if speed.slowing < speed.error:
             # Half-way between the ends, on a scale of ratios.
             likely, source = math.sqrt(low * high), "extrapolated"
-        estimate = Estimate(low, likely, high)
+        estimate = Estimate(low, max(likely, seen), high)
     return ReplicaCapacity(sequences, first_full, estimate, sequences / estimate.likely, source)
 
 

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from penstock.cli.app import app
 from penstock.cli.top_screen import Screen, duration, sparkline
 from penstock.engine.request import DeviceLoad, EngineLoad
+from penstock.protocol.control import ModelScaling
+from penstock.telemetry.autoscale_metrics import add_autoscale_metrics
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.scrapes import Interval, Scrape
 from penstock.text import TextModel
@@ -46,6 +48,16 @@ def test_a_frame_says_how_each_replica_is() -> None:
     first, second = (line for line in frame.splitlines() if " m " in line)
     assert all(word in first for word in ("up", "75%", "250", "50%", "25%", "ms"))
     assert "down" in second
+
+
+def test_a_frame_says_where_automatic_scaling_stands() -> None:
+    metrics = Metrics(list)
+    scaling = {"m": ModelScaling(0, 4, desired=3, ready=1, starting=2), "quiet": ModelScaling(0, 1, 0, 0, 0)}
+    add_autoscale_metrics(metrics.registry, lambda: scaling)
+    scrape = Scrape(metrics.render().decode(), 0.0)
+    lines = shown(Screen("http://there"), Interval(scrape, Scrape(metrics.render().decode(), 2.0))).splitlines()
+    assert any("m " in line and "1 of 3, 2 starting" in line for line in lines)
+    assert any("quiet" in line and "asleep" in line for line in lines)
 
 
 def test_the_little_chart_and_durations() -> None:

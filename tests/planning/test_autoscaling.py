@@ -121,6 +121,7 @@ loads = st.lists(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(configs, loads, st.floats(0.1, 400))
 def test_the_count_stays_within_its_limits_whatever_is_reported(
     config: AutoscaleConfig, seen: list[FleetLoad], step: float
@@ -133,6 +134,7 @@ def test_the_count_stays_within_its_limits_whatever_is_reported(
         assert decision.detail and decision.detail == scaler.explain()
 
 
+@settings(max_examples=50, deadline=None)
 @given(configs, loads)
 def test_the_count_never_falls_while_requests_wait(config: AutoscaleConfig, seen: list[FleetLoad]) -> None:
     scaler = Autoscaler(replace(config, max=256))
@@ -142,7 +144,7 @@ def test_the_count_never_falls_while_requests_wait(config: AutoscaleConfig, seen
         assert desired >= min(before, 256)
 
 
-@settings(max_examples=40)
+@settings(max_examples=30, deadline=None)
 @given(st.floats(0.0, 25.0), st.floats(0.4, 0.9), st.booleans())
 def test_a_constant_load_never_makes_it_go_up_and_down(rate: float, target: float, known: bool) -> None:
     scaler = Autoscaler(quick(target_utilisation=target, replica_rate=2.0 if known else None))
@@ -154,7 +156,7 @@ def test_a_constant_load_never_makes_it_go_up_and_down(rate: float, target: floa
     assert fleet.queue < fleet.rate * fleet.ready * TICK_S or fleet.ready == 20
 
 
-@settings(max_examples=40)
+@settings(max_examples=30, deadline=None)
 @given(st.floats(0.2, 2.0), st.floats(2.0, 10.0))
 def test_a_spike_is_answered_within_bounded_time(base: float, factor: float) -> None:
     """Within the cool-down and a cold start there is capacity for the spike, and the backlog goes."""
@@ -168,6 +170,7 @@ def test_a_spike_is_answered_within_bounded_time(base: float, factor: float) -> 
     assert fleet.queue < fleet.rate * fleet.ready * TICK_S
 
 
+@settings(max_examples=50, deadline=None)
 @given(loads, st.integers(0, 3), st.floats(0.0, 500.0))
 def test_more_load_never_means_fewer_replicas(seen: list[FleetLoad], which: int, more: float) -> None:
     """The first decision for a load, from the same state, rises with every signal."""

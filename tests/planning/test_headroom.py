@@ -107,6 +107,13 @@ def test_the_range_holds_the_truth_on_a_disturbed_machine() -> None:
     assert inside >= 85 and starved == 0
 
 
+def test_a_lucky_minute_is_likely_but_not_certain() -> None:
+    points = hour_of([2, 4, 6, 8, 10, 12] * 10)
+    points[5] = dataclasses.replace(points[5], output_tokens=900.0)
+    found = replica_capacity(points, FleetSize(1, 40))
+    assert found is not None and found.output_tokens.likely == 900.0 and found.output_tokens.low < 880
+
+
 def test_an_idle_server_has_no_figures() -> None:
     for points in ([], hour_of([0] * 60)):
         found = plan(points)

@@ -31,14 +31,18 @@ export default {
           </div>
           <div v-if="replicas[model.id]" class="row items-center q-gutter-sm q-mt-sm">
             <span>{{ replicas[model.id].length }} {{ replicas[model.id].length === 1 ? 'replica' : 'replicas' }}</span>
-            <q-btn round dense outline size="xs" icon="remove" aria-label="Remove a replica" :disable="replicas[model.id].length < 2" @click="act(model, 'scale', { replicas: replicas[model.id].length - 1 })" />
-            <q-btn round dense outline size="xs" icon="add" aria-label="Add a replica" @click="act(model, 'scale', { replicas: replicas[model.id].length + 1 })" />
+            <q-btn v-if="!autoscale[model.id]" round dense outline size="xs" icon="remove" aria-label="Remove a replica" :disable="replicas[model.id].length < 2" @click="act(model, 'scale', { replicas: replicas[model.id].length - 1 })" />
+            <q-btn v-if="!autoscale[model.id]" round dense outline size="xs" icon="add" aria-label="Add a replica" @click="act(model, 'scale', { replicas: replicas[model.id].length + 1 })" />
             <q-badge v-for="one in replicas[model.id]" :key="one.id" :color="one.ready ? 'positive' : 'grey'" outline :label="one.replica + ' ' + (one.leaving ? 'draining' : one.state)" />
+          </div>
+          <div v-if="autoscale[model.id]" class="text-grey-7 q-mt-sm">
+            autoscale {{ autoscale[model.id].min }} to {{ autoscale[model.id].max }}: {{ autoscale[model.id].desired }} wanted,
+            {{ autoscale[model.id].ready }} ready, {{ autoscale[model.id].starting }} starting; {{ autoscale[model.id].detail }}
           </div>
         </q-card-section>
       </q-card>
     </q-page>`,
-  data: () => ({ models: [], replicas: {}, busy: "" }),
+  data: () => ({ models: [], replicas: {}, autoscale: {}, busy: "" }),
   mounted() {
     this.timer = setInterval(() => this.read(), 3000);
     return this.read();
@@ -54,6 +58,7 @@ export default {
         const [models, replicas] = await Promise.all([get("/v1/models"), get("/v1/admin/replicas")]);
         this.models = models.data;
         this.replicas = Object.groupBy(replicas.data, (one) => one.model);
+        this.autoscale = Object.fromEntries(replicas.autoscale.map((one) => [one.id, one]));
       } catch (error) {
         this.$fail(error);
       }
