@@ -101,8 +101,8 @@ def autoscale(setup: Setup, progress: Progress) -> dict[str, Report]:
     at_mean = _fleet_for(load.total / setup.scenario.duration_s, capacity, config.max)
     fixed = replace(setup, scenario=replace(setup.scenario, spot=SpotConfig()))
     return {
-        f"{at_peak} replicas, for the peak": _fixed(fixed, at_peak, progress("static at peak")),
-        f"{at_mean} replicas, for the mean": _fixed(fixed, at_mean, progress("static at mean")),
+        f"fixed for the peak ({at_peak})": _fixed(fixed, at_peak, progress("static at peak")),
+        f"fixed for the mean ({at_mean})": _fixed(fixed, at_mean, progress("static at mean")),
         "HPA on queue depth": report.make(
             fixed, run(fixed, scaler=QueueHPA(config.min, config.max), progress=progress("HPA"))
         ),

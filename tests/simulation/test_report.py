@@ -168,3 +168,20 @@ def test_our_policy_beats_them_at_length(seed: int) -> None:
 def test_nothing_is_claimed_where_nothing_repeats() -> None:
     setup = prepare(load(None, BASE))
     assert compare.worse_policies(setup, {"predicted": made(), "random": made()}) == []
+
+
+def test_autoscalers_on_the_same_spike() -> None:
+    asked = {
+        "duration_s": "150", "replicas": "1", "cold_start_s": "10", "engine.max_running": "4", "workload.rate": "0.5",
+        "workload.output_tokens": "60", "workload.spikes": "[{at_s: 40, seconds: 50, factor: 12}]",
+        "autoscale": "{min: 1, max: 8, scale_up_cooldown_s: 5}", "objectives.ttft_s": "2",
+    }  # fmt: skip
+    reports = compare.autoscale(prepare(load(None, BASE | asked)), _ignored)
+    peak, mean, hpa, ours = reports.values()
+    assert len({made.everyone.requests for made in reports.values()}) == 1, "the same traffic"
+    assert peak.replicas[0] == peak.replicas[2] > mean.replicas[2]
+    assert ours.replicas[2] > ours.replicas[0] == 1
+    assert ours.everyone.good_share > mean.everyone.good_share
+    assert hpa.gpu_hours > mean.gpu_hours
+    chart = page.overlay("day", reports, {"replicas ready": "replicas/ready"})
+    assert "HPA on queue depth" in chart

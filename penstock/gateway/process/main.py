@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -67,6 +68,9 @@ def run(
     processes on the port this is; `listening` is called once connections are accepted; `beat` runs beside the server
     and sends its heartbeats; `wrap`: puts something in front of the application, such as the console."""
     settings = GatewaySettings.from_config(config, worker)
+    if control is None:  # nobody starts engines for this gateway, so no request may wait for that
+        fixed = tuple(dataclasses.replace(model, autoscaled=False, hold=None) for model in settings.models)
+        settings = dataclasses.replace(settings, models=fixed)
     telemetry_logging.configure(settings.log_format, settings.log_level)
     missing = [model.name for model in settings.models if model.name not in endpoints]
     if missing:
