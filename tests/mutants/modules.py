@@ -33,14 +33,24 @@ MODULES = (
     Module("penstock/metering/prices.py", ("tests/metering/test_prices.py",)),
     Module("penstock/config/units.py", ("tests/config/test_units.py",)),
     Module("penstock/conversations/window.py", ("tests/conversations/test_window.py",)),
-    Module("penstock/planning/shape.py", ("tests/planning/test_model_shape.py",)),
-    Module("penstock/planning/memory.py", ("tests/planning/test_memory.py",)),
-    Module("penstock/planning/deployment.py", ("tests/planning/test_deployment.py",)),
+    Module(
+        "penstock/planning/shape.py", ("tests/planning/test_shape_arithmetic.py", "tests/planning/test_model_shape.py")
+    ),
+    Module(
+        "penstock/planning/memory.py", ("tests/planning/test_memory_arithmetic.py", "tests/planning/test_memory.py")
+    ),
+    Module(
+        "penstock/planning/deployment.py",
+        ("tests/planning/test_deployment_arithmetic.py", "tests/planning/test_deployment.py"),
+    ),
     Module(
         "penstock/planning/step_time.py",
         ("tests/planning/test_step_time_arithmetic.py", "tests/planning/test_step_time.py"),
     ),
-    Module("penstock/planning/capacity.py", ("tests/planning/test_capacity.py",)),
+    Module(
+        "penstock/planning/capacity.py",
+        ("tests/planning/test_capacity_arithmetic.py", "tests/planning/test_capacity.py"),
+    ),
     Module("penstock/planning/workload.py", ("tests/planning/test_workload.py",)),
     Module("penstock/planning/money.py", ("tests/planning/test_money.py",)),
     Module(
@@ -49,6 +59,10 @@ MODULES = (
     ),
     Module("penstock/planning/provision.py", ("tests/planning/test_provision.py",)),
     Module("penstock/planning/trend.py", ("tests/planning/test_trend_arithmetic.py", "tests/planning/test_trend.py")),
+    Module(
+        "penstock/planning/headroom.py",
+        ("tests/planning/test_headroom_arithmetic.py", "tests/planning/test_headroom.py"),
+    ),
 )
 
 EARLIER = "searches from where no beginning can be, and finds none there"
