@@ -419,8 +419,6 @@ class _Speed:
 
     def rate(self, sequences: float, slowing: float) -> float:
         """What the replica makes with so many sequences, on the line with this slope through what was seen."""
-        if math.isinf(slowing):
-            return 0.0
         return sequences * (self.speed + slowing * self.rate_seen) / (1 + sequences * slowing)
 
 

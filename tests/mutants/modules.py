@@ -70,6 +70,8 @@ TUNING = "a value that was chosen, not derived: one more or less is as good"
 NEVER_NEGATIVE = "the other side of the maximum is never below zero"
 UNUSED = "always given, or set before it is read"
 ONE_BY_ONE = "only whether it takes the short way; one by one gives the same"
+DEVIATIONS = "the other factor is a deviation from a mean: a constant beside it sums to nothing"
+ONE_POINT = "differs at a single point of a continuous range"
 ORDER = "only that these numbers differ, and their order, counts"
 
 EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
@@ -203,6 +205,68 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     "penstock/planning/capacity.py": {
         ("for _ in range(26):", "for _ in range(27):"): TUNING,
         ("for _ in range(26):", "for _ in range((25)):"): TUNING,
+        (
+            "if requests_per_s >= self.most:",
+            "if (requests_per_s > self.most):",
+        ): "at that rate, all slots are found to be taken, and the wait for one is infinite",
+        (
+            "full = self._state(self.most, self.slots, self.slots, queues=False)",
+            "full = self._state(self.most, self.slots, self.slots, queues=True)",
+        ): "what queues change is replaced below",
+        (
+            "_largest(lambda running: self.rate(running, min(running + 1, self.slots)) <= requests_per_s, self.slots)",
+            "_largest(lambda running: (self.rate(running, min(running + 1, self.slots)) < requests_per_s), self.slots)",
+        ): ONE_POINT,
+        (
+            "prefill_share=min(1.0, rate * longer),",
+            "prefill_share=min(2.0, rate * longer),",
+        ): "rounding apart, prompts never take longer than there is time",
+        ("kv_use=min(1.0, running / self.room),", "kv_use=min(2.0, running / self.room),"): "no more run than fit",
+    },
+    "penstock/planning/headroom.py": {
+        (
+            "if speed.slowing >= speed.error and speed.slowing * sequences > COMPUTE_SHARE / (1 - COMPUTE_SHARE):",
+            "if (speed.slowing > speed.error) and speed.slowing * sequences > COMPUTE_SHARE / (1 - COMPUTE_SHARE):",
+        ): ONE_POINT,
+        (
+            "if speed.slowing >= speed.error and speed.slowing * sequences > COMPUTE_SHARE / (1 - COMPUTE_SHARE):",
+            "if speed.slowing >= speed.error and (speed.slowing * sequences >= COMPUTE_SHARE / (1 - COMPUTE_SHARE)):",
+        ): ONE_POINT,
+        (
+            "for rate, point in zip(rates, busy, strict=True)",
+            "for rate, point in zip(rates, busy, strict=False)",
+        ): "both are as long as `busy`",
+        (
+            "held = load.kv_use * size.kv_tokens * load.replicas / load.running if load.running > 0 else 0.0",
+            "held = load.kv_use * size.kv_tokens * load.replicas / load.running if load.running > 0 else (-1.0)",
+        ): "only whether it is above zero counts",
+        (
+            "rows = list(zip(rates, speeds, weights, strict=True))",
+            "rows = list(zip(rates, speeds, weights, strict=False))",
+        ): "one of each for every minute",
+        (
+            "if len(rows) < LEAST_MINUTES or math.sqrt(across / total) < LEAST_SPREAD * rate:",
+            "if len(rows) < LEAST_MINUTES or (math.sqrt(across / total) <= LEAST_SPREAD * rate):",
+        ): ONE_POINT,
+        (
+            "return _Speed(rate, speed, 0.0, math.inf)",
+            "return _Speed(rate, speed, 1.0, math.inf)",
+        ): "no slowing counts where its error is infinite",
+        (
+            "slope = sum(weight * (x - rate) * (y - speed) for x, y, weight in rows) / across",
+            "slope = sum(weight * ((x + rate)) * (y - speed) for x, y, weight in rows) / across",
+        ): DEVIATIONS,
+        (
+            "slope = sum(weight * (x - rate) * (y - speed) for x, y, weight in rows) / across",
+            "slope = sum(weight * (x - rate) * ((y + speed)) for x, y, weight in rows) / across",
+        ): DEVIATIONS,
+        **{
+            (
+                "utilisation=demand / most.likely if most.likely else 0.0,",
+                f"utilisation=demand / most.likely if most.likely else {other},",
+            ): "a capacity is never below what was seen"
+            for other in ("1.0", "(-1.0)")
+        },
     },
     "penstock/planning/autoscaling.py": {
         (f"{name}: int = 0", f"{name}: int = {other}"): UNUSED

@@ -181,3 +181,109 @@ def test_the_cold_start_is_the_configured_one_then_the_measured_one() -> None:
     assert Autoscaler(config(cold_start_s=0.0)).cold_start(measured) == 0.0
     assert Autoscaler(config()).cold_start(measured) == 7.0
     assert Autoscaler(config()).cold_start(IDLE) == COLD_START_S
+
+
+def test_what_is_not_given_is_nothing() -> None:
+    assert FleetLoad(3.0, 4) == FleetLoad(3.0, 4, 0, 0, 0.0, 0, 0, 0.0, 0.0, 0.0, 0.0, None)
+    assert not FleetLoad(3.0, 4).demand and FleetLoad(3.0, 4, starting=2).present == 6
+    assert replace(IDLE, arrivals_per_s=0.5, refused_per_s=0.25).new_per_s == pytest.approx(0.5 / 1.75)
+    assert Autoscaler(config()).explain() == "no decision yet"
+
+
+@pytest.mark.parametrize(
+    ("load", "concurrency", "learned"),
+    [
+        (FleetLoad(0.0, 2, running=12, slots=20, finished_per_s=4.0), None, 2.0),
+        (FleetLoad(0.0, 2, running=11, slots=20, finished_per_s=4.0), None, None),
+        (FleetLoad(0.0, 2, running=12, finished_per_s=4.0), 10, 2.0),
+        (FleetLoad(0.0, 2, running=12, finished_per_s=4.0), None, None),  # slots are not known
+        (FleetLoad(0.0, 2, running=0, finished_per_s=4.0), None, None),
+        (FleetLoad(0.0, 2, queued=1, finished_per_s=4.0), None, 2.0),
+        (FleetLoad(0.0, 1, running=1, finished_per_s=0.5), 1, 0.5),
+        (FleetLoad(0.0, 2, running=12, slots=400, finished_per_s=4.0), 10, 2.0),  # the configured ones count
+    ],
+)
+def test_the_rate_of_a_replica_is_learned_while_six_tenths_of_its_slots_are_taken(
+    load: FleetLoad, concurrency: int | None, learned: float | None
+) -> None:
+    scaler = Autoscaler(config(concurrency=concurrency, max=2))
+    for tick in range(13):
+        scaler.decide(replace(load, now=5.0 * tick))
+    assert scaler.replica_rate == (learned if learned is None else pytest.approx(learned))
+
+
+@pytest.mark.parametrize(
+    ("queued", "wait_s", "ready", "asked"), [(2, 0.5, 2, 4), (2, 0.0, 2, 0), (0, 0.5, 2, 0), (2, 0.5, 0, 0)]
+)
+def test_before_a_rate_is_known_the_predicted_wait_tells_it(queued: int, wait_s: float, ready: int, asked: int) -> None:
+    """Two in half a second on two replicas: two per second each. Half of that serves 3 and two in 2 s."""
+    load = FleetLoad(0.0, ready, queued=queued, predicted_wait_s=wait_s, arrivals_per_s=3.0)
+    assert needs(load, drain_s=2.0, target_wait_s=10.0).rate == asked
+
+
+def test_without_arrivals_nothing_is_expected_to_grow() -> None:
+    assert needs(replace(IDLE, running=5), concurrency=10, forecast=True).forecast == 1
+    assert needs(replace(IDLE, running=5), concurrency=10).forecast == 1
+    both = needs(replace(IDLE, running=5, arrivals_per_s=6.0), concurrency=10, replica_rate=1.0)
+    assert (both.rate, both.forecast, both.busy) == (12, 12, 1)
+
+
+def test_the_largest_count_of_the_window_holds_a_fall() -> None:
+    scaler = Autoscaler(config(**(QUICK | {"stabilisation_s": 100.0}), step_down=1.0))
+    for now, running in ((0.0, 40), (10.0, 30), (20.0, 20), (30.0, 25)):
+        assert scaler.desired(busy(running, now=now, ready=8)) == 8
+    assert scaler.desired(busy(25, now=100.0, ready=8)) == 8
+    assert scaler.desired(busy(25, now=105.0, ready=8)) == 6, "that of 0 s is out of the window, that of 10 s is not"
+    assert scaler.desired(busy(25, now=110.0, ready=6)) == 6
+    held = scaler.decide(busy(1, now=111.0, ready=6))
+    assert (held.desired, held.reason) == (5, "fall")
+    assert scaler.decide(busy(1, now=112.0, ready=5)).detail.startswith("1 would be enough, but 5 were needed")
+
+
+def test_as_many_as_there_are_count_as_needed_while_requests_wait() -> None:
+    scaler = Autoscaler(config(**QUICK, step_down=1.0))
+    scaler.decide(busy(40, ready=8))
+    waiting = FleetLoad(now=5.0, ready=5, starting=3, running=5, queued=1)
+    assert scaler.desired(waiting) == 8
+    assert scaler.desired(replace(waiting, now=6.0, queued=0)) == 1
+
+
+def test_only_changes_start_a_cool_down() -> None:
+    scaler = Autoscaler(config(concurrency=10, scale_up_cooldown_s=15.0))
+    assert scaler.desired(busy(5)) == 1
+    assert scaler.desired(busy(20, now=5.0)) == 4, "nothing rose at 0 s"
+    scaler = Autoscaler(config(**(QUICK | {"scale_down_cooldown_s": 30.0}), step_down=0.01))
+    assert scaler.desired(busy(20, ready=4)) == 4
+    assert scaler.desired(busy(1, now=5.0, ready=4)) == 3, "nothing fell at 0 s"
+    assert scaler.desired(busy(20, now=6.0, ready=3)) == 4, "a rise does not wait for the cool-down of a fall"
+    assert scaler.desired(busy(1, now=35.5, ready=4)) == 4, "but a fall for that of a rise"
+    assert scaler.desired(busy(1, now=36.0, ready=4)) == 3
+
+
+def test_from_nothing_to_a_scheduled_minimum() -> None:
+    night = {"idle_s": 10.0, "min": 0}
+    for least, reason in ((1, "minimum"), (2, "schedule"), (3, "schedule")):
+        schedule = (ScheduleConfig(start="00:00", end="24:00", min=least),)
+        decision = Autoscaler(config(schedules=schedule, **night)).decide(FleetLoad(now=0.0, ready=0))
+        assert (decision.desired, decision.reason) == (least, reason)
+    both = (ScheduleConfig(start="00:00", end="24:00", min=5),)
+    assert Autoscaler(config(schedules=both, min=3)).decide(FleetLoad(now=0.0, ready=1)).reason == "schedule"
+    assert Autoscaler(config(schedules=both, min=5)).decide(FleetLoad(now=0.0, ready=1)).reason == "minimum"
+
+
+def test_a_model_without_replicas_wakes_for_few_requests_and_a_minimum_never_sleeps() -> None:
+    asleep = FleetLoad(now=0.0, ready=0)
+    for sign in ({"arrivals_per_s": 0.5}, {"queued": 1}):
+        assert Autoscaler(config(min=0)).desired(replace(asleep, **sign)) == 1
+    sleeping = Autoscaler(config(min=0)).decide(asleep)
+    assert (sleeping.desired, sleeping.reason) == (0, "steady")
+    awake = Autoscaler(config(min=1, idle_s=10.0))
+    assert [awake.desired(FleetLoad(now=now, ready=1)) for now in (0.0, 1000.0)] == [1, 1]
+
+
+def test_as_many_as_the_maximum_are_no_excess() -> None:
+    at = Autoscaler(config(max=4, concurrency=10)).decide(busy(20, ready=4))
+    assert (at.desired, at.reason) == (4, "steady")
+    lowered = Autoscaler(config(max=4)).decide(replace(IDLE, ready=5))
+    assert (lowered.desired, lowered.reason) == (4, "maximum")
+    assert Autoscaler(config(spot=0.5, spot_base=1)).decide(replace(IDLE, ready=5)).spot == 2

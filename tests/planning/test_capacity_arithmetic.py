@@ -319,6 +319,19 @@ def test_shared_steps_with_little_budget() -> None:
         assert open_.ttft_mean_s == pytest.approx(service + ahead / 2 + wait + slots, rel=1e-9)
 
 
+def test_a_budget_for_one_and_a_half_prompts() -> None:
+    """Requests of ten tokens, twelve at a time: 1.2 prompts share a step, and 1.5 would fit."""
+    found, decode = replica(RequestShape(prompt=100, output=10), budget=162).open(11), 0.01 + 12 * 0.001205
+    rate = 11 / (10 * decode + 11 * SHORT_PROMPT)
+    step = decode + 1.2 * SHORT_PROMPT
+    busy, limit = rate * step / 1.2, rate * (SHORT_PROMPT + decode / 1.5)
+    assert limit < busy < 1
+    wait = md1(limit + (busy - limit) / 1.2, step)[0]
+    slots = (11 / 40) ** (sqrt(82) - 1) * 10 * found.itl_s / (40 * (1 - 11 / 40))
+    ahead = busy * step + (1 - busy) * decode
+    assert found.ttft_mean_s == pytest.approx(step + ahead / 2 + wait + slots, rel=1e-9)
+
+
 @pytest.mark.parametrize("running", [0.02, 0.5, 3.0, 20.0, 39.5])
 def test_the_state_at_a_rate_is_that_with_so_many_running(running: float) -> None:
     found = replica().at(replica().open(running).requests_per_s)
@@ -395,6 +408,7 @@ def test_of_two_objectives_the_one_that_is_missed_first_counts() -> None:
     early, late = replica().open(15), replica().open(25)
     assert load(Slo(ttft_s=early.ttft_s, itl_s=late.itl_s)).limited_by == "ttft"
     assert load(Slo(ttft_s=late.ttft_s, itl_s=early.itl_s)).limited_by == "itl"
+    assert load(Slo(ttft_s=early.ttft_s, itl_s=replica().open(15.5).itl_s)).limited_by == "ttft", "within one percent"
 
 
 def test_first_tokens_that_are_late_for_want_of_slots() -> None:

@@ -351,7 +351,17 @@ def test_costs() -> None:
 
 @pytest.mark.parametrize(
     ("load", "replicas", "spare"),
-    [(559.9, 4, 3), (560.1, 4, 2), (1119.9, 4, 2), (1121.0, 4, 1), (2300.0, 4, 0), (3000.0, 4, 0), (1.0, 1, 0)],
+    [
+        (0.0, 4, 3),
+        (559.9, 4, 3),
+        (560.0, 4, 3),
+        (560.1, 4, 2),
+        (1119.9, 4, 2),
+        (1121.0, 4, 1),
+        (2300.0, 4, 0),
+        (3000.0, 4, 0),
+        (1.0, 1, 0),
+    ],
 )
 def test_the_rest_is_at_most_seventy_percent_full(load: float, replicas: int, spare: int) -> None:
     minutes = (full_minute(), served(load, running=4.0, replicas=float(replicas)))
