@@ -195,6 +195,22 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "low, high = grid[above[-1]], grid[above[-1] + 1]",
             "low, high = grid[above[-2]], grid[above[-1] + 1]",
         ): "begins the search a little lower",
+        **{
+            (
+                "grid = [10 ** (step / _STEPS_PER_DECADE) for step in range(decades * _STEPS_PER_DECADE + 1)]",
+                f"grid = [10 ** (step / _STEPS_PER_DECADE) for step in range(decades * _STEPS_PER_DECADE + {more})]",
+            ): TUNING
+            for more in ("2", "(0)")
+        },
+        **{
+            ("dollars += bought * (price or 0.0)", f"dollars += bought * (price or {other})"): "then none was bought"
+            for other in ("1.0", "(-1.0)")
+        },
+        ("_MOST_REQUESTS = 1e10", "_MOST_REQUESTS = (9999999999.0)"): TUNING,
+        ("_MOST_REQUESTS = 1e10", "_MOST_REQUESTS = 10000000001.0"): TUNING,
+        ("_STEPS_PER_DECADE = 40", "_STEPS_PER_DECADE = 41"): TUNING,
+        ("_STEPS_PER_DECADE = 40", "_STEPS_PER_DECADE = (39)"): TUNING,
+        ("while high - low > 1e-9 * high:", "while (high - low >= 1e-09 * high):"): ONE_POINT,
     },
     "penstock/conversations/window.py": {
         (
@@ -269,9 +285,21 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
         },
     },
     "penstock/planning/autoscaling.py": {
-        (f"{name}: int = 0", f"{name}: int = {other}"): UNUSED
-        for name in ("rate", "forecast", "busy", "wait", "kv")
-        for other in ("1", "(-1)")
+        ("self._demand_at = 0.0", "self._demand_at = 1.0"): UNUSED,
+        ("self._demand_at = 0.0", "self._demand_at = (-1.0)"): UNUSED,
+        ("spot: int = 0", "spot: int = 1"): UNUSED,
+        ("spot: int = 0", "spot: int = (-1)"): UNUSED,
+        **{
+            (f"{name}: int = 0", f"{name}: int = {other}"): UNUSED
+            for name in ("rate", "forecast", "busy", "wait", "kv")
+            for other in ("1", "(-1)")
+        },
+    },
+    "penstock/planning/trend.py": {
+        (
+            "return max(ahead, 0.0) if ahead <= trend.horizon_s else None",
+            "return max(ahead, (-1.0)) if ahead <= trend.horizon_s else None",
+        ): NEVER_NEGATIVE,
     },
     "penstock/text/stop_strings.py": {
         ("if best is None or candidate < best:", "if best is None or (candidate <= best):"): "no two stops are equal",

@@ -89,3 +89,21 @@ def test_the_shape_of_a_day_has_a_mean_of_one_and_the_ratio_of_each_hour() -> No
     assert trend.season[9] == pytest.approx(3 * trend.season[8], rel=0.02)
     found = crossing(trend, 25.0)
     assert found.likely_s == pytest.approx(9.5 * HOUR), "from half past eleven at night to nine"
+
+
+def test_days_without_load_or_without_some_hours_have_no_shape() -> None:
+    hours = [START + HOUR * (i + 0.5) for i in range(24 * 3)]
+    empty = fit_trend([Sample(at, 0.0) for at in hours])
+    assert empty is not None and empty.season == () and (empty.level, empty.slope) == (0.0, 0.0)
+    night = fit_trend([Sample(at, 5.0) for at in hours if int(at % DAY // HOUR) != 3])
+    assert night is not None and night.season == () and night.at(hours[3]) == pytest.approx(5.0)
+
+
+def test_the_last_moment_that_a_trend_is_trusted_for() -> None:
+    rising = Trend(START, 10.0, 1 / HOUR, 1 / HOUR, 1 / HOUR, (), START, HOUR)
+    assert crossing(rising, 12.0).likely_s == 2 * HOUR and crossing(rising, 12.001).likely_s is None
+    assert crossing(rising, 10.0).likely_s == 0.0 and rising.horizon_s == 2 * HOUR
+    assert crossing(Trend(START, 10.0, 0.0, 0.0, 0.0, (), START, HOUR), 11.0).likely_s is None
+    just = Trend(START, 10.0, 1.0, 0.1 / HOUR, 2.0, (), START, HOUR)
+    assert not just.growing, "by a hundredth of the load, and no more"
+    assert Trend(START, 10.0, 1.0, 0.101 / HOUR, 2.0, (), START, HOUR).growing
