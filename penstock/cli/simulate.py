@@ -109,6 +109,10 @@ def simulate(
     from penstock.simulation import command
     from penstock.simulation.scenario import load
 
+    if trace is not None and (input_len is not None or output_len is not None):
+        raise typer.BadParameter("a trace has its own lengths")
+    if trace is not None and concurrency is not None:
+        raise typer.BadParameter("--trace is an open loop and --concurrency a closed one; give one of them")
     if compare is not None and against is not None:
         raise typer.BadParameter("--compare and --against exclude each other")
     flags = {

@@ -217,7 +217,8 @@ def make(setup: Setup, record: Record) -> Report:
     rows = Columns(record.requests)
     tenant, names = rows["tenant"], rows.words("tenant")
     paid = [sample.ready + sample.starting + sample.draining for sample in record.samples]
-    seconds = float(rows["end"].max()) if len(record.requests) else scenario.duration_s
+    last = float(rows["end"].max()) if len(record.requests) else 0.0
+    seconds = last if scenario.workload.requests is not None and last else max(last, scenario.duration_s)
     shown = min(scenario.duration_s, seconds) if scenario.workload.requests is not None else scenario.duration_s
     unit, scale = _axis(shown)
     spikes = [spike for spike in scenario.workload.spikes if spike.at_s + spike.seconds <= shown]
@@ -378,7 +379,11 @@ def summary(made: Report) -> list[str]:
     if all_.preemptions or all_.resumed:
         lines.append(f"{all_.preemptions:,} preemptions, {all_.resumed:,} streams continued on another replica")
     fewest, mean, most = made.replicas
-    fleet = f"{most} replicas" if fewest == most else f"{fewest} to {most} replicas, {mean:.1f} on average"
+    fleet = (
+        f"{most} replica{'s' if most != 1 else ''}"
+        if fewest == most
+        else f"{fewest} to {most} replicas, {mean:.1f} on average"
+    )
     events = [f"{made.failures} failed" if made.failures else "", f"{made.interruptions} interrupted"]
     if not made.interruptions:
         events.pop()

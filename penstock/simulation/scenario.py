@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from penstock.bench.arrivals import from_trace
 from penstock.bench.goodput import Objectives
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.check import Checker
@@ -197,7 +198,8 @@ class Scenario:
 
 def load(path: str | Path | None = None, flags: Mapping[str, str] | None = None) -> Scenario:
     """The scenario of a file, or the defaults, with options put over it: dotted keys (`workload.rate`) and their text
-    as typed. A relative `workload.trace` is looked for beside the file."""
+    as typed. A relative `workload.trace` is looked for beside the file, and is replayed whole unless `duration_s` says
+    how long."""
     root = Node({}, "defaults") if path is None else _read(Path(path))
     for key, text in (flags or {}).items():
         assign(root, tuple(key.split(".")), from_text(text, f"option {key}"))
@@ -206,7 +208,13 @@ def load(path: str | Path | None = None, flags: Mapping[str, str] | None = None)
     problems = checker.problems or conflicts(scenario)
     if problems:
         raise ConfigError("\n".join(problems))
-    return scenario if path is None else _beside(scenario, Path(path).parent)
+    if path is not None:
+        scenario = _beside(scenario, Path(path).parent)
+    if scenario.workload.arrivals == "trace" and isinstance(root.value, dict) and "duration_s" not in root.value:
+        work = scenario.workload
+        last = from_trace(Path(work.trace), work.requests, speed=work.speed)[-1].at
+        scenario = dataclasses.replace(scenario, duration_s=last + 1.0)
+    return scenario
 
 
 def conflicts(scenario: Scenario) -> list[str]:
@@ -221,6 +229,8 @@ def conflicts(scenario: Scenario) -> list[str]:
         problems.append("workload.users: give users or rate, not both")
     if work.arrivals in ("poisson", "constant", "burst") and work.rate is None and work.users is None:
         problems.append(f"workload.rate: needed with arrivals: {work.arrivals}; or users, with requests_per_user")
+    if work.arrivals in ("closed", "trace") and (work.rate is not None or work.users is not None):
+        problems.append(f"workload.arrivals: {work.arrivals} has its own times, so no rate and no users")
     if work.arrivals in ("closed", "trace") and (work.spikes or work.day != "flat"):
         problems.append(f"workload.arrivals: {work.arrivals} has its own times, so no spikes and no day")
     if work.arrivals in ("closed", "trace") and work.turns > 1:

@@ -55,6 +55,8 @@ def test_a_closed_loop_and_a_trace(tmp_path: Path) -> None:
         (("--rate", "1", "--set", "replicas"), "write it as KEY=VALUE"),
         (("--rate", "1", "--policy", "psychic"), "expected one of"),
         (("--rate", "1", "--compare", "autoscale"), "needs a scenario with `autoscale:`"),
+        (("--trace", "t.csv", "--input-len", "9"), "a trace has its own lengths"),
+        (("--trace", "t.csv", "--rate", "9"), "so no rate and no users"),
         (("--compare", "policies", "--against", "engine"), "exclude each other"),
         (("--against", "engine", "--rate", "3"), "takes --model, --duration, --seed only, not workload.rate"),
         (("absent.yaml",), "no such file"),

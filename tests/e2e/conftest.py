@@ -66,7 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("serve") / "log"
     command = [
         *(sys.executable, "-m", "penstock", "serve", MODEL, "--port", str(port), "--max-model-len", "2048"),
-        *("--set", "server.drain_s=5", "--set", "generation.time_limit_s=120"),
+        *("--set", "server.drain_s=5", "--set", "generation.time_limit_s=120", "--set", "server.engine_wait_s=60"),
         *("--set", "models.*.adapter_slots=4", "--set", "tools.networks=[127.0.0.0/8]"),
         *("--set", "cache.exact=asked", "--set", "cache.semantic=asked", "--set", "cache.lookup_s=10"),
     ]

@@ -40,6 +40,12 @@ def test_waiting_requests_count_as_running_only_while_no_rate_is_known() -> None
     load = replace(IDLE, running=5, queued=6)
     assert needs(load, concurrency=10).busy == 3
     assert needs(load, concurrency=10, replica_rate=100.0).busy == 1
+    assert needs(replace(load, running=6), concurrency=10, replica_rate=100.0).busy == 2
+
+
+def test_at_most_all_arrivals_are_refused() -> None:
+    load = replace(IDLE, arrivals_per_s=15.0)
+    assert [replace(load, refused_per_s=refused).new_per_s for refused in (-1.0, 15.0, 30.0)] == [15.0, 5.0, 5.0]
 
 
 @pytest.mark.parametrize(("arrivals", "queued", "asked"), [(0.0, 0, 0), (3.0, 0, 3), (3.0, 60, 5), (3.1, 60, 6)])

@@ -104,6 +104,12 @@ def test_steps_of_several_ranks_take_at_least_their_launch(shards: int) -> None:
     assert (slow.seconds(WORKS[0]) == counts_of(DENSE).layers) == (shards > 1)
 
 
+def test_a_step_of_nothing_is_the_default_and_tokens_take_a_step_each() -> None:
+    assert StepWork() == StepWork(0, 0, 0, 0, 0)
+    time = StepTime(DENSE, FACTORS)
+    assert time.token_s(4, 1200) == time.seconds(StepWork(4, 1200, 0, 0, 4))
+
+
 def test_a_verified_step_is_a_step_of_more_rows_and_the_drafts() -> None:
     time = StepTime(DENSE, FACTORS)
     rows = time.of(4 * 3, 4 * 900, 0, 0, 4 * 3)

@@ -42,6 +42,8 @@ def test_a_trace_is_beside_its_scenario(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"at": 0, "input_len": 1, "output_len": 1}\n')
     (tmp_path / "s.yaml").write_text("workload: {arrivals: trace, trace: t.jsonl}\n")
     assert load(tmp_path / "s.yaml").workload.trace == os.fspath(tmp_path / "t.jsonl")
+    assert load(tmp_path / "s.yaml").duration_s == 1.0, "the whole trace"
+    assert load(tmp_path / "s.yaml", {"duration_s": "9"}).duration_s == 9.0
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,7 @@ def test_a_trace_is_beside_its_scenario(tmp_path: Path) -> None:
         ("workload: {arrivals: trace}", "workload.trace: arrivals: trace needs a file"),
         ("workload: {rate: 1, trace: x.csv}", "workload.trace: needs arrivals: trace"),
         ("workload: {arrivals: closed, day: office}", "has its own times"),
+        ("workload: {arrivals: closed, rate: 3}", "has its own times, so no rate"),
         ("workload: {arrivals: closed, turns: 3}", "conversations begin at a rate"),
         ("workload: {rate: 1, tenants: [{name: a, tier: gold}]}", 'no tier "gold"; there are free, standard'),
         ("workload: {rate: 1, tenants: [{name: a}, {name: a}]}", "workload.tenants[1].name: a name of its own"),
