@@ -122,7 +122,7 @@ def kill(engine: int) -> None:
 
 
 async def drill(server: Server, streams: int, tokens: int, harm: Callable[[int], None] | None) -> list[Heard]:
-    """Run many streams; harm is done to one engine when half of them have begun. If it were when all have, those without
+    """Run many streams; one engine is harmed when half of them have begun. By the time that all have, those without
     a grammar to compile could be over."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
