@@ -32,7 +32,7 @@ COLD_START_S = 30.0
 """Assumed until a start was measured."""
 SURE_STEP = 4
 """Replicas that may be added at once, however few there are."""
-BUSY = 0.6
+BUSY = 0.8
 """Share of the slots from which a replica counts as busy enough to measure its rate."""
 ROUND = 1e-6
 

@@ -1,7 +1,7 @@
 """The rate of one busy replica in requests per second, learned while the fleet is busy.
 
-Idle time says nothing about capacity, and neither does the time after the number of replicas changed: new replicas have
-finished nothing yet. Both are left out.
+Idle time says nothing about capacity, and neither does the time after replicas became busy or their number changed:
+what they run has not had time to finish. Both are left out.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class ReplicaRate:
         self._seconds = 0.0
         self._at: float | None = None
         self._ready = 0
-        self._ready_at = 0.0
+        self._steady_at = 0.0
+        """Since when the same number of replicas has been busy."""
 
     def observe(self, now: float, ready: int, running: int, finished_per_s: float, busy: bool) -> None:
         """Takes the requests that finished since the last call."""
         elapsed = 0.0 if self._at is None else now - self._at
         self._at = now
-        if ready != self._ready:
-            self._ready, self._ready_at = ready, now
-        if not busy or not ready or elapsed <= 0:
+        if ready != self._ready or not busy:
+            self._ready, self._steady_at = ready, now
+        if not busy or not ready or elapsed <= 0 or finished_per_s <= 0:
             return
-        # By Little's law the usual time of a request; twice that, and new replicas are at full speed.
-        settle = max(SETTLED_S, 2.0 * running / finished_per_s) if finished_per_s > 0 else SETTLED_S
-        if now - elapsed - self._ready_at < settle:
+        # By Little's law the usual time of a request; after that, as many finish as begin.
+        if now - elapsed - self._steady_at < max(SETTLED_S, running / finished_per_s):
             return
         kept = math.exp(-elapsed / FADE_S)
         self._seconds = self._seconds * kept + elapsed

@@ -141,7 +141,7 @@ async def test_a_frozen_engine_loses_its_requests_and_is_found_again_when_it_tha
             return super().step()
 
     engine = start(Freezing(text, "word " * 1000, step_s=0.002)).engine
-    backend = NativeBackend(f"ipc://{tmp_path}/e", silence_s=0.5)
+    backend = NativeBackend(f"ipc://{tmp_path}/e", silence_s=2.0)
     await backend.start()
     await backend.wait_ready(60)
     stream = backend.generate(request("a", 10_000))

@@ -122,13 +122,14 @@ def kill(engine: int) -> None:
 
 
 async def drill(server: Server, streams: int, tokens: int, harm: Callable[[int], None] | None) -> list[Heard]:
-    """Run many streams; in the middle, with all of them alive, harm is done to one engine."""
+    """Run many streams; one engine is harmed when half of them have begun. By the time that all have, those without
+    a grammar to compile could be over."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http:
         heard = [Heard() for _ in range(streams)]
         tasks = [asyncio.create_task(listen(http, i, heard[i], tokens)) for i in range(streams)]
         if harm is not None:
-            while not all(stream.chunks > 3 for stream in heard):  # noqa: ASYNC110 - it is another process's doing
+            while sum(stream.chunks > 3 for stream in heard) < streams / 2:  # noqa: ASYNC110 - another process's doing
                 await asyncio.sleep(0.005)
             harm(server.processes("engine", "tiny")[0])
         return await asyncio.gather(*tasks)
