@@ -177,6 +177,10 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     },
     "penstock/planning/workload.py": {
         ('Curve.of("flat", [1] * HOURS),', 'Curve.of("flat", [2] * HOURS),'): "loads in any unit",
+        (
+            "if self.peak_factor < self.curve.peak - 1e-9:",
+            "if (self.peak_factor <= self.curve.peak - 1e-09):",
+        ): ONE_POINT,
     },
     "penstock/planning/money.py": {
         (
@@ -206,6 +210,10 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             ("dollars += bought * (price or 0.0)", f"dollars += bought * (price or {other})"): "then none was bought"
             for other in ("1.0", "(-1.0)")
         },
+        (
+            "egress=sent / 1e9 * overheads.egress_per_gb,",
+            "egress=sent / (999999999.0) * overheads.egress_per_gb,",
+        ): "a billionth of an estimate",
         ("_MOST_REQUESTS = 1e10", "_MOST_REQUESTS = (9999999999.0)"): TUNING,
         ("_MOST_REQUESTS = 1e10", "_MOST_REQUESTS = 10000000001.0"): TUNING,
         ("_STEPS_PER_DECADE = 40", "_STEPS_PER_DECADE = 41"): TUNING,

@@ -193,17 +193,17 @@ def test_what_is_not_given_is_nothing() -> None:
 @pytest.mark.parametrize(
     ("load", "concurrency", "learned"),
     [
-        (FleetLoad(0.0, 2, running=12, slots=20, finished_per_s=4.0), None, 2.0),
-        (FleetLoad(0.0, 2, running=11, slots=20, finished_per_s=4.0), None, None),
-        (FleetLoad(0.0, 2, running=12, finished_per_s=4.0), 10, 2.0),
-        (FleetLoad(0.0, 2, running=12, finished_per_s=4.0), None, None),  # slots are not known
+        (FleetLoad(0.0, 2, running=16, slots=20, finished_per_s=4.0), None, 2.0),
+        (FleetLoad(0.0, 2, running=15, slots=20, finished_per_s=4.0), None, None),
+        (FleetLoad(0.0, 2, running=16, finished_per_s=4.0), 10, 2.0),
+        (FleetLoad(0.0, 2, running=16, finished_per_s=4.0), None, None),  # slots are not known
         (FleetLoad(0.0, 2, running=0, finished_per_s=4.0), None, None),
         (FleetLoad(0.0, 2, queued=1, finished_per_s=4.0), None, 2.0),
         (FleetLoad(0.0, 1, running=1, finished_per_s=0.5), 1, 0.5),
-        (FleetLoad(0.0, 2, running=12, slots=400, finished_per_s=4.0), 10, 2.0),  # the configured ones count
+        (FleetLoad(0.0, 2, running=16, slots=400, finished_per_s=4.0), 10, 2.0),  # the configured ones count
     ],
 )
-def test_the_rate_of_a_replica_is_learned_while_six_tenths_of_its_slots_are_taken(
+def test_the_rate_of_a_replica_is_learned_while_eight_tenths_of_its_slots_are_taken(
     load: FleetLoad, concurrency: int | None, learned: float | None
 ) -> None:
     scaler = Autoscaler(config(concurrency=concurrency, max=2))

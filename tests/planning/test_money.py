@@ -65,7 +65,7 @@ def test_hardware_without_prices_is_ones_own() -> None:
     assert gpu_bill(Prices(), PriceMix(), [2] * 24) == GpuBill(2 * 730, 0, 0, 0.0)
 
 
-@pytest.mark.parametrize("shares", [(0.5, 0.2, 0.2), (1.5, -0.5, 0.0), (0.5, 0.5, 0.5)])
+@pytest.mark.parametrize("shares", [(0.5, 0.2, 0.2), (1.5, -0.5, 0.0), (0.5, 0.5, 0.5), (0.6, 0.6, -0.2)])
 def test_shares_must_add_up(shares: tuple[float, float, float]) -> None:
     with pytest.raises(ConfigError, match="add up to 1"):
         PriceMix(*shares)
@@ -143,3 +143,12 @@ def test_free_is_cheaper_from_the_first_request() -> None:
 def test_negative_overheads_are_refused() -> None:
     with pytest.raises(ConfigError, match="hourly wage must be 0 or more, not -3"):
         Overheads(hourly_wage=-3)
+
+
+def test_overheads_may_be_nothing() -> None:
+    assert Overheads(hourly_wage=0.0, log_days=0.0).hourly_wage == 0.0
+    assert PriceMix() == PriceMix(1.0, 0.0, 0.0)
+
+
+def test_hours_are_those_of_all_kinds() -> None:
+    assert GpuBill(1.0, 20.0, 300.0, 0.0).hours == 321.0
