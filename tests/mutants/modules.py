@@ -73,6 +73,9 @@ ONE_BY_ONE = "only whether it takes the short way; one by one gives the same"
 DEVIATIONS = "the other factor is a deviation from a mean: a constant beside it sums to nothing"
 ONE_POINT = "differs at a single point of a continuous range"
 ORDER = "only that these numbers differ, and their order, counts"
+_TREND_ROWS = (
+    "rows = [(factor, sample.at - origin, sample.value) for factor, sample in zip(factors, samples, strict={})]"
+)
 
 EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
     "penstock/limits/memory.py": {
@@ -308,6 +311,10 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "return max(ahead, 0.0) if ahead <= trend.horizon_s else None",
             "return max(ahead, (-1.0)) if ahead <= trend.horizon_s else None",
         ): NEVER_NEGATIVE,
+        (
+            _TREND_ROWS.format("True"),
+            _TREND_ROWS.format("False"),
+        ): "a factor for every sample",
     },
     "penstock/text/stop_strings.py": {
         ("if best is None or candidate < best:", "if best is None or (candidate <= best):"): "no two stops are equal",

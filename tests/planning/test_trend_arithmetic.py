@@ -107,3 +107,23 @@ def test_the_last_moment_that_a_trend_is_trusted_for() -> None:
     just = Trend(START, 10.0, 1.0, 0.1 / HOUR, 2.0, (), START, HOUR)
     assert not just.growing, "by a hundredth of the load, and no more"
     assert Trend(START, 10.0, 1.0, 0.101 / HOUR, 2.0, (), START, HOUR).growing
+
+
+def test_ten_measurements_are_enough() -> None:
+    samples = [Sample(START + 60.0 * i, float(i)) for i in range(10)]
+    assert fit_trend(samples) is not None and fit_trend(samples[1:]) is None
+
+
+def test_the_hours_of_a_day_count_as_parameters() -> None:
+    """A line has two; the shape of a day has 24, of which one is its mean."""
+    times = START + HOUR * (np.arange(96) + 0.5)
+    values = 10.0 + np.random.default_rng(1).normal(size=96)
+    trend = fit_trend([Sample(at, value) for at, value in zip(times, values, strict=True)])
+    assert trend is not None and len(trend.season) == 24
+    factors = np.array([trend.season[int(at % DAY // HOUR)] for at in times])
+    rest = values - factors * (trend.level + trend.slope * (times - trend.origin))
+    alike = max((rest[1:] @ rest[:-1]) / (rest @ rest), 0.0)
+    across = ((factors * (times - trend.origin)) ** 2).sum()
+    error = math.sqrt((rest @ rest) / (96 - 25) / across * (1 + alike) / (1 - alike))
+    margin = t_quantile((96 - 25) * (1 - alike) / (1 + alike)) * error
+    assert trend.slope_high - trend.slope == pytest.approx(margin, rel=1e-6)

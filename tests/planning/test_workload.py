@@ -105,6 +105,8 @@ def test_curves_by_name_and_by_24_numbers() -> None:
         ("a,b", "24 numbers separated by commas"),
         (",".join(["0"] * 24), "not all 0"),
         (",".join(["-1"] * 24), "0 or more"),
+        (",".join(["1"] * 23 + ["-1"]), "0 or more"),
+        (",".join(["1"] * 23 + ["nan"]), "0 or more"),
     ],
 )
 def test_a_bad_curve_is_a_sentence(text: str, said: str) -> None:
