@@ -311,6 +311,13 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "return max(ahead, 0.0) if ahead <= trend.horizon_s else None",
             "return max(ahead, (-1.0)) if ahead <= trend.horizon_s else None",
         ): NEVER_NEGATIVE,
+        **{
+            (
+                "freedom = max((len(rest) - parameters) * (1 - alike) / (1 + alike), 1.0)",
+                f"freedom = max((len(rest) - parameters) * (1 - alike) / (1 + alike), {other})",
+            ): "fewer than three degrees count as three"
+            for other in ("2.0", "(0.0)")
+        },
         (
             _TREND_ROWS.format("True"),
             _TREND_ROWS.format("False"),
