@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,28 @@ def table(title: str, *columns: str) -> Table:
     for index, column in enumerate(columns):
         result.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
     return result
+
+
+def print_fitting(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, expendable: Sequence[str]
+) -> None:
+    """Prints a table. Where the terminal is too narrow for it, `expendable` columns are left out, the first ones
+    first, and it says so."""
+    left_out: list[str] = []
+    while True:
+        kept = [index for index, column in enumerate(columns) if column not in left_out]
+        made = table(title, *(columns[index] for index in kept))
+        for row in rows:
+            made.add_row(*(row[index] for index in kept))
+        if (
+            len(left_out) == len(expendable)
+            or console.measure(made, options=console.options.update(width=1000)).maximum <= console.width
+        ):
+            break
+        left_out.append(expendable[len(left_out)])
+    console.print(made)
+    if left_out:
+        console.print(f"Left out for want of room: {', '.join(left_out)}; --json has them.", style="dim")
 
 
 def cpu_name() -> str:

@@ -77,8 +77,9 @@ def _autoscale(setup: Setup, outputs: Outputs, console: Console) -> bool:
         },
     )
     cells = ((name, *compare.autoscale_cells(made)) for name, made in reports.items())
-    head = ("fleet", "replicas", "SLO misses", "refused", "TTFT p50", "p95", "p99", "device hours", "cost", "starts")
-    html = page.render_comparison(f"Autoscaling: {setup.scenario.title}", reports, table(head, cells) + chart)
+    html = page.render_comparison(
+        f"Autoscaling: {setup.scenario.title}", reports, table(compare.AUTOSCALE_COLUMNS, cells) + chart
+    )
     _write(outputs, setup.scenario, _as_json(reports), html, chart, console)
     return True
 

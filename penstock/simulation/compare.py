@@ -41,14 +41,15 @@ def policies(setup: Setup, progress: Progress) -> dict[str, Report]:
 
 
 def show_policies(console: Console, reports: Mapping[str, Report]) -> None:
-    table = bench_report.table(
-        next(iter(reports.values())).title, "policy", "prefix hits", "TTFT p50", "p95", "p99", "output tokens/s",
-        "served", "refused", "p99 x ours", "tokens / ours",
+    columns = (
+        "policy", "prefix hits", "TTFT p50", "p95", "p99", "output tokens/s", "served", "refused", "p99 x ours",
+        "tokens / ours",
     )  # fmt: skip
+    rows = []
     ours = reports[OURS]
     for name, made in reports.items():
         ratio = _ratio(_ttft(made, "p99"), _ttft(ours, "p99"))
-        table.add_row(
+        row = (
             name,
             bench_report.share(made.everyone.hit_rate),
             *(duration(made.everyone.ttft_s, part) for part in ("p50", "p95", "p99")),
@@ -58,7 +59,9 @@ def show_policies(console: Console, reports: Mapping[str, Report]) -> None:
             "–" if ratio is None else f"{ratio:.2f}",
             f"{made.output_tps / max(ours.output_tps, 1e-9):.2f}",
         )
-    console.print(table)
+        rows.append(row)
+    expendable = ("served", "p95", "tokens / ours", "refused")
+    bench_report.print_fitting(console, _title(reports), columns, rows, expendable=expendable)
 
 
 def policies_chart(reports: Mapping[str, Report]) -> str:
@@ -130,14 +133,15 @@ def replica_rate(setup: Setup) -> float:
     return found.requests_per_s
 
 
+AUTOSCALE_COLUMNS = (
+    "fleet", "replicas", "SLO misses", "refused", "TTFT p50", "p95", "p99", "device hours", "cost", "starts",
+)  # fmt: skip
+
+
 def show_autoscale(console: Console, reports: Mapping[str, Report]) -> None:
-    table = bench_report.table(
-        next(iter(reports.values())).title, "fleet", "replicas", "SLO misses", "refused", "TTFT p50", "p95", "p99",
-        "device hours", "cost", "starts",
-    )  # fmt: skip
-    for name, made in reports.items():
-        table.add_row(name, *autoscale_cells(made))
-    console.print(table)
+    rows = [(name, *autoscale_cells(made)) for name, made in reports.items()]
+    expendable = ("starts", "TTFT p50", "p99", "cost", "refused")
+    bench_report.print_fitting(console, _title(reports), AUTOSCALE_COLUMNS, rows, expendable=expendable)
 
 
 def autoscale_cells(made: Report) -> tuple[str, ...]:
@@ -152,6 +156,10 @@ def autoscale_cells(made: Report) -> tuple[str, ...]:
         "–" if made.cost is None else f"${made.cost:,.0f}",
         f"{made.starts}",
     )
+
+
+def _title(reports: Mapping[str, Report]) -> str:
+    return next(iter(reports.values())).title
 
 
 def _ttft(made: Report, part: str) -> float:

@@ -316,11 +316,9 @@ def show(console: Console, made: Report) -> None:
     """The report as tables."""
     good = "good" if made.objectives else "answered"
     columns = ("requests", "served", "refused", "TTFT, ms", "gap, ms", "E2E, s", "cached", good)
-    table = report.table("", "tenant", *columns)
     rows = {"all": made.everyone} | (made.tenants if len(made.tenants) > 1 else {})
-    for name, one in list(rows.items())[:MAX_TENANTS]:
-        table.add_row(*cells(made, name, one))
-    console.print(table)
+    shown = [cells(made, name, one) for name, one in list(rows.items())[:MAX_TENANTS]]
+    report.print_fitting(console, "", ("tenant", *columns), shown, expendable=("served", "cached", "E2E, s", "refused"))
     console.print("Latencies: p50 / p95 / p99.", style="dim")
     if len(rows) > MAX_TENANTS:
         console.print(f"{len(rows) - MAX_TENANTS} more tenants: --json or --html has them.", style="dim")
