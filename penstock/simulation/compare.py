@@ -42,7 +42,7 @@ def policies(setup: Setup, progress: Progress) -> dict[str, Report]:
 
 def show_policies(console: Console, reports: Mapping[str, Report]) -> None:
     columns = (
-        "policy", "prefix hits", "TTFT p50", "p95", "p99", "output tokens/s", "served", "refused", "p99 x ours",
+        "policy", "prefix hits", "TTFT p50", "TTFT p95", "TTFT p99", "output tokens/s", "served", "refused", "p99 x ours",
         "tokens / ours",
     )  # fmt: skip
     rows = []
@@ -60,7 +60,7 @@ def show_policies(console: Console, reports: Mapping[str, Report]) -> None:
             f"{made.output_tps / max(ours.output_tps, 1e-9):.2f}",
         )
         rows.append(row)
-    expendable = ("served", "p95", "tokens / ours", "refused")
+    expendable = ("served", "TTFT p95", "tokens / ours", "refused")
     bench_report.print_fitting(console, _title(reports), columns, rows, expendable=expendable)
 
 
@@ -134,13 +134,13 @@ def replica_rate(setup: Setup) -> float:
 
 
 AUTOSCALE_COLUMNS = (
-    "fleet", "replicas", "SLO misses", "refused", "TTFT p50", "p95", "p99", "device hours", "cost", "starts",
+    "fleet", "replicas", "SLO misses", "refused", "TTFT p50", "TTFT p95", "TTFT p99", "device hours", "cost", "starts",
 )  # fmt: skip
 
 
 def show_autoscale(console: Console, reports: Mapping[str, Report]) -> None:
     rows = [(name, *autoscale_cells(made)) for name, made in reports.items()]
-    expendable = ("starts", "TTFT p50", "p99", "cost", "refused")
+    expendable = ("starts", "TTFT p50", "TTFT p99", "cost", "refused")
     bench_report.print_fitting(console, _title(reports), AUTOSCALE_COLUMNS, rows, expendable=expendable)
 
 
