@@ -42,8 +42,8 @@ def policies(setup: Setup, progress: Progress) -> dict[str, Report]:
 
 def show_policies(console: Console, reports: Mapping[str, Report]) -> None:
     columns = (
-        "policy", "prefix hits", "TTFT p50", "TTFT p95", "TTFT p99", "output tokens/s", "served", "refused", "p99 x ours",
-        "tokens / ours",
+        "policy", "prefix hits", "TTFT p50", "TTFT p95", "TTFT p99", "output tokens/s", "served", "refused",
+        "p99 x ours", "tokens / ours",
     )  # fmt: skip
     rows = []
     ours = reports[OURS]
