@@ -55,7 +55,8 @@ def replicated(model: Path, replicas: int, *settings: str) -> Iterator[Server]:
         *(str(model), "--set", f"models.0.replicas={replicas}", "--set", "models.0.name=tiny"),
         *("--set", "models.0.deterministic=true", "--set", "models.0.threads=1"),
         *("--set", "models.0.kv_memory=64MiB", "--set", "models.0.max_running=128", "--set", "encoders=[]"),
-        *("--set", "generation.time_limit_s=600"),
+        # In turn: prompts that begin alike would all go to the replica that has their beginning in its cache.
+        *("--set", "generation.time_limit_s=600", "--set", "routing.policy=round_robin"),
         *settings,
         defaults=False,
     )

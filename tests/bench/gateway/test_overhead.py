@@ -15,6 +15,7 @@ from penstock.errors import ConfigError
 SMALL = OverheadBenchSettings(rate=50.0, seconds=0.5, rounds=1, at_once=4)
 
 
+@pytest.mark.slow
 def test_both_measurements_are_taken_and_written(tmp_path: Path) -> None:
     console, file = Console(file=io.StringIO(), width=120), tmp_path / "overhead.json"
     main(SMALL, file, console)

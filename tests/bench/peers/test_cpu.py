@@ -13,6 +13,7 @@ from penstock.bench.peers.cpu import CpuPeersBenchSettings, PeerWorkload, find, 
 from penstock.errors import ConfigError
 
 
+@pytest.mark.slow
 def test_our_engine_runs_behind_the_pipe(default_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "peers.json"
     settings = CpuPeersBenchSettings(
