@@ -95,28 +95,22 @@ class Unit:
         """Its requests and used tokens, as counted in the fleet's totals."""
 
 
-class FleetGateway(ReplicaEvents):
+class FleetGateway(ReplicaEvents, Protocol):
     """What the fleet tells the gateways, besides what replicas tell them."""
 
-    def joined(self, replica: Replica) -> None:
-        raise NotImplementedError
+    def joined(self, replica: Replica) -> None: ...
 
-    def leaving(self, replica: Replica) -> None:
-        raise NotImplementedError
+    def leaving(self, replica: Replica) -> None: ...
 
-    def gone(self, replica: Replica) -> None:
-        raise NotImplementedError
+    def gone(self, replica: Replica) -> None: ...
 
-    def lost(self, job: Job) -> None:
-        raise NotImplementedError
+    def lost(self, job: Job) -> None: ...
 
     @property
-    def queued(self) -> int:
-        raise NotImplementedError
+    def queued(self) -> int: ...
 
     @property
-    def predicted_wait_s(self) -> float:
-        raise NotImplementedError
+    def predicted_wait_s(self) -> float: ...
 
 
 class SimulatedFleet:
