@@ -15,7 +15,7 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import NoQuery
 from penstock.identity import IdentityStore
 from penstock.metering.ledger import Ledger
-from penstock.metering.spending import NOTHING, spent, spent_by_key
+from penstock.metering.spend import NOTHING, spent, spent_by_key
 
 
 class AccountEndpoints:

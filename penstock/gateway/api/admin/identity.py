@@ -16,7 +16,7 @@ from penstock.identity import ApiKey, IdentityStore, Scope, Tenant
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange
 from penstock.identity.store import IdentityError
 from penstock.metering.ledger import Ledger
-from penstock.metering.spending import NOTHING, spent, spent_by_key
+from penstock.metering.spend import NOTHING, spent, spent_by_key
 from penstock.protocol.errors import InvalidRequest, KeyStoreUnavailable, NotFound
 from penstock.storage import DatabaseError
 
