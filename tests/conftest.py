@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -84,6 +85,16 @@ def state() -> Iterator[None]:
         os.environ["PENSTOCK_STATE"] = folder
         yield
         del os.environ["PENSTOCK_STATE"]
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """A command run inside a test sets up logging for its process: undone, so that the next one finds a fresh one."""
+    kept = [(logger, logger.level, list(logger.handlers)) for logger in map(logging.getLogger, ("", "penstock"))]
+    yield
+    for logger, level, handlers in kept:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session")

@@ -296,6 +296,10 @@ ENDPOINTS = (
     ),
     Endpoint("GET", "/v1/usage", UsageEndpoints.usage, "Usage and cost.", "Accounts", query=UsageQuery),
     *ADMIN,
+    Endpoint("GET", "/", HealthEndpoints.root, "Does anything listen here?", "Health", scope=None, logged=False),
+    Endpoint("GET", "/health", HealthEndpoints.health, "Can any model answer?", "Health", scope=None, logged=False),
+    Endpoint("GET", "/ping", HealthEndpoints.ping, "The same as /health.", "Health", scope=None, logged=False),
+    Endpoint("GET", "/version", HealthEndpoints.version, "Its version.", "Health", scope=None, logged=False),
     Endpoint("GET", "/health/live", HealthEndpoints.live, "Is the process alive?", "Health", scope=None, logged=False),
     Endpoint(
         "GET",
