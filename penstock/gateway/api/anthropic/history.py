@@ -168,8 +168,9 @@ class History:
         elif source.get("type") == "content":
             text = source.get("content")
             if isinstance(text, list):
-                parts = [part.get("text") if isinstance(part, dict) else None for part in text]
-                text = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+                parts = [part.get("text") for part in text if isinstance(part, dict)]
+                texts = [part for part in parts if isinstance(part, str)]
+                text = "".join(texts) if len(texts) == len(text) else None
         return "\n".join(filter(None, (block.title, block.context, text))) if isinstance(text, str) else None
 
     def _search_result(self, block: SearchResultBlock) -> str:
