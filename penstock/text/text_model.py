@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from penstock.text.chat_template import ChatTemplate, ChatTemplateError, TemplateTooHeavy, flatten
 from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.guard import Guard, SpecialTokens
+from penstock.text.system_messages import Places, places
 from penstock.text.template_meter import WORK
 from penstock.text.token_bytes import decoding_rule
 from penstock.text.tokenizer_calls import encode_ids, most_bytes_per_token
@@ -139,6 +140,11 @@ class TextModel:
     def template_knows_tools(self) -> bool:
         """Whether the chat template supports tools."""
         return self._template is not None and self._template.knows_tools
+
+    @functools.cached_property
+    def system_messages(self) -> Places:
+        """Where the chat template takes system messages."""
+        return places(lambda messages: self.render_chat(messages, add_generation_prompt=False))
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
