@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from penstock.text.chat_template import ChatTemplate, ChatTemplateError, TemplateTooHeavy, flatten
 from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.guard import Guard, SpecialTokens
+from penstock.text.system_messages import Places, places
 from penstock.text.template_meter import WORK
 from penstock.text.token_bytes import decoding_rule
 from penstock.text.tokenizer_calls import encode_ids, most_bytes_per_token
@@ -84,6 +85,7 @@ class TextModel:
         messages: Messages,
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         tools: Tools | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
@@ -92,6 +94,7 @@ class TextModel:
         return self._chat_template().render(
             flatten(messages),
             add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
             tools=tools,
             template_kwargs=template_kwargs,
         )
@@ -101,17 +104,21 @@ class TextModel:
         messages: Messages,
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         tools: Tools | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        template: ChatTemplate | None = None,
         most: int | None = None,
         quick: bool = False,
     ) -> list[int]:
-        """Token ids of a chat's prompt. Control tokens come only from the template, never from messages. `most`: see
-        `encode`. `quick`: `TemplateTooHeavy` if that would take more than a millisecond or so."""
+        """Token ids of a chat's prompt. Control tokens come only from the template, never from messages.
+        `continue_final`: see `ChatTemplate.render`. `template`: used instead of the model's own. `most`: see `encode`.
+        `quick`: `TemplateTooHeavy` if that would take more than a millisecond or so."""
         guard = Guard(self._special)
-        rendered = self._chat_template().render(
+        rendered = (template or self._chat_template()).render(
             guard.messages(flatten(messages)),
             add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
             tools=guard.value(tools),
             template_kwargs=guard.value(template_kwargs),
             work=QUICK_WORK if quick else WORK,
@@ -133,6 +140,11 @@ class TextModel:
     def template_knows_tools(self) -> bool:
         """Whether the chat template supports tools."""
         return self._template is not None and self._template.knows_tools
+
+    @functools.cached_property
+    def system_messages(self) -> Places:
+        """Where the chat template takes system messages."""
+        return places(lambda messages: self.render_chat(messages, add_generation_prompt=False))
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
@@ -214,6 +226,10 @@ class TextModel:
     def token_text(self, token: int) -> str:
         """A single token as text; incomplete characters become replacement characters."""
         return self.token_bytes(token).decode("utf-8", "replace")
+
+    def token_spelling(self, token: int) -> str:
+        """A token as the vocabulary spells it, such as `Ġthe`; empty for an id without one."""
+        return self._tokenizer.id_to_token(token) or ""
 
     def token_id(self, spelling: str) -> int | None:
         """The id of a token by its spelling in the vocabulary."""
