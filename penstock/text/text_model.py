@@ -227,6 +227,10 @@ class TextModel:
         """A single token as text; incomplete characters become replacement characters."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
+    def token_spelling(self, token: int) -> str:
+        """A token as the vocabulary spells it, such as `Ġthe`; empty for an id without one."""
+        return self._tokenizer.id_to_token(token) or ""
+
     def token_id(self, spelling: str) -> int | None:
         """The id of a token by its spelling in the vocabulary."""
         found: int | None = self._tokenizer.token_to_id(spelling)
