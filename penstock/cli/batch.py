@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.admin import DEFAULT_URL, Url, call, waiting
 from penstock.cli.admin import fetch as ask
-from penstock.cli.listing import Column, Output, show
+from penstock.cli.lists import Column, Output, show
 
 if TYPE_CHECKING:
     import httpx

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from penstock.cli.listing import Column, Output, show
+from penstock.cli.lists import Column, Output, show
 from penstock.cli.options import ConfigFile, Settings
 
 if TYPE_CHECKING:
@@ -103,7 +103,11 @@ def create_key(
 
     text = _with_store(config_file, settings, work)
     typer.echo(text)
-    typer.echo("Store this key now: it cannot be shown again. Clients send it as their API key.", err=True)
+    typer.echo(
+        "Store this key now: it cannot be shown again. Clients send it as their API key; the commands of Penstock take "
+        "it from --key or $PENSTOCK_API_KEY.",
+        err=True,
+    )
 
 
 @keys.command("list")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.admin import DEFAULT_URL, Key, Url, call, waiting
-from penstock.cli.listing import Column, Output, show
+from penstock.cli.lists import Column, Output, show
 
 app = typer.Typer(
     name="models",

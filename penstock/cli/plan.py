@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
-from penstock.cli.listing import Format, show
+from penstock.cli.lists import Format, show
 
 if TYPE_CHECKING:
     from penstock.planning.calibration import Calibration

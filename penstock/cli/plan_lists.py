@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.cli.listing import Column
+from penstock.cli.lists import Column
 
 if TYPE_CHECKING:
     from penstock.planning.catalogue import ApiPrice, Device

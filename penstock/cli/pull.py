@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.listing import Column, Format, Output, show
+from penstock.cli.lists import Column, Format, Output, show
 
 
 def pull(

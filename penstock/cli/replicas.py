@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.admin import DEFAULT_URL, Key, Url, call, waiting
-from penstock.cli.listing import Column, Format, Output, show
+from penstock.cli.lists import Column, Format, Output, show
 
 Model = Annotated[str, typer.Argument(help="Name of the model, as clients send it.")]
 Replica = Annotated[str | None, typer.Option("--replica", "-r", help="Replica, as shown by `penstock replicas`.")]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from penstock.cli.listing import Column, show
+from penstock.cli.lists import Column, show
 from penstock.cli.options import ConfigFile, Settings
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from penstock.cli.admin import DEFAULT_URL, Url
-from penstock.cli.listing import Column, show
+from penstock.cli.lists import Column, show
 
 if TYPE_CHECKING:
     from rich.table import Table

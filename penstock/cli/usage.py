@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from penstock.cli.listing import Column, show
+from penstock.cli.lists import Column, show
 from penstock.cli.options import ConfigFile, Settings
 
 Row = dict[str, str | int]

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from penstock.cli import terminal
-from penstock.cli.listing import Column, fitting, plain, show
+from penstock.cli.lists import Column, fitting, plain, show
 
 Row = dict[str, Any]
 ID = "req_0123456789abcdef0123456789abcdef"
