@@ -299,7 +299,7 @@ async def compose(
             MessageEndpoints(pipeline),
             EmbeddingEndpoints(encoders, encoder_work, guardrails, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
-            TokenEndpoints(registry, tokenization, quotas, limit),
+            TokenEndpoints(registry, tokenization, quotas, limit, request_templates=settings.request_templates),
             models,
             NoConversations() if sessions is None else ConversationEndpoints(sessions),
             CollectionEndpoints(knowledge, encoder_work, limit),
