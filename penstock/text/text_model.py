@@ -18,6 +18,7 @@ from penstock.text.chat_template import ChatTemplate, ChatTemplateError, Templat
 from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.guard import Guard, SpecialTokens
 from penstock.text.infill import InfillTokens, infill_tokens
+from penstock.text.system_messages import Places, places
 from penstock.text.template_meter import WORK
 from penstock.text.token_bytes import decoding_rule
 from penstock.text.tokenizer_calls import encode_ids, ending, most_bytes_per_token
@@ -183,6 +184,11 @@ class TextModel:
                 del self._others[next(iter(self._others))]
             return known
 
+    @functools.cached_property
+    def system_messages(self) -> Places:
+        """Where the chat template takes system messages."""
+        return places(lambda messages: self.render_chat(messages, add_generation_prompt=False))
+
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
             raise ChatTemplateError("this model has no chat template; send a plain text prompt instead of messages")
@@ -283,6 +289,10 @@ class TextModel:
     def token_text(self, token: int) -> str:
         """A single token as text; incomplete characters become replacement characters."""
         return self.token_bytes(token).decode("utf-8", "replace")
+
+    def token_spelling(self, token: int) -> str:
+        """A token as the vocabulary spells it, such as `Ġthe`; empty for an id without one."""
+        return self._tokenizer.id_to_token(token) or ""
 
     def token_id(self, spelling: str) -> int | None:
         """The id of a token by its spelling in the vocabulary."""

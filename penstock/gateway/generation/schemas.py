@@ -256,9 +256,10 @@ class CompletionRequest(Sampling, kw_only=True):
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/tokenize: `prompt` or `messages`."""
+    """POST /v1/tokenize and /tokenize: `prompt` or `messages`."""
 
-    model: Name
+    model: Name | None = None
+    """The first model served when not given."""
     prompt: str | None = None
     messages: Messages | None = None
     add_generation_prompt: bool | None = None
@@ -271,12 +272,14 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     add_special_tokens: bool | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=INT64)] | None = None
     """For the estimate: how many completion tokens to price."""
+    return_token_strs: bool | None = None
+    """Also each token as the vocabulary spells it."""
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/detokenize"""
+    """POST /v1/detokenize and /detokenize"""
 
-    model: Name
+    model: Name | None = None
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
     skip_special_tokens: bool | None = None
     """Leave control tokens out; they are shown otherwise."""
@@ -294,16 +297,53 @@ class EmbeddingsRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     user: Annotated[str, Meta(max_length=512)] | None = None
 
 
+class PoolingRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /pooling: a vector per text, or per token (`task: token_embed`)."""
+
+    model: Name | None = None
+    """The first encoder when not given."""
+    input: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=2**20)]
+    task: Literal["embed", "token_embed"] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**20)] | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None
+
+
+ScoreTexts = (
+    Annotated[str, Meta(min_length=1)]
+    | Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=2**20)]
+)
+
+
+class ScoreRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /score and /v1/score: one text against one or many, or pairs. The two sides have several names."""
+
+    model: Name | None = None
+    """The first encoder when not given."""
+    text_1: ScoreTexts | None = None
+    text_2: ScoreTexts | None = None
+    data_1: ScoreTexts | None = None
+    data_2: ScoreTexts | None = None
+    queries: ScoreTexts | None = None
+    documents: ScoreTexts | None = None
+    items: ScoreTexts | None = None
+    user: Annotated[str, Meta(max_length=512)] | None = None
+
+
 class RerankDocument(Struct, forbid_unknown_fields=True):
     text: str
 
 
 class RerankRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/rerank"""
+    """POST /v1/rerank, /rerank and /v2/rerank"""
 
     model: Name
     query: str
     documents: Annotated[list[str | RerankDocument], Meta(max_length=2**20)]
-    top_n: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    top_n: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """How many of the best come back; 0, as not given: all."""
+    max_tokens_per_doc: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    """Only so many tokens of each document are read; 0: as many as the model takes."""
     return_documents: bool | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None

@@ -1,4 +1,5 @@
-"""POST /v1/tokenize and /v1/detokenize: the tokens and cost of a prompt, without inference."""
+"""POST /v1/tokenize and /v1/detokenize: the tokens and cost of a prompt, without inference. `/tokenize` and
+`/detokenize` are the same under vLLM's paths."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ class TokenEndpoints:
         request = _tokenize(exchange, await exchange.body(self._body_limit))
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("Send either `prompt` or `messages`.", param="prompt")
-        if request.messages is not None and request.add_special_tokens is not None:
+        if request.messages is not None and request.add_special_tokens:
             raise InvalidRequest(
                 "`add_special_tokens` goes with `prompt`; the chat template writes its own.", param="add_special_tokens"
             )
@@ -61,7 +62,7 @@ class TokenEndpoints:
                 raise InvalidRequest(f"`{name}` goes with `messages`.", param=name)
         if request.tools and request.messages is None:
             raise InvalidRequest("`tools` go with `messages`.", param="tools")
-        model = find_model(self._registry, exchange, request.model)
+        model = find_model(self._registry, exchange, request.model or self._registry.first.name)
         async with self._quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
             tokens = await self._tokens(exchange, request, model)
             work.tokens = len(tokens)
@@ -71,11 +72,13 @@ class TokenEndpoints:
             "output": (request.max_tokens or 0) * model.output_price / 1e6,
         }
         estimate["total"] = estimate["input"] + estimate["output"]
+        spelled = [model.text.token_spelling(token) for token in tokens] if request.return_token_strs else None
         await exchange.reply_json(
             {
                 "object": "tokenization",
                 "model": model.name,
                 "tokens": tokens,
+                "token_strs": spelled,
                 "count": count,
                 "max_model_len": window,
                 "fits": window is None or count + (request.max_tokens or 1) <= window,
@@ -107,7 +110,7 @@ class TokenEndpoints:
 
     async def detokenize(self, exchange: Exchange) -> None:
         request = _detokenize(exchange, await exchange.body(self._body_limit))
-        model = find_model(self._registry, exchange, request.model)
+        model = find_model(self._registry, exchange, request.model or self._registry.first.name)
         count, most = len(request.tokens), most_counted(model)
         async with self._quotas.text_work(exchange, model.base_name, count, only=True) as work:
             work.tokens = count
