@@ -18,8 +18,9 @@ def chat(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Model; by default the server's first.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[
-        float, typer.Option("--temperature", "-t", help="0: always the likeliest token; small models ramble near 1.")
-    ] = 0.3,
+        float | None,
+        typer.Option("--temperature", "-t", help="0: always the likeliest token; by default the model's own."),
+    ] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the likeliest tokens with this total probability.")
     ] = None,
