@@ -116,6 +116,10 @@ class GenerationConfig:
         "when not set, only those apply.", least=0.1, example="600",
     )  # fmt: skip
     max_choices: int = setting(16, doc="Maximum of choices (n) and prompts per request.", least=1)
+    request_chat_templates: bool = setting(
+        False, doc="Whether requests may bring their own chat_template. It runs in the sandbox of the model's own, but "
+        "can put text in front of the model in ways that content filters do not recognise.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

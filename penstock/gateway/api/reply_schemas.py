@@ -14,6 +14,7 @@ INTEGER: Schema = {"type": "integer"}
 NUMBER: Schema = {"type": "number"}
 BOOLEAN: Schema = {"type": "boolean"}
 ANY_OBJECT: Schema = {"type": "object"}
+ANY: Schema = {}
 
 
 def obj(**properties: Schema) -> Schema:
@@ -113,6 +114,13 @@ _SCHEMAS: dict[str, Schema] = {
     "count_tokens": obj(input_tokens=INTEGER),
     "embeddings": listing(ANY_OBJECT, model=STRING, usage=ANY_OBJECT),
     "rerank": obj(id=STRING, object=word("list"), model=STRING, results=many(ANY_OBJECT), usage=ANY_OBJECT),
+    "score": listing(obj(index=INTEGER, object=word("score"), score=NUMBER), id=STRING, model=STRING, usage=_USAGE),
+    "pooling": listing(obj(index=INTEGER, object=word("pooling"), data=ANY), id=STRING, model=STRING, usage=_USAGE),
+    "moderations": obj(
+        id=STRING,
+        model=STRING,
+        results=many(obj(flagged=BOOLEAN, categories=ANY_OBJECT, category_scores=ANY_OBJECT)),
+    ),
     "list_conversations": listing(_CONVERSATION),
     "get_conversation": _CONVERSATION,
     "delete_conversation": _DELETED,
@@ -179,12 +187,29 @@ _SCHEMAS: dict[str, Schema] = {
     "wake_model": _STATE,
     "usage": listing(ANY_OBJECT, by=many(STRING)),
     "list_requests": listing(ANY_OBJECT),
+    "list_own_requests": listing(ANY_OBJECT),
+    "list_own_keys": listing(_KEY),
+    "show_account": obj(
+        object=word("account"),
+        tenant=STRING,
+        user=maybe(STRING),
+        key=maybe(STRING),
+        scopes=many(STRING),
+        tier=maybe(STRING),
+        allowed=maybe(ANY_OBJECT),
+        used=many(ANY_OBJECT),
+        spent=obj(today=NUMBER, month=NUMBER),
+    ),
     "list_tenants": listing(_TENANT),
     "create_tenant": _TENANT,
     "change_tenant": _TENANT,
     "list_keys": listing(_KEY),
     "create_key": {**_KEY, "required": [*_KEY["required"], "key"], "properties": {**_KEY["properties"], "key": STRING}},
     "revoke_key": obj(id=STRING, object=STRING, revoked=BOOLEAN),
+    "root": {"text/plain": {"schema": STRING}},
+    "health": obj(status=word("ok", "unavailable")),
+    "ping": obj(status=word("ok", "unavailable")),
+    "version": obj(version=STRING),
     "live": obj(status=STRING, models=ANY_OBJECT),
     "ready": obj(status=STRING, checks=ANY_OBJECT, models=ANY_OBJECT),
     "metrics": {"text/plain": {"schema": STRING}},

@@ -16,7 +16,7 @@ from typing import Protocol
 from penstock.engine.request import Delta, TokenLogprob
 from penstock.knowledge.citations import Citation, Citer
 from penstock.text import StopStrings, TextModel
-from penstock.tools.events import CallArguments, CallBegin, Text
+from penstock.tools.events import CallArguments, CallBegin, Event, Text
 from penstock.tools.parser import ToolCallParser
 from penstock.tools.toolbox import Toolbox
 
@@ -70,10 +70,12 @@ class Choice:
     """The text side of one engine request."""
 
     __slots__ = (
+        "_begun",
         "_call_seed",
         "_detokenizer",
         "_eos",
         "_held",
+        "_include_stop",
         "_length",
         "_min_tokens",
         "_parser",
@@ -108,10 +110,15 @@ class Choice:
         continuation: bool = False,
         toolbox: Toolbox | None = None,
         call_seed: str = "",
+        continued: str = "",
+        skip_special: bool = True,
+        include_stop: bool = False,
     ) -> None:
         """`toolbox`: functions that the text may call. `call_seed`: what the ids of calls are derived from, so that
         they are the same when the tokens are read again; empty: they are random. `continuation`: the text continues
-        the prompt, so a leading space stays. `discard`: the request is only run for its prompt; what it generates is
+        the prompt, so a leading space stays; `continued`: the answer's beginning that is in the prompt already, in
+        which a call may have begun. `skip_special`: control tokens are not shown. `include_stop`: what stops the text,
+        a string or a token, is part of it. `discard`: the request is only run for its prompt; what it generates is
         neither shown nor counted."""
         self.index = index
         self.want_logprobs = want_logprobs
@@ -120,9 +127,16 @@ class Choice:
         self._toolbox = toolbox
         self._call_seed = call_seed
         self._parser = None if toolbox is None else toolbox.parser()
+        self._begun: list[Event] = []
+        if toolbox is not None and continued:
+            parser = toolbox.parser()
+            events = parser.push(continued)
+            if parser.inside_call:
+                self._parser, self._begun = parser, [event for event in events if not isinstance(event, Text)]
         shown = frozenset() if toolbox is None or toolbox.opener_id is None else frozenset((toolbox.opener_id,))
-        self._detokenizer = text.detokenizer(continuation=continuation, shown=shown)
-        self._stops = StopStrings(stops) if stops else None
+        self._detokenizer = text.detokenizer(skip_special=skip_special, continuation=continuation, shown=shown)
+        self._include_stop = include_stop
+        self._stops = StopStrings(stops, include=include_stop) if stops else None
         self._min_tokens = min_tokens
         self._held: deque[TokenPiece] = deque()
         self._length = 0
@@ -158,7 +172,7 @@ class Choice:
             part = tokens[at : at + step]
             self.completion_tokens += len(part)
             last = delta.finish_reason is not None and at + step >= len(tokens)
-            if last and stopped:
+            if last and stopped and not self._include_stop:
                 part = part[:-1]  # the stop token ends the text; it is not part of it
             raw = self._detokenize(part, delta.logprobs[at : at + step] if delta.logprobs is not None else ())
             if last:
@@ -203,7 +217,8 @@ class Choice:
     def _read_calls(self, parser: ToolCallParser, piece: Piece) -> None:
         """Take function calls out of the piece's text."""
         assert self._toolbox is not None
-        events = parser.push(piece.text)
+        events = [*self._begun, *parser.push(piece.text)]
+        self._begun = []
         if piece.finish_reason is not None:
             events += parser.flush()
             if parser.calls and piece.finish_reason == "stop" and piece.stop_reason is None:

@@ -42,15 +42,6 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": ANY,
     "stop_regex": ANY,
     # The prompt
-    "chat_template": ANY,
-    "chat_template_kwargs": (None, {}),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "messages.prefix": (None, False),
-    "messages.partial": (None, False),
-    "documents": (None, []),
-    "truncate_prompt_tokens": ANY,
-    "suffix": (None, ""),
     "prompt_embeds": ANY,
     "mm_processor_kwargs": (None, {}),
     "instruction": (None, ""),
@@ -71,10 +62,6 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": ANY,
     "return_token_ids": (None, False),
     "return_tokens_as_token_ids": (None, False),
-    "skip_special_tokens": (None, True),
-    "include_stop_str_in_output": (None, False),
-    "no_stop_trim": (None, False),
-    "echo": (None, False),
     "n_probs": (None, 0),
     "logprobs_mode": ANY,
     "normalize": (None, True),
@@ -83,8 +70,21 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "priority": (None, 0),
     "lora_path": ANY,
     "thread": ANY,
+    # Honoured where the endpoint has them
+    "documents": (None, []),
+    "suffix": (None, ""),
+    "skip_special_tokens": (None, True),
+    "include_stop_str_in_output": (None, False),
+    "no_stop_trim": (None, False),
+    "detokenize": (None, True),
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "messages.prefix": (None, False),
+    "messages.partial": (None, False),
+    "echo": (None, False),
 }
-"""Parameters of other servers that are not honoured here, with the values that ask for nothing."""
+"""Parameters that an endpoint may not honour, with the values that ask for nothing."""
 
 
 ADVISORY = frozenset(

@@ -25,6 +25,8 @@ class TokenLimit:
     """As asked; None: as many as fit, at most `default`."""
     default: int | None
     param: str = "max_tokens"
+    clip: bool = False
+    """More than fits the window is not refused: the answer then ends where the window does."""
     default_is: str = ""
     """The setting that `default` comes from."""
 
@@ -100,9 +102,9 @@ def fit(
         cut = prompt_tokens == window + 1
         raise exceeded(limit=window, prompt_tokens=prompt_tokens, at_least=cut, param=prompt_param)
     if limit.max_tokens is not None:
-        if limit.max_tokens > room:
+        if limit.max_tokens > room and not limit.clip:
             raise exceeded(limit=window, prompt_tokens=prompt_tokens, max_tokens=limit.max_tokens, param=prompt_param)
-        max_tokens = limit.max_tokens
+        max_tokens = min(limit.max_tokens, room)
     else:
         max_tokens = room if limit.default is None else min(room, limit.default)
     if params.min_tokens > max_tokens:
@@ -115,18 +117,21 @@ def fit(
 def length_limit(params: SamplingParams, limit: TokenLimit, window: int, quota: int | None) -> str:
     """The limit of this server that ends an answer of `params.max_tokens`; empty when the request chose that."""
     if limit.max_tokens is not None:
-        return ""
-    if limit.default is not None and params.max_tokens >= limit.default:
+        if params.max_tokens >= limit.max_tokens:
+            return ""
+    elif limit.default is not None and params.max_tokens >= limit.default:
         return limit.default_is
     return "context_tokens" if quota is not None and quota < window else "context_window"
 
 
-def token_limit(asked: int | None, settings: GenerationSettings, *, default: int | None, param: str) -> TokenLimit:
+def token_limit(
+    asked: int | None, settings: GenerationSettings, *, default: int | None, param: str, clip: bool = False
+) -> TokenLimit:
     """Apply the server's own cap to what was asked."""
     cap = settings.max_tokens
     if asked is not None and cap is not None and asked > cap:
         raise InvalidRequest(f"`{param}` is {asked}; this server allows at most {cap}.", param=param)
-    return TokenLimit(asked, default, param, "default_max_tokens").lowered(cap, "max_tokens")
+    return TokenLimit(asked, default, param, clip, "default_max_tokens").lowered(cap, "max_tokens")
 
 
 def choice_params(params: SamplingParams, n: int | None) -> list[SamplingParams]:

@@ -73,7 +73,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [USER, {"role": "user", "content": 5}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages.prefix"),
+    ({"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
     (
@@ -258,7 +258,7 @@ async def test_unknown_model_path_and_method(serving: Serving) -> None:
         assert_shape(reply.json())
         assert reply.headers["allow"] == "POST"
         assert (await gateway.client.delete("/v1/models")).status_code == 405
-        assert (await gateway.client.put("/v1/files")).headers["allow"] == "GET, POST", "all of them"
+        assert (await gateway.client.put("/v1/files")).headers["allow"] == "GET, HEAD, POST", "all of them"
         reply = await gateway.client.get("/v1/files/?a=b", headers={"host": "localhost:1"})
         assert reply.status_code == 307 and reply.headers["location"] == "/v1/files?a=b", "it names no host"
         assert (await gateway.client.get("/v1/models/gpt-9")).status_code == 404

@@ -45,6 +45,7 @@ def test_values_that_a_request_does_not_give_are_the_models_own() -> None:
 LIMITS: list[tuple[TokenLimit, int | None, int, str]] = [
     # asked and default, quota, most tokens, the name of the limit
     (TokenLimit(8, None), None, 8, ""),
+    (TokenLimit(2000, None, clip=True), None, 900, "context_window"),
     (TokenLimit(8, 5, default_is="default_max_tokens"), None, 8, ""),
     (TokenLimit(None, 5, default_is="default_max_tokens"), None, 5, "default_max_tokens"),
     (TokenLimit(None, 900, default_is="default_max_tokens"), None, 900, "default_max_tokens"),
