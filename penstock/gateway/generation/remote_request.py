@@ -51,6 +51,9 @@ def remote_spec(
     fields = msgspec.to_builtins(request)
     body: dict[str, Any] = {name: fields[name] for name in PASSED_ON if fields.get(name) is not None}
     body |= {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
+    for tool in body.get("tools", ()):  # how the text of a free-text tool is constrained has no name there
+        tool["function"].pop("syntax", None)
+        tool["function"].pop("grammar", None)
     stops = stop_strings(request)
     if stops:
         body["stop"] = stops
