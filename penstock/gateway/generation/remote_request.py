@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
+from penstock.gateway.generation.prompt_options import continues
 from penstock.gateway.generation.remote import RemoteSpec
 from penstock.gateway.generation.sampling import TokenLimit, stop_strings
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
@@ -21,7 +22,7 @@ TOKEN_OPTIONS = ("logit_bias", "stop_token_ids", "logprobs", "top_logprobs")
 OWN_OPTIONS = (
     *("model", "messages", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens"),
     *("user", "safety_identifier", "metadata", "service_tier", "speculation", "prompt_cache_key", "store"),
-    *("conversation", "rag", "modalities", "server_tools"),
+    *("conversation", "rag", "modalities", "server_tools", "echo", "add_generation_prompt", "continue_final_message"),
 )
 """Options that this gateway applies itself, or writes in another form."""
 PASSED_ON = tuple(
@@ -54,6 +55,10 @@ def remote_spec(
     for tool in body.get("tools", ()):  # how the text of a free-text tool is constrained has no name there
         tool["function"].pop("syntax", None)
         tool["function"].pop("grammar", None)
+    if continues(request):
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    elif request.add_generation_prompt is False:
+        body["add_generation_prompt"] = False
     stops = stop_strings(request)
     if stops:
         body["stop"] = stops
