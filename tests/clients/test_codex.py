@@ -94,7 +94,7 @@ def test_a_session_with_free_text_tools(client: Environment, tmp_path: Path) -> 
             return call("functions__exec", input=steps[done])
         return "It prints: hello, penstock" if "hello, penstock" in prompt.results[-1] else "It failed."
 
-    with scripted_server(aliases={"gpt-6.1-sol": "scripted"}) as server:
+    with scripted_server(aliases=("gpt-6.1-sol",)) as server:
         server.answer(work)
         reported = session(client, server, tmp_path, "gpt-6.1-sol")
         assert not server.failures()

@@ -56,5 +56,9 @@ def _part(place: dict[str, Any], part: dict[str, Any]) -> Iterator[Event]:
 
 def _empty(item: dict[str, Any]) -> dict[str, Any]:
     """An item as it is when it begins."""
-    empty = {"message": {"content": []}, "function_call": {"arguments": ""}, "custom_tool_call": {"input": ""}}
+    empty: dict[str, dict[str, Any]] = {
+        "message": {"content": []},
+        "function_call": {"arguments": ""},
+        "custom_tool_call": {"input": ""},
+    }
     return {**item, **empty.get(item["type"], {}), "status": "in_progress"}
