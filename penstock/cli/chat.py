@@ -19,7 +19,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     temperature: Annotated[
         float | None,
-        typer.Option("--temperature", "-t", help="0: always the likeliest token. Default: the model's own."),
+        typer.Option("--temperature", "-t", help="0: always the likeliest token; by default the model's own."),
     ] = None,
     top_p: Annotated[
         float | None, typer.Option(help="Sample from the likeliest tokens with this total probability.")
