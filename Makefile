@@ -27,7 +27,7 @@ INPUTS := pyproject.toml constraints.txt
 help: ## show this list
 	@echo "Penstock: make TARGET [ARGS=\"...\"]"
 	@echo
-	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "  %-10s  %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "  %-12s  %s\n", $$1, $$2 }'
 	@echo
 	@echo "  First time here:  make serve                 then open http://127.0.0.1:8000/docs"
 	@echo "  Other settings:   make serve ARGS=\"--port 9000\"   (all of them: $(BIN)/penstock serve --help)"
@@ -49,6 +49,11 @@ test: ruff ## lint, and every quick test in parallel (ARGS go to pytest)
 .PHONY: test-slow
 test-slow: $(TEST_STAMP) ## the tests that take minutes
 	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+# Everything is pinned in tests/clients/clients.toml. Environments are kept in .clients (PENSTOCK_CLIENTS=FOLDER for another).
+.PHONY: test-clients
+test-clients: $(TEST_STAMP) ## real clients, each installed into .clients, against a server; writes docs/clients.md (ARGS="-k litellm")
+	@PENSTOCK_CLIENTS_REPORT=1 $(BIN)/python -m pytest -m clients tests/clients $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(TEST_STAMP) ## the fuzzers, ten minutes each (PENSTOCK_FUZZ_SECONDS=60 for less)

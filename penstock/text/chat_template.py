@@ -5,6 +5,8 @@ Templates are untrusted input: they run in an immutable sandbox that bounds thei
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,8 @@ OUTPUT = 8 * 1024 * 1024
 """Maximum of a rendered prompt, in characters."""
 _SHOWN = 500
 """How much of a template's own error message is passed on."""
+_NO_THOUGHTS = re.compile(r"<think>\s*</think>\s*\Z")
+"""An empty block of thoughts, which some templates write before every last answer."""
 
 
 class ChatTemplateError(PenstockError):
@@ -64,12 +68,19 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         work: int = WORK,
     ) -> str:
         """The prompt for these messages, whose content must be plain text (see `flatten`). `TemplateTooHeavy` when it
-        takes more than `work`, in units of `template_meter`."""
+        takes more than `work`, in units of `template_meter`.
+
+        `continue_final`: the last message is to be continued, so the prompt ends exactly with its text, whatever the
+        template trims or adds behind it.
+        """
+        if continue_final:
+            return self._unfinished(messages, tools, template_kwargs, work)
         template = self._templates["default"]
         if tools and "tool_use" in self._templates:
             template = self._templates["tool_use"]
@@ -99,6 +110,32 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the model's chat template cannot render these messages: {type(error).__name__}: {str(error)[:_SHOWN]}"
             ) from error
+
+    def _unfinished(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+        work: int,
+    ) -> str:
+        """Renders a mark in place of the last message's text, and cuts there."""
+        *before, last = messages
+        if last.get("tool_calls"):
+            raise ChatTemplateError("the last message makes tool calls, so there is no text to continue")
+        text, mark = str(last["content"]), f"{secrets.randbelow(10**30):030}"
+        rendered = self.render(
+            [*before, {**last, "content": mark, "prefix": True}],  # some templates ask whether it is a prefix
+            add_generation_prompt=False,
+            tools=tools,
+            template_kwargs=template_kwargs,
+            work=work,
+        )
+        head, found, _ = rendered.rpartition(mark)
+        if not found:
+            raise ChatTemplateError("the model's chat template does not show the last message; it cannot be continued")
+        if text.lstrip().startswith("<think>"):
+            head = _NO_THOUGHTS.sub("", head)
+        return head + text
 
 
 def flatten(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

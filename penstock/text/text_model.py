@@ -84,6 +84,7 @@ class TextModel:
         messages: Messages,
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         tools: Tools | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
@@ -92,6 +93,7 @@ class TextModel:
         return self._chat_template().render(
             flatten(messages),
             add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
             tools=tools,
             template_kwargs=template_kwargs,
         )
@@ -101,17 +103,21 @@ class TextModel:
         messages: Messages,
         *,
         add_generation_prompt: bool = True,
+        continue_final: bool = False,
         tools: Tools | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        template: ChatTemplate | None = None,
         most: int | None = None,
         quick: bool = False,
     ) -> list[int]:
-        """Token ids of a chat's prompt. Control tokens come only from the template, never from messages. `most`: see
-        `encode`. `quick`: `TemplateTooHeavy` if that would take more than a millisecond or so."""
+        """Token ids of a chat's prompt. Control tokens come only from the template, never from messages.
+        `continue_final`: see `ChatTemplate.render`. `template`: used instead of the model's own. `most`: see `encode`.
+        `quick`: `TemplateTooHeavy` if that would take more than a millisecond or so."""
         guard = Guard(self._special)
-        rendered = self._chat_template().render(
+        rendered = (template or self._chat_template()).render(
             guard.messages(flatten(messages)),
             add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
             tools=guard.value(tools),
             template_kwargs=guard.value(template_kwargs),
             work=QUICK_WORK if quick else WORK,

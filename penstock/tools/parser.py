@@ -61,6 +61,11 @@ class ToolCallParser:
             self._say(rest)
         return self._take()
 
+    @property
+    def inside_call(self) -> bool:
+        """Whether the text so far ends inside a call, or what may be one."""
+        return self._scanner is not None
+
     def _take(self) -> list[Event]:
         events, self._events = self._events, []
         return events

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.gateway.api.account import AccountEndpoints
+from penstock.gateway.api.admin.request_log import OwnRequestsQuery, RequestLogEndpoints
 from penstock.gateway.api.admin.traces import TraceEndpoints, TracesQuery
 from penstock.gateway.api.admin.usage import UsageEndpoints, UsageQuery
 from penstock.gateway.api.admin_endpoints import ADMIN
@@ -295,7 +297,21 @@ ENDPOINTS = (
         FeedbackRequest,
     ),
     Endpoint("GET", "/v1/usage", UsageEndpoints.usage, "Usage and cost.", "Accounts", query=UsageQuery),
+    Endpoint("GET", "/v1/account", AccountEndpoints.show_account, "Your limits and spending.", "Accounts"),
+    Endpoint("GET", "/v1/keys", AccountEndpoints.list_own_keys, "Your tenant's keys, without secrets.", "Accounts"),
+    Endpoint(
+        "GET",
+        "/v1/requests",
+        RequestLogEndpoints.list_own_requests,
+        "Your newest requests.",
+        "Accounts",
+        query=OwnRequestsQuery,
+    ),
     *ADMIN,
+    Endpoint("GET", "/", HealthEndpoints.root, "Does anything listen here?", "Health", scope=None, logged=False),
+    Endpoint("GET", "/health", HealthEndpoints.health, "Can any model answer?", "Health", scope=None, logged=False),
+    Endpoint("GET", "/ping", HealthEndpoints.ping, "The same as /health.", "Health", scope=None, logged=False),
+    Endpoint("GET", "/version", HealthEndpoints.version, "Its version.", "Health", scope=None, logged=False),
     Endpoint("GET", "/health/live", HealthEndpoints.live, "Is the process alive?", "Health", scope=None, logged=False),
     Endpoint(
         "GET",

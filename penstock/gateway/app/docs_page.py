@@ -52,7 +52,6 @@ PAGES = tuple(
     Endpoint(method, path, handler, summary, "Documentation", scope=None, logged=False)
     for method, path, handler, summary in (
         ("GET", "/openapi.json", Documentation.openapi_json, "The OpenAPI document."),
-        ("HEAD", "/openapi.json", Documentation.openapi_json, "Its size."),
         ("GET", "/docs", Documentation.docs, "The same as a page."),
     )
 )

@@ -1,5 +1,5 @@
 """From a method and a path to the endpoint that answers: a dictionary for fixed paths, patterns for those with
-parameters."""
+parameters. HEAD is answered by the endpoint for GET; the listener leaves out the body."""
 
 from __future__ import annotations
 
@@ -20,15 +20,22 @@ def pattern(path: str) -> re.Pattern[str]:
     return re.compile("".join(parts) + re.escape(path[end:]))
 
 
+def _methods(method: str) -> tuple[str, ...]:
+    return ("GET", "HEAD") if method == "GET" else (method,)
+
+
 class Router:
     """Finds endpoints; where several patterns match, the first one in the table answers."""
 
     def __init__(self, endpoints: Sequence[BoundEndpoint]) -> None:
         self.endpoints = endpoints
-        self.fixed = {(bound.endpoint.method, bound.endpoint.path): bound for bound in endpoints}
+        self.fixed = {
+            (method, bound.endpoint.path): bound for bound in endpoints for method in _methods(bound.endpoint.method)
+        }
         self._patterns = [
-            (bound.endpoint.method, pattern(bound.endpoint.path), bound)
+            (method, pattern(bound.endpoint.path), bound)
             for bound in endpoints
+            for method in _methods(bound.endpoint.method)
             if "{" in bound.endpoint.path
         ]
 

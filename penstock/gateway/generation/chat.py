@@ -14,6 +14,7 @@ from penstock.gateway.generation.chat_messages import Message, template_messages
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.prompt_options import continues, prompt_options
 from penstock.gateway.generation.remote import RemoteGeneration
 from penstock.gateway.generation.remote_request import remote_spec
 from penstock.gateway.generation.sampling import (
@@ -66,6 +67,12 @@ class ChatGenerations(GenerationFactory):
         """
         check_tools(request)
         check_choices(1, request.n or 1, self.settings)
+        if continues(request) and (turn.stored or request.server_tools):
+            raise InvalidRequest(
+                "An answer that continues the last message is one message with it: that is not possible with "
+                "`server_tools`, nor in a stored conversation.",
+                param="continue_final_message",
+            )
         messages = template_messages(request.messages, turn.call_ids)
         remote = self.registry.remote(request.model)
         if remote is not None:
@@ -155,7 +162,8 @@ class ChatGenerations(GenerationFactory):
         quota = self.quotas.context_tokens(exchange.caller)
         window = info.max_model_len if quota is None else min(info.max_model_len, quota)
         tools = () if toolbox is None else toolbox.tools
-        prompt = ChatPrompt(self.tokenization, model, tools, exchange.caller.tenant, window)
+        options = prompt_options(request)
+        prompt = ChatPrompt(self.tokenization, model, tools, exchange.caller.tenant, window, options)
         sources = None
         if pending is not None:
             bare = await prompt.tokens(pending.instructed([*messages, *following]))
@@ -177,6 +185,8 @@ class ChatGenerations(GenerationFactory):
             stops=stops,
             priority=priority,
             logprobs=bool(request.logprobs),
+            continuation=options.continue_final,
+            continued=messages[-1]["content"] if options.continue_final else "",
             toolbox=toolbox,
             cache_question=self.cache.question(request, messages) if comparable else None,
         )

@@ -41,6 +41,11 @@ def user_texts(messages: list[ChatMessage]) -> list[str]:
     ]
 
 
+def message_text(message: ChatMessage, index: int) -> str:
+    """The text of one message."""
+    return str(_template_message(message, f"messages[{index}]")["content"])
+
+
 def _check_result(message: ChatMessage, at: str, calls: set[str]) -> None:
     param = f"{at}.tool_call_id"
     if message.tool_call_id is None:

@@ -16,7 +16,7 @@ from typing import Protocol
 from penstock.engine.request import Delta, TokenLogprob
 from penstock.knowledge.citations import Citation, Citer
 from penstock.text import StopStrings, TextModel
-from penstock.tools.events import CallArguments, CallBegin, Text
+from penstock.tools.events import CallArguments, CallBegin, Event, Text
 from penstock.tools.parser import ToolCallParser
 from penstock.tools.toolbox import Toolbox
 
@@ -70,6 +70,7 @@ class Choice:
     """The text side of one engine request."""
 
     __slots__ = (
+        "_begun",
         "_call_seed",
         "_detokenizer",
         "_eos",
@@ -108,10 +109,12 @@ class Choice:
         continuation: bool = False,
         toolbox: Toolbox | None = None,
         call_seed: str = "",
+        continued: str = "",
     ) -> None:
         """`toolbox`: functions that the text may call. `call_seed`: what the ids of calls are derived from, so that
         they are the same when the tokens are read again; empty: they are random. `continuation`: the text continues
-        the prompt, so a leading space stays. `discard`: the request is only run for its prompt; what it generates is
+        the prompt, so a leading space stays; `continued`: the answer's beginning that is in the prompt already, in
+        which a call may have begun. `discard`: the request is only run for its prompt; what it generates is
         neither shown nor counted."""
         self.index = index
         self.want_logprobs = want_logprobs
@@ -120,6 +123,12 @@ class Choice:
         self._toolbox = toolbox
         self._call_seed = call_seed
         self._parser = None if toolbox is None else toolbox.parser()
+        self._begun: list[Event] = []
+        if toolbox is not None and continued:
+            parser = toolbox.parser()
+            events = parser.push(continued)
+            if parser.inside_call:
+                self._parser, self._begun = parser, [event for event in events if not isinstance(event, Text)]
         shown = frozenset() if toolbox is None or toolbox.opener_id is None else frozenset((toolbox.opener_id,))
         self._detokenizer = text.detokenizer(continuation=continuation, shown=shown)
         self._stops = StopStrings(stops) if stops else None
@@ -203,7 +212,8 @@ class Choice:
     def _read_calls(self, parser: ToolCallParser, piece: Piece) -> None:
         """Take function calls out of the piece's text."""
         assert self._toolbox is not None
-        events = parser.push(piece.text)
+        events = [*self._begun, *parser.push(piece.text)]
+        self._begun = []
         if piece.finish_reason is not None:
             events += parser.flush()
             if parser.calls and piece.finish_reason == "stop" and piece.stop_reason is None:

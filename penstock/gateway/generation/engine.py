@@ -68,6 +68,7 @@ class EngineGeneration(Generation):
                 want_logprobs=spec.logprobs,
                 discard=spec.prompt_only,
                 continuation=spec.continuation,
+                continued=spec.continued,
                 toolbox=spec.toolbox,
                 call_seed=spec.id if spec.resumption is not None else "",
             )

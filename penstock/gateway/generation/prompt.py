@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from penstock.gateway.generation.chat_messages import Message
-from penstock.gateway.generation.tokenization import Tokenization
-from penstock.gateway.generation.tool_choice import for_template
+from penstock.gateway.generation.prompt_options import USUAL, PromptOptions
+from penstock.gateway.generation.tokenization import Tokenization, encoded_chat
 from penstock.routing.registry import ServedModel
 from penstock.tools.toolbox import Tool
 
@@ -24,13 +24,13 @@ class ChatPrompt(Struct, frozen=True):
     """Whose conversations they are."""
     most: int = sys.maxsize
     """Tokens that a prompt may have; of a longer one only the first are made, more than `most`."""
+    options: PromptOptions = USUAL
 
     async def tokens(self, messages: list[Message]) -> list[int]:
         return await self.tokenization.encode_chat(
-            self.model, messages, tenant=self.tenant, most=self.most, tools=self.tools
+            self.model, messages, tenant=self.tenant, most=self.most, tools=self.tools, options=self.options
         )
 
     def length(self, messages: Sequence[Message]) -> int:
         """The number of tokens, as far as they are made; blocks, so it is to be called in a thread."""
-        rendered, tools = for_template(list(messages), self.tools, self.model)
-        return len(self.model.text.encode_chat(rendered, tools=tools, most=self.most))
+        return len(encoded_chat(self.model, list(messages), self.tools, self.options, most=self.most))

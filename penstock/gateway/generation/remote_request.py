@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
+from penstock.gateway.generation.prompt_options import continues
 from penstock.gateway.generation.remote import RemoteSpec
 from penstock.gateway.generation.sampling import TokenLimit, stop_strings
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
@@ -21,7 +22,7 @@ TOKEN_OPTIONS = ("logit_bias", "stop_token_ids", "logprobs", "top_logprobs")
 OWN_OPTIONS = (
     *("model", "messages", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens"),
     *("user", "safety_identifier", "metadata", "service_tier", "speculation", "prompt_cache_key", "store"),
-    *("conversation", "rag", "modalities", "server_tools"),
+    *("conversation", "rag", "modalities", "server_tools", "echo", "add_generation_prompt", "continue_final_message"),
 )
 """Options that this gateway applies itself, or writes in another form."""
 PASSED_ON = tuple(
@@ -51,6 +52,10 @@ def remote_spec(
     fields = msgspec.to_builtins(request)
     body: dict[str, Any] = {name: fields[name] for name in PASSED_ON if fields.get(name) is not None}
     body |= {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
+    if continues(request):
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    elif request.add_generation_prompt is False:
+        body["add_generation_prompt"] = False
     stops = stop_strings(request)
     if stops:
         body["stop"] = stops

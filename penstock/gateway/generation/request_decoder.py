@@ -43,11 +43,6 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "stop_regex": ANY,
     # The prompt
     "chat_template": ANY,
-    "chat_template_kwargs": (None, {}),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "messages.prefix": (None, False),
-    "messages.partial": (None, False),
     "documents": (None, []),
     "truncate_prompt_tokens": ANY,
     "suffix": (None, ""),
@@ -74,7 +69,6 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (None, True),
     "include_stop_str_in_output": (None, False),
     "no_stop_trim": (None, False),
-    "echo": (None, False),
     "n_probs": (None, 0),
     "logprobs_mode": ANY,
     "normalize": (None, True),
@@ -83,8 +77,15 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "priority": (None, 0),
     "lora_path": ANY,
     "thread": ANY,
+    # Honoured where the endpoint has them
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "messages.prefix": (None, False),
+    "messages.partial": (None, False),
+    "echo": (None, False),
 }
-"""Parameters of other servers that are not honoured here, with the values that ask for nothing."""
+"""Parameters that an endpoint may not honour, with the values that ask for nothing."""
 
 
 ADVISORY = frozenset(

@@ -150,6 +150,9 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
     tool_call_id: Name | None = None
     function_call: Unsupported = UNSET
+    prefix: bool | None = None
+    partial: bool | None = None
+    """Of the last message, by either name: the answer continues its text."""
 
 
 SessionId = Annotated[str, Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")]
@@ -193,6 +196,11 @@ class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    echo: bool | None = None
+    """Give back the text of the last message, too, where the answer continues it."""
     max_completion_tokens: Annotated[int, Meta(ge=1, le=INT64)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -237,9 +245,11 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     model: Name
     prompt: str | None = None
     messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=INT64)] | None = None
     """For the estimate: how many completion tokens to price."""
 

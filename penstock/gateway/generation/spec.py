@@ -61,6 +61,8 @@ class GenerationSpec(Struct, frozen=True):
     """The request is only run for its prompt; what it generates is neither shown nor counted."""
     continuation: bool = False
     """The text continues the prompt, so a leading space stays."""
+    continued: str = ""
+    """The beginning of a chat's answer that is in the prompt already."""
     toolbox: Toolbox | None = None
     """Functions that the text may call."""
     resumption: Resumption | None = None
@@ -108,6 +110,7 @@ def request_spec(
     logprobs: bool,
     prompt_only: bool = False,
     continuation: bool = False,
+    continued: str = "",
     toolbox: Toolbox | None = None,
     cache_question: CacheQuestion | None = None,
 ) -> GenerationSpec:
@@ -129,6 +132,7 @@ def request_spec(
         logprobs=logprobs,
         prompt_only=prompt_only,
         continuation=continuation,
+        continued=continued,
         toolbox=toolbox,
         resumption=resumption,
         seeded=request.seed is not None,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
+from penstock.gateway.generation.prompt_options import USUAL, PromptOptions
 from penstock.gateway.generation.schemas import ToolDefinition
 from penstock.gateway.generation.tool_choice import for_template
 from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
@@ -52,7 +53,7 @@ class Tokenization:
         tenant: str,
         most: int,
         tools: tuple[Tool, ...] = (),
-        add_generation_prompt: bool = True,
+        options: PromptOptions = USUAL,
     ) -> list[int]:
         """The token ids of a conversation, rendered with the model's chat template; see `encode`."""
         if not model.text.has_chat_template:
@@ -61,13 +62,10 @@ class Tokenization:
                 param="model",
                 code="no_chat_template",
             )
-        size = messages_size(messages)
+        size = messages_size(messages) + text_size(options.template_kwargs or {})
 
         def encode(*, quick: bool = False) -> list[int]:
-            prepared, described = for_template(messages, tools, model)
-            return model.text.encode_chat(
-                prepared, tools=described, add_generation_prompt=add_generation_prompt, most=most, quick=quick
-            )
+            return encoded_chat(model, messages, tools, options, most=most, quick=quick)
 
         try:
             if size <= INLINE_CHARACTERS and not tools:
@@ -88,6 +86,28 @@ class Tokenization:
     async def run(self, tenant: str, characters: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function`, which works on a text of so many characters, in one of the text threads."""
         return await self.threads.run(tenant, characters, function, *args, **kwargs)
+
+
+def encoded_chat(
+    model: ServedModel,
+    messages: list[dict[str, Any]],
+    tools: tuple[Tool, ...],
+    options: PromptOptions,
+    *,
+    most: int,
+    quick: bool = False,
+) -> list[int]:
+    """The token ids of a conversation; blocks, unless `quick`."""
+    prepared, described = for_template(messages, tools, model)
+    return model.text.encode_chat(
+        prepared,
+        tools=described,
+        add_generation_prompt=options.add_generation_prompt,
+        continue_final=options.continue_final,
+        template_kwargs=options.template_kwargs,
+        most=most,
+        quick=quick,
+    )
 
 
 def check_size(model: ServedModel, characters: int, most: int, param: str) -> None:

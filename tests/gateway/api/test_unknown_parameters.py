@@ -63,7 +63,7 @@ async def test_the_answer_is_that_of_the_request_without_it(serving: Serving, st
 async def test_what_would_change_the_answer_is_refused(serving: Serving) -> None:
     async with serving() as gateway:
         for name, neutral in CHANGES_THE_ANSWER.items():
-            if "." in name:
+            if "." in name or name in ChatRequest.__struct_fields__:
                 continue
             reply = await chat(gateway, **{name: "something else"})
             if name not in ("suffix",):

@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+import penstock
 from penstock.gateway.api.endpoints import ENDPOINTS
 from penstock.gateway.api.reply_schemas import REPLIES
 from penstock.protocol.errors import EngineLost
@@ -265,3 +267,36 @@ def test_the_gateway_does_not_import_torch() -> None:
     """It costs seconds at start and hundreds of megabytes, in every worker."""
     code = "import penstock.gateway.process.main, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_what_other_servers_answer_first_needs_no_key_and_names_no_model(
+    serving: Serving, text: TextModel, tmp_path: Path
+) -> None:
+    async with serving(store_url=f"sqlite:///{tmp_path / 'state.db'}") as gateway:
+        await gateway.client.post("/v1/admin/tenants", json={"id": "acme"})
+        await gateway.client.post("/v1/admin/keys", json={"tenant": "acme"})
+        assert (await gateway.client.get("/v1/models")).status_code == 401
+        for path in ("/", "/health", "/ping", "/version"):
+            whole = await gateway.client.get(path)
+            head = await gateway.client.head(path)
+            assert (whole.status_code, head.status_code) == (200, 200), path
+            assert head.content == b"" and head.headers["content-length"] == str(len(whole.content))
+            assert "tiny" not in whole.text
+        assert (await gateway.client.get("/health")).json() == {"status": "ok"}
+        assert (await gateway.client.get("/version")).json() == {"version": penstock.__version__}
+        assert (await gateway.client.head("/v1/models")).status_code == 401
+        backend = gateway.parts.registry.route("tiny").model.backend
+        backend._went_down(EngineLost())  # type: ignore[attr-defined]
+        assert (await gateway.client.get("/ping")).status_code == 503
+
+
+async def test_head_is_answered_wherever_get_is(serving: Serving) -> None:
+    async with serving() as gateway:
+        for path in ("/v1/models", "/v1/models/tiny", "/metrics", "/openapi.json", "/docs", "/health/ready"):
+            head = await gateway.client.head(path)
+            assert head.status_code == 200 and head.content == b"", path
+            assert int(head.headers["content-length"]) > 0
+        assert (await gateway.client.head("/v1/models/nope")).status_code == 404
+        refused = await gateway.client.head("/v1/chat/completions")
+        assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+        assert (await gateway.client.post("/v1/models", json={})).headers["allow"] == "GET, HEAD"

@@ -258,7 +258,7 @@ async def test_unknown_model_path_and_method(serving: Serving) -> None:
         assert_shape(reply.json())
         assert reply.headers["allow"] == "POST"
         assert (await gateway.client.delete("/v1/models")).status_code == 405
-        assert (await gateway.client.put("/v1/files")).headers["allow"] == "GET, POST", "all of them"
+        assert (await gateway.client.put("/v1/files")).headers["allow"] == "GET, HEAD, POST", "all of them"
         reply = await gateway.client.get("/v1/files/?a=b", headers={"host": "localhost:1"})
         assert reply.status_code == 307 and reply.headers["location"] == "/v1/files?a=b", "it names no host"
         assert (await gateway.client.get("/v1/models/gpt-9")).status_code == 404

@@ -63,7 +63,8 @@ def test_paths_with_parameters(method: str, path: str, found: tuple[str, dict[st
 def test_fixed_paths_are_looked_up_and_other_methods_are_known() -> None:
     router = Router(bind(TABLE, [Files("all")]))
     assert router.fixed["POST", "/files"].endpoint is TABLE[1]
-    assert router.methods_of("/files") == ["GET", "POST"] and router.methods_of("/files/a") == ["GET"]
+    assert router.methods_of("/files") == ["GET", "HEAD", "POST"]
+    assert router.methods_of("/files/a") == ["GET", "HEAD"]
     assert router.methods_of("/models/a/sleep") == ["DELETE", "POST"] and not router.methods_of("/nothing")
 
 

@@ -15,10 +15,11 @@ from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation.assistant_message import merge_calls
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
-from penstock.gateway.generation.chat_messages import strip_parts, user_texts
+from penstock.gateway.generation.chat_messages import message_text, strip_parts, user_texts
 from penstock.gateway.generation.choice import CallPiece, Piece, TokenPiece
 from penstock.gateway.generation.logprobs import logprob_entries
 from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.prompt_options import continues
 from penstock.gateway.generation.renderer import DONE
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
@@ -120,6 +121,7 @@ class ChatRenderer(StepsRenderer):
         self._text = generation.text
         self._logprobs = bool(request.logprobs)
         self._top = request.top_logprobs or 0
+        self._echoed = continued_text(request) if request.echo else ""
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{generation.id}",
@@ -135,7 +137,7 @@ class ChatRenderer(StepsRenderer):
             self._after = b'],"usage":null}\n\n' if self._usage else b"]}\n\n"
 
     def opening(self) -> bytes:
-        delta = {"role": "assistant", "content": "", "refusal": None}
+        delta = {"role": "assistant", "content": self._echoed, "refusal": None}
         about = self._about()
         if not about:
             return b"".join(self._chunk(choice.index, delta) for choice in self._generation.choices)
@@ -184,7 +186,7 @@ class ChatRenderer(StepsRenderer):
             tokens = [token for part in parts for token in part.tokens]
             message: dict[str, Any] = {
                 "role": "assistant",
-                "content": "".join(part.text for part in parts),
+                "content": self._echoed + "".join(part.text for part in parts),
                 "refusal": None,
                 "annotations": self._annotations(parts),
             }
@@ -238,6 +240,11 @@ class ChatRenderer(StepsRenderer):
         if stop_reason is not None:
             choice["stop_reason"] = stop_reason
         return self._before + encode_json(choice) + self._after
+
+
+def continued_text(request: ChatRequest) -> str:
+    """The text that the answer continues; empty where it is an answer of its own."""
+    return message_text(request.messages[-1], len(request.messages) - 1) if continues(request) else ""
 
 
 def _call_delta(call: CallPiece) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from penstock.gateway.accounting.attribution import find_model
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import strip_parts, template_messages
+from penstock.gateway.generation.prompt_options import prompt_options
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.sampling import check_token_ids
 from penstock.gateway.generation.schemas import DetokenizeRequest, TokenizeRequest
@@ -44,8 +45,9 @@ class TokenEndpoints:
             raise InvalidRequest(
                 "`add_special_tokens` goes with `prompt`; the chat template writes its own.", param="add_special_tokens"
             )
-        if request.prompt is not None and request.add_generation_prompt is not None:
-            raise InvalidRequest("`add_generation_prompt` goes with `messages`.", param="add_generation_prompt")
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if request.prompt is not None and getattr(request, name) is not None:
+                raise InvalidRequest(f"`{name}` goes with `messages`.", param=name)
         if request.tools and request.messages is None:
             raise InvalidRequest("`tools` go with `messages`.", param="tools")
         model = find_model(self._registry, exchange, request.model)
@@ -81,7 +83,7 @@ class TokenEndpoints:
                 tenant=tenant,
                 most=most,
                 tools=tuple(map(tool_of, request.tools or ())),
-                add_generation_prompt=request.add_generation_prompt is not False,
+                options=prompt_options(request),
             )
         else:
             text = request.prompt or ""

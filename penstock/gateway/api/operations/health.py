@@ -1,9 +1,10 @@
-"""GET /health/live and /health/ready.
+"""Health checks: /health/live and /health/ready, and the shorter /health, /ping, /version and / that clients of other
+servers ask for.
 
 Live: this process answers, and no engine has had work for a long time without completing a step (its own watchdog
 should have restarted it by then, so only a restart of everything can help). Ready: each model has produced a token
 within the last seconds, for a client or, when there was no request, for a probe of one token, and nothing else refuses
-every request: the database, the ledger, the limits, a guardrail.
+every request: the database, the ledger, the limits, a guardrail. The short ones name no model: anybody may ask.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import penstock
 from penstock.gateway.api.operations.readiness import Readiness
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.exchange import Exchange, encode_json
@@ -19,6 +21,7 @@ from penstock.protocol.errors import Draining
 from penstock.routing.registry import ModelRegistry, ServedModel
 
 STUCK_S = 180.0
+TEXT = b"text/plain; charset=utf-8"
 Check = Callable[[], Awaitable[str | None]]
 """Why everything is refused at the moment; None: it is not."""
 
@@ -54,6 +57,29 @@ class HealthEndpoints:
         }
         headers = [(b"retry-after", b"1")] if any(found) else []
         await exchange.reply(503 if any(found) else 200, encode_json(body), headers=headers)
+
+    async def health(self, exchange: Exchange) -> None:
+        """200 when this server takes requests and at least one model can answer; cheap, so it may be asked often."""
+        if self._drain.active:
+            raise Draining
+        models = list(self._registry)
+        stuck = any(model.backend.stalled_s > STUCK_S for model in models)
+        answers = any(model.backend.ready or model.on_demand for model in models)
+        answers = answers or not models or any(remote.ready for remote in self._registry.remotes.values())
+        well = answers and not stuck
+        body = {"status": "ok" if well else "unavailable"}
+        headers = [] if well else [(b"retry-after", b"1")]
+        await exchange.reply(200 if well else 503, encode_json(body), headers=headers)
+
+    async def ping(self, exchange: Exchange) -> None:
+        await self.health(exchange)
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.reply_json({"version": penstock.__version__})
+
+    async def root(self, exchange: Exchange) -> None:
+        """Clients ask for `/` to see whether anything listens; browsers are sent to the console."""
+        await exchange.reply(200, b"Penstock is running. Its endpoints are listed at /docs.\n", TEXT)
 
     async def _all_asleep(self) -> str | None:
         """A model that an operator put to sleep is no problem as long as another one answers."""
