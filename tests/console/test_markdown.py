@@ -102,7 +102,7 @@ async def test_markdown_becomes_elements_and_never_markup(page: Page) -> None:
         '<span class="hl-keyword">def</span> <span class="hl-call">f</span>(x):',
         '<span class="hl-comment"># why</span>',
         '<span class="hl-string">\'a\'</span> + <span class="hl-number">1</span>',
-        '<span>python</span><button type="button" data-copy="" aria-label="Copy code">',
+        '<span>python</span><button type="button" data-copy="" aria-label="Copy this block">',
     ):
         assert part in code, code
     [display] = await rendered(page, ["\\[\n\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}\n\\]"])

@@ -27,11 +27,12 @@ export function cost(usage, pricing, recalled = false) {
   return ((usage.prompt_tokens - cached) * prices[0] + cached * prices[1] + usage.completion_tokens * prices[2]) / 1e6;
 }
 
-export async function stream(body, answer, signal) {
+// `shown` is called whenever the page sees something new.
+export async function stream(body, answer, signal, shown = () => {}) {
   const began = performance.now();
   const response = await call("POST", "/v1/chat/completions", { ...body, stream: true, stream_options: { include_usage: true } }, { signal });
   const header = (name) => response.headers.get(`x-penstock-${name}`);
-  const facts = { model: header("model") || body.model, route: header("route"), replica: header("replica"), limit: header("limit"), recalled: /hit/.test(header("cache") || ""), usage: null, finish: null };
+  const facts = { model: header("model") || body.model, route: header("route"), replica: header("replica"), limit: header("limit"), recalled: ["exact", "semantic"].includes(header("cache")), usage: null, finish: null };
   let text = "";
   let thought = "";
   let first = null;
@@ -45,6 +46,7 @@ export async function stream(body, answer, signal) {
     const seconds = first === null ? null : (performance.now() - first) / 1000;
     const tokens = facts.usage?.completion_tokens ?? pieces;
     answer.facts = { ...facts, pieces, ttft: first === null ? null : (first - began) / 1000, rate: tokens > 1 && seconds > 0 ? (tokens - 1) / seconds : null };
+    shown();
     if (parts.content && answer.reasoning && answer.thought === undefined) answer.thought = seconds;
   };
   try {

@@ -16,7 +16,7 @@ export default {
       <template v-if="message.role === 'user'">
         <div v-if="edited === null" class="text">{{ message.content }}</div>
         <div v-else class="editing">
-          <q-input v-model="edited" type="textarea" autogrow outlined dense autofocus aria-label="Edit message" @keydown.enter.exact.prevent="save" @keydown.esc.stop="edited = null" />
+          <q-input v-model="edited" type="textarea" autogrow outlined dense autofocus aria-label="Edited text" @keydown.enter.exact.prevent="save" @keydown.esc.stop="edited = null" />
           <div class="row q-gutter-sm q-mt-xs"><q-btn dense no-caps unelevated color="primary" class="q-px-sm" label="Send" :disable="!edited.trim() || busy" @click="save" /><q-btn flat dense no-caps label="Cancel" @click="edited = null" /></div>
         </div>
       </template>
@@ -42,8 +42,8 @@ export default {
         <template v-if="versions.length > 1">
           <q-btn flat dense round size="sm" icon="chevron_left" aria-label="Previous version" :disable="busy || place === 0" @click="$emit('choose', versions[place - 1])" /><span class="muted">{{ place + 1 }} / {{ versions.length }}</span><q-btn flat dense round size="sm" icon="chevron_right" aria-label="Next version" :disable="busy || place === versions.length - 1" @click="$emit('choose', versions[place + 1])" />
         </template>
-        <q-btn flat dense round size="sm" :icon="copied ? 'check' : 'content_copy'" aria-label="Copy message" @click="copyAll"><q-tooltip>Copy</q-tooltip></q-btn>
-        <q-btn v-if="message.role === 'user'" flat dense round size="sm" icon="edit" aria-label="Edit message" :disable="busy" @click="begin"><q-tooltip>Edit</q-tooltip></q-btn>
+        <q-btn flat dense round size="sm" :icon="copied ? 'check' : 'content_copy'" aria-label="Copy text" @click="copyAll"><q-tooltip>Copy</q-tooltip></q-btn>
+        <q-btn v-if="message.role === 'user'" flat dense round size="sm" icon="edit" aria-label="Edit" :disable="busy" @click="begin"><q-tooltip>Edit</q-tooltip></q-btn>
         <template v-else>
           <q-btn flat dense round size="sm" icon="refresh" aria-label="Regenerate" :disable="busy" @click="$emit('again')"><q-tooltip>Regenerate</q-tooltip></q-btn>
           <template v-if="message.response">

@@ -35,7 +35,7 @@ const GRAMMARS = {
     comment: HASH,
     strings: [String.raw`\b[rbfuRBFU]{0,2}(?:"""[\s\S]*?(?:"""|$(?![\s\S]))|'''[\s\S]*?(?:'''|$(?![\s\S])))|"""[\s\S]*?(?:"""|$(?![\s\S]))|'''[\s\S]*?(?:'''|$(?![\s\S]))`, String.raw`\b[rbfuRBFU]{1,2}(?:${DOUBLE}|${SINGLE})`, DOUBLE, SINGLE],
     keywords: "and as assert async await break case class continue def del elif else except finally for from global if import in is lambda match nonlocal not or pass raise return try while with yield",
-    types: "int float str bool bytes list dict set tuple object range len print",
+    types: "int float str bool bytes list dict set tuple object",
     meta: String.raw`^\s*@[\w.]+`,
   }),
   javascript: ordinary({

@@ -9,6 +9,7 @@ const SPECIAL = /[\\`*_~[\]!<$&\nhH]/g;
 const DESTINATION = /\(\s*<?((?:[^\s()<>]|\([^\s()<>]*\))*)>?(?:\s+(?:"[^"]*"|'[^']*'))?\s*\)/y;
 const ADDRESS = /https?:\/\/[^\s<>"'`]+/iy;
 const CITED = /\[(\d{1,3}(?:\s*,\s*\d{1,3})*)\](?!\()/y;
+const FOOTNOTE = /\[\^([\w-]{1,32})\]/y;
 const ENTITY = /&(#\d{1,7}|#x[\da-f]{1,6}|\w{2,6});/iy;
 const TAG = /<(br\s*\/?|https?:\/\/[^\s<>]+)>/iy;
 const SPACE = /\s/;
@@ -190,6 +191,8 @@ export function inline(text, context = {}) {
         at = plain = at + cited[0].length;
         return true;
       }
+      const note = match(FOOTNOTE, text, at);
+      if (note) return take(el("sup", {}, note[1]), at + note[0].length);
       flush(at);
       open.push(parts.push({ text: "[" }) - 1);
       at = plain = at + 1;

@@ -10,7 +10,7 @@ import { maths } from "./maths.js";
 const UNSETTLED = 2;
 
 function code(block) {
-  const bar = el("div", { class: "bar" }, el("span", {}, block.language || "text"), el("button", { type: "button", "data-copy": "", "aria-label": "Copy code" }, "Copy"));
+  const bar = el("div", { class: "bar" }, el("span", {}, block.language || "text"), el("button", { type: "button", "data-copy": "", "aria-label": "Copy this block" }, "Copy"));
   return el("div", { class: "codeblock" }, bar, el("pre", { tabindex: "0" }, el("code", {}, highlight(block.text, block.language))));
 }
 

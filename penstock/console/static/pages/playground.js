@@ -9,12 +9,12 @@ import ChatSettings, { changed, EMPTY } from "../chat/settings.js";
 import SourceDialog from "../chat/source.js";
 import { Store } from "../chat/store.js";
 import { add, asMarkdown, asMessages, branch, choose, drop, newConversation, titleOf, versions } from "../chat/thread.js";
-import { copy, number, save } from "../format.js";
+import { copy, money, number, save } from "../format.js";
 import { asCurl, asPython, build } from "../request.js";
 
 const LAST = "penstock.chat"; // the model and settings of the newest chat, for the next one
 const DRAFT = "penstock.draft";
-const NEAR_END = 80; // pixels from the end at which the view follows the answer
+const AT_END = 8; // pixels
 const SAVE_MS = 1500;
 
 function remembered() {
@@ -36,7 +36,7 @@ export default {
           <q-btn flat dense round icon="history" aria-label="Conversations" :aria-expanded="listing" @click="listing = !listing" />
           <div class="title ellipsis" :title="chat.title">{{ chat.title || 'New chat' }}</div>
           <q-space />
-          <q-btn flat dense :round="narrow" no-caps icon="add" :label="narrow ? '' : 'New chat'" aria-label="New chat" @click="create" />
+          <q-btn v-if="!wide || !listing" flat dense :round="narrow" no-caps icon="add" :label="narrow ? '' : 'New chat'" aria-label="New chat" @click="create" />
           <q-btn flat dense :round="narrow" no-caps icon="code" :label="narrow ? '' : 'Code'" aria-label="Code" :disable="!chat.model" @click="showCode" />
           <q-btn flat dense :round="narrow" no-caps icon="tune" :label="narrow ? '' : 'Settings'" aria-label="Settings" :aria-expanded="tuning" @click="tuning = !tuning"><q-badge v-if="changes" floating rounded color="primary" :label="changes" :aria-label="changes + ' changed'" /></q-btn>
         </div>
@@ -46,10 +46,10 @@ export default {
             <p>Send a message to <strong>{{ chat.model || 'a model' }}</strong>.</p>
             <div class="ideas"><q-btn v-for="idea in ideas" :key="idea" outline no-caps size="sm" color="primary" :label="idea" :disable="!chat.model" @click="send(idea)" /></div>
           </div>
-          <chat-message v-for="message in messages" :key="message.id" :ref="'message-' + message.id" :message="message" :versions="versionsOf(message)" :running="running?.answer === message.id" :busy="!!running" :cost="costOf(message)"
-            @edit="(text) => edit(message, text)" @again="again(message)" @choose="pick" @cite="(n) => $refs.source.show(message, n)" @rate="(rating) => rate(message, rating)" />
+          <div ref="inner"><chat-message v-for="message in messages" :key="message.id" :ref="'message-' + message.id" :message="message" :versions="versionsOf(message)" :running="running?.answer === message.id" :busy="!!running" :cost="costOf(message)"
+            @edit="(text) => edit(message, text)" @again="again(message)" @choose="pick" @cite="(n) => $refs.source.show(message, n)" @rate="(rating) => rate(message, rating)" /></div>
         </div>
-        <q-btn v-if="!following && messages.length" class="jump" round dense unelevated color="primary" icon="arrow_downward" aria-label="Go to the newest message" @click="follow" />
+        <q-btn v-if="!following && messages.length" class="jump" round dense unelevated color="primary" icon="arrow_downward" aria-label="Go to the end" @click="follow" />
         <div class="composer">
           <div v-if="problem" class="problem" role="alert"><q-icon name="error_outline" /><span>{{ problem }}</span><q-btn v-if="retry" flat dense no-caps size="sm" label="Try again" :disable="!!running" @click="retry()" /><q-btn flat dense round size="sm" icon="close" aria-label="Dismiss" @click="problem = ''" /></div>
           <div class="box" :class="{ over }">
@@ -61,7 +61,7 @@ export default {
               <input ref="files" type="file" multiple hidden :accept="accepted" @change="chosen" />
               <q-select v-model="chat.model" :options="models" dense options-dense borderless emit-value map-options class="model" aria-label="Model" :label="chat.model ? undefined : 'Model'" />
               <q-space />
-              <small v-if="spent" class="muted spent">{{ spent }}</small>
+              <small v-if="spent" class="muted spent gt-xs" title="This chat, with all its versions">{{ spent }}</small>
               <q-btn v-if="running" round dense unelevated icon="stop" color="negative" aria-label="Stop" @click="stop"><q-tooltip>Stop (Esc)</q-tooltip></q-btn>
               <q-btn v-else round dense unelevated icon="arrow_upward" color="primary" aria-label="Send" :disable="!draft.trim() || !chat.model || reading" @click="send()"><q-tooltip>{{ reading ? 'The attached files are being read' : 'Send (Enter)' }}</q-tooltip></q-btn>
             </div>
@@ -130,9 +130,9 @@ export default {
       return this.chat.files.some(usable) ? this.chat.collection : this.chat.settings.collection;
     },
     spent() {
-      const costs = Object.values(this.chat.messages).map((message) => this.costOf(message)).filter((one) => one !== null);
-      const tokens = Object.values(this.chat.messages).reduce((sum, one) => sum + (one.facts?.usage?.total_tokens || 0), 0);
-      return costs.length && tokens && !this.narrow ? `${number(tokens)} tokens in this chat` : "";
+      const all = Object.values(this.chat.messages);
+      const tokens = all.reduce((sum, one) => sum + (one.facts?.usage?.total_tokens || 0), 0);
+      return tokens ? `${number(tokens)} tokens, ${money(all.reduce((sum, one) => sum + (this.costOf(one) || 0), 0))}` : "";
     },
     historyOf() {
       return { list: this.list, current: this.chat.id, search: this.search };
@@ -164,6 +164,8 @@ export default {
   },
   async mounted() {
     window.addEventListener("penstock:online", this.online);
+    this.growth = new ResizeObserver(() => this.following && this.follow());
+    this.growth.observe(this.$refs.inner);
     const wanted = location.hash.split("/")[1];
     const stored = wanted && (await this.store.get(wanted));
     if (stored) this.use(stored);
@@ -174,6 +176,7 @@ export default {
     await this.refresh();
   },
   beforeUnmount() {
+    this.growth.disconnect();
     window.removeEventListener("penstock:online", this.online);
   },
   methods: {
@@ -209,7 +212,7 @@ export default {
     use(conversation) {
       conversation.settings = { ...EMPTY, ...conversation.settings };
       // An answer that was still streaming when the page was closed.
-      for (const one of Object.values(conversation.messages)) if (one.role === "assistant" && one.facts && !one.facts.finish && !one.problem) one.facts.finish = "broken";
+      for (const one of Object.values(conversation.messages)) if (one.role === "assistant" && !one.facts?.finish) one.facts = { ...one.facts, finish: "broken" };
       this.chat = conversation;
       this.problem = "";
       this.following = true;
@@ -307,13 +310,17 @@ export default {
       if (typed) this.draft = "";
       this.chat.title ||= titleOf(text);
       const answered = await this.answer(question, before);
-      // Refused before it began: as if it had not been sent.
-      if (!answered && !this.draft.trim()) {
-        drop(this.chat, question, before);
-        this.draft = text;
-        this.retry = () => this.send();
-        if (!this.messages.length) this.chat.title = "";
+      if (answered) return;
+      if (this.draft.trim()) {
+        this.chat.head = question.id; // the next message is being written already
+        this.retry = () => this.answer(question, question.id);
+        return;
       }
+      // Refused before it began: as if it had not been sent.
+      drop(this.chat, question, before);
+      this.draft = text;
+      this.retry = () => this.send();
+      if (!this.messages.length) this.chat.title = "";
     },
     async edit(message, text) {
       const before = this.chat.head;
@@ -337,7 +344,7 @@ export default {
       try {
         body = this.request(branch(this.chat, question.id));
       } catch (error) {
-        this.chat.head = question.id;
+        this.chat.head = before;
         this.failed(error);
         return false;
       }
@@ -348,9 +355,9 @@ export default {
       this.following = true;
       this.remark();
       this.$nextTick(this.follow);
-      await this.saved(chat);
+      this.keep();
       try {
-        await stream(body, answer, controller.signal);
+        await stream(body, answer, controller.signal, this.keep);
       } catch (error) {
         if (error.name === "AbortError") answer.facts = { ...answer.facts, finish: "stopped" };
         else if (!answer.facts) {
@@ -424,13 +431,19 @@ export default {
     },
 
     // ---- view and keyboard
+    // The view follows the answer until the reader scrolls up, and again once the reader is back at the end.
     scrolled() {
       const log = this.$refs.log;
-      this.following = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END;
+      const below = log.scrollHeight - log.scrollTop - log.clientHeight;
+      if (below <= AT_END) this.following = true;
+      else if (log.scrollTop < this.top) this.following = false;
+      this.top = log.scrollTop;
     },
     follow() {
       const log = this.$refs.log;
-      if (log) log.scrollTop = log.scrollHeight;
+      if (!log) return;
+      log.scrollTop = log.scrollHeight;
+      this.top = log.scrollTop;
       this.following = true;
     },
     pressed(event) {
