@@ -115,6 +115,10 @@ class GenerationConfig:
         30.0, doc="Time limit of a request in seconds; it then ends with what it has. null: none.", least=0.1
     )
     max_choices: int = setting(16, doc="Maximum of choices (n) and prompts per request.", least=1)
+    request_chat_templates: bool = setting(
+        False, doc="Whether requests may bring their own chat_template. It runs in the sandbox of the model's own, but "
+        "can put text in front of the model in ways that content filters do not recognise.",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,13 @@ class ModelRegistry:
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(list(self._models.values()))
 
+    @property
+    def first(self) -> ServedModel:
+        """The model of requests that need none by name."""
+        for model in self:
+            return model
+        raise ModelNotFound("", [])
+
     def add(self, model: ServedModel) -> None:
         """Adds a model; ConfigError when one of its names is taken."""
         taken = [name for name in (model.name, *model.aliases) if self.named(name)]

@@ -16,6 +16,7 @@ from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
+from penstock.gateway.api.openai.score import ScoreEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
@@ -29,9 +30,12 @@ from penstock.gateway.generation.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    PoolingRequest,
     RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
+from penstock.gateway.moderation.endpoints import ModerationEndpoints, ModerationsRequest
 from penstock.gateway.quality.endpoints import FeedbackEndpoints, FeedbackRequest
 from penstock.gateway.rag.collection_endpoints import CollectionEndpoints, CollectionRequest, PageQuery
 from penstock.gateway.rag.document_endpoints import (
@@ -144,6 +148,48 @@ ENDPOINTS = (
         RerankRequest,
         serves_tokens=True,
     ),
+    *(
+        Endpoint(
+            "POST",
+            path,
+            RerankEndpoints.rerank,
+            "The same under the paths of vLLM and Cohere.",
+            "Inference",
+            RerankRequest,
+            serves_tokens=True,
+        )
+        for path in ("/rerank", "/v2/rerank")
+    ),
+    *(
+        Endpoint(
+            "POST",
+            path,
+            ScoreEndpoints.score,
+            "How well pairs of texts go together.",
+            "Inference",
+            ScoreRequest,
+            serves_tokens=True,
+        )
+        for path in ("/v1/score", "/score")
+    ),
+    Endpoint(
+        "POST",
+        "/pooling",
+        EmbeddingEndpoints.pooling,
+        "Vectors of texts or of their tokens.",
+        "Inference",
+        PoolingRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/moderations",
+        ModerationEndpoints.moderations,
+        "What the guardrails say about texts.",
+        "Inference",
+        ModerationsRequest,
+        serves_tokens=True,
+    ),
     Endpoint("POST", "/v1/files", FileEndpoints.create_file, "Upload a file of requests.", "Batches", form=FILE_FORM),
     Endpoint("GET", "/v1/files", FileEndpoints.list_files, "List files.", "Batches", query=FilesQuery),
     Endpoint("GET", "/v1/files/{file}", FileEndpoints.get_file, "Metadata of a file.", "Batches"),
@@ -180,6 +226,24 @@ ENDPOINTS = (
         "/v1/detokenize",
         TokenEndpoints.detokenize,
         "Decode token ids.",
+        "Tokens",
+        DetokenizeRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/tokenize",
+        TokenEndpoints.tokenize,
+        "The same under vLLM's path.",
+        "Tokens",
+        TokenizeRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/detokenize",
+        TokenEndpoints.detokenize,
+        "The same under vLLM's path.",
         "Tokens",
         DetokenizeRequest,
         serves_tokens=True,

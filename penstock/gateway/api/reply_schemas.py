@@ -14,6 +14,7 @@ INTEGER: Schema = {"type": "integer"}
 NUMBER: Schema = {"type": "number"}
 BOOLEAN: Schema = {"type": "boolean"}
 ANY_OBJECT: Schema = {"type": "object"}
+ANY: Schema = {}
 
 
 def obj(**properties: Schema) -> Schema:
@@ -113,6 +114,13 @@ _SCHEMAS: dict[str, Schema] = {
     "count_tokens": obj(input_tokens=INTEGER),
     "embeddings": listing(ANY_OBJECT, model=STRING, usage=ANY_OBJECT),
     "rerank": obj(id=STRING, object=word("list"), model=STRING, results=many(ANY_OBJECT), usage=ANY_OBJECT),
+    "score": listing(obj(index=INTEGER, object=word("score"), score=NUMBER), id=STRING, model=STRING, usage=_USAGE),
+    "pooling": listing(obj(index=INTEGER, object=word("pooling"), data=ANY), id=STRING, model=STRING, usage=_USAGE),
+    "moderations": obj(
+        id=STRING,
+        model=STRING,
+        results=many(obj(flagged=BOOLEAN, categories=ANY_OBJECT, category_scores=ANY_OBJECT)),
+    ),
     "list_conversations": listing(_CONVERSATION),
     "get_conversation": _CONVERSATION,
     "delete_conversation": _DELETED,

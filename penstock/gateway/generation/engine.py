@@ -69,6 +69,8 @@ class EngineGeneration(Generation):
                 discard=spec.prompt_only,
                 continuation=spec.continuation,
                 continued=spec.continued,
+                skip_special=spec.skip_special,
+                include_stop=spec.include_stop,
                 toolbox=spec.toolbox,
                 call_seed=spec.id if spec.resumption is not None else "",
             )

@@ -22,6 +22,8 @@ class TokenLimit:
     """As asked; None: as many as fit, at most `default`."""
     default: int | None
     param: str = "max_tokens"
+    clip: bool = False
+    """More than fits the window is not refused: the answer then ends where the window does."""
 
 
 def sampling_params(
@@ -80,9 +82,9 @@ def fit(
         cut = prompt_tokens == window + 1
         raise exceeded(limit=window, prompt_tokens=prompt_tokens, at_least=cut, param=prompt_param)
     if limit.max_tokens is not None:
-        if limit.max_tokens > room:
+        if limit.max_tokens > room and not limit.clip:
             raise exceeded(limit=window, prompt_tokens=prompt_tokens, max_tokens=limit.max_tokens, param=prompt_param)
-        max_tokens = limit.max_tokens
+        max_tokens = min(limit.max_tokens, room)
     else:
         max_tokens = room if limit.default is None else min(room, limit.default)
     if params.min_tokens > max_tokens:
@@ -92,14 +94,16 @@ def fit(
     return params if params.max_tokens == max_tokens else replace(params, max_tokens=max_tokens)
 
 
-def token_limit(asked: int | None, settings: GenerationSettings, *, default: int | None, param: str) -> TokenLimit:
+def token_limit(
+    asked: int | None, settings: GenerationSettings, *, default: int | None, param: str, clip: bool = False
+) -> TokenLimit:
     """Apply the server's own cap to what was asked."""
     cap = settings.max_tokens
     if asked is not None and cap is not None and asked > cap:
         raise InvalidRequest(f"`{param}` is {asked}; this server allows at most {cap}.", param=param)
     if cap is not None:
         default = cap if default is None else min(default, cap)
-    return TokenLimit(asked, default, param)
+    return TokenLimit(asked, default, param, clip)
 
 
 def choice_params(params: SamplingParams, n: int | None) -> list[SamplingParams]:

@@ -28,6 +28,8 @@ class GenerationSettings:
     keep_alive_s: float
     """A stream that is silent for this long sends a comment."""
     share_prefixes: bool
+    request_templates: bool
+    """Whether requests may bring a chat template."""
     record_text: bool
     """Whether prompts and answers are recorded."""
 

@@ -11,6 +11,7 @@ from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
 from penstock.text import grammars
 from penstock.text.grammars import Grammar
+from penstock.text.system_messages import placed
 from penstock.tools import prompt as prompting
 from penstock.tools.formats import ToolFormat, ToolFormatSetting, choose
 from penstock.tools.toolbox import Tool, Toolbox
@@ -69,6 +70,7 @@ def for_template(
     messages: list[dict[str, Any]], tools: tuple[Tool, ...], model: ServedModel
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Messages and tools as the model's template takes them."""
+    messages = placed(messages, lambda: model.text.system_messages)
     if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
         return messages, None
     form = format_of(model)

@@ -157,6 +157,8 @@ class GatewaySettings:
     key_fresh_s: float = 5.0
     key_grace_s: float = 3600.0
     share_prefixes: bool = False
+    request_templates: bool = False
+    """Whether requests may bring a chat template."""
     tiers: tuple[TierConfig, ...] = ()
     limits: tuple[LimitConfig, ...] = ()
     counters: CountersConfig = CountersConfig()  # noqa: RUF009
@@ -192,6 +194,7 @@ class GatewaySettings:
             hold_status_s=self.hold_status_s,
             keep_alive_s=self.keep_alive_s,
             share_prefixes=self.share_prefixes,
+            request_templates=self.request_templates,
             record_text=self.telemetry.record_text,
         )
 
@@ -268,6 +271,7 @@ class GatewaySettings:
             key_fresh_s=config.auth.fresh_s,
             key_grace_s=config.auth.grace_s,
             share_prefixes=config.auth.share_prefixes,
+            request_templates=generation.request_chat_templates,
             tiers=config.tiers,
             limits=config.limits,
             counters=config.counters,
