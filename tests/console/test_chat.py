@@ -209,7 +209,9 @@ async def test_on_a_phone_composer_and_sheets_fit(
         await page.get_by_role("button", name="Settings").click()
         system = page.get_by_label("System prompt")
         await expect(system).to_be_visible()
-        await page.wait_for_function("document.querySelector('.sheet').getBoundingClientRect().bottom <= innerHeight + 1")
+        await page.wait_for_function(
+            "document.querySelector('.sheet').getBoundingClientRect().bottom <= innerHeight + 1"
+        )
         await inside(page, system)
         await page.get_by_role("button", name="Close settings").click()
         await expect(system).to_be_hidden()
