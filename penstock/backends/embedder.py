@@ -136,6 +136,38 @@ class Embedder:
             values += memoryview(numbers).cast("f").tolist()
         return Scores(values, tokens)
 
+    async def score_pairs(self, queries: Sequence[str], documents: Sequence[str], *, tenant: str = "") -> Scores:
+        """The score of each query with the document beside it: a cross-encoder's logit, or the cosine of vectors."""
+        info = await self.open()
+        size = sum(map(len, queries)) + sum(map(len, documents))
+        if info.scores:
+
+            def encoded() -> tuple[list[list[int]], list[int]]:
+                ids, starts = [], []
+                for query, document in zip(queries, documents, strict=True):
+                    pair, start = self.text.encode_pairs(query, [document], info.max_model_len)
+                    ids += pair
+                    starts += start
+                return ids, starts
+
+            ids, seconds = await self._worked(encoded, size, tenant)
+            numbers = await self.run(ids, "score", seconds=seconds)
+            return Scores(list(map(float, memoryview(numbers).cast("f"))), sum(map(len, ids)))
+        sides = list(dict.fromkeys((*queries, *documents)))
+        ids = await self._cut(sides, info.max_model_len, tenant)
+        vectors = _matrix(await self.run(ids, "sentence"), info.dimensions)
+        at = {text: index for index, text in enumerate(sides)}
+        values = [
+            float(vectors[at[query]] @ vectors[at[document]])
+            for query, document in zip(queries, documents, strict=True)
+        ]
+        return Scores(values, sum(map(len, ids)))
+
+    async def beginnings(self, texts: Sequence[str], most: int, *, tenant: str = "") -> list[str]:
+        """Texts up to their first `most` tokens."""
+        await self.open()
+        return await self._worked(partial(self.text.beginnings, texts, most), sum(map(len, texts)), tenant)
+
     async def tokenize(self, texts: Sequence[str], most: int | None = None, *, tenant: str = "") -> list[list[int]]:
         """Token ids with special tokens; of a text with more than `most` tokens only the first, more than `most`."""
         await self.open()

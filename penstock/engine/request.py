@@ -254,3 +254,7 @@ class EngineInfo:
     """Engines with the same value can use each other's KV blocks; empty: this one exchanges none."""
     product: str = ""
     """What the driver calls the device, such as "NVIDIA H200"; empty: a CPU, or not known."""
+    weight_bytes: int = 0
+    """Memory of the matrices that steps read, on one device; 0: not known."""
+    kv_bytes: int = 0
+    """Memory of the KV cache on one device."""

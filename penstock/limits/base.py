@@ -10,6 +10,7 @@ window never exceeds the limit. All amounts are integers: requests, tokens, nano
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,6 +91,13 @@ class LimitStore(ABC):
     @abstractmethod
     async def settle(self, id: str, limits: Sequence[Limit], reserved: Amounts, used: Amounts) -> None:
         """Replaces what was reserved by what was used and releases concurrency. Only the first call counts."""
+
+    async def states(self, limits: Sequence[Limit]) -> tuple[LimitState, ...]:
+        """How much of each limit is used now."""
+        nothing, id = Amounts(0, 0, 0, 0), uuid.uuid4().hex
+        decision = await self.reserve(id, limits, nothing)
+        await self.settle(id, limits, nothing, nothing)
+        return decision.states
 
     async def problem(self) -> str | None:
         """Why all requests are refused at the moment; None: they are counted."""

@@ -109,6 +109,17 @@ class OpenCharge:
 
 
 @dataclass(frozen=True, slots=True)
+class Settled:
+    """What is shown of one settled charge."""
+
+    tenant: str
+    key: str
+    feature: str
+    tier: str
+    cost_nanos: int
+
+
+@dataclass(frozen=True, slots=True)
 class Total:
     """The sum of settled charges for one combination of dimensions."""
 
@@ -271,6 +282,15 @@ class Ledger:
             *values,
         )
         return [_total(row, len(columns)) for row in rows]
+
+    async def settled(self, id: str, tenant: str | None = None) -> Settled | None:
+        """A settled charge; None: there is none, or it belongs to another tenant."""
+        rows = await self._database.fetch(
+            "SELECT tenant, key_id, feature, tier, cost_nanos FROM charges_settled WHERE id = ?", id
+        )
+        if not rows or tenant not in (None, rows[0][0]):
+            return None
+        return Settled(*rows[0])
 
 
 def _sum(column: str) -> str:

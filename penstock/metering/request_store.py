@@ -79,16 +79,32 @@ class RequestStore(Sink):
         self,
         *,
         since: float = 0.0,
+        until: float | None = None,
         tenant: str | None = None,
+        user: str | None = None,
+        model: str | None = None,
         finish_reason: str | None = None,
+        request_id: str | None = None,
+        routes: Sequence[str] = (),
         limit: int = 100,
     ) -> list[LogEntry]:
-        """Entries of requests that arrived after `since`, newest first."""
+        """Entries of requests that arrived after `since` and before `until`, newest first; of `routes` only, if any
+        are given."""
         where, values = "timestamp >= ?", list[float | str]([since])
-        for column, value in (("tenant", tenant), ("finish_reason", finish_reason)):
+        for condition, value in (
+            ("timestamp < ?", until),
+            ("tenant = ?", tenant),
+            ("user_id = ?", user),
+            ("COALESCE(adapter_id, model_version) = ?", model),
+            ("finish_reason = ?", finish_reason),
+            ("request_id = ?", request_id),
+        ):
             if value is not None:
-                where += f" AND {column} = ?"
+                where += f" AND {condition}"
                 values.append(value)
+        if routes:
+            where += f" AND route IN ({', '.join('?' * len(routes))})"
+            values += routes
         rows = await (await self._ready()).fetch(
             f"SELECT {', '.join(FIELDS)} FROM request_log WHERE {where} ORDER BY timestamp DESC LIMIT {int(limit)}",
             *values,

@@ -101,6 +101,7 @@ class Timeline:
         "record",
         "response_id",
         "runs",
+        "selection",
         "session",
         "started_at",
         "texts",
@@ -114,6 +115,8 @@ class Timeline:
         self.trace = trace
         self.asked_model = ""
         self.response_id = ""
+        self.selection = ""
+        """Why this model answers (`x-penstock-route`)."""
         self.session = ""
         self.runs: list[EngineRun] = []
         self.texts: list[tuple[str, str]] | None = None
@@ -159,6 +162,10 @@ class Timeline:
         return {
             "object": "trace",
             **msgspec.structs.asdict(self.record),
+            "response_id": self.response_id or None,
+            "asked_model": self.asked_model or None,
+            "selection": self.selection or None,
+            "session": self.session or None,
             "trace_id": None if self.trace is None else self.trace.trace_id,
             "phases": [
                 {

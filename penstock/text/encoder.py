@@ -47,6 +47,14 @@ class EncoderText:
         """The number of tokens without special tokens."""
         return len(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
 
+    def beginnings(self, texts: Sequence[str], most: int) -> list[str]:
+        """Texts up to their first `most` tokens, special tokens not counted."""
+        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            text if len(each.ids) <= most else text[: each.offsets[most - 1][1]]
+            for text, each in zip(texts, found, strict=True)
+        ]
+
     def cut(self, ids: list[int], limit: int) -> list[int]:
         """The ids truncated to `limit`, with the final special token kept."""
         return ids if len(ids) <= limit else [*ids[: limit - 1], self.last]

@@ -114,6 +114,8 @@ def _assemble(
         startup=phases.seconds,
         role=config.role,
         kv_format=_kv_format(config, part, scheduler),
+        weight_bytes=part.decoder.weight_bytes,
+        kv_bytes=sum(tensor.nbytes for tensor in (*part.kv.tensors, *part.kv.states)),
     )
     overlap = part.backend.overlaps
     speculation = make_speculation(config, part, draft, scheduler, overlap=overlap)

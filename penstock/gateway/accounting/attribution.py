@@ -15,6 +15,7 @@ def identify(exchange: Exchange, user: str | None, metadata: dict[str, str] | No
 def note_model(exchange: Exchange, asked: str, name: str, why: str, *, base_name: str = "", adapter: str = "") -> None:
     """Record that the model `name` answers a request for `asked`, and tell the client which one it is and why."""
     exchange.timeline.asked_model = asked[:256]
+    exchange.timeline.selection = why[:256]
     exchange.record.model_version = base_name or name
     exchange.record.adapter_id = adapter or None
     exchange.extra_headers += [

@@ -16,6 +16,7 @@ from penstock.gateway.accounting.metered import FixedWork, ModelName
 from penstock.gateway.accounting.quotas import Quotas, TextWork
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
+from penstock.protocol.errors import ModelNotFound
 from penstock.routing.encoders import Encoders
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 
@@ -38,6 +39,14 @@ class EncoderWork:
         self._accounts = accounts
         self._metrics = metrics
         self._background = background
+
+    @property
+    def default(self) -> str:
+        """The name of the first encoder, for requests that name none."""
+        found = self._encoders.default
+        if found is None:
+            raise ModelNotFound("", [])
+        return found.name
 
     def find(self, exchange: Exchange, name: str) -> Embedder:
         embedder = self._encoders.find(name)

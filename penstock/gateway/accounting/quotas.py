@@ -25,7 +25,7 @@ from penstock.gateway.app.dialects import Dialect
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance
-from penstock.limits import Amounts, Decision, Limit, LimitStore
+from penstock.limits import Amounts, Decision, Limit, LimitState, LimitStore
 from penstock.metering.prices import NANOS, Price, PriceBook, Usage, dollars
 from penstock.protocol.errors import (
     ApiError,
@@ -197,6 +197,21 @@ class Quotas:
         rules = self._tiers.get(tier)
         return {name: getattr(_either(own, rules), name) for name in Allowance.__struct_fields__}
 
+    async def standing(
+        self, tenant: str, tier: str, own: Allowance, key: str = "", key_own: Allowance = NO_ALLOWANCE
+    ) -> list[dict[str, Any]]:
+        """How much of the limits of a tenant, and of one of its keys, is used now; money is in dollars."""
+        limits = _limits(f"tenant:{tenant}", _either(own, self._tiers.get(tier)))
+        of_tenant = len(limits)
+        if key:
+            limits += _limits(f"key:{tenant}:{key}:own", key_own)
+        if not limits:
+            return []
+        return [
+            {"per": "tenant" if index < of_tenant else "key", **_shown(state)}
+            for index, state in enumerate(await self._store.states(limits))
+        ]
+
     def limits_of(self, exchange: Exchange, generation: Metered) -> list[Limit]:
         """Everything that limits this request."""
         caller, model = exchange.caller, generation.model.base_name
@@ -246,6 +261,15 @@ def _limits(subject: str, source: TierConfig | LimitConfig | Allowance) -> list[
             name = f"{subject}:budget:{datetime.datetime.now(datetime.UTC).strftime(period)}"
             found.append(Limit(name, "budget", round(budget * NANOS), days * _DAY))
     return found
+
+
+def _shown(state: LimitState) -> dict[str, Any]:
+    limit = state.limit
+    if limit.metric == "budget":
+        name = "daily_budget" if limit.window_s < 30 * _DAY else "monthly_budget"
+        return {"limit": name, "most": limit.most / NANOS, "used": state.used / NANOS}
+    name = "concurrent_requests" if limit.metric == "concurrent" else f"{limit.metric}_per_minute"
+    return {"limit": name, "most": limit.most, "used": state.used}
 
 
 def _refused(decision: Decision, amounts: Amounts) -> ApiError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock.gateway.api.account import AccountEndpoints
+from penstock.gateway.api.admin.request_log import OwnRequestsQuery, RequestLogEndpoints
 from penstock.gateway.api.admin.traces import TraceEndpoints, TracesQuery
 from penstock.gateway.api.admin.usage import UsageEndpoints, UsageQuery
 from penstock.gateway.api.admin_endpoints import ADMIN
@@ -13,7 +15,9 @@ from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
-from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
+from penstock.gateway.api.openai.responses.schemas import InputTokensRequest, ResponsesRequest
+from penstock.gateway.api.openai.responses.stored import ItemsQuery, ResponseQuery, StoredResponseEndpoints
+from penstock.gateway.api.openai.score import ScoreEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
@@ -27,9 +31,12 @@ from penstock.gateway.generation.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    PoolingRequest,
     RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
+from penstock.gateway.moderation.endpoints import ModerationEndpoints, ModerationsRequest
 from penstock.gateway.quality.endpoints import FeedbackEndpoints, FeedbackRequest
 from penstock.gateway.rag.collection_endpoints import CollectionEndpoints, CollectionRequest, PageQuery
 from penstock.gateway.rag.document_endpoints import (
@@ -71,12 +78,43 @@ ENDPOINTS = (
         ResponsesRequest,
         serves_tokens=True,
     ),
-    Endpoint("GET", "/v1/responses/{response}", ResponseEndpoints.get_response, "A stored response.", "Inference"),
+    Endpoint(
+        "POST",
+        "/v1/responses/input_tokens",
+        ResponseEndpoints.count_input_tokens,
+        "Count the tokens of a response's prompt.",
+        "Tokens",
+        InputTokensRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{response}",
+        StoredResponseEndpoints.get_response,
+        "A stored response, whole or as events.",
+        "Inference",
+        query=ResponseQuery,
+    ),
     Endpoint(
         "DELETE",
         "/v1/responses/{response}",
-        ResponseEndpoints.delete_response,
+        StoredResponseEndpoints.delete_response,
         "Delete a stored response.",
+        "Inference",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{response}/input_items",
+        StoredResponseEndpoints.list_input_items,
+        "What a stored response answers.",
+        "Inference",
+        query=ItemsQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/{response}/cancel",
+        StoredResponseEndpoints.cancel_response,
+        "Cancel a response in the background; there are none.",
         "Inference",
     ),
     Endpoint("GET", "/v1/tools", ToolEndpoints.list_tools, "Tools that the server runs for you.", "Inference"),
@@ -142,6 +180,48 @@ ENDPOINTS = (
         RerankRequest,
         serves_tokens=True,
     ),
+    *(
+        Endpoint(
+            "POST",
+            path,
+            RerankEndpoints.rerank,
+            "The same under the paths of vLLM and Cohere.",
+            "Inference",
+            RerankRequest,
+            serves_tokens=True,
+        )
+        for path in ("/rerank", "/v2/rerank")
+    ),
+    *(
+        Endpoint(
+            "POST",
+            path,
+            ScoreEndpoints.score,
+            "How well pairs of texts go together.",
+            "Inference",
+            ScoreRequest,
+            serves_tokens=True,
+        )
+        for path in ("/v1/score", "/score")
+    ),
+    Endpoint(
+        "POST",
+        "/pooling",
+        EmbeddingEndpoints.pooling,
+        "Vectors of texts or of their tokens.",
+        "Inference",
+        PoolingRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/moderations",
+        ModerationEndpoints.moderations,
+        "What the guardrails say about texts.",
+        "Inference",
+        ModerationsRequest,
+        serves_tokens=True,
+    ),
     Endpoint("POST", "/v1/files", FileEndpoints.create_file, "Upload a file of requests.", "Batches", form=FILE_FORM),
     Endpoint("GET", "/v1/files", FileEndpoints.list_files, "List files.", "Batches", query=FilesQuery),
     Endpoint("GET", "/v1/files/{file}", FileEndpoints.get_file, "Metadata of a file.", "Batches"),
@@ -178,6 +258,24 @@ ENDPOINTS = (
         "/v1/detokenize",
         TokenEndpoints.detokenize,
         "Decode token ids.",
+        "Tokens",
+        DetokenizeRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/tokenize",
+        TokenEndpoints.tokenize,
+        "The same under vLLM's path.",
+        "Tokens",
+        TokenizeRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/detokenize",
+        TokenEndpoints.detokenize,
+        "The same under vLLM's path.",
         "Tokens",
         DetokenizeRequest,
         serves_tokens=True,
@@ -295,6 +393,16 @@ ENDPOINTS = (
         FeedbackRequest,
     ),
     Endpoint("GET", "/v1/usage", UsageEndpoints.usage, "Usage and cost.", "Accounts", query=UsageQuery),
+    Endpoint("GET", "/v1/account", AccountEndpoints.show_account, "Your limits and spending.", "Accounts"),
+    Endpoint("GET", "/v1/keys", AccountEndpoints.list_own_keys, "Your tenant's keys, without secrets.", "Accounts"),
+    Endpoint(
+        "GET",
+        "/v1/requests",
+        RequestLogEndpoints.list_own_requests,
+        "Your newest requests.",
+        "Accounts",
+        query=OwnRequestsQuery,
+    ),
     *ADMIN,
     Endpoint("GET", "/", HealthEndpoints.root, "Does anything listen here?", "Health", scope=None, logged=False),
     Endpoint("GET", "/health", HealthEndpoints.health, "Can any model answer?", "Health", scope=None, logged=False),

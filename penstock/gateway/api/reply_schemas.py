@@ -14,6 +14,7 @@ INTEGER: Schema = {"type": "integer"}
 NUMBER: Schema = {"type": "number"}
 BOOLEAN: Schema = {"type": "boolean"}
 ANY_OBJECT: Schema = {"type": "object"}
+ANY: Schema = {}
 
 
 def obj(**properties: Schema) -> Schema:
@@ -42,7 +43,7 @@ _MESSAGE = obj(role=word("assistant"), content=maybe(STRING))
 _MODEL = obj(
     id=STRING, object=word("model"), created=INTEGER, owned_by=STRING, aliases=many(STRING),
     context_window=maybe(INTEGER), limits=maybe(ANY_OBJECT), ready=BOOLEAN, state=STRING, capabilities=ANY_OBJECT,
-    pricing=ANY_OBJECT,
+    sampling=ANY_OBJECT, pricing=ANY_OBJECT,
 )  # fmt: skip
 _ADAPTER = obj(id=STRING, object=word("adapter"), model=STRING)
 _TENANT = obj(id=STRING, object=word("tenant"), name=STRING, tier=STRING)
@@ -110,9 +111,19 @@ _SCHEMAS: dict[str, Schema] = {
         stop_reason=maybe(STRING),
         usage=obj(input_tokens=INTEGER, output_tokens=INTEGER),
     ),
+    "count_input_tokens": obj(object=word("response.input_tokens"), input_tokens=INTEGER),
+    "list_input_items": listing(ANY_OBJECT, **_PAGE),
+    "cancel_response": _RESPONSE,
     "count_tokens": obj(input_tokens=INTEGER),
     "embeddings": listing(ANY_OBJECT, model=STRING, usage=ANY_OBJECT),
     "rerank": obj(id=STRING, object=word("list"), model=STRING, results=many(ANY_OBJECT), usage=ANY_OBJECT),
+    "score": listing(obj(index=INTEGER, object=word("score"), score=NUMBER), id=STRING, model=STRING, usage=_USAGE),
+    "pooling": listing(obj(index=INTEGER, object=word("pooling"), data=ANY), id=STRING, model=STRING, usage=_USAGE),
+    "moderations": obj(
+        id=STRING,
+        model=STRING,
+        results=many(obj(flagged=BOOLEAN, categories=ANY_OBJECT, category_scores=ANY_OBJECT)),
+    ),
     "list_conversations": listing(_CONVERSATION),
     "get_conversation": _CONVERSATION,
     "delete_conversation": _DELETED,
@@ -179,6 +190,19 @@ _SCHEMAS: dict[str, Schema] = {
     "wake_model": _STATE,
     "usage": listing(ANY_OBJECT, by=many(STRING)),
     "list_requests": listing(ANY_OBJECT),
+    "list_own_requests": listing(ANY_OBJECT),
+    "list_own_keys": listing(_KEY),
+    "show_account": obj(
+        object=word("account"),
+        tenant=STRING,
+        user=maybe(STRING),
+        key=maybe(STRING),
+        scopes=many(STRING),
+        tier=maybe(STRING),
+        allowed=maybe(ANY_OBJECT),
+        used=many(ANY_OBJECT),
+        spent=obj(today=NUMBER, month=NUMBER),
+    ),
     "list_tenants": listing(_TENANT),
     "create_tenant": _TENANT,
     "change_tenant": _TENANT,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from penstock.limits import LimitState
-from penstock.protocol.errors import ApiError, InsufficientQuota, InvalidRequest, PayloadTooLarge
+from penstock.protocol.errors import ApiError, ContextLengthExceeded, InsufficientQuota, InvalidRequest, PayloadTooLarge
 
 Renaming = Sequence[tuple[str, str]]
 """Patterns of parameter names with their replacements; the first match counts."""
@@ -51,11 +51,14 @@ class AnthropicDialect(Dialect):
     id_headers = (b"x-request-id", b"request-id")
 
     def error(self, error: ApiError, request_id: str) -> object:
-        return {
-            "type": "error",
-            "error": {"type": _anthropic_type(error), "message": error.message},
-            "request_id": request_id,
-        }
+        message = error.message
+        if isinstance(error, ContextLengthExceeded) and error.prompt_tokens > error.limit:
+            # Agents look for these words, and shorten their history by the difference.
+            message = f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum. {message}"
+        shown: dict[str, object] = {"type": _anthropic_type(error), "message": message}
+        if error.code in _ACTED_UPON:
+            shown["details"] = {"error_code": error.code}
+        return {"type": "error", "error": shown, "request_id": request_id}
 
     def limit_headers(self, state: LimitState) -> dict[str, str]:
         prefix = f"anthropic-ratelimit-{state.limit.metric}"
@@ -69,6 +72,8 @@ class AnthropicDialect(Dialect):
 
 OPENAI = Dialect()
 ANTHROPIC = AnthropicDialect()
+_ACTED_UPON = ("thread_unsupported_request",)
+"""Error codes on which clients of the Messages API do something else than report the error."""
 _SAME = ("invalid_request_error", "authentication_error", "permission_error", "not_found_error", "rate_limit_error")
 
 

@@ -46,9 +46,14 @@ def openapi(endpoints: Sequence[Endpoint], replies: Replies) -> Document:
     reference = dict(zip(structs, references, strict=True))
     paths: Document = {}
     queries = {endpoint.query.__name__ for endpoint in endpoints if endpoint.query is not None}
+    seen: set[str] = set()
     for endpoint in endpoints:
         schemas[endpoint.dialect.error_name] = endpoint.dialect.error_schema
-        operation: Document = {"tags": [endpoint.tag], "summary": endpoint.summary, "operationId": endpoint.name}
+        operation: Document = {
+            "tags": [endpoint.tag],
+            "summary": endpoint.summary,
+            "operationId": _unique(endpoint, seen),
+        }
         operation["parameters"] = [*_path_parameters(endpoint), *_query_parameters(endpoint, schemas), _REQUEST_ID]
         operation["responses"] = _responses(endpoint, replies)
         paths.setdefault(endpoint.path.replace(":path", ""), {})[endpoint.method.lower()] = operation
@@ -73,6 +78,15 @@ def openapi(endpoints: Sequence[Endpoint], replies: Replies) -> Document:
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": _KEYS},
     }
+
+
+def _unique(endpoint: Endpoint, seen: set[str]) -> str:
+    """An operation id; a handler that answers several paths has one for each."""
+    name = endpoint.name
+    if name in seen:
+        name = "_".join((name, *re.findall(r"\w+", endpoint.path)))
+    seen.add(name)
+    return name
 
 
 def _path_parameters(endpoint: Endpoint) -> list[Document]:

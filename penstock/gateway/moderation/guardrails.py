@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from time import thread_time
 from typing import Any
@@ -59,6 +59,18 @@ class PatternRule:
         return _applies(self.config, caller)
 
 
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What one rule says about a text."""
+
+    rule: str
+    score: float
+    """Between 0 and 1; of patterns one of the two."""
+    matches: bool
+    refused: bool
+    """Whether it would be refused: a rule that redacts does not."""
+
+
 class OutputGuard:
     """The pattern rules over the text of one choice."""
 
@@ -88,6 +100,8 @@ class Guardrails:
         rules = [_compiled(config) for config in configured if config.kind == "patterns"]
         self._input = [rule for rule in rules if rule.config.stage != "output"]
         self._output = [rule for rule in rules if rule.config.stage != "input"]
+        self._patterns = rules
+        self._configured = {config.name: config for config in configured}
         self._metrics = metrics
         self._moderations = [
             ModerationRule(config, moderator(config, backends), metrics)
@@ -117,6 +131,31 @@ class Guardrails:
         text = await self._checked(rules, text, "prompt") if rules else text
         await self._moderate(exchange, [text], "prompt")
         return text
+
+    def judges(self, caller: Caller) -> list[str]:
+        """The names of the rules that apply to the caller, for prompts or for answers."""
+        return [name for name, config in self._configured.items() if _applies(config, caller)]
+
+    async def judgement(self, exchange: Exchange, text: str, names: Collection[str]) -> list[Judgement]:
+        """What each of the named rules says about a text; raises one of `FAILURES` when a moderator fails."""
+        found = []
+        for rule in self._patterns:
+            if rule.name in names:
+                matches = await self._matches(rule, text)
+                found.append(Judgement(rule.name, float(matches), matches, matches and rule.replacement is None))
+        for moderation in self._moderations:
+            if moderation.config.name in names:
+                score = await moderation.probability(exchange, text)
+                flagged = score >= moderation.threshold
+                found.append(Judgement(moderation.config.name, score, flagged, flagged))
+        return found
+
+    async def _matches(self, rule: PatternRule, text: str) -> bool:
+        deadline = Deadline(WHOLE_S + WHOLE_S_PER_CHARACTER * len(text))
+        try:
+            return await asyncio.to_thread(lambda: any(pattern.found(text, deadline) for pattern in rule.patterns))
+        except TooSlow:
+            return True  # as for prompts: what takes too long is refused
 
     async def problem(self) -> str | None:
         """Why every request is refused at the moment; None: they are not."""

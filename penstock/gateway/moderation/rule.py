@@ -61,6 +61,26 @@ class ModerationRule:
             return False
         return self._failed_at is not None and monotonic() - self._failed_at < FAILED_S
 
+    async def probability(self, exchange: Exchange, text: str) -> float:
+        """That `text` breaks the rule; raises one of `FAILURES` when its moderator fails."""
+        found = 0.0
+        for part in parts_of(text):
+            began = monotonic()
+            verdict: Verdict = "failed"
+            try:
+                async with asyncio.timeout(self.config.timeout_s), self._slots:
+                    score = await self._moderator.probability(exchange, part)
+                verdict = "flagged" if score >= self.threshold else "passed"
+                found = max(found, score)
+            finally:
+                self._metrics.context.moderated(self.config.name, "request", verdict, monotonic() - began)
+        return found
+
+    @property
+    def threshold(self) -> float:
+        """The probability from which a text is refused."""
+        return self._moderator.threshold
+
     async def verdict(self, exchange: Exchange, texts: Iterable[str], stage: Stage) -> Verdict:
         """The verdict on all texts together; `failed` only where failures do not pass."""
         parts = [part for text in texts for part in parts_of(text)]

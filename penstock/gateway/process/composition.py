@@ -16,6 +16,7 @@ from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.charges import Accounts, NoAccounts
 from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.api.account import AccountEndpoints
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
 from penstock.gateway.api.admin.identity import IdentityEndpoints
 from penstock.gateway.api.admin.models import ModelAdminEndpoints
@@ -29,6 +30,7 @@ from penstock.gateway.api.admin.traces import TraceEndpoints
 from penstock.gateway.api.admin.usage import UsageEndpoints
 from penstock.gateway.api.admin.what_if import WhatIfEndpoints
 from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
+from penstock.gateway.api.endpoints import ENDPOINTS
 from penstock.gateway.api.openai.chat import ChatEndpoints
 from penstock.gateway.api.openai.completions import CompletionEndpoints
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
@@ -36,6 +38,8 @@ from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
+from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
+from penstock.gateway.api.openai.score import ScoreEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import Check, HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
@@ -56,6 +60,7 @@ from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.gateway.moderation.endpoints import ModerationEndpoints
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process import implementations
@@ -296,17 +301,20 @@ async def compose(
             ChatEndpoints(pipeline, conversations, server_tools),
             CompletionEndpoints(pipeline),
             ResponseEndpoints(pipeline, conversations, responses),
+            StoredResponseEndpoints(responses),
             MessageEndpoints(pipeline),
             EmbeddingEndpoints(encoders, encoder_work, guardrails, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
-            TokenEndpoints(registry, tokenization, quotas, limit),
+            TokenEndpoints(registry, tokenization, quotas, limit, request_templates=settings.request_templates),
+            ScoreEndpoints(encoders, encoder_work, guardrails, limit),
+            ModerationEndpoints(guardrails, quotas, limit),
             models,
             NoConversations() if sessions is None else ConversationEndpoints(sessions),
             CollectionEndpoints(knowledge, encoder_work, limit),
             DocumentEndpoints(knowledge, uploads),
             ToolEndpoints(tools, limit),
             _cache_endpoints(cache),
-            TraceEndpoints(workers, settings.telemetry.recent_requests),
+            TraceEndpoints(workers, settings.telemetry.recent_requests, None if stores is None else stores.ledger),
             AdapterEndpoints(registry, forget_answers, settings.engine_wait_s, limit),
             ModelAdminEndpoints(registry, models, routes, admissions, supervisor, settings.engine_wait_s, limit),
             ReplicaEndpoints(registry, supervisor, limit),
@@ -327,6 +335,7 @@ async def compose(
                 FeedbackEndpoints(stores.feedback, cache.suspect, limit),
                 UsageEndpoints(stores.ledger),
                 _identity_endpoints(settings, stores, quotas, workers),
+                AccountEndpoints(stores.identities, stores.ledger, quotas),
             ]
         yield Gateway(
             settings=settings,
@@ -376,7 +385,7 @@ def _cache_endpoints(cache: ResponseCache | ResponseCacheOff) -> CacheEndpoints 
 
 def _request_log_endpoints(log: RequestLog | RequestLogOff) -> RequestLogEndpoints | Unavailable:
     if isinstance(log.sink, RequestStore):
-        return RequestLogEndpoints(log.sink)
+        return RequestLogEndpoints(log.sink, [endpoint.path for endpoint in ENDPOINTS if endpoint.serves_tokens])
     message = "This gateway has no request log that it could read; see `request_log.url`."
     return Unavailable(RequestLogEndpoints, ServiceUnavailable, message)
 
@@ -387,6 +396,7 @@ _WITHOUT_STORE = (
     Unavailable(BatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
     Unavailable(FeedbackEndpoints, ServiceUnavailable, _NO_ACCOUNTS),
     Unavailable(UsageEndpoints, ServiceUnavailable, "This gateway keeps no accounts."),
+    Unavailable(AccountEndpoints, KeyStoreUnavailable, "This gateway runs without a store for tenants and keys."),
     Unavailable(IdentityEndpoints, KeyStoreUnavailable, "This gateway runs without a store for tenants and keys."),
 )
 

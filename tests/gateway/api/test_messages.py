@@ -193,7 +193,8 @@ async def test_formats_and_tool_choices_reach_the_engine(serving: Serving, text:
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [*HI, {"role": "assistant", "content": "I"}]}, "assistant"),
+        ({"compaction": {"type": "x"}}, "compaction"),
+        ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
@@ -205,7 +206,6 @@ async def test_formats_and_tool_choices_reach_the_engine(serving: Serving, text:
         ),
         ({"messages": [{"role": "user", "content": "a" * 600}]}, "context length"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
-        ({"thread": "t1"}, "thread"),
         ({"tools": [WEATHER, WEATHER]}, "get_weather"),
         ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -17,7 +16,7 @@ from penstock.identity import ApiKey, IdentityStore, Scope, Tenant
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange
 from penstock.identity.store import IdentityError
 from penstock.metering.ledger import Ledger
-from penstock.metering.prices import NANOS
+from penstock.metering.spend import NOTHING, spent, spent_by_key
 from penstock.protocol.errors import InvalidRequest, KeyStoreUnavailable, NotFound
 from penstock.storage import DatabaseError
 
@@ -85,12 +84,12 @@ class IdentityEndpoints:
 
     async def list_tenants(self, exchange: Exchange) -> None:
         store = self._store
-        await _reply_list(exchange, [self._tenant(tenant) for tenant in await _guard(store.tenants())])
+        await _reply_list(exchange, [self._tenant(tenant) for tenant in await guard(store.tenants())])
 
     async def create_tenant(self, exchange: Exchange) -> None:
         request = decode(_tenant_request, await exchange.body(self._body_limit))
         self._check_tier(request.tier)
-        made = await _guard(
+        made = await guard(
             self._store.create_tenant(request.id, name=request.name, tier=request.tier, limits=request.limits)
         )
         await self._changed()
@@ -103,38 +102,39 @@ class IdentityEndpoints:
         work = self._store.update_tenant(
             known.id, name=request.name, tier=request.tier, disabled=request.disabled, limits=request.limits
         )
-        changed = await _guard(work)
+        changed = await guard(work)
         await self._changed()
         await exchange.reply_json(self._tenant(changed))
 
     async def get_tenant(self, exchange: Exchange) -> None:
         """A tenant with its limits and what it has spent."""
         tenant = await self._known(exchange)
-        now = datetime.datetime.now(datetime.UTC)
-        today = now.replace(hour=0, minute=0, second=0, microsecond=0)
-        spent: dict[str, float | None] = {"today": None, "month": None}
-        for period, since in (("today", today), ("month", today.replace(day=1))):
-            totals = self._ledger.totals(since=since.timestamp(), tenant=tenant.id)
-            spent[period] = (await _guard(totals))[0].cost_nanos / NANOS
         shown = self._tenant(tenant)
         await exchange.reply_json(
-            {**shown, "allowed": self._quotas.allowed(shown["tier"], tenant.limits), "spent": spent}
+            {
+                **shown,
+                "allowed": self._quotas.allowed(shown["tier"], tenant.limits),
+                "used": await self._quotas.standing(tenant.id, shown["tier"], tenant.limits),
+                "spent": await guard(spent(self._ledger, tenant.id)),
+            }
         )
 
     async def _known(self, exchange: Exchange) -> Tenant:
         id = exchange.path.rpartition("/")[2]
-        found: list[Tenant] = await _guard(self._store.tenants(id))
+        found: list[Tenant] = await guard(self._store.tenants(id))
         if not found:
             raise NotFound(f"There is no tenant `{id[:128]}`.")
         return found[0]
 
     async def list_keys(self, exchange: Exchange) -> None:
-        await _reply_list(exchange, [_key(key) for key in await _guard(self._store.keys())])
+        costs = await guard(spent_by_key(self._ledger, None))
+        keys = await guard(self._store.keys())
+        await _reply_list(exchange, [{**described_key(key), "spent": costs.get(key.id, NOTHING)} for key in keys])
 
     async def create_key(self, exchange: Exchange) -> None:
         """The reply is the only place where the key itself ever appears."""
         request = decode(_key_request, await exchange.body(self._body_limit))
-        key, minted = await _guard(
+        key, minted = await guard(
             self._store.create_key(
                 request.tenant,
                 user=request.user,
@@ -145,21 +145,21 @@ class IdentityEndpoints:
             )
         )
         await self._changed()
-        await exchange.reply_json({**_key(key), "key": minted.text})
+        await exchange.reply_json({**described_key(key), "key": minted.text})
 
     async def change_key(self, exchange: Exchange) -> None:
         request = decode(_key_change, await exchange.body(self._body_limit))
         store, id = self._store, exchange.path.rpartition("/")[2]
-        found = await _guard(store.find(id))
+        found = await guard(store.find(id))
         if found is None or found.key.revoked_at is not None:
             raise NotFound(f"There is no key `{id[:128]}` that still works.")
-        changed = await _guard(store.update_key(id, name=request.name, limits=request.limits))
+        changed = await guard(store.update_key(id, name=request.name, limits=request.limits))
         await self._changed()
-        await exchange.reply_json(_key(changed))
+        await exchange.reply_json(described_key(changed))
 
     async def revoke_key(self, exchange: Exchange) -> None:
         id = exchange.path.rpartition("/")[2]
-        if not await _guard(self._store.revoke_key(id)):
+        if not await guard(self._store.revoke_key(id)):
             raise NotFound(f"There is no key `{id[:128]}` that still works.")
         await self._changed()
         await exchange.reply_json({"id": id, "object": "key", "revoked": True})
@@ -172,7 +172,7 @@ class IdentityEndpoints:
         return {"object": "tenant", **asdict(tenant), "tier": tenant.tier or self._default_tier}
 
 
-async def _guard(work: Any) -> Any:
+async def guard(work: Any) -> Any:
     try:
         return await work
     except IdentityError as error:
@@ -186,5 +186,5 @@ async def _reply_list(exchange: Exchange, data: list[dict[str, Any]]) -> None:
     await exchange.reply_json({"object": "list", "data": data})
 
 
-def _key(key: ApiKey) -> dict[str, Any]:
+def described_key(key: ApiKey) -> dict[str, Any]:
     return {"object": "key", **asdict(key)}

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.engine.request import EngineInfo
 from penstock.gateway.api.admin.supervisor import Supervisor
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
@@ -163,9 +164,23 @@ def describe(model: ServedModel) -> list[dict[str, Any]]:
             "instance": replica.info.instance if replica.info is not None else None,
             "device": replica.info.device if replica.info is not None else None,
             "role": replica.info.role if replica.info is not None else None,
+            "memory": None if replica.info is None else _memory(replica.info),
         }
         for replica in backend.replicas
     ]
+
+
+def _memory(info: EngineInfo) -> dict[str, Any]:
+    """What an engine holds in memory on each of its devices, and the room that its KV cache has."""
+    return {
+        "weights_bytes": info.weight_bytes or None,
+        "kv_cache_bytes": info.kv_bytes or None,
+        "kv_cache_tokens": info.num_blocks * info.block_size,
+        "sequences": info.max_running,
+        "devices": info.ranks,
+        "dtype": info.dtype,
+        "product": info.product or None,
+    }
 
 
 def describe_remote(model: RemoteModel) -> list[dict[str, Any]]:
@@ -188,6 +203,7 @@ def describe_remote(model: RemoteModel) -> list[dict[str, Any]]:
             "instance": None,
             "device": member.server.upstream.url,
             "role": "both",
+            "memory": None,
         }
         for member in model.members
     ]

@@ -1,7 +1,9 @@
-"""GET /v1/admin/requests: the newest records of a request log that is kept in a database."""
+"""GET /v1/admin/requests, and GET /v1/requests for the caller's own: the newest records of a request log that is kept
+in a database. A tenant sees its own requests, a user's key that user's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -17,26 +19,48 @@ from penstock.storage import DatabaseError
 MOST = 10_000
 
 
-class RequestsQuery(msgspec.Struct, forbid_unknown_fields=True):
+class OwnRequestsQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     since: str = "1h"
-    tenant: str | None = None
+    until: str | None = None
+    model: str | None = None
+    """Of this model or adapter."""
     finish_reason: str | None = None
+    request_id: str | None = None
+    inference: bool = False
+    """Only requests to models, not to the rest of the API."""
     limit: Annotated[int, msgspec.Meta(ge=1, le=MOST)] = 100
 
 
-class RequestLogEndpoints:
-    """The request log."""
+class RequestsQuery(OwnRequestsQuery, forbid_unknown_fields=True, kw_only=True):
+    tenant: str | None = None
 
-    def __init__(self, store: RequestStore) -> None:
+
+class RequestLogEndpoints:
+    """The request log. `inference`: the paths that serve tokens."""
+
+    def __init__(self, store: RequestStore, inference: Sequence[str]) -> None:
         self._store = store
+        self._inference = inference
 
     async def list_requests(self, exchange: Exchange) -> None:
         asked = decode_query(RequestsQuery, exchange.scope)
+        await self._reply(exchange, asked, asked.tenant, None)
+
+    async def list_own_requests(self, exchange: Exchange) -> None:
+        asked = decode_query(OwnRequestsQuery, exchange.scope)
+        await self._reply(exchange, asked, exchange.caller.tenant, exchange.caller.only_user)
+
+    async def _reply(self, exchange: Exchange, asked: OwnRequestsQuery, tenant: str | None, user: str | None) -> None:
         try:
             entries = await self._store.read(
                 since=moment(asked.since),
-                tenant=asked.tenant,
+                until=None if asked.until is None else moment(asked.until),
+                tenant=tenant,
+                user=user,
+                model=asked.model,
                 finish_reason=asked.finish_reason,
+                request_id=asked.request_id,
+                routes=self._inference if asked.inference else (),
                 limit=asked.limit,
             )
         except LedgerError as error:

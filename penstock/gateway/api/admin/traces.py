@@ -6,17 +6,23 @@ The newest are kept in the memory of the gateway process that answered the reque
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from typing import Annotated, Any
 
 import msgspec
 
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.workers.group import WorkerGroup
+from penstock.metering.ledger import Ledger
+from penstock.metering.prices import dollars
 from penstock.protocol.errors import NotFound
-from penstock.telemetry.timeline import TraceQuery
+from penstock.storage import DatabaseError
+from penstock.telemetry.timeline import Shown, TraceQuery
 
 MOST = 1000
+_CHARGE = re.compile("[0-9a-f]{32}$")
+"""The id of an answer ends with the id of its charge."""
 
 
 class TracesQuery(msgspec.Struct, forbid_unknown_fields=True):
@@ -26,9 +32,11 @@ class TracesQuery(msgspec.Struct, forbid_unknown_fields=True):
 class TraceEndpoints:
     """Timelines of recent requests."""
 
-    def __init__(self, workers: WorkerGroup, kept: int) -> None:
+    def __init__(self, workers: WorkerGroup, kept: int, ledger: Ledger | None = None) -> None:
+        """`ledger`: where the price of a request is looked up; None: there is none."""
         self._workers = workers
         self._kept = kept
+        self._ledger = ledger
 
     async def list_traces(self, exchange: Exchange) -> None:
         asked = decode_query(TracesQuery, exchange.scope)
@@ -43,7 +51,25 @@ class TraceEndpoints:
                 f"No timeline of a request `{request_id[:128]}` is kept here; the newest "
                 f"{self._kept} are (`telemetry.recent_requests`)."
             )
-        await exchange.reply_json(found[0])
+        await exchange.reply_json({**found[0], "charge": await self._charge(found[0])})
+
+    async def _charge(self, trace: Shown) -> dict[str, Any] | None:
+        """What the answer cost and whom it was charged to; None while that is not known."""
+        match = _CHARGE.search(trace["response_id"] or "")
+        if match is None or self._ledger is None:
+            return None
+        try:
+            settled = await self._ledger.settled(match[0], trace["tenant"])
+        except DatabaseError:
+            return None
+        if settled is None:
+            return None
+        return {
+            "cost": dollars(settled.cost_nanos),
+            "key": settled.key or None,
+            "feature": settled.feature or None,
+            "tier": settled.tier or None,
+        }
 
 
 def _query(exchange: Exchange, limit: int, request_id: str | None = None) -> TraceQuery:

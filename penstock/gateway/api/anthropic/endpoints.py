@@ -5,16 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from penstock.gateway.accounting.attribution import find_model, identify
-from penstock.gateway.api.anthropic.message_blocks import NAMES, chat_request
+from penstock.gateway.api.anthropic.chat_request import NAMES, chat_request, thinking
 from penstock.gateway.api.anthropic.renderer import MessageRenderer
-from penstock.gateway.api.anthropic.schemas import Conversation, CountTokensRequest, MessagesRequest
+from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import template_messages, user_texts
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt import ChatPrompt
-from penstock.gateway.generation.request_decoder import RequestDecoder, ignore_advice
+from penstock.gateway.generation.prompt_options import prompt_options
+from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.tokenization import (
@@ -37,44 +38,41 @@ class MessageEndpoints:
     async def create_message(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
         request = _messages(exchange, await exchange.body(settings.body_limit))
-        _ignore_advice(exchange, request)
         identify(exchange, None if request.metadata is None else request.metadata.user_id, None)
-        limit = token_limit(request.max_tokens, settings, default=None, param="max_tokens")
+        limit = token_limit(request.max_tokens, settings, default=None, param="max_tokens", clip=True)
+        chat = chat_request(exchange, request)
         resumption = asked_for(exchange, stream=request.stream)
 
         async def answer(attempt: Attempt) -> None:
             attempt.resumption = resumption
             with renamed(NAMES):
-                chat = chat_request(msgspec.structs.replace(request, model=attempt.model))
-                generation = await pipeline.chat(attempt, chat, limit)
-            renderer = MessageRenderer(generation, exchange.request_id)
+                remote = pipeline.registry.remote(attempt.model) is not None
+                template = "" if remote else pipeline.registry.route(attempt.model).model.text.template_source
+                asked = msgspec.structs.replace(
+                    chat, model=attempt.model, chat_template_kwargs=thinking(exchange, request, template)
+                )
+                generation = await pipeline.chat(attempt, asked, limit)
+            renderer = MessageRenderer(generation, exchange.request_id, request)
             await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 
-        def texts() -> list[str]:
-            return user_texts(chat_request(request).messages)
-
-        await pipeline.answer(exchange, request.model, answer, texts, limit.max_tokens)
+        await pipeline.answer(exchange, request.model, answer, lambda: user_texts(chat.messages), limit.max_tokens)
 
     async def count_tokens(self, exchange: Exchange) -> None:
         pipeline = self._pipeline
         request = _count(exchange, await exchange.body(pipeline.settings.body_limit))
-        _ignore_advice(exchange, request)
         with renamed(NAMES):
-            chat = chat_request(request)
+            chat = chat_request(exchange, request)
             check_tools(chat)
             messages = template_messages(chat.messages)
             model = find_model(pipeline.registry, exchange, request.model)
             toolbox = toolbox_of(chat, model)
             tools, most = () if toolbox is None else toolbox.tools, most_counted(model)
-            prompt = ChatPrompt(pipeline.tokenization, model, tools, exchange.caller.tenant, most)
+            chat.chat_template_kwargs = thinking(exchange, request, model.text.template_source)
+            options = prompt_options(chat)
+            prompt = ChatPrompt(pipeline.tokenization, model, tools, exchange.caller.tenant, most, options)
             async with pipeline.quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
                 check_size(model, messages_size(messages) + tools_size(chat.tools), most, "messages")
                 tokens = await prompt.tokens(messages)
                 work.tokens = len(tokens)
                 check_counted(len(tokens), most, "messages")
         await exchange.reply_json({"input_tokens": len(tokens)})
-
-
-def _ignore_advice(exchange: Exchange, request: Conversation) -> None:
-    if request.thinking is not None and request.thinking.type != "disabled":
-        ignore_advice(exchange, "thinking")

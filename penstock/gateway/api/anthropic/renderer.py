@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.api.anthropic.schemas import MessagesRequest
 from penstock.gateway.app.dialects import ANTHROPIC
 from penstock.gateway.app.exchange import encode_json
 from penstock.gateway.generation.base import Generation
@@ -23,8 +24,9 @@ class MessageRenderer(Renderer):
 
     keep_alive = PING
 
-    def __init__(self, generation: Generation, request_id: str) -> None:
+    def __init__(self, generation: Generation, request_id: str, request: MessagesRequest) -> None:
         self._generation = generation
+        self._asked = request.max_tokens
         self._request_id = request_id
         self._blocks: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
@@ -40,6 +42,8 @@ class MessageRenderer(Renderer):
             "stop_reason": None,
             "stop_sequence": None,
         }
+        if request.context_management is not None:
+            self._head["context_management"] = {"applied_edits": []}
 
     def opening(self) -> bytes:
         return _event({"type": "message_start", "message": {**self._head, "usage": self._usage()}}) + PING
@@ -105,7 +109,15 @@ class MessageRenderer(Renderer):
         reason, matched = self._last.finish_reason, self._last.stop_reason
         if reason == "stop" and isinstance(matched, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+        if reason == "length" and self._filled_window:
+            return {"stop_reason": "model_context_window_exceeded", "stop_sequence": None}
         return {"stop_reason": _REASONS.get(reason, reason), "stop_sequence": None}
+
+    @property
+    def _filled_window(self) -> bool:
+        """Whether the answer ended because the context window did, before it had as many tokens as asked for."""
+        room = self._generation.most_completion_tokens
+        return room < self._asked and self._generation.completion_tokens >= room
 
     def _usage(self) -> dict[str, Any]:
         """In this API `input_tokens` does not include tokens that were found in the prefix cache."""

@@ -7,49 +7,22 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct
 
+from penstock.gateway.api.anthropic.blocks import Block, CacheControl, Message, TextBlock
 from penstock.gateway.app.decoding import Unsupported
 from penstock.gateway.generation.schemas import INT64, Name
 
 
-class CacheControl(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Marks the end of a prefix to cache. Every prefix is cached here, so it changes nothing."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class Block(Struct, forbid_unknown_fields=True, kw_only=True):
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(Block, tag_field="type", tag="text", kw_only=True):
-    text: str
-    citations: Annotated[list[Any], Meta(max_length=0)] | None = None
-
-
-class ToolUseBlock(Block, tag_field="type", tag="tool_use", kw_only=True):
-    id: Name
-    name: Name
-    input: dict[str, Any]
-
-
-class ToolResultBlock(Block, tag_field="type", tag="tool_result", kw_only=True):
-    tool_use_id: Name
-    content: str | list[TextBlock] | None = None
-    is_error: bool | None = None
-
-
-class Message(Struct, forbid_unknown_fields=True, kw_only=True):
-    role: Literal["user", "assistant"]
-    content: str | Annotated[list[TextBlock | ToolUseBlock | ToolResultBlock], Meta(min_length=1)]
-
-
 class ToolParam(Block, kw_only=True):
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
-    input_schema: dict[str, Any]
-    type: Literal["custom"] | None = None
+    """A tool of the client; or, with a `type`, one whose schema the API defines (see `tools.py`)."""
+
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")] | None = None
+    type: Annotated[str, Meta(max_length=128)] | None = None
+    input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
+    input_examples: Annotated[list[dict[str, Any]], Meta(max_length=64)] | None = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
 
 
 class Choice(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -79,10 +52,10 @@ class MessagesMetadata(Struct, forbid_unknown_fields=True):
 
 
 class Thinking(Struct, forbid_unknown_fields=True):
-    """How much to think before the answer; advice that is not followed yet."""
+    """How much to think before the answer; advice."""
 
-    type: Literal["disabled", "enabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=1024)] | None = None
+    type: Literal["disabled", "enabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
     display: str | None = None
 
 
@@ -93,21 +66,29 @@ class OutputSchema(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class OutputConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     format: OutputSchema | None = None
+    effort: Annotated[str, Meta(max_length=64)] | None = None
+    """Advice that is not followed."""
 
 
 class Conversation(Struct, forbid_unknown_fields=True, kw_only=True):
     """What the two endpoints share."""
 
     model: Name
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=16384)]
     system: str | list[TextBlock] | None = None
-    tools: Annotated[list[ToolParam], Meta(max_length=128)] | None = None
+    tools: Annotated[list[ToolParam], Meta(max_length=1024)] | None = None
     tool_choice: AutoChoice | AnyChoice | NoChoice | NamedChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputSchema | None = None
+    """The older place of `output_config.format`."""
     cache_control: CacheControl | None = None
-    speed: Literal["standard"] | None = None
+    context_management: dict[str, Any] | None = None
+    """Advice about what to leave out of a long history; not followed."""
+    speed: Literal["standard", "fast"] | None = None
+    thread: Unsupported = UNSET
     mcp_servers: Unsupported = UNSET
+    compaction: Unsupported = UNSET
 
 
 class MessagesRequest(Conversation, kw_only=True):
@@ -129,8 +110,10 @@ class CountTokensRequest(Conversation, kw_only=True):
     """POST /v1/messages/count_tokens"""
 
 
-UNSUPPORTED = (
-    "mcp_servers",
-    "container",
-    "inference_geo",
-)
+UNSUPPORTED = {
+    "mcp_servers": "Connect the servers under `tools` in the server's configuration, or in the client.",
+    "compaction": "Ask for a summary in a message instead.",
+    "container": "Nothing runs code here; run it in the client.",
+    "inference_geo": "",
+}
+"""What would change the answer, or where it is made, with what to do instead."""

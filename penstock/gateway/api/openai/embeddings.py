@@ -1,8 +1,10 @@
-"""POST /v1/embeddings"""
+"""POST /v1/embeddings, and /pooling: the same vectors, or one per token, in vLLM's format."""
 
 from __future__ import annotations
 
 import base64
+import time
+import uuid
 from typing import Any
 
 from penstock.backends.embedder import FLOAT_BYTES, Embedder
@@ -13,12 +15,13 @@ from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.sampling import check_token_ids
-from penstock.gateway.generation.schemas import EmbeddingsRequest
+from penstock.gateway.generation.schemas import EmbeddingsRequest, PoolingRequest
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
 from penstock.routing.encoders import Encoders
 
 _decoder = RequestDecoder(EmbeddingsRequest)
+_pooling = RequestDecoder(PoolingRequest)
 _FORMS = "`input` must be a string, a list of strings, a list of token ids or a list of lists of token ids."
 
 
@@ -36,27 +39,67 @@ class EmbeddingEndpoints:
         identify(exchange, request.user, None)
         inputs = _inputs(request)
         embedder = self._encoder_work.find(exchange, request.model)
-        most = self._encoders.configs[embedder.name].max_texts
-        if len(inputs) > most:
-            raise InvalidRequest(f"`input` has {len(inputs)} texts; at most {most} go in one request.", param="input")
         info = await embedder.open()
-        _check(request, embedder, info)
-        characters = sum(len(text) for text in inputs)
-        async with self._encoder_work.text_work(exchange, embedder, characters):
-            found = await self._ids(exchange, embedder, info, inputs)
-            ids = [_fitted(text, request, embedder, info) for text in found]
+        ids = await self._prepared(exchange, request, embedder, info, inputs)
         tokens = sum(map(len, ids))
-        # Requests of batches have a lower priority.
-        work = embedder.run(ids, "sentence", priority=0 if batch_line(exchange) is None else 1)
+        work = embedder.run(ids, "sentence", priority=_priority(exchange))
         numbers = await self._encoder_work.run(exchange, embedder, len(ids), tokens, work)
-        size = info.dimensions * FLOAT_BYTES
-        vectors = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+        vectors = _vectors(numbers, info.dimensions, 0, len(ids))
         data = [
             {"object": "embedding", "index": index, "embedding": _written(vector, request.encoding_format)}
             for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         await exchange.reply_json({"object": "list", "data": data, "model": embedder.name, "usage": usage})
+
+    async def pooling(self, exchange: Exchange) -> None:
+        request = _pooling(exchange, await exchange.body(self._body_limit))
+        identify(exchange, request.user, None)
+        inputs = _inputs(request)
+        embedder = self._encoder_work.find(exchange, request.model or self._encoder_work.default)
+        info = await embedder.open()
+        ids = await self._prepared(exchange, request, embedder, info, inputs)
+        each = request.task == "token_embed"
+        work = embedder.run(ids, "tokens" if each else "sentence", priority=_priority(exchange))
+        tokens = sum(map(len, ids))
+        numbers = await self._encoder_work.run(exchange, embedder, len(ids), tokens, work)
+        data, start = [], 0
+        for index, text in enumerate(ids):
+            rows = len(text) if each else 1
+            vectors = _vectors(numbers, info.dimensions, start, rows)
+            start += rows
+            if request.encoding_format == "base64":
+                value: Any = _written(b"".join(vectors), "base64")
+            else:
+                value = [_written(vector, "float") for vector in vectors] if each else _written(vectors[0], "float")
+            data.append({"index": index, "object": "pooling", "data": value})
+        await exchange.reply_json(
+            {
+                "id": f"pool-{uuid.uuid4().hex}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": embedder.name,
+                "data": data,
+                "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
+            }
+        )
+
+    async def _prepared(
+        self,
+        exchange: Exchange,
+        request: EmbeddingsRequest | PoolingRequest,
+        embedder: Embedder,
+        info: EngineInfo,
+        inputs: list[str | list[int]],
+    ) -> list[list[int]]:
+        """The token ids that the encoder reads."""
+        most = self._encoders.configs[embedder.name].max_texts
+        if len(inputs) > most:
+            raise InvalidRequest(f"`input` has {len(inputs)} texts; at most {most} go in one request.", param="input")
+        _check(request, embedder, info)
+        async with self._encoder_work.text_work(exchange, embedder, sum(map(len, inputs))):
+            found = await self._ids(exchange, embedder, info, inputs)
+            return [_fitted(text, request, embedder, info) for text in found]
 
     async def _ids(
         self, exchange: Exchange, embedder: Embedder, info: EngineInfo, inputs: list[str | list[int]]
@@ -75,7 +118,18 @@ class EmbeddingEndpoints:
         return found
 
 
-def _inputs(request: EmbeddingsRequest) -> list[str | list[int]]:
+def _priority(exchange: Exchange) -> int:
+    """Requests of batches have a lower priority."""
+    return 0 if batch_line(exchange) is None else 1
+
+
+def _vectors(numbers: bytes, dimensions: int, start: int, rows: int) -> list[bytes]:
+    """`rows` vectors from the one numbered `start`."""
+    size = dimensions * FLOAT_BYTES
+    return [numbers[row * size : (row + 1) * size] for row in range(start, start + rows)]
+
+
+def _inputs(request: EmbeddingsRequest | PoolingRequest) -> list[str | list[int]]:
     given = request.input
     if isinstance(given, str):
         given = [given]
@@ -92,7 +146,7 @@ def _inputs(request: EmbeddingsRequest) -> list[str | list[int]]:
     return inputs
 
 
-def _check(request: EmbeddingsRequest, embedder: Embedder, info: EngineInfo) -> None:
+def _check(request: EmbeddingsRequest | PoolingRequest, embedder: Embedder, info: EngineInfo) -> None:
     if info.scores:
         raise InvalidRequest(
             f"`{embedder.name}` is a cross-encoder: it scores pairs of texts (/v1/rerank) and has no vectors.",
@@ -113,7 +167,9 @@ def _check(request: EmbeddingsRequest, embedder: Embedder, info: EngineInfo) -> 
         )
 
 
-def _fitted(ids: list[int], request: EmbeddingsRequest, embedder: Embedder, info: EngineInfo) -> list[int]:
+def _fitted(
+    ids: list[int], request: EmbeddingsRequest | PoolingRequest, embedder: Embedder, info: EngineInfo
+) -> list[int]:
     if request.truncate_prompt_tokens is not None:
         limit = request.truncate_prompt_tokens
         return embedder.text.cut(ids, info.max_model_len if limit == -1 else limit)

@@ -1,4 +1,5 @@
-"""POST /v1/rerank: documents in order of how well they answer a query, as Cohere's and Jina's clients expect it."""
+"""POST /v1/rerank, /rerank and /v2/rerank: documents in order of how well they answer a query, as clients of Cohere,
+Jina and vLLM expect it."""
 
 from __future__ import annotations
 
@@ -44,9 +45,12 @@ class RerankEndpoints:
         query = request.query
         query = await self._guardrails.prompt(exchange, query)
         texts = [await self._guardrails.prompt(exchange, text) for text in texts]
+        whole = texts
         info = await embedder.open()
         window, tenant = info.max_model_len, exchange.caller.tenant
         async with self._encoder_work.text_work(exchange, embedder, exchange.body_size):
+            if request.max_tokens_per_doc:
+                texts = await embedder.beginnings(texts, request.max_tokens_per_doc, tenant=tenant)
             found = await embedder.tokenize([query, *texts], window, tenant=tenant)
             asked, *lengths = [min(len(ids), window) for ids in found]
             if asked >= window:
@@ -55,13 +59,13 @@ class RerankEndpoints:
         tokens = sum(lengths) + asked * (len(texts) if info.scores else 1)
         work = embedder.rerank(query, texts, tenant=tenant)
         values = (await self._encoder_work.run(exchange, embedder, len(texts), tokens, work)).values
-        scores = [_share(value) for value in values] if info.scores else values
+        scores = [share(value) for value in values] if info.scores else values
         order = sorted(range(len(texts)), key=lambda index: -scores[index])
         results: list[dict[str, Any]] = []
-        for index in order[: request.top_n]:
+        for index in order[: request.top_n or None]:
             result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
             if request.return_documents:
-                result["document"] = {"text": texts[index]}
+                result["document"] = {"text": whole[index]}
             results.append(result)
         await exchange.reply_json(
             {
@@ -75,6 +79,6 @@ class RerankEndpoints:
         )
 
 
-def _share(logit: float) -> float:
+def share(logit: float) -> float:
     """The logit of a cross-encoder as a score between 0 and 1."""
     return 1.0 / (1.0 + math.exp(-logit)) if logit > -700 else 0.0

@@ -1,4 +1,5 @@
-"""POST /v1/tokenize and /v1/detokenize: the tokens and cost of a prompt, without inference."""
+"""POST /v1/tokenize and /v1/detokenize: the tokens and cost of a prompt, without inference. `/tokenize` and
+`/detokenize` are the same under vLLM's paths."""
 
 from __future__ import annotations
 
@@ -25,13 +26,24 @@ from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry, ServedModel
 
 _tokenize = RequestDecoder(TokenizeRequest, strip_parts)
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "documents")
 _detokenize = RequestDecoder(DetokenizeRequest)
 
 
 class TokenEndpoints:
     """Counts tokens."""
 
-    def __init__(self, registry: ModelRegistry, tokenization: Tokenization, quotas: Quotas, body_limit: int) -> None:
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        tokenization: Tokenization,
+        quotas: Quotas,
+        body_limit: int,
+        *,
+        request_templates: bool = False,
+    ) -> None:
+        """`request_templates`: whether requests may bring a chat template."""
+        self._request_templates = request_templates
         self._registry = registry
         self._tokenization = tokenization
         self._quotas = quotas
@@ -41,16 +53,16 @@ class TokenEndpoints:
         request = _tokenize(exchange, await exchange.body(self._body_limit))
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("Send either `prompt` or `messages`.", param="prompt")
-        if request.messages is not None and request.add_special_tokens is not None:
+        if request.messages is not None and request.add_special_tokens:
             raise InvalidRequest(
                 "`add_special_tokens` goes with `prompt`; the chat template writes its own.", param="add_special_tokens"
             )
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        for name in CHAT_OPTIONS:
             if request.prompt is not None and getattr(request, name) is not None:
                 raise InvalidRequest(f"`{name}` goes with `messages`.", param=name)
         if request.tools and request.messages is None:
             raise InvalidRequest("`tools` go with `messages`.", param="tools")
-        model = find_model(self._registry, exchange, request.model)
+        model = find_model(self._registry, exchange, request.model or self._registry.first.name)
         async with self._quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
             tokens = await self._tokens(exchange, request, model)
             work.tokens = len(tokens)
@@ -60,11 +72,13 @@ class TokenEndpoints:
             "output": (request.max_tokens or 0) * model.output_price / 1e6,
         }
         estimate["total"] = estimate["input"] + estimate["output"]
+        spelled = [model.text.token_spelling(token) for token in tokens] if request.return_token_strs else None
         await exchange.reply_json(
             {
                 "object": "tokenization",
                 "model": model.name,
                 "tokens": tokens,
+                "token_strs": spelled,
                 "count": count,
                 "max_model_len": window,
                 "fits": window is None or count + (request.max_tokens or 1) <= window,
@@ -83,7 +97,7 @@ class TokenEndpoints:
                 tenant=tenant,
                 most=most,
                 tools=tuple(map(tool_of, request.tools or ())),
-                options=prompt_options(request),
+                options=prompt_options(request, allow_template=self._request_templates),
             )
         else:
             text = request.prompt or ""
@@ -96,13 +110,15 @@ class TokenEndpoints:
 
     async def detokenize(self, exchange: Exchange) -> None:
         request = _detokenize(exchange, await exchange.body(self._body_limit))
-        model = find_model(self._registry, exchange, request.model)
+        model = find_model(self._registry, exchange, request.model or self._registry.first.name)
         count, most = len(request.tokens), most_counted(model)
         async with self._quotas.text_work(exchange, model.base_name, count, only=True) as work:
             work.tokens = count
             check_counted(count, most, "tokens")
             check_token_ids(request.tokens, model.text.vocab_size, "tokens")
-            text = await self._tokenization.decode(model, request.tokens, tenant=exchange.caller.tenant)
+            skip = bool(request.skip_special_tokens)
+            tenant = exchange.caller.tenant
+            text = await self._tokenization.decode(model, request.tokens, tenant=tenant, skip_special=skip)
         await exchange.reply_json(
             {
                 "object": "detokenization",
