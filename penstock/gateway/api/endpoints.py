@@ -15,7 +15,8 @@ from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
-from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
+from penstock.gateway.api.openai.responses.schemas import InputTokensRequest, ResponsesRequest
+from penstock.gateway.api.openai.responses.stored import ItemsQuery, ResponseQuery, StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
@@ -77,12 +78,43 @@ ENDPOINTS = (
         ResponsesRequest,
         serves_tokens=True,
     ),
-    Endpoint("GET", "/v1/responses/{response}", ResponseEndpoints.get_response, "A stored response.", "Inference"),
+    Endpoint(
+        "POST",
+        "/v1/responses/input_tokens",
+        ResponseEndpoints.count_input_tokens,
+        "Count the tokens of a response's prompt.",
+        "Tokens",
+        InputTokensRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{response}",
+        StoredResponseEndpoints.get_response,
+        "A stored response, whole or as events.",
+        "Inference",
+        query=ResponseQuery,
+    ),
     Endpoint(
         "DELETE",
         "/v1/responses/{response}",
-        ResponseEndpoints.delete_response,
+        StoredResponseEndpoints.delete_response,
         "Delete a stored response.",
+        "Inference",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{response}/input_items",
+        StoredResponseEndpoints.list_input_items,
+        "What a stored response answers.",
+        "Inference",
+        query=ItemsQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/{response}/cancel",
+        StoredResponseEndpoints.cancel_response,
+        "Cancel a response in the background; there are none.",
         "Inference",
     ),
     Endpoint("GET", "/v1/tools", ToolEndpoints.list_tools, "Tools that the server runs for you.", "Inference"),

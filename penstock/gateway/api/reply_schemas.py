@@ -43,7 +43,7 @@ _MESSAGE = obj(role=word("assistant"), content=maybe(STRING))
 _MODEL = obj(
     id=STRING, object=word("model"), created=INTEGER, owned_by=STRING, aliases=many(STRING),
     context_window=maybe(INTEGER), limits=maybe(ANY_OBJECT), ready=BOOLEAN, state=STRING, capabilities=ANY_OBJECT,
-    pricing=ANY_OBJECT,
+    sampling=ANY_OBJECT, pricing=ANY_OBJECT,
 )  # fmt: skip
 _ADAPTER = obj(id=STRING, object=word("adapter"), model=STRING)
 _TENANT = obj(id=STRING, object=word("tenant"), name=STRING, tier=STRING)
@@ -111,6 +111,9 @@ _SCHEMAS: dict[str, Schema] = {
         stop_reason=maybe(STRING),
         usage=obj(input_tokens=INTEGER, output_tokens=INTEGER),
     ),
+    "count_input_tokens": obj(object=word("response.input_tokens"), input_tokens=INTEGER),
+    "list_input_items": listing(ANY_OBJECT, **_PAGE),
+    "cancel_response": _RESPONSE,
     "count_tokens": obj(input_tokens=INTEGER),
     "embeddings": listing(ANY_OBJECT, model=STRING, usage=ANY_OBJECT),
     "rerank": obj(id=STRING, object=word("list"), model=STRING, results=many(ANY_OBJECT), usage=ANY_OBJECT),

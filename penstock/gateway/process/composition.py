@@ -38,6 +38,7 @@ from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
+from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import Check, HealthEndpoints
@@ -300,6 +301,7 @@ async def compose(
             ChatEndpoints(pipeline, conversations, server_tools),
             CompletionEndpoints(pipeline),
             ResponseEndpoints(pipeline, conversations, responses),
+            StoredResponseEndpoints(responses),
             MessageEndpoints(pipeline),
             EmbeddingEndpoints(encoders, encoder_work, guardrails, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),

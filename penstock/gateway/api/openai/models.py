@@ -66,6 +66,7 @@ class ModelEndpoints:
             "vocab_size": model.text.vocab_size,
             "max_output_tokens": min(caps, default=None),
             "limits": self._quotas.describe(caller),
+            "sampling": model.sampling.given,
             "ready": model.backend.ready,
             "state": model.state,
             "capabilities": {
