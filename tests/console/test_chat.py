@@ -210,7 +210,7 @@ async def test_on_a_phone_composer_and_sheets_fit(
         system = page.get_by_label("System prompt")
         await expect(system).to_be_visible()
         await page.wait_for_function(
-            "document.querySelector('.sheet').getBoundingClientRect().bottom <= innerHeight + 1"
+            "document.querySelector('.chat-sheet').getBoundingClientRect().bottom <= innerHeight + 1"
         )
         await inside(page, system)
         await page.get_by_role("button", name="Close settings").click()

@@ -23,10 +23,10 @@ export default {
       <template v-else>
         <details v-if="message.reasoning" class="reasoning"><summary>{{ thinking ? 'Thinking…' : message.thought ? 'Thought for ' + duration(message.thought) : 'Reasoning' }}</summary><rich-text :source="message.reasoning" /></details>
         <rich-text v-if="message.content" :source="message.content" :context="context" @cite="(n) => $emit('cite', n)" />
-        <div v-else-if="running && !message.reasoning" class="waiting" role="status" aria-label="Waiting for the answer"><i></i><i></i><i></i></div>
+        <div v-else-if="running && !message.reasoning" class="dots" role="status" aria-label="Waiting for the answer"><i></i><i></i><i></i></div>
         <div v-for="tool in message.tools" :key="tool.id" class="chunk"><strong>{{ tool.name }}</strong> {{ tool.arguments }}</div>
         <div v-if="cited.length" class="sources" aria-label="Sources"><button v-for="one in cited" :key="one.n" type="button" @click="$emit('cite', one.n)"><b>{{ one.n }}</b> {{ one.title }}</button></div>
-        <div v-if="message.problem" class="problem" role="alert"><q-icon name="error_outline" /> <span>{{ message.problem }}</span><q-btn flat dense no-caps size="sm" label="Try again" :disable="busy" @click="$emit('again')" /></div>
+        <div v-if="message.problem" class="trouble" role="alert"><q-icon name="error_outline" /> <span>{{ message.problem }}</span><q-btn flat dense no-caps size="sm" label="Try again" :disable="busy" @click="$emit('again')" /></div>
         <div v-if="message.facts" class="facts" data-test="facts">
           <span v-if="message.facts.ttft != null" title="Time to first token">TTFT {{ duration(message.facts.ttft) }}</span>
           <span v-if="message.facts.rate != null">{{ number(message.facts.rate) }} tokens/s</span>

@@ -9,7 +9,7 @@ export default {
     <q-dialog v-model="open"><q-card class="source" role="dialog" aria-label="Source">
       <q-card-section class="row items-start no-wrap"><div class="col"><div class="text-subtitle1">{{ n }}. {{ title }}</div><div class="muted">{{ where }}</div></div><q-btn v-close-popup flat round dense icon="close" aria-label="Close" /></q-card-section>
       <q-card-section class="scroll" style="max-height: 60vh">
-        <div v-if="problem" class="problem" role="alert">{{ problem }}</div>
+        <div v-if="problem" class="trouble" role="alert">{{ problem }}</div>
         <q-spinner v-else-if="text === null" size="sm" />
         <div v-else class="passage" tabindex="0">{{ text }}</div>
       </q-card-section>

@@ -51,7 +51,7 @@ export default {
         </div>
         <q-btn v-if="!following && messages.length" class="jump" round dense unelevated color="primary" icon="arrow_downward" aria-label="Go to the end" @click="follow" />
         <div class="composer">
-          <div v-if="problem" class="problem" role="alert"><q-icon name="error_outline" /><span>{{ problem }}</span><q-btn v-if="retry" flat dense no-caps size="sm" label="Try again" :disable="!!running" @click="retry()" /><q-btn flat dense round size="sm" icon="close" aria-label="Dismiss" @click="problem = ''" /></div>
+          <div v-if="problem" class="trouble" role="alert"><q-icon name="error_outline" /><span>{{ problem }}</span><q-btn v-if="retry" flat dense no-caps size="sm" label="Try again" :disable="!!running" @click="retry()" /><q-btn flat dense round size="sm" icon="close" aria-label="Dismiss" @click="problem = ''" /></div>
           <div class="box" :class="{ over }">
             <div v-if="chat.files.length" class="files"><span v-for="file in chat.files" :key="file.key" class="file" :class="file.status" :title="file.error || ''"><q-spinner v-if="!ended(file)" size="14px" /><q-icon v-else :name="file.status === 'failed' ? 'error_outline' : 'description'" />
               <span class="name">{{ file.name }}</span><small>{{ progress(file) }}</small><button type="button" :aria-label="'Remove ' + file.name" @click="unattach(file)">×</button></span></div>
@@ -69,8 +69,8 @@ export default {
         </div>
       </section>
       <chat-settings v-if="tuning && roomy" v-bind="settingsOf" v-on="settingsActs" />
-      <q-dialog v-if="!wide" v-model="listing" position="left" full-height><div class="sheet side"><chat-history v-bind="historyOf" v-on="historyActs" /></div></q-dialog>
-      <q-dialog v-if="!roomy" v-model="tuning" :position="narrow ? 'bottom' : 'right'" :full-height="!narrow" :full-width="narrow"><div class="sheet" :class="narrow ? 'bottom' : 'side'"><chat-settings v-bind="settingsOf" v-on="settingsActs" /></div></q-dialog>
+      <q-dialog v-if="!wide" v-model="listing" position="left" full-height><div class="chat-sheet side"><chat-history v-bind="historyOf" v-on="historyActs" /></div></q-dialog>
+      <q-dialog v-if="!roomy" v-model="tuning" :position="narrow ? 'bottom' : 'right'" :full-height="!narrow" :full-width="narrow"><div class="chat-sheet" :class="narrow ? 'bottom' : 'side'"><chat-settings v-bind="settingsOf" v-on="settingsActs" /></div></q-dialog>
       <q-dialog v-model="coding">
         <q-card style="width: 760px; max-width: 94vw">
           <q-tabs v-model="language" dense align="left" no-caps><q-tab name="curl" label="curl" /><q-tab name="python" label="Python" /></q-tabs>
