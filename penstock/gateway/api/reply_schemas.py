@@ -43,7 +43,7 @@ _MESSAGE = obj(role=word("assistant"), content=maybe(STRING))
 _MODEL = obj(
     id=STRING, object=word("model"), created=INTEGER, owned_by=STRING, aliases=many(STRING),
     context_window=maybe(INTEGER), limits=maybe(ANY_OBJECT), ready=BOOLEAN, state=STRING, capabilities=ANY_OBJECT,
-    pricing=ANY_OBJECT,
+    sampling=ANY_OBJECT, pricing=ANY_OBJECT,
 )  # fmt: skip
 _ADAPTER = obj(id=STRING, object=word("adapter"), model=STRING)
 _TENANT = obj(id=STRING, object=word("tenant"), name=STRING, tier=STRING)
