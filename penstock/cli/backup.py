@@ -56,7 +56,9 @@ def backup(
     if found:
         typer.echo(f"{to}: {len(found)} files, {sum((to / name).stat().st_size for name, _ in found):,} bytes")
     for url in elsewhere:
-        typer.echo(f"Not copied: {redacted(url)}; copy it with: pg_dump --format=custom --file={to}/penstock.dump URL")
+        typer.echo(
+            f"Not copied: {redacted(url)}; copy it with: pg_dump --format=custom --file={to}/postgresql.dump URL"
+        )
 
 
 def _urls(config: Config) -> list[str]:
