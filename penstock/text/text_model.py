@@ -168,6 +168,17 @@ class TextModel:
         return self._template is not None and self._template.knows_tools
 
     @property
+    def special_tokens(self) -> dict[str, str | None]:
+        """How the special tokens that templates and benchmarks ask for are spelled."""
+        known = {} if self._template is None else self._template.variables
+        ends = self.token_spelling(self.eos_token_ids[0]) if self.eos_token_ids else None
+        return {
+            "bos_token": known.get("bos_token") or None,
+            "eos_token": ends,
+            "pad_token": known.get("pad_token") or None,
+        }
+
+    @property
     def template_names(self) -> frozenset[str]:
         """The variables that the chat template expects."""
         return frozenset() if self._template is None else self._template.names

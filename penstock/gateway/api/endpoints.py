@@ -18,7 +18,7 @@ from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.schemas import InputTokensRequest, ResponsesRequest
 from penstock.gateway.api.openai.responses.stored import ItemsQuery, ResponseQuery, StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
-from penstock.gateway.api.openai.tokenize import TokenEndpoints
+from penstock.gateway.api.openai.tokenize import TokenEndpoints, TokenizerQuery
 from penstock.gateway.api.operations.health import HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.app.dialects import ANTHROPIC
@@ -279,6 +279,14 @@ ENDPOINTS = (
         "Tokens",
         DetokenizeRequest,
         serves_tokens=True,
+    ),
+    Endpoint(
+        "GET",
+        "/tokenizer_info",
+        TokenEndpoints.tokenizer_info,
+        "Special tokens, chat template and size of a model's tokenizer.",
+        "Tokens",
+        query=TokenizerQuery,
     ),
     Endpoint(
         "POST",
