@@ -18,7 +18,7 @@ from penstock.gateway.app.endpoint import Endpoint
 TAG = "Ollama"
 OLLAMA = (
     *(
-        Endpoint("POST", path, handler, summary, TAG, body, serves_tokens=True, dialect=DIALECT)
+        Endpoint("POST", path, handler, summary, TAG, body, serves_tokens=True, untyped=True, dialect=DIALECT)
         for path, handler, summary, body in (
             ("/api/chat", OllamaEndpoints.ollama_chat, "Answer a conversation.", OllamaChatRequest),
             ("/api/generate", OllamaEndpoints.ollama_generate, "Answer or continue a prompt.", OllamaGenerateRequest),
@@ -28,7 +28,16 @@ OLLAMA = (
     ),
     Endpoint("GET", "/api/tags", OllamaEndpoints.ollama_tags, "The models served here.", TAG, dialect=DIALECT),
     Endpoint("GET", "/api/ps", OllamaEndpoints.ollama_ps, "The models in memory.", TAG, dialect=DIALECT),
-    Endpoint("POST", "/api/show", OllamaEndpoints.ollama_show, "One model.", TAG, OllamaNamedRequest, dialect=DIALECT),
+    Endpoint(
+        "POST",
+        "/api/show",
+        OllamaEndpoints.ollama_show,
+        "One model.",
+        TAG,
+        OllamaNamedRequest,
+        untyped=True,
+        dialect=DIALECT,
+    ),
     Endpoint(
         "GET",
         "/api/version",

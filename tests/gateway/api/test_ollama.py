@@ -191,6 +191,18 @@ async def test_what_is_served(serving: Serving, encoder_endpoint: str) -> None:
         assert shown["capabilities"] == ["embedding"] and shown["model_info"]["bert.embedding_length"] == 384
 
 
+async def test_programs_need_not_say_json_but_pages_do(serving: Serving) -> None:
+    async with serving() as running:
+        body = json.dumps({"model": "tiny", "messages": HI, "stream": False}).encode()
+        form = {"content-type": "application/x-www-form-urlencoded"}
+        for headers, status in (({}, 200), (form, 200), ({**form, "origin": "http://evil.example"}, 403)):
+            reply = await running.client.post("/api/chat", content=body, headers=headers)
+            assert reply.status_code == status, reply.text
+        own = {**form, "origin": f"http://127.0.0.1:{running.port}"}
+        assert (await running.client.post("/api/chat", content=body, headers=own)).status_code == 403
+        assert (await running.client.post("/api/pull", content=b'{"model": "x"}', headers=form)).status_code == 415
+
+
 async def test_models_cannot_be_changed_like_files(serving: Serving) -> None:
     async with serving() as running:
         have = await running.client.post("/api/pull", json={"model": "tiny"})

@@ -157,8 +157,8 @@ def _sample(chat: ChatRequest | CompletionRequest, request: Answered) -> None:
 
 
 class _History:
-    """Messages with calls and results under ids, which are optional in this API: a result without one answers the
-    oldest open call, of its `tool_name` where it has one."""
+    """Messages with calls and results under ids, which are optional in this API: a result without one that is
+    known answers the oldest open call, of its `tool_name` where it has one."""
 
     def __init__(self, given: list[OllamaMessage]) -> None:
         self._open: list[tuple[str, str]] = []
@@ -187,11 +187,11 @@ class _History:
         return ToolCall(id=id, function=FunctionCall(name=function.name, arguments=arguments))
 
     def _answered(self, message: OllamaMessage, at: str) -> str:
-        if message.tool_call_id:
-            self._open = [call for call in self._open if call[0] != message.tool_call_id]
-            return message.tool_call_id
-        for index, (id, name) in enumerate(self._open):
+        for index, (id, _) in enumerate(self._open):
+            if id == message.tool_call_id:
+                return self._open.pop(index)[0]
+        # Some clients keep the ids of results and drop those of calls.
+        for index, (_, name) in enumerate(self._open):
             if message.tool_name in (None, "", name):
-                del self._open[index]
-                return id
+                return self._open.pop(index)[0]
         raise InvalidRequest(f"`{at}` answers no call: no `tool_calls` before it fits.", param=at)
