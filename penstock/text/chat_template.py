@@ -57,10 +57,12 @@ class ChatTemplate:
         self._globals = dict(environment.globals)
         if "default" not in self._templates:
             raise CheckpointError(f"the model has chat templates {sorted(named)} but none named 'default'")
-        self._variables = dict(variables)
+        self.variables = dict(variables)
         tool_use = "tool_use" if "tool_use" in named else "default"
         self.source = named[tool_use]
         """The template for conversations with tools."""
+        self.names = frozenset[str]().union(*(template.names for template in self._templates.values()))
+        """The variables that it expects."""
         self.knows_tools = "tools" in self._templates[tool_use].names
 
     def render(
@@ -86,7 +88,7 @@ class ChatTemplate:
             template = self._templates["tool_use"]
         variables = {
             **self._globals,
-            **self._variables,
+            **self.variables,
             "documents": None,
             **(template_kwargs or {}),
             "messages": list(messages),

@@ -26,11 +26,17 @@ class Vocabulary(Protocol):
 
     def is_special(self, token: int) -> bool: ...
 
+    def begins_text(self, token: int) -> bool:
+        """Whether the text behind this token was encoded like the beginning of a text."""
+        ...
+
 
 class IncrementalDetokenizer:
     """Decodes one sequence of tokens, a few at a time.
 
-    With `continuation` the tokens continue a text instead of beginning one, so a leading space is kept.
+    With `continuation` the tokens continue a text instead of beginning one, so a leading space is kept. Without
+    `skip_special` the text is exactly that which was encoded: where a tokenizer puts a space behind control tokens as
+    it does at the beginning, that space goes too.
     """
 
     __slots__ = ("_decoder", "_shown", "_skip_special", "_strip", "_vocabulary")
@@ -61,9 +67,18 @@ class IncrementalDetokenizer:
                     if not vocabulary.is_special(token) or token in shown
                 ]
             )
+        elif vocabulary.strips_first_space:
+            return "".join(map(self._exact, tokens))
         else:
             data = b"".join([vocabulary.token_bytes(token) for token in tokens])
         return self._first(self._decoder.decode(data)) if data else ""
+
+    def _exact(self, token: int) -> str:
+        text = self._decoder.decode(self._vocabulary.token_bytes(token))
+        if self._vocabulary.begins_text(token):
+            self._strip = True
+            return text
+        return self._first(text)
 
     def flush(self) -> str:
         """The rest when no token follows: a replacement character if a character is incomplete."""

@@ -12,9 +12,11 @@ from collections.abc import Iterable
 class StopStrings:
     """Searches one stream of text for several stop strings."""
 
-    __slots__ = ("_held", "_matched", "_stops")
+    __slots__ = ("_held", "_include", "_matched", "_stops")
 
-    def __init__(self, stops: Iterable[str]) -> None:
+    def __init__(self, stops: Iterable[str], *, include: bool = False) -> None:
+        """`include`: the match itself is shown too."""
+        self._include = include
         self._stops = tuple(dict.fromkeys(stop for stop in stops if stop))
         self._held = ""
         self._matched: str | None = None
@@ -30,7 +32,7 @@ class StopStrings:
         if match is not None:
             start, self._matched = match
             self._held = ""
-            return text[:start], self._matched
+            return text[: start + len(self._matched) if self._include else start], self._matched
         keep = self._possible_start(text)
         self._held = text[keep:]
         return text[:keep], None

@@ -13,13 +13,16 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from penstock.config.sampling import UNSET_DEFAULTS, SamplingDefaults
+from penstock.errors import CheckpointError
 from penstock.text.chat_template import ChatTemplate, ChatTemplateError, TemplateTooHeavy, flatten
 from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.guard import Guard, SpecialTokens
+from penstock.text.infill import InfillTokens, infill_tokens
 from penstock.text.system_messages import Places, places
 from penstock.text.template_meter import WORK
 from penstock.text.token_bytes import decoding_rule
-from penstock.text.tokenizer_calls import encode_ids, most_bytes_per_token
+from penstock.text.tokenizer_calls import encode_ids, ending, most_bytes_per_token
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
@@ -27,6 +30,8 @@ Tools = Sequence[Mapping[str, Any]]
 QUICK_WORK = 10_000
 QUICK_CHARACTERS = 16384
 """What a chat may take on an event loop: work in units of `template_meter`, and text to tokenize."""
+OTHER_TEMPLATES = 16
+"""Compiled templates of requests that are kept."""
 
 
 class TextModel:
@@ -40,6 +45,7 @@ class TextModel:
         eos_token_ids: Iterable[int] = (),
         vocab_size: int | None = None,
         context_length: int | None = None,
+        sampling: SamplingDefaults = UNSET_DEFAULTS,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -52,10 +58,15 @@ class TextModel:
         self.vocab_size: int = vocab_size or tokenizer.get_vocab_size()
         """Number of ids of the model; some may have no token."""
         self.context_length = context_length
+        self.sampling = sampling
+        """What the checkpoint's makers recommend."""
         self._bytes: list[bytes | None] = [None] * max(self.vocab_size, max(self._added, default=0) + 1)
         self._before, self._after = self._surroundings()
+        self._begins_text = self._section_marks() if self.strips_first_space else frozenset()
         self._guarded: tuple[Tokenizer, dict[int, int]] | None = None
         self._guarded_lock = threading.Lock()
+        self._others: dict[str, ChatTemplate] = {}
+        self._other_lock = threading.Lock()
         turn_end = self._turn_end()
         ends = [*eos_token_ids, *([turn_end] if turn_end is not None else [])]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ends))
@@ -64,17 +75,28 @@ class TextModel:
     # --- text to ids
 
     def encode(
-        self, text: str, *, special: bool = True, add_special_tokens: bool | None = None, most: int | None = None
+        self,
+        text: str,
+        *,
+        special: bool = True,
+        add_special_tokens: bool | None = None,
+        most: int | None = None,
+        last: int | None = None,
     ) -> list[int]:
         """Token ids of a text.
 
         `special`: control tokens spelled out in the text are recognised; without it they are ordinary text.
         `add_special_tokens`: adds special tokens at both ends, such as BOS, as the model's tokenizer does; the same
         as `special` when not given. `most`: of a longer text only the first ids come back, more than `most`, without
-        the work of making them all.
+        the work of making them all. `last`: of a longer text only so many ids at its end, special tokens included.
         """
         if add_special_tokens is None:
             add_special_tokens = special
+        if last is not None:
+            around = len(self._before) + len(self._after) if add_special_tokens else 0
+            ids = self.encode(ending(self._tokenizer, text, last), special=special, add_special_tokens=False)
+            ids = ids[-(last - around) :] if last > around else []
+            return [*self._before, *ids, *self._after][:last] if add_special_tokens else ids
         if special:
             return encode_ids(self._tokenizer, text, add_special_tokens=add_special_tokens, most=most)
         ids = self._encode_guarded(text, most)
@@ -109,11 +131,12 @@ class TextModel:
         template_kwargs: Mapping[str, Any] | None = None,
         template: ChatTemplate | None = None,
         most: int | None = None,
+        last: int | None = None,
         quick: bool = False,
     ) -> list[int]:
         """Token ids of a chat's prompt. Control tokens come only from the template, never from messages.
-        `continue_final`: see `ChatTemplate.render`. `template`: used instead of the model's own. `most`: see `encode`.
-        `quick`: `TemplateTooHeavy` if that would take more than a millisecond or so."""
+        `continue_final`: see `ChatTemplate.render`. `template`: used instead of the model's own. `most` and `last`:
+        see `encode`. `quick`: `TemplateTooHeavy` if that would take more than a millisecond or so."""
         guard = Guard(self._special)
         rendered = (template or self._chat_template()).render(
             guard.messages(flatten(messages)),
@@ -125,7 +148,10 @@ class TextModel:
         )
         if quick and len(rendered) > QUICK_CHARACTERS:
             raise TemplateTooHeavy(f"the prompt has {len(rendered)} characters")
-        return self._encode_guarded(guard.restore(self._special.rename(rendered)), most)
+        text = guard.restore(self._special.rename(rendered))
+        if last is not None:
+            return self._encode_guarded(ending(self._guarded_tokenizer()[0], text, last))[-last:]
+        return self._encode_guarded(text, most)
 
     @property
     def has_chat_template(self) -> bool:
@@ -141,6 +167,27 @@ class TextModel:
         """Whether the chat template supports tools."""
         return self._template is not None and self._template.knows_tools
 
+    @property
+    def template_names(self) -> frozenset[str]:
+        """The variables that the chat template expects."""
+        return frozenset() if self._template is None else self._template.names
+
+    def other_template(self, source: str) -> ChatTemplate:
+        """A template that came with a request, compiled; the last few are kept."""
+        with self._other_lock:
+            known = self._others.pop(source, None)
+            if known is None:
+                try:
+                    known = ChatTemplate(source, {} if self._template is None else self._template.variables)
+                except CheckpointError as error:
+                    raise ChatTemplateError(
+                        str(error).replace("the model's chat template", "`chat_template`")
+                    ) from error
+            self._others[source] = known
+            if len(self._others) > OTHER_TEMPLATES:
+                del self._others[next(iter(self._others))]
+            return known
+
     @functools.cached_property
     def system_messages(self) -> Places:
         """Where the chat template takes system messages."""
@@ -150,6 +197,16 @@ class TextModel:
         if self._template is None:
             raise ChatTemplateError("this model has no chat template; send a plain text prompt instead of messages")
         return self._template
+
+    @functools.cached_property
+    def infill(self) -> InfillTokens | None:
+        """How the model is asked to fill a gap; None: it has no tokens for that."""
+        return infill_tokens(self.token_id)
+
+    def between(self, infill: InfillTokens, before: list[int], after: str) -> list[int]:
+        """The prompt for the gap between `before` and `after`."""
+        prompt = infill.prompt(before, self.encode(after, add_special_tokens=False))
+        return [*self._before, *prompt]
 
     @functools.cached_property
     def most_bytes_per_token(self) -> int | None:
@@ -206,6 +263,16 @@ class TextModel:
         detokenizer = self.detokenizer(skip_special=skip_special)
         return detokenizer.push(tokens) + detokenizer.flush()
 
+    def added_length(self, tokens: Sequence[int], text: str) -> int:
+        """Characters of the special tokens that the tokenizer put before `text` to make `tokens`."""
+        before = self._before
+        if not before or list(tokens[: len(before)]) != before:
+            return 0
+        added = self.decode(before, skip_special=False)
+        return (
+            0 if text.startswith(added) and self.encode(text, add_special_tokens=False) == list(tokens) else len(added)
+        )
+
     def detokenizer(
         self, *, skip_special: bool = True, continuation: bool = False, shown: frozenset[int] = frozenset()
     ) -> IncrementalDetokenizer:
@@ -236,6 +303,10 @@ class TextModel:
         found: int | None = self._tokenizer.token_to_id(spelling)
         return found
 
+    def begins_text(self, token: int) -> bool:
+        """Whether the text behind this token is encoded like the beginning of a text, with a space before it."""
+        return token in self._begins_text
+
     def is_special(self, token: int) -> bool:
         """Whether a token is a control token, which is not shown in text."""
         return token in self._special_ids
@@ -250,6 +321,22 @@ class TextModel:
             if full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]
         return [], []
+
+    def _section_marks(self) -> frozenset[int]:
+        """Added tokens behind which the tokenizer puts a space, as it does at the beginning of a text."""
+        alone = self._tokenizer.encode("a", add_special_tokens=False).ids
+        known: dict[tuple[bool, bool], bool] = {}
+        found = set()
+        for token, added in self._added.items():
+            kind = added.normalized, added.special
+            if kind not in known:
+                known[kind] = self._tokenizer.encode(f"{added.content}a", add_special_tokens=False).ids == [
+                    token,
+                    *alone,
+                ]
+            if known[kind]:
+                found.add(token)
+        return frozenset(found)
 
     def _turn_end(self) -> int | None:
         """The control token that ends an assistant's turn in the template."""

@@ -67,6 +67,22 @@ def beginning(tokenizer: Tokenizer, text: str, most: int) -> str | None:
     return None
 
 
+def ending(tokenizer: Tokenizer, text: str, last: int) -> str:
+    """The end of a text that has its last `last` tokens, and some before them: a cut changes tokens next to it only.
+
+    It is counted in pieces of bounded size, from the end.
+    """
+    count, end = 0, len(text)
+    piece = min(PIECE, max(_LEAST_PIECE, BYTES_PER_TOKEN * last))
+    while end > 0 and count <= last:
+        start = max(_cut(text, end - piece), 0) if end > piece else 0
+        if start >= end:
+            start = max(end - piece, 0)
+        count += len(tokenizer.encode_batch_fast([text[start:end]], add_special_tokens=False)[0]) - CUT_TOKENS
+        end = start
+    return text[end:]
+
+
 def _cut(text: str, at: int) -> int:
     """A place to cut near `at`, between a word and the space after it if there is one: tokens do not cross it."""
     if at >= len(text):

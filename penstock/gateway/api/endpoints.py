@@ -16,7 +16,8 @@ from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
-from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
+from penstock.gateway.api.openai.responses.schemas import InputTokensRequest, ResponsesRequest
+from penstock.gateway.api.openai.responses.stored import ItemsQuery, ResponseQuery, StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
@@ -25,6 +26,12 @@ from penstock.gateway.app.dialects import ANTHROPIC
 from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints, BatchesQuery, BatchRequest
 from penstock.gateway.batches.file_endpoints import FILE_FORM, FileEndpoints, FilesQuery
+from penstock.gateway.batches.message_batches import (
+    MessageBatchEndpoints,
+    MessageBatchesQuery,
+    MessageBatchQuery,
+    MessageBatchRequest,
+)
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, ConversationQuery, ConversationsQuery
 from penstock.gateway.generation.schemas import (
     ChatRequest,
@@ -78,12 +85,43 @@ ENDPOINTS = (
         ResponsesRequest,
         serves_tokens=True,
     ),
-    Endpoint("GET", "/v1/responses/{response}", ResponseEndpoints.get_response, "A stored response.", "Inference"),
+    Endpoint(
+        "POST",
+        "/v1/responses/input_tokens",
+        ResponseEndpoints.count_input_tokens,
+        "Count the tokens of a response's prompt.",
+        "Tokens",
+        InputTokensRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{response}",
+        StoredResponseEndpoints.get_response,
+        "A stored response, whole or as events.",
+        "Inference",
+        query=ResponseQuery,
+    ),
     Endpoint(
         "DELETE",
         "/v1/responses/{response}",
-        ResponseEndpoints.delete_response,
+        StoredResponseEndpoints.delete_response,
         "Delete a stored response.",
+        "Inference",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{response}/input_items",
+        StoredResponseEndpoints.list_input_items,
+        "What a stored response answers.",
+        "Inference",
+        query=ItemsQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/{response}/cancel",
+        StoredResponseEndpoints.cancel_response,
+        "Cancel a response in the background; there are none.",
         "Inference",
     ),
     Endpoint("GET", "/v1/tools", ToolEndpoints.list_tools, "Tools that the server runs for you.", "Inference"),
@@ -129,6 +167,61 @@ ENDPOINTS = (
         "Tokens",
         CountTokensRequest,
         serves_tokens=True,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/batches",
+        MessageBatchEndpoints.create_message_batch,
+        "Run many requests of the Messages API.",
+        "Batches",
+        MessageBatchRequest,
+        query=MessageBatchQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/messages/batches",
+        MessageBatchEndpoints.list_message_batches,
+        "List batches of messages.",
+        "Batches",
+        query=MessageBatchesQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/messages/batches/{batch}",
+        MessageBatchEndpoints.get_message_batch,
+        "A batch of messages and its progress.",
+        "Batches",
+        query=MessageBatchQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/messages/batches/{batch}",
+        MessageBatchEndpoints.delete_message_batch,
+        "Delete a batch of messages that has ended, with its results.",
+        "Batches",
+        query=MessageBatchQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/batches/{batch}/cancel",
+        MessageBatchEndpoints.cancel_message_batch,
+        "Cancel a batch of messages.",
+        "Batches",
+        query=MessageBatchQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/messages/batches/{batch}/results",
+        MessageBatchEndpoints.message_batch_results,
+        "The results of a batch of messages, as JSON lines.",
+        "Batches",
+        query=MessageBatchQuery,
         dialect=ANTHROPIC,
     ),
     Endpoint(

@@ -43,7 +43,7 @@ _MESSAGE = obj(role=word("assistant"), content=maybe(STRING))
 _MODEL = obj(
     id=STRING, object=word("model"), created=INTEGER, owned_by=STRING, aliases=many(STRING),
     context_window=maybe(INTEGER), limits=maybe(ANY_OBJECT), ready=BOOLEAN, state=STRING, capabilities=ANY_OBJECT,
-    pricing=ANY_OBJECT,
+    sampling=ANY_OBJECT, pricing=ANY_OBJECT,
 )  # fmt: skip
 _ADAPTER = obj(id=STRING, object=word("adapter"), model=STRING)
 _TENANT = obj(id=STRING, object=word("tenant"), name=STRING, tier=STRING)
@@ -70,6 +70,12 @@ _BATCH = obj(
     created_at=INTEGER, expires_at=maybe(INTEGER), errors=maybe(ANY_OBJECT), output_file_id=maybe(STRING),
     error_file_id=maybe(STRING), metadata=ANY_OBJECT,
     request_counts=obj(total=INTEGER, completed=INTEGER, failed=INTEGER),
+)  # fmt: skip
+_MESSAGE_BATCH = obj(
+    id=STRING, type=word("message_batch"), processing_status=word("in_progress", "canceling", "ended"),
+    request_counts=obj(processing=INTEGER, succeeded=INTEGER, errored=INTEGER, canceled=INTEGER, expired=INTEGER),
+    created_at=STRING, expires_at=STRING, ended_at=maybe(STRING), cancel_initiated_at=maybe(STRING),
+    archived_at=maybe(STRING), results_url=maybe(STRING),
 )  # fmt: skip
 _PAGE = {"first_id": maybe(STRING), "last_id": maybe(STRING), "has_more": BOOLEAN}
 _VOTE = obj(object=word("feedback"), response_id=STRING, rating=word("up", "down"), model=STRING, route=STRING)
@@ -113,6 +119,9 @@ _SCHEMAS: dict[str, Schema] = {
         stop_reason=maybe(STRING),
         usage=obj(input_tokens=INTEGER, output_tokens=INTEGER),
     ),
+    "count_input_tokens": obj(object=word("response.input_tokens"), input_tokens=INTEGER),
+    "list_input_items": listing(ANY_OBJECT, **_PAGE),
+    "cancel_response": _RESPONSE,
     "count_tokens": obj(input_tokens=INTEGER),
     "embeddings": listing(ANY_OBJECT, model=STRING, usage=ANY_OBJECT),
     "rerank": obj(id=STRING, object=word("list"), model=STRING, results=many(ANY_OBJECT), usage=ANY_OBJECT),
@@ -167,6 +176,12 @@ _SCHEMAS: dict[str, Schema] = {
     "get_batch": _BATCH,
     "cancel_batch": _BATCH,
     "list_batches": listing(_BATCH, **_PAGE),
+    "create_message_batch": _MESSAGE_BATCH,
+    "get_message_batch": _MESSAGE_BATCH,
+    "cancel_message_batch": _MESSAGE_BATCH,
+    "list_message_batches": obj(data=many(_MESSAGE_BATCH), **_PAGE),
+    "delete_message_batch": obj(id=STRING, type=word("message_batch_deleted")),
+    "message_batch_results": {"application/x-jsonl": {"schema": STRING}},
     "give_feedback": _VOTE,
     "list_feedback": listing(_VOTE, totals=many(ANY_OBJECT)),
     "list_models": listing(_MODEL),

@@ -5,8 +5,11 @@ Every API family that holds conversations translates its requests to a `ChatRequ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
@@ -14,14 +17,16 @@ from penstock.gateway.generation.chat_messages import Message, template_messages
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt import ChatPrompt
-from penstock.gateway.generation.prompt_options import continues, prompt_options
+from penstock.gateway.generation.prompt_options import PromptOptions, continues, kept_tokens, prompt_options
 from penstock.gateway.generation.remote import RemoteGeneration
 from penstock.gateway.generation.remote_request import remote_spec
+from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.sampling import (
     TokenLimit,
     check_choices,
     choice_params,
     fit,
+    length_limit,
     sampling_params,
     stop_strings,
 )
@@ -29,11 +34,11 @@ from penstock.gateway.generation.schemas import ChatRequest, TextFormat
 from penstock.gateway.generation.sources import PendingSources, SourceSearch
 from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
-from penstock.gateway.generation.tokenization import check_size, messages_size, tools_size
+from penstock.gateway.generation.tokenization import check_size, messages_size, text_size, tools_size
 from penstock.gateway.generation.tool_choice import check_tools, grammar_for, toolbox_of
 from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import ModelRegistry
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.remotes import RemoteModel
 
 DEFAULT_ANSWER = 512
@@ -81,8 +86,10 @@ class ChatGenerations(GenerationFactory):
             return self._remote(attempt, request, limit, said, turn, following, remote)
         model = self.registry.route(request.model).model
         size = messages_size(messages) + messages_size(following) + tools_size(request.tools)
+        size += text_size(request.documents or ()) + text_size(request.chat_template_kwargs or {})
         async with self.quotas.text_work(attempt.exchange, model.base_name, size):
-            if (window := self._window(attempt, model.context_window)) is not None:
+            window = self._window(attempt, model.context_window)
+            if window is not None and request.truncate_prompt_tokens is None:
                 check_size(model, size, window, "messages")
             return await self._searched(attempt, request, limit, messages, turn, following)
 
@@ -114,6 +121,38 @@ class ChatGenerations(GenerationFactory):
             return await self._local(attempt, request, limit, messages, turn, following, sources)
         finally:
             await sources.close()
+
+    async def _options(
+        self, attempt: Attempt, request: ChatRequest, model: ServedModel, last: int | None
+    ) -> PromptOptions:
+        """What the model is given beside messages passes the content filter too."""
+        options = prompt_options(request, allow_template=self.settings.request_templates, last=last)
+        if not options.template:
+            for name in sorted((options.template_kwargs or {}).keys() - model.text.template_names):
+                if name == "documents":
+                    raise InvalidRequest(
+                        f"The chat template of `{model.name}` knows no `documents`; put them into a message, or into a "
+                        "collection and ask with `rag`.",
+                        param="documents",
+                        code="unsupported_parameter",
+                    )
+                ignore_advice(attempt.exchange, f"chat_template_kwargs.{name}")
+        if not self.content_filter.checks_input or (options.template_kwargs is None and not options.template):
+            return options
+        return msgspec.structs.replace(
+            options,
+            template_kwargs=await self._filtered_value(attempt, options.template_kwargs),
+            template=await self._filtered_value(attempt, options.template),
+        )
+
+    async def _filtered_value(self, attempt: Attempt, value: Any) -> Any:
+        if isinstance(value, str):
+            return await self.content_filter.prompt(attempt.exchange, value) if value else value
+        if isinstance(value, Mapping):
+            return {key: await self._filtered_value(attempt, entry) for key, entry in value.items()}
+        if isinstance(value, list):
+            return [await self._filtered_value(attempt, entry) for entry in value]
+        return value
 
     def _remote(
         self,
@@ -150,19 +189,23 @@ class ChatGenerations(GenerationFactory):
         stops = stop_strings(request)
         priority = self.admissions.priority(exchange, request.service_tier)
         model, info = await self.models.open(attempt, request.model, limit)
+        limit = limit.lowered(model.sampling.max_tokens, "sampling.max_tokens")
         toolbox = toolbox_of(request, model)
         params = sampling_params(
             request,
             info,
             model.text.eos_token_ids,
             limit,
+            defaults=model.sampling,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             grammar=await grammar_for(self.grammars, request, toolbox, exchange),
         )
         quota = self.quotas.context_tokens(exchange.caller)
         window = info.max_model_len if quota is None else min(info.max_model_len, quota)
         tools = () if toolbox is None else toolbox.tools
-        options = prompt_options(request)
+        options = await self._options(
+            attempt, request, model, kept_tokens(request.truncate_prompt_tokens, window, limit)
+        )
         prompt = ChatPrompt(self.tokenization, model, tools, exchange.caller.tenant, window, options)
         sources = None
         if pending is not None:
@@ -184,6 +227,7 @@ class ChatGenerations(GenerationFactory):
             [TokenPrompt(tokens, choice_params(params, request.n))],
             stops=stops,
             priority=priority,
+            length_limit=length_limit(params, limit, info.max_model_len, quota),
             logprobs=bool(request.logprobs),
             continuation=options.continue_final,
             continued=messages[-1]["content"] if options.continue_final else "",

@@ -75,6 +75,7 @@ class Choice:
         "_detokenizer",
         "_eos",
         "_held",
+        "_include_stop",
         "_length",
         "_min_tokens",
         "_parser",
@@ -110,11 +111,14 @@ class Choice:
         toolbox: Toolbox | None = None,
         call_seed: str = "",
         continued: str = "",
+        skip_special: bool = True,
+        include_stop: bool = False,
     ) -> None:
         """`toolbox`: functions that the text may call. `call_seed`: what the ids of calls are derived from, so that
         they are the same when the tokens are read again; empty: they are random. `continuation`: the text continues
         the prompt, so a leading space stays; `continued`: the answer's beginning that is in the prompt already, in
-        which a call may have begun. `discard`: the request is only run for its prompt; what it generates is
+        which a call may have begun. `skip_special`: control tokens are not shown. `include_stop`: what stops the text,
+        a string or a token, is part of it. `discard`: the request is only run for its prompt; what it generates is
         neither shown nor counted."""
         self.index = index
         self.want_logprobs = want_logprobs
@@ -130,8 +134,9 @@ class Choice:
             if parser.inside_call:
                 self._parser, self._begun = parser, [event for event in events if not isinstance(event, Text)]
         shown = frozenset() if toolbox is None or toolbox.opener_id is None else frozenset((toolbox.opener_id,))
-        self._detokenizer = text.detokenizer(continuation=continuation, shown=shown)
-        self._stops = StopStrings(stops) if stops else None
+        self._detokenizer = text.detokenizer(skip_special=skip_special, continuation=continuation, shown=shown)
+        self._include_stop = include_stop
+        self._stops = StopStrings(stops, include=include_stop) if stops else None
         self._min_tokens = min_tokens
         self._held: deque[TokenPiece] = deque()
         self._length = 0
@@ -167,7 +172,7 @@ class Choice:
             part = tokens[at : at + step]
             self.completion_tokens += len(part)
             last = delta.finish_reason is not None and at + step >= len(tokens)
-            if last and stopped:
+            if last and stopped and not self._include_stop:
                 part = part[:-1]  # the stop token ends the text; it is not part of it
             raw = self._detokenize(part, delta.logprobs[at : at + step] if delta.logprobs is not None else ())
             if last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
+from penstock.gateway.generation.prompt_options import kept_tokens
 from penstock.gateway.generation.sampling import (
     TokenLimit,
     check_token_ids,
@@ -23,6 +25,7 @@ from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.tokenization import check_size
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
+from penstock.text.infill import InfillTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +50,38 @@ class CompletionGenerations(GenerationFactory):
         model, info = await self.models.open(attempt, attempt.model, limit)
         grammar = await self.grammars.response_format(request.response_format, exchange)
         params = sampling_params(
-            request, info, model.text.eos_token_ids, limit, logprobs=request.logprobs, grammar=grammar
+            request,
+            info,
+            model.text.eos_token_ids,
+            limit,
+            defaults=model.sampling,
+            logprobs=request.logprobs,
+            grammar=grammar,
         )
+        infill = _infill(request, model)
+        if infill is not None:
+            params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *infill.ends))))
         if request.echo and request.logprobs is not None:
             params = replace(params, prompt_logprobs=request.logprobs)
         quota = self.quotas.context_tokens(exchange.caller)
         window = info.max_model_len if quota is None else min(info.max_model_len, quota)
 
+        last = kept_tokens(request.truncate_prompt_tokens, window, limit)
+        suffix = request.suffix or ""
         tokenized = []
-        async with self.quotas.text_work(exchange, model.base_name, sum(map(len, prompts))):
+        async with self.quotas.text_work(exchange, model.base_name, sum(map(len, prompts)) + len(suffix)):
+            if suffix:
+                check_size(model, len(suffix), window, "suffix")
+                suffix = await self.content_filter.prompt(exchange, suffix)
             for prompt in prompts:
-                tokens = await self._tokens(exchange, model, info, prompt, window)
+                add_special = request.add_special_tokens is not False and infill is None
+                tokens, shown = await self._tokens(exchange, model, info, prompt, window, last, add_special=add_special)
+                if infill is not None:
+                    tokens, shown = model.text.between(infill, tokens, suffix), None
+                if not tokens:
+                    raise InvalidRequest("`prompt` is empty; there is nothing to continue.", param="prompt")
                 fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
-                tokenized.append(TokenPrompt(tokens, choice_params(fitted, request.n)))
+                tokenized.append(TokenPrompt(tokens, choice_params(fitted, request.n), shown))
         spec = request_spec(
             attempt,
             self.settings,
@@ -68,6 +90,7 @@ class CompletionGenerations(GenerationFactory):
             tokenized,
             stops=stops,
             priority=priority,
+            length_limit="",
             logprobs=request.logprobs is not None,
             prompt_only=prompt_only,
             continuation=True,
@@ -75,23 +98,47 @@ class CompletionGenerations(GenerationFactory):
         return EngineGeneration(spec, self.metrics)
 
     async def _tokens(
-        self, exchange: Exchange, model: ServedModel, info: EngineInfo, prompt: str | list[int], window: int
-    ) -> list[int]:
+        self,
+        exchange: Exchange,
+        model: ServedModel,
+        info: EngineInfo,
+        prompt: str | list[int],
+        window: int,
+        last: int | None,
+        *,
+        add_special: bool,
+    ) -> tuple[list[int], str | None]:
+        """The ids of a prompt, and their text where it is known exactly."""
         tenant = exchange.caller.tenant
+        encode = functools.partial(self.tokenization.encode, model, tenant=tenant, most=window, last=last)
         if isinstance(prompt, list):
-            if len(prompt) > window:
-                return prompt  # far too long, perhaps: there is no need to look at it
-            check_token_ids(prompt, info.vocab_size, "prompt")
-            tokens = prompt
+            tokens = prompt if last is None else prompt[-last:]
+            if len(tokens) > window:
+                return tokens, None  # far too long, perhaps: there is no need to look at it
+            check_token_ids(tokens, info.vocab_size, "prompt")
             if self.content_filter.checks_input:
                 text = await self.tokenization.decode(model, tokens, tenant=tenant)
                 filtered = await self.content_filter.prompt(exchange, text)
                 if filtered != text:
-                    tokens = await self.tokenization.encode(model, filtered, tenant=tenant, most=window)
-        else:
+                    tokens = await encode(filtered, add_special_tokens=False)
+            return tokens, None
+        if last is None:
             check_size(model, len(prompt), window, "prompt")
-            filtered = await self.content_filter.prompt(exchange, prompt)
-            tokens = await self.tokenization.encode(model, filtered, tenant=tenant, most=window)
-        if not tokens:
-            raise InvalidRequest("`prompt` is empty; there is nothing to continue.", param="prompt")
-        return tokens
+        filtered = await self.content_filter.prompt(exchange, prompt)
+        tokens = await encode(filtered, add_special_tokens=add_special)
+        return tokens, None if last is not None and len(tokens) >= last else filtered
+
+
+def _infill(request: CompletionRequest, model: ServedModel) -> InfillTokens | None:
+    """How the model fills the gap before `suffix`; None where there is no suffix."""
+    if not request.suffix:
+        return None
+    if request.echo:
+        raise InvalidRequest("`echo` shows a prompt without a gap; leave it out with `suffix`.", param="echo")
+    if model.text.infill is None:
+        raise InvalidRequest(
+            f"`suffix` is for models that fill gaps; `{model.name}` has no tokens for that.",
+            param="suffix",
+            code="unsupported_parameter",
+        )
+    return model.text.infill

@@ -55,6 +55,7 @@ class EngineGeneration(Generation):
         model = spec.model
         super().__init__(spec.id, model, model.backend.name, metrics, spec.started_at)
         self.spec = spec
+        self.length_limit = spec.length_limit
         self.text = model.text
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in spec.prompts)
         self.mailbox = Mailbox()
@@ -69,6 +70,8 @@ class EngineGeneration(Generation):
                 discard=spec.prompt_only,
                 continuation=spec.continuation,
                 continued=spec.continued,
+                skip_special=spec.skip_special,
+                include_stop=spec.include_stop,
                 toolbox=spec.toolbox,
                 call_seed=spec.id if spec.resumption is not None else "",
             )

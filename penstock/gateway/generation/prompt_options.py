@@ -7,8 +7,12 @@ from typing import Any
 
 from msgspec import Struct
 
+from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.schemas import ChatRequest, TokenizeRequest
 from penstock.protocol.errors import InvalidRequest
+
+UNLIMITED_ANSWER = 512
+"""Tokens that a prompt truncated to the window leaves free for an answer that names no limit."""
 
 
 class PromptOptions(Struct, frozen=True):
@@ -20,27 +24,55 @@ class PromptOptions(Struct, frozen=True):
     """The prompt ends with the text of the last message, which the model continues."""
     template_kwargs: Mapping[str, Any] | None = None
     """Variables for the chat template."""
+    template: str = ""
+    """A chat template to use instead of the model's own."""
+    last: int | None = None
+    """Keep only so many tokens at the end of the prompt."""
 
 
 USUAL = PromptOptions()
 
 
-def prompt_options(request: ChatRequest | TokenizeRequest) -> PromptOptions:
-    """The options of a request, checked."""
+def prompt_options(
+    request: ChatRequest | TokenizeRequest, *, allow_template: bool = False, last: int | None = None
+) -> PromptOptions:
+    """The options of a request, checked. `allow_template`: whether a request may bring a chat template. `last`: see
+    `kept_tokens`."""
+    if request.chat_template and not allow_template:
+        raise InvalidRequest(
+            "`chat_template` is not accepted: this server renders messages with the model's own template only "
+            "(`generation.request_chat_templates` would allow others).",
+            param="chat_template",
+            code="unsupported_parameter",
+        )
     continue_final = continues(request)
-    if not continue_final and request.add_generation_prompt is not False and not request.chat_template_kwargs:
-        return USUAL
     if continue_final and request.add_generation_prompt:
         raise InvalidRequest(
             "`add_generation_prompt` begins a new answer, and `continue_final_message` continues the last message; "
             "send one of them.",
             param="add_generation_prompt",
         )
-    return PromptOptions(
+    kwargs = request.chat_template_kwargs or {}
+    if request.documents:
+        kwargs = {**kwargs, "documents": request.documents}
+    options = PromptOptions(
         add_generation_prompt=not continue_final and request.add_generation_prompt is not False,
         continue_final=continue_final,
-        template_kwargs=request.chat_template_kwargs,
+        template_kwargs=kwargs or None,
+        template=request.chat_template or "",
+        last=last,
     )
+    return USUAL if options == USUAL else options
+
+
+def kept_tokens(asked: int | None, window: int, limit: TokenLimit) -> int | None:
+    """How many tokens of a prompt `truncate_prompt_tokens` keeps; None: all."""
+    if asked is None or asked > 0:
+        return asked
+    if asked == 0:
+        raise InvalidRequest("`truncate_prompt_tokens` must be at least 1, or -1.", param="truncate_prompt_tokens")
+    answer = limit.max_tokens or min(limit.default or UNLIMITED_ANSWER, window // 4)
+    return max(window - answer, 1)
 
 
 def continues(request: ChatRequest | TokenizeRequest) -> bool:

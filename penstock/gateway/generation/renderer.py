@@ -43,6 +43,10 @@ class Renderer(ABC):
     def whole(self, pieces: list[list[Piece]]) -> bytes:
         """The body of an answer that is not streamed; `pieces` per choice."""
 
+    def limit_reached(self, limit: str) -> bytes:
+        """Before the end of a stream: which limit of this server ended the answer; a comment, which clients skip."""
+        return b": x-penstock-limit: %b\n\n" % limit.encode()
+
     def failure(self, error: ApiError) -> bytes:
         """The last event of a stream that failed."""
         return b"data: " + encode_json(error.body()) + b"\n\n"

@@ -21,6 +21,10 @@ Metadata = Annotated[
 ]
 
 
+Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+"""How many tokens at the end of a prompt are kept; -1: as many as fit the window."""
+
+
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -101,6 +105,11 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
     response_format: ResponseFormat | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    """Another name of `include_stop_str_in_output`."""
 
 
 class FunctionDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -108,6 +117,15 @@ class FunctionDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class FreeTextFunction(FunctionDefinition, kw_only=True):
+    """A function with one argument, `input`: how a tool that takes free text is offered to a model. Not part of any
+    request; other APIs translate their tools to it."""
+
+    syntax: Literal["text", "lark", "regex"] = "text"
+    grammar: str = ""
+    """What the input has to match."""
 
 
 class ToolDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -122,9 +140,24 @@ class FunctionName(Struct, forbid_unknown_fields=True):
     name: Name
 
 
-class NamedTool(Struct, forbid_unknown_fields=True, kw_only=True):
+class OfferedFunction(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Some of the offered tools: the prompt has all of them, and only these may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[OfferedFunction], Meta(min_length=1, max_length=128)]
+
+
+class NamedTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The tool that must be called, or those that may be: what `type` says is given."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class FunctionCall(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -155,6 +188,8 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     """Of the last message, by either name: the answer continues its text."""
 
 
+REQUEST_TEMPLATE = 32 * 1024
+"""Characters of a chat template in a request."""
 SessionId = Annotated[str, Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")]
 
 
@@ -198,7 +233,10 @@ class ChatRequest(Sampling, kw_only=True):
     messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    chat_template: Annotated[str, Meta(max_length=REQUEST_TEMPLATE)] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+    """For chat templates that know documents."""
     echo: bool | None = None
     """Give back the text of the last message, too, where the answer continues it."""
     max_completion_tokens: Annotated[int, Meta(ge=1, le=INT64)] | None = None
@@ -236,7 +274,9 @@ class CompletionRequest(Sampling, kw_only=True):
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
-    suffix: Unsupported = UNSET
+    suffix: str | None = None
+    """What comes after the gap that the model fills."""
+    add_special_tokens: bool | None = None
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -248,7 +288,10 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     messages: Messages | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    chat_template: Annotated[str, Meta(max_length=REQUEST_TEMPLATE)] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
+    """For chat templates that know documents."""
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=INT64)] | None = None
@@ -262,6 +305,8 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: Name | None = None
     tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
+    skip_special_tokens: bool | None = None
+    """Leave control tokens out; they are shown otherwise."""
 
 
 class EmbeddingsRequest(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -25,6 +25,8 @@ class TokenPrompt(Struct, frozen=True):
 
     tokens: list[int]
     params: list[SamplingParams]
+    text: str | None = None
+    """What `tokens` stand for, where it was text: they may begin with a token that the tokenizer added."""
 
 
 class CacheQuestion(Struct, frozen=True):
@@ -54,6 +56,8 @@ class GenerationSpec(Struct, frozen=True):
     """Whether to wait for an engine that is away."""
     speculation: bool = True
     time_limit_s: float | None = None
+    length_limit: str = ""
+    """See `Generation`."""
     stops: Sequence[str] = ()
     logprobs: bool = False
     """Whether the client is shown log-probabilities."""
@@ -63,6 +67,10 @@ class GenerationSpec(Struct, frozen=True):
     """The text continues the prompt, so a leading space stays."""
     continued: str = ""
     """The beginning of a chat's answer that is in the prompt already."""
+    skip_special: bool = True
+    """Control tokens are not shown."""
+    include_stop: bool = False
+    """The stop string or stop token is part of the text."""
     toolbox: Toolbox | None = None
     """Functions that the text may call."""
     resumption: Resumption | None = None
@@ -72,9 +80,16 @@ class GenerationSpec(Struct, frozen=True):
     cache_question: CacheQuestion | None = None
 
     @property
-    def form(self) -> tuple[bool, bool, bool, bool]:
+    def form(self) -> tuple[bool, ...]:
         """What besides parameters and prompt decides how tokens become an answer; part of cache keys."""
-        return (self.logprobs, self.prompt_only, self.continuation, self.toolbox is not None)
+        return (
+            self.logprobs,
+            self.prompt_only,
+            self.continuation,
+            self.toolbox is not None,
+            self.skip_special,
+            self.include_stop,
+        )
 
     def requests(self) -> list[Request]:
         """The requests to the engine, one per choice."""
@@ -107,6 +122,7 @@ def request_spec(
     *,
     stops: Sequence[str],
     priority: int,
+    length_limit: str,
     logprobs: bool,
     prompt_only: bool = False,
     continuation: bool = False,
@@ -128,11 +144,14 @@ def request_spec(
         patient=not attempt.has_fallback,
         speculation=request.speculation is not False,
         time_limit_s=settings.time_limit(exchange),
+        length_limit=length_limit,
         stops=stops,
         logprobs=logprobs,
         prompt_only=prompt_only,
         continuation=continuation,
         continued=continued,
+        skip_special=request.skip_special_tokens is not False,
+        include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
         toolbox=toolbox,
         resumption=resumption,
         seeded=request.seed is not None,

@@ -39,10 +39,18 @@ class Tokenization:
         self.threads = threads
 
     async def encode(
-        self, model: ServedModel, text: str, *, tenant: str, most: int, add_special_tokens: bool = True
+        self,
+        model: ServedModel,
+        text: str,
+        *,
+        tenant: str,
+        most: int,
+        last: int | None = None,
+        add_special_tokens: bool = True,
     ) -> list[int]:
-        """The token ids of a text; if there are more than `most`, the first of them."""
-        encode = functools.partial(model.text.encode, text, add_special_tokens=add_special_tokens, most=most)
+        """The token ids of a text; if there are more than `most`, the first of them. `last`: only so many at its
+        end."""
+        encode = functools.partial(model.text.encode, text, add_special_tokens=add_special_tokens, most=most, last=last)
         return encode() if len(text) <= INLINE_CHARACTERS else await self.run(tenant, len(text), encode)
 
     async def encode_chat(
@@ -56,19 +64,19 @@ class Tokenization:
         options: PromptOptions = USUAL,
     ) -> list[int]:
         """The token ids of a conversation, rendered with the model's chat template; see `encode`."""
-        if not model.text.has_chat_template:
+        if not model.text.has_chat_template and not options.template:
             raise InvalidRequest(
                 f"`{model.name}` has no chat template; use /v1/completions.",
                 param="model",
                 code="no_chat_template",
             )
-        size = messages_size(messages) + text_size(options.template_kwargs or {})
+        size = messages_size(messages) + text_size(options.template_kwargs or {}) + len(options.template)
 
         def encode(*, quick: bool = False) -> list[int]:
             return encoded_chat(model, messages, tools, options, most=most, quick=quick)
 
         try:
-            if size <= INLINE_CHARACTERS and not tools:
+            if size <= INLINE_CHARACTERS and not tools and not options.template:
                 with suppress(TemplateTooHeavy):  # a template may take long for a short chat
                     return encode(quick=True)
             return await self.run(tenant, size, encode)
@@ -76,12 +84,14 @@ class Tokenization:
             message = str(error)
             raise InvalidRequest(message[:1].upper() + message[1:], param="messages") from error
 
-    async def decode(self, model: ServedModel, tokens: Sequence[int], *, tenant: str) -> str:
+    async def decode(
+        self, model: ServedModel, tokens: Sequence[int], *, tenant: str, skip_special: bool = False
+    ) -> str:
         """The text of token ids."""
         size = len(tokens)
         if size <= INLINE_CHARACTERS:
-            return model.text.decode(tokens)
-        return await self.run(tenant, size, model.text.decode, tokens)
+            return model.text.decode(tokens, skip_special=skip_special)
+        return await self.run(tenant, size, model.text.decode, tokens, skip_special=skip_special)
 
     async def run(self, tenant: str, characters: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function`, which works on a text of so many characters, in one of the text threads."""
@@ -105,7 +115,9 @@ def encoded_chat(
         add_generation_prompt=options.add_generation_prompt,
         continue_final=options.continue_final,
         template_kwargs=options.template_kwargs,
+        template=model.text.other_template(options.template) if options.template else None,
         most=most,
+        last=options.last,
         quick=quick,
     )
 

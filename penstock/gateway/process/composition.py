@@ -41,6 +41,7 @@ from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
+from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import Check, HealthEndpoints
@@ -54,6 +55,7 @@ from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints
 from penstock.gateway.batches.file_endpoints import FileEndpoints
+from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
@@ -305,14 +307,15 @@ async def compose(
             ChatEndpoints(pipeline, conversations, server_tools),
             CompletionEndpoints(pipeline),
             ResponseEndpoints(pipeline, conversations, responses),
+            StoredResponseEndpoints(responses),
             MessageEndpoints(pipeline),
             embeddings,
             OllamaEndpoints(pipeline, catalogue, embeddings),
             OllamaPullEndpoints(catalogue, supervisor, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
+            TokenEndpoints(registry, tokenization, quotas, limit, request_templates=settings.request_templates),
             ScoreEndpoints(encoders, encoder_work, guardrails, limit),
             ModerationEndpoints(guardrails, quotas, limit),
-            TokenEndpoints(registry, tokenization, quotas, limit),
             models,
             NoConversations() if sessions is None else ConversationEndpoints(sessions),
             CollectionEndpoints(knowledge, encoder_work, limit),
@@ -337,6 +340,7 @@ async def compose(
             endpoints += [
                 FileEndpoints(stores.files, stores.batches, settings.batches, uploads),
                 BatchEndpoints(stores.batches, stores.files, runner, limit),
+                MessageBatchEndpoints(stores.batches, stores.files, runner, settings.batches, uploads),
                 FeedbackEndpoints(stores.feedback, cache.suspect, limit),
                 UsageEndpoints(stores.ledger),
                 _identity_endpoints(settings, stores, quotas, workers),
@@ -399,6 +403,7 @@ _NO_ACCOUNTS = "This gateway keeps no accounts, so it cannot tell whose an answe
 _WITHOUT_STORE = (
     Unavailable(FileEndpoints, ServiceUnavailable, "This gateway has no store for files."),
     Unavailable(BatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
+    Unavailable(MessageBatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
     Unavailable(FeedbackEndpoints, ServiceUnavailable, _NO_ACCOUNTS),
     Unavailable(UsageEndpoints, ServiceUnavailable, "This gateway keeps no accounts."),
     Unavailable(AccountEndpoints, KeyStoreUnavailable, "This gateway runs without a store for tenants and keys."),

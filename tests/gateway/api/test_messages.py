@@ -193,7 +193,6 @@ async def test_formats_and_tool_choices_reach_the_engine(serving: Serving, text:
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [*HI, {"role": "assistant", "content": "I"}]}, "assistant"),
         ({"compaction": {"type": "x"}}, "compaction"),
         ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),

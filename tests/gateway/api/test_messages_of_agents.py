@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -14,11 +15,11 @@ from pydantic import BaseModel
 from penstock.gateway.api.anthropic.blocks import Message, TextBlock
 from penstock.gateway.api.anthropic.history import History
 from penstock.protocol.errors import InvalidRequest
-from penstock.text import TextModel
+from penstock.text import TextModel, load_text
 from tests.gateway.api.test_messages import CLOCK, HI, WEATHER, create, prompt, sdk
 from tests.gateway.conftest import Serving
 from tests.gateway.generation.test_tool_choice import says
-from tests.scripted import ScriptedEngine
+from tests.scripted import ScriptedEngine, make_text
 
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
 CALL: Any = {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "here"}}
@@ -61,7 +62,7 @@ async def test_the_first_request_of_claude_code(serving: Serving, text: TextMode
             "/v1/messages?beta=true", json={"model": "tiny", **body}, headers={"anthropic-beta": "claude-code-20250219"}
         )
         assert reply.status_code == 200, reply.text
-        assert told(reply) == ["thinking", "context_management", "output_config.effort"]
+        assert set(told(reply)) == {"thinking", "context_management", "output_config.effort"}
         assert reply.json()["context_management"] == {"applied_edits": []}
         said = prompt(running, text)
         assert said.startswith("<|system|>You are an agent.\n\nBe brief.")
@@ -79,7 +80,7 @@ async def test_the_first_request_of_claude_code(serving: Serving, text: TextMode
         assert counted.json()["input_tokens"] == len(running.engine.seen[-1].prompt)
     async with serving(long_window(text), refuses_unknown=True) as running:
         strict = await create(running, **body)
-        assert strict.status_code == 400 and "thinking" in strict.json()["error"]["message"]
+        assert strict.status_code == 400 and "context_management" in strict.json()["error"]["message"]
 
 
 HISTORY: list[tuple[str, list[Any], list[str], list[str]]] = [
@@ -271,6 +272,41 @@ async def test_an_answer_ends_where_the_window_does(serving: Serving, text: Text
         assert cut.json()["stop_reason"] == "max_tokens"
         long = await create(running, messages=[{"role": "user", "content": "a" * 700}])
         assert long.json()["error"]["message"].startswith("prompt is too long: 703 tokens > 512 maximum.")
+
+
+async def test_the_answer_continues_the_assistant_s_last_message(serving: Serving, text: TextModel) -> None:
+    begun: Any = [*HI, {"role": "assistant", "content": [{"type": "text", "text": "Once"}]}]
+    async with serving(says(text, " upon a time")) as running:
+        for stream in (False, True):
+            reply = await create(running, messages=begun, stream=stream)
+            assert reply.status_code == 200, reply.text
+            assert prompt(running, text) == f"{USER}hi{END}{ASSISTANT}Once"
+        whole = await sdk(running).messages.create(model="tiny", max_tokens=50, messages=begun)
+        assert whole.content[0].text == " upon a time"  # type: ignore[union-attr]
+        count = await sdk(running).messages.count_tokens(model="tiny", messages=begun)
+        assert count.input_tokens == len(running.engine.seen[-1].prompt)
+        called = await create(running, messages=[*HI, {"role": "assistant", "content": [CALL]}])
+        assert called.status_code == 400 and "tool calls" in called.json()["error"]["message"]
+        silent = await create(running, messages=[{"role": "assistant", "content": []}])
+        assert silent.status_code == 400
+
+
+async def test_thinking_is_told_to_templates_that_know_it(serving: Serving, tmp_path: Path) -> None:
+    config = make_text(tmp_path).template_source
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = config + "{{ '' if enable_thinking is undefined else enable_thinking }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = load_text(tmp_path)
+    async with serving(ScriptedEngine(text), text=text) as running:
+        for thinking, end, ignored in (
+            ({"type": "enabled", "budget_tokens": 1024}, "True", []),
+            ({"type": "disabled"}, "False", []),
+            ({"type": "adaptive", "display": "omitted"}, ASSISTANT, ["thinking"]),
+            (None, ASSISTANT, []),
+        ):
+            reply = await create(running, thinking=thinking)
+            assert (reply.status_code, told(reply)) == (200, ignored), reply.text
+            assert prompt(running, text).endswith(end)
 
 
 async def test_threads_are_refused_so_that_the_sdk_sends_the_whole_conversation(

@@ -73,7 +73,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [USER, {"role": "user", "content": 5}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages.prefix"),
+    ({"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages[0].role"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
     (

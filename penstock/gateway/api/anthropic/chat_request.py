@@ -19,8 +19,11 @@ NAMES = (
     (r"tools\[(\d+)\]\.function\.", r"tools[\1]."),
     (r"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
     (r"stop$", "stop_sequences"),
+    (r"continue_final_message", "messages"),
 )
 """Parameters that chat requests call differently; see `renamed`."""
+THINKING = "enable_thinking"
+"""The variable with which chat templates are told whether to think."""
 
 
 class ThreadsUnsupported(InvalidRequest):
@@ -48,12 +51,8 @@ def chat_request(exchange: Exchange, request: Conversation) -> ChatRequest:
     history.add_system(request.system)
     for index, message in enumerate(request.messages):
         history.add(message, f"messages[{index}]")
-    if not history.messages or history.messages[-1].role == "assistant":
-        raise InvalidRequest(
-            "The last message is the assistant's; continuing it is not supported. End with a message of the user.",
-            param="messages",
-            code="unsupported_parameter",
-        )
+    if not history.messages:
+        raise InvalidRequest("`messages` say nothing.", param="messages")
     tools = tools_of(request, history)
     choice, parallel = choice_of(request, tools)
     chat = ChatRequest(
@@ -63,6 +62,7 @@ def chat_request(exchange: Exchange, request: Conversation) -> ChatRequest:
         tool_choice=choice,
         parallel_tool_calls=parallel,
         response_format=_format(request),
+        continue_final_message=history.messages[-1].role == "assistant" or None,
     )
     if isinstance(request, MessagesRequest):
         chat.stop = request.stop_sequences
@@ -72,11 +72,20 @@ def chat_request(exchange: Exchange, request: Conversation) -> ChatRequest:
     return chat
 
 
+def thinking(exchange: Exchange, request: Conversation, template: str) -> dict[str, bool] | None:
+    """What `thinking` says to a chat template that can be told; else it is advice that is not followed."""
+    if request.thinking is None:
+        return None
+    if request.thinking.type in ("enabled", "disabled") and THINKING in template:
+        return {THINKING: request.thinking.type == "enabled"}
+    if request.thinking.type != "disabled":
+        ignore_advice(exchange, "thinking")
+    return None
+
+
 def _advice(request: Conversation) -> list[str]:
     """Advisory parameters that are not followed."""
     names = []
-    if request.thinking is not None and request.thinking.type != "disabled":
-        names.append("thinking")
     if request.context_management is not None:
         names.append("context_management")
     if request.output_config is not None and request.output_config.effort is not None:

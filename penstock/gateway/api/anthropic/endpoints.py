@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.gateway.accounting.attribution import find_model, identify
-from penstock.gateway.api.anthropic.chat_request import NAMES, chat_request
+from penstock.gateway.api.anthropic.chat_request import NAMES, chat_request, thinking
 from penstock.gateway.api.anthropic.renderer import MessageRenderer
 from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.app.dialects import renamed
@@ -14,6 +14,7 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import template_messages, user_texts
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.prompt_options import prompt_options
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
@@ -45,7 +46,11 @@ class MessageEndpoints:
         async def answer(attempt: Attempt) -> None:
             attempt.resumption = resumption
             with renamed(NAMES):
-                asked = msgspec.structs.replace(chat, model=attempt.model)
+                remote = pipeline.registry.remote(attempt.model) is not None
+                template = "" if remote else pipeline.registry.route(attempt.model).model.text.template_source
+                asked = msgspec.structs.replace(
+                    chat, model=attempt.model, chat_template_kwargs=thinking(exchange, request, template)
+                )
                 generation = await pipeline.chat(attempt, asked, limit)
             renderer = MessageRenderer(generation, exchange.request_id, request)
             await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
@@ -62,7 +67,9 @@ class MessageEndpoints:
             model = find_model(pipeline.registry, exchange, request.model)
             toolbox = toolbox_of(chat, model)
             tools, most = () if toolbox is None else toolbox.tools, most_counted(model)
-            prompt = ChatPrompt(pipeline.tokenization, model, tools, exchange.caller.tenant, most)
+            chat.chat_template_kwargs = thinking(exchange, request, model.text.template_source)
+            options = prompt_options(chat)
+            prompt = ChatPrompt(pipeline.tokenization, model, tools, exchange.caller.tenant, most, options)
             async with pipeline.quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
                 check_size(model, messages_size(messages) + tools_size(chat.tools), most, "messages")
                 tokens = await prompt.tokens(messages)

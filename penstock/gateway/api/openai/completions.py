@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.engine.request import TokenLogprob
 from penstock.gateway.accounting.attribution import identify
-from penstock.gateway.app.decoding import given, not_supported
+from penstock.gateway.app.decoding import not_supported
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.choice import Choice, Piece
@@ -19,6 +19,7 @@ from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import check_choices, token_limit
 from penstock.gateway.generation.schemas import CompletionRequest
+from penstock.gateway.generation.spec import TokenPrompt
 from penstock.protocol.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -56,12 +57,6 @@ class CompletionEndpoints:
 
 
 def _check(request: CompletionRequest, n: int) -> None:
-    if given(request.suffix) and bytes(request.suffix).strip() != b'""':  # type: ignore[arg-type]
-        raise InvalidRequest(
-            "`suffix` is not supported: the models served here complete text, they do not fill gaps.",
-            param="suffix",
-            code="unsupported_parameter",
-        )
     if request.best_of is not None and request.best_of != n:
         raise not_supported("best_of")
     if request.max_tokens == 0 and not request.echo:
@@ -131,11 +126,13 @@ class CompletionRenderer(Renderer):
         shift = self._echoed.get(index, 0)
         if self._echo and index not in self._echoed:
             prompt = self._generation.spec.prompts[index // self._n]
-            prefix = self._model.text.decode(prompt.tokens)
+            prefix = prompt.text
+            if prefix is None:
+                prefix = self._model.text.decode(prompt.tokens, skip_special=False)
             shift = self._echoed[index] = len(prefix)
             text = prefix + text
             if self._logprobs is not None:
-                rows = self._prompt_rows(prompt.tokens, self._generation.choices[index])
+                rows = self._prompt_rows(prompt, self._generation.choices[index])
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         if self._logprobs is not None:
             rows += [(token.id, token.offset + shift, token.logprob) for token in tokens]
@@ -145,13 +142,15 @@ class CompletionRenderer(Renderer):
             choice["stop_reason"] = parts[-1].stop_reason
         return choice
 
-    def _prompt_rows(self, tokens: list[int], choice: Choice) -> list[_Row]:
-        logprobs = choice.prompt_logprobs or [None] * len(tokens)
-        detokenizer = self._model.text.detokenizer()
+    def _prompt_rows(self, prompt: TokenPrompt, choice: Choice) -> list[_Row]:
+        logprobs = choice.prompt_logprobs or [None] * len(prompt.tokens)
+        text = self._model.text
+        detokenizer = text.detokenizer(skip_special=False)
         rows: list[_Row] = []
-        offset = 0
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            rows.append((token, offset, logprob))
+        # What the tokenizer put before a text is not part of it.
+        offset = 0 if prompt.text is None else -text.added_length(prompt.tokens, prompt.text)
+        for token, logprob in zip(prompt.tokens, logprobs, strict=True):
+            rows.append((token, max(offset, 0), logprob))
             offset += len(detokenizer.push([token]))
         return rows
 

@@ -26,13 +26,24 @@ from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry, ServedModel
 
 _tokenize = RequestDecoder(TokenizeRequest, strip_parts)
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "documents")
 _detokenize = RequestDecoder(DetokenizeRequest)
 
 
 class TokenEndpoints:
     """Counts tokens."""
 
-    def __init__(self, registry: ModelRegistry, tokenization: Tokenization, quotas: Quotas, body_limit: int) -> None:
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        tokenization: Tokenization,
+        quotas: Quotas,
+        body_limit: int,
+        *,
+        request_templates: bool = False,
+    ) -> None:
+        """`request_templates`: whether requests may bring a chat template."""
+        self._request_templates = request_templates
         self._registry = registry
         self._tokenization = tokenization
         self._quotas = quotas
@@ -46,7 +57,7 @@ class TokenEndpoints:
             raise InvalidRequest(
                 "`add_special_tokens` goes with `prompt`; the chat template writes its own.", param="add_special_tokens"
             )
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        for name in CHAT_OPTIONS:
             if request.prompt is not None and getattr(request, name) is not None:
                 raise InvalidRequest(f"`{name}` goes with `messages`.", param=name)
         if request.tools and request.messages is None:
@@ -86,7 +97,7 @@ class TokenEndpoints:
                 tenant=tenant,
                 most=most,
                 tools=tuple(map(tool_of, request.tools or ())),
-                options=prompt_options(request),
+                options=prompt_options(request, allow_template=self._request_templates),
             )
         else:
             text = request.prompt or ""
@@ -105,7 +116,9 @@ class TokenEndpoints:
             work.tokens = count
             check_counted(count, most, "tokens")
             check_token_ids(request.tokens, model.text.vocab_size, "tokens")
-            text = await self._tokenization.decode(model, request.tokens, tenant=exchange.caller.tenant)
+            skip = bool(request.skip_special_tokens)
+            tenant = exchange.caller.tenant
+            text = await self._tokenization.decode(model, request.tokens, tenant=tenant, skip_special=skip)
         await exchange.reply_json(
             {
                 "object": "detokenization",
