@@ -54,8 +54,6 @@ def chat_request(exchange: Exchange, request: OllamaChatRequest) -> ChatRequest:
     if request.tools:
         chat.tools = [ToolDefinition(type="function", function=tool.function) for tool in request.tools]
     _sample(chat, request)
-    if request.think is False:
-        chat.chat_template_kwargs = {"enable_thinking": False}
     return chat
 
 
@@ -69,8 +67,6 @@ def prompt_request(exchange: Exchange, request: OllamaGenerateRequest) -> ChatRe
         model=request.model, messages=messages, logprobs=request.logprobs, top_logprobs=request.top_logprobs
     )
     _sample(chat, request)
-    if request.think is False:
-        chat.chat_template_kwargs = {"enable_thinking": False}
     return chat
 
 

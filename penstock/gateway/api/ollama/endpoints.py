@@ -40,6 +40,8 @@ from penstock.routing.registry import ServedModel
 
 API_VERSION = "0.32.0"
 """The version of Ollama whose API this is: clients look at it before they use newer parts."""
+THINKING = "enable_thinking"
+"""The variable by which chat templates of models that think are told not to."""
 _chat = RequestDecoder(OllamaChatRequest)
 _generate = RequestDecoder(OllamaGenerateRequest)
 _embed = RequestDecoder(OllamaEmbedRequest)
@@ -81,6 +83,8 @@ class OllamaEndpoints:
         pipeline = self._pipeline
         limit = self._limit(request)
         model = self._catalogue.model(name)
+        if request.think is False and model is not None and THINKING in model.text.template_source:
+            asked.chat_template_kwargs = {THINKING: False}
 
         async def answer(attempt: Attempt) -> None:
             ready = model is None or model.backend.ready
