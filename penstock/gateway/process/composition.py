@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from penstock.conversations import Sessions
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.charges import Accounts, NoAccounts
 from penstock.gateway.accounting.encoder_work import EncoderWork
@@ -36,6 +37,7 @@ from penstock.gateway.api.ollama.endpoints import OllamaEndpoints
 from penstock.gateway.api.ollama.pull import OllamaPullEndpoints
 from penstock.gateway.api.openai.chat import ChatEndpoints
 from penstock.gateway.api.openai.completions import CompletionEndpoints
+from penstock.gateway.api.openai.conversations import ConversationItemEndpoints
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
@@ -318,6 +320,7 @@ async def compose(
             ModerationEndpoints(guardrails, quotas, limit),
             models,
             NoConversations() if sessions is None else ConversationEndpoints(sessions),
+            _conversation_items(sessions, guardrails, limit),
             CollectionEndpoints(knowledge, encoder_work, limit),
             DocumentEndpoints(knowledge, uploads),
             ToolEndpoints(tools, limit),
@@ -383,6 +386,14 @@ def _identity_endpoints(
         settings.default_tier,
         settings.body_limit,
     )
+
+
+def _conversation_items(
+    sessions: Sessions | None, guardrails: Guardrails, limit: int
+) -> ConversationItemEndpoints | Unavailable:
+    if sessions is not None:
+        return ConversationItemEndpoints(sessions, guardrails, limit)
+    return Unavailable(ConversationItemEndpoints, ServiceUnavailable, "This gateway stores no conversations.")
 
 
 def _cache_endpoints(cache: ResponseCache | ResponseCacheOff) -> CacheEndpoints | Unavailable:
