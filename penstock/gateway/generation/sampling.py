@@ -156,9 +156,13 @@ def check_token_ids(ids: tuple[int, ...] | list[int] | dict[int, float], vocab_s
 
 
 def check_choices(prompts: int, n: int, settings: GenerationSettings) -> None:
-    if prompts * n > settings.max_choices:
-        asked = f"`n` is {n}" if prompts == 1 else f"{prompts} prompts with `n` {n} make {prompts * n} choices"
+    if n > settings.max_choices:
         raise InvalidRequest(
-            f"{asked}; this server allows at most {settings.max_choices} in one request.",
-            param="n" if prompts == 1 else "prompt",
+            f"`n` is {n}; this server allows at most {settings.max_choices} choices of a prompt.", param="n"
+        )
+    if prompts > 1 and prompts * n > settings.max_prompts:
+        asked = f"{prompts} prompts" if n == 1 else f"{prompts} prompts with `n` {n}"
+        raise InvalidRequest(
+            f"{asked} make {prompts * n} choices; this server allows at most {settings.max_prompts} in one request.",
+            param="prompt",
         )

@@ -18,6 +18,8 @@ class GenerationSettings:
     default_max_tokens: int | None
     """For chat requests that name no limit; None: what fits the window."""
     max_choices: int
+    max_prompts: int
+    """The most choices of a request with several prompts, all together."""
     """Most choices of one request, over all of its prompts."""
     time_limit_s: float | None
     """Of every request that is not a line of a batch."""
