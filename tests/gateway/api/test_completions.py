@@ -100,7 +100,7 @@ async def test_echo_without_logprobs(serving: Serving) -> None:
         ({"prompt": [-1]}, "prompt[0]"),
         ({"prompt": [100000]}, "prompt"),
         ({"prompt": [True]}, "prompt[0]"),
-        ({"prompt": ["a"] * 200}, "prompt"),
+        ({"prompt": ["a"] * 300}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
