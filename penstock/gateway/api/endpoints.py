@@ -9,6 +9,7 @@ from penstock.gateway.api.admin.usage import UsageEndpoints, UsageQuery
 from penstock.gateway.api.admin_endpoints import ADMIN
 from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
 from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from penstock.gateway.api.ollama_endpoints import OLLAMA
 from penstock.gateway.api.openai.chat import ChatEndpoints
 from penstock.gateway.api.openai.completions import CompletionEndpoints
 from penstock.gateway.api.openai.conversations import (
@@ -566,6 +567,7 @@ ENDPOINTS = (
         "Accounts",
         query=OwnRequestsQuery,
     ),
+    *OLLAMA,
     *ADMIN,
     Endpoint("GET", "/", HealthEndpoints.root, "Does anything listen here?", "Health", scope=None, logged=False),
     Endpoint("GET", "/health", HealthEndpoints.health, "Can any model answer?", "Health", scope=None, logged=False),

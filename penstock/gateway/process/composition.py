@@ -32,6 +32,9 @@ from penstock.gateway.api.admin.usage import UsageEndpoints
 from penstock.gateway.api.admin.what_if import WhatIfEndpoints
 from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
 from penstock.gateway.api.endpoints import ENDPOINTS
+from penstock.gateway.api.ollama.catalogue import Catalogue
+from penstock.gateway.api.ollama.endpoints import OllamaEndpoints
+from penstock.gateway.api.ollama.pull import OllamaPullEndpoints
 from penstock.gateway.api.openai.chat import ChatEndpoints
 from penstock.gateway.api.openai.chat_store import ChatStore
 from penstock.gateway.api.openai.completions import CompletionEndpoints
@@ -303,6 +306,8 @@ async def compose(
         encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
         encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
         models = ModelEndpoints(registry, encoders, routes, quotas, settings.max_tokens)
+        embeddings = EmbeddingEndpoints(encoders, encoder_work, guardrails, limit)
+        catalogue = Catalogue(registry, encoders, routes)
         endpoints: list[object] = [
             ChatEndpoints(pipeline, conversations, server_tools, chats),
             _stored_chats(chats, limit),
@@ -310,7 +315,9 @@ async def compose(
             ResponseEndpoints(pipeline, conversations, responses),
             StoredResponseEndpoints(responses),
             MessageEndpoints(pipeline),
-            EmbeddingEndpoints(encoders, encoder_work, guardrails, limit),
+            embeddings,
+            OllamaEndpoints(pipeline, catalogue, embeddings),
+            OllamaPullEndpoints(catalogue, supervisor, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
             TokenEndpoints(registry, tokenization, quotas, limit, request_templates=settings.request_templates),
             ScoreEndpoints(encoders, encoder_work, guardrails, limit),

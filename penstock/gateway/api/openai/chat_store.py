@@ -24,6 +24,7 @@ _VERSIONS = (
         "CREATE INDEX IF NOT EXISTS chat_completions_by_end ON chat_completions (expires_at)",
     ),
 )
+Values = list[str | float]
 _SCANNED = 10_000
 """Completions that a list with a filter by metadata looks at."""
 _object = msgspec.json.Decoder(dict[str, Any])
@@ -137,8 +138,8 @@ class ChatStore:
         where, values = self._whose(reader)
         return await self._database.execute(f"DELETE FROM chat_completions WHERE id = ? AND {where}", id, *values) > 0
 
-    def _whose(self, reader: Reader) -> tuple[str, list[str | float]]:
-        where, values = "tenant = ? AND expires_at > ?", list[str | float]((reader.tenant, self._clock()))
+    def _whose(self, reader: Reader) -> tuple[str, Values]:
+        where, values = "tenant = ? AND expires_at > ?", Values((reader.tenant, self._clock()))
         if reader.user is not None:
             where += " AND user_id = ?"
             values.append(reader.user)
