@@ -27,6 +27,8 @@ Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk."""
     include_obfuscation: bool | None = None
 
 
