@@ -26,6 +26,7 @@ from penstock.gateway.generation.sampling import (
     check_choices,
     choice_params,
     fit,
+    length_limit,
     sampling_params,
     stop_strings,
 )
@@ -188,12 +189,14 @@ class ChatGenerations(GenerationFactory):
         stops = stop_strings(request)
         priority = self.admissions.priority(exchange, request.service_tier)
         model, info = await self.models.open(attempt, request.model, limit)
+        limit = limit.lowered(model.sampling.max_tokens, "sampling.max_tokens")
         toolbox = toolbox_of(request, model)
         params = sampling_params(
             request,
             info,
             model.text.eos_token_ids,
             limit,
+            defaults=model.sampling,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             grammar=await grammar_for(self.grammars, request, toolbox, exchange),
         )
@@ -224,6 +227,7 @@ class ChatGenerations(GenerationFactory):
             [TokenPrompt(tokens, choice_params(params, request.n))],
             stops=stops,
             priority=priority,
+            length_limit=length_limit(params, limit, info.max_model_len, quota),
             logprobs=bool(request.logprobs),
             continuation=options.continue_final,
             continued=messages[-1]["content"] if options.continue_final else "",

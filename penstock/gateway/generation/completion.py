@@ -50,7 +50,13 @@ class CompletionGenerations(GenerationFactory):
         model, info = await self.models.open(attempt, attempt.model, limit)
         grammar = await self.grammars.response_format(request.response_format, exchange)
         params = sampling_params(
-            request, info, model.text.eos_token_ids, limit, logprobs=request.logprobs, grammar=grammar
+            request,
+            info,
+            model.text.eos_token_ids,
+            limit,
+            defaults=model.sampling,
+            logprobs=request.logprobs,
+            grammar=grammar,
         )
         infill = _infill(request, model)
         if infill is not None:
@@ -84,6 +90,7 @@ class CompletionGenerations(GenerationFactory):
             tokenized,
             stops=stops,
             priority=priority,
+            length_limit="",
             logprobs=request.logprobs is not None,
             prompt_only=prompt_only,
             continuation=True,

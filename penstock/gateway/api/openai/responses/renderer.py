@@ -23,6 +23,7 @@ from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece
 from penstock.gateway.generation.logprobs import logprob_entries
 from penstock.gateway.generation.renderer import Renderer
+from penstock.gateway.generation.sampling import first_given
 from penstock.gateway.generation.schemas import ChatMessage, FunctionCall, ToolCall
 from penstock.gateway.generation.turn import TurnRecorder
 from penstock.protocol.errors import ApiError
@@ -261,12 +262,12 @@ def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) ->
         "safety_identifier": request.safety_identifier,
         "service_tier": "default" if tier == "auto" else tier,
         "store": stored,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "temperature": first_given(request.temperature, generation.model.sampling.temperature, 1.0),
         "text": {"format": {"type": "text"} if wanted is None else msgspec.to_builtins(wanted)},
         "tool_choice": msgspec.to_builtins(request.tool_choice or "auto"),
         "tools": [msgspec.json.decode(tool) for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "top_p": first_given(request.top_p, generation.model.sampling.top_p, 1.0),
         "truncation": request.truncation or "disabled",
         "usage": None,
         "user": request.user,
