@@ -9,8 +9,16 @@ from penstock.gateway.api.admin.usage import UsageEndpoints, UsageQuery
 from penstock.gateway.api.admin_endpoints import ADMIN
 from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
 from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from penstock.gateway.api.ollama_endpoints import OLLAMA
 from penstock.gateway.api.openai.chat import ChatEndpoints
 from penstock.gateway.api.openai.completions import CompletionEndpoints
+from penstock.gateway.api.openai.conversations import (
+    ConversationItemEndpoints,
+    ConversationItemsQuery,
+    ConversationRequest,
+    ConversationUpdate,
+    ItemsRequest,
+)
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
@@ -137,6 +145,57 @@ ENDPOINTS = (
         "/v1/conversations/{conversation}",
         ConversationEndpoints.get_conversation,
         "A conversation with its messages.",
+        "Conversations",
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/conversations",
+        ConversationItemEndpoints.create_conversation,
+        "Make a conversation, with items.",
+        "Conversations",
+        ConversationRequest,
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/conversations/{conversation}",
+        ConversationItemEndpoints.update_conversation,
+        "Change the metadata of a conversation.",
+        "Conversations",
+        ConversationUpdate,
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/conversations/{conversation}/items",
+        ConversationItemEndpoints.create_conversation_items,
+        "Add items to a conversation.",
+        "Conversations",
+        ItemsRequest,
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/conversations/{conversation}/items",
+        ConversationItemEndpoints.list_conversation_items,
+        "The items of a conversation.",
+        "Conversations",
+        query=ConversationItemsQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/conversations/{conversation}/items/{item}",
+        ConversationItemEndpoints.get_conversation_item,
+        "An item of a conversation.",
+        "Conversations",
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/conversations/{conversation}/items/{item}",
+        ConversationItemEndpoints.delete_conversation_item,
+        "Delete an item of a conversation.",
         "Conversations",
         query=ConversationQuery,
     ),
@@ -464,6 +523,7 @@ ENDPOINTS = (
         "Accounts",
         query=OwnRequestsQuery,
     ),
+    *OLLAMA,
     *ADMIN,
     Endpoint("GET", "/", HealthEndpoints.root, "Does anything listen here?", "Health", scope=None, logged=False),
     Endpoint("GET", "/health", HealthEndpoints.health, "Can any model answer?", "Health", scope=None, logged=False),
