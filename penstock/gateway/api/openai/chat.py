@@ -25,6 +25,7 @@ from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
+from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.turn import Conversations, TurnRecorder
 from penstock.gateway.server_tools.loop import ToolAnswers
 from penstock.gateway.server_tools.steps import StepsRenderer, StepTotals
@@ -44,7 +45,7 @@ class ChatEndpoints:
 
     async def chat_completions(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
-        request = _decoder(exchange, await exchange.body(settings.body_limit))
+        request = with_response_format(_decoder(exchange, await exchange.body(settings.body_limit)))
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         _check(request)
         asked, param = _max_tokens(request)
