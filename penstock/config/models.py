@@ -8,6 +8,7 @@ from typing import Literal
 
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.fields import setting
+from penstock.config.sampling import SamplingConfig
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, Role, SpeculationForm, WeightForm
 
@@ -141,6 +142,10 @@ class ModelConfig:
     tool_format: Literal["auto", "hermes", "smollm2", "llama3", "mistral"] = setting(
         "auto", doc="How the model writes function calls; auto reads it from the chat template."
     )
+    sampling: SamplingConfig | None = setting(  # noqa: RUF009
+        None, doc="Sampling values of requests that give none; when not set, those that the checkpoint's makers "
+        "recommend.", example="{temperature: 0.7, top_p: 0.9}",
+    )  # fmt: skip
     downgrade_to: str = setting(
         "", doc="A smaller model for best_effort tiers while the queue of this one is long.",
         example="smollm2-135m",

@@ -112,8 +112,9 @@ class GenerationConfig:
         least=1, example="4096",
     )  # fmt: skip
     time_limit_s: float | None = setting(
-        30.0, doc="Time limit of a request in seconds; it then ends with what it has. null: none.", least=0.1
-    )
+        None, doc="Time limit of every request in seconds; it then ends with what it has. Tiers may have lower ones; "
+        "when not set, only those apply.", least=0.1, example="600",
+    )  # fmt: skip
     max_choices: int = setting(16, doc="Maximum of choices (n) and prompts per request.", least=1)
     request_chat_templates: bool = setting(
         False, doc="Whether requests may bring their own chat_template. It runs in the sandbox of the model's own, but "
@@ -144,6 +145,10 @@ class TierConfig:
         least=1,
         example="32768",
     )
+    time_limit_s: float | None = setting(
+        None, doc="Time limit of a request in seconds; it then ends with what it has. Not for requests without a key.",
+        least=0.1, example="600",
+    )  # fmt: skip
     daily_budget: float | None = setting(None, doc="Dollars per tenant and day (UTC).", least=0, example="10")
     monthly_budget: float | None = setting(
         None, doc="Dollars per tenant and calendar month (UTC).", least=0, example="200"
@@ -155,8 +160,8 @@ LAST_CLASS = 2
 
 DEFAULT_TIERS = (
     TierConfig(name="free", priority=1, weight=1.0, best_effort=True, requests_per_minute=60, tokens_per_minute=40_000,
-               concurrent_requests=4, context_tokens=32_768),
-    TierConfig(name="standard", priority=1, weight=2.0, context_tokens=131_072),
+               concurrent_requests=4, context_tokens=32_768, time_limit_s=30.0),
+    TierConfig(name="standard", priority=1, weight=2.0, context_tokens=131_072, time_limit_s=600.0),
     TierConfig(name="enterprise", priority=0, weight=4.0, context_tokens=131_072),
     TierConfig(name="batch", priority=2),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Protocol
 import penstock
 from penstock.backends.base import Backend
 from penstock.config.autoscale import AutoscaleConfig
+from penstock.config.sampling import UNSET_DEFAULTS, SamplingDefaults
 from penstock.errors import ConfigError
 from penstock.protocol.errors import InvalidRequest, ModelNotFound
 from penstock.routing.remotes import RemoteModel
@@ -36,6 +37,10 @@ class AnsweringModel(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
+    @property
+    def sampling(self) -> SamplingDefaults:
+        """For requests that give no values; not set where another server decides."""
+
 
 @dataclass(slots=True)
 class ServedModel:
@@ -56,6 +61,8 @@ class ServedModel:
     """None: the number of replicas is changed by hand."""
     tool_format: str = "auto"
     """How it writes function calls; `auto`: as its chat template does."""
+    sampling: SamplingDefaults = UNSET_DEFAULTS
+    """For requests that give no values of their own."""
     time_slice: str = ""
     """The time-slice group with which it shares memory; empty: none."""
     adapters: tuple[str, ...] = ()

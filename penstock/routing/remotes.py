@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.backends.base import Clock, monotonic
 from penstock.backends.openai import Chunk, OpenAIServer
+from penstock.config.sampling import UNSET_DEFAULTS
 from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
 from penstock.routing.breaker import Breaker, BreakerPolicy
 from penstock.routing.retry_budget import RetryBudget
@@ -39,6 +40,7 @@ class RemoteModel:
     """A model that clients can name and other servers run."""
 
     adapter = ""
+    sampling = UNSET_DEFAULTS
 
     def __init__(
         self,

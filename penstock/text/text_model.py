@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from penstock.config.sampling import UNSET_DEFAULTS, SamplingDefaults
 from penstock.errors import CheckpointError
 from penstock.text.chat_template import ChatTemplate, ChatTemplateError, TemplateTooHeavy, flatten
 from penstock.text.detokenizer import IncrementalDetokenizer
@@ -44,6 +45,7 @@ class TextModel:
         eos_token_ids: Iterable[int] = (),
         vocab_size: int | None = None,
         context_length: int | None = None,
+        sampling: SamplingDefaults = UNSET_DEFAULTS,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -56,6 +58,8 @@ class TextModel:
         self.vocab_size: int = vocab_size or tokenizer.get_vocab_size()
         """Number of ids of the model; some may have no token."""
         self.context_length = context_length
+        self.sampling = sampling
+        """What the checkpoint's makers recommend."""
         self._bytes: list[bytes | None] = [None] * max(self.vocab_size, max(self._added, default=0) + 1)
         self._before, self._after = self._surroundings()
         self._begins_text = self._section_marks() if self.strips_first_space else frozenset()

@@ -12,6 +12,7 @@ from penstock.engine.grammar.unique_keys import JsonStart
 from penstock.text import grammars
 from penstock.text.grammars import Grammar, Part, literal
 from penstock.tools.formats import ToolFormat
+from penstock.tools.free_text import input_grammar
 from penstock.tools.parser import ToolCallParser
 
 Use = Literal["auto", "required"]
@@ -32,6 +33,14 @@ class Tool:
     """JSON schema of the arguments object; None: no arguments."""
     strict: bool = False
     """Whether arguments must satisfy the schema even if the model is free to call or not."""
+    input_syntax: Literal["lark", "regex"] | None = None
+    """Of a tool that takes free text: how `input_grammar` is written."""
+    input_grammar: str = ""
+
+    def arguments_grammar(self) -> Grammar:
+        if self.input_syntax is not None:
+            return input_grammar(self.input_syntax, self.input_grammar)
+        return grammars.json_schema(self.parameters or _NO_PARAMETERS)
 
     def described(self) -> dict[str, Any]:
         """The tool in the format of chat templates."""
@@ -47,8 +56,8 @@ class Toolbox:
     tools: tuple[Tool, ...]
     form: ToolFormat
     use: Use = "auto"
-    only: str | None = None
-    """The function that must be called, if any."""
+    only: tuple[str, ...] | None = None
+    """The names of the functions that may be called; None: all."""
     parallel: bool = True
     opener_id: int | None = None
     """The opener's token, if it is a control token."""
@@ -56,7 +65,7 @@ class Toolbox:
     """The functions that may be called."""
 
     def __post_init__(self) -> None:
-        allowed = tuple(tool for tool in self.tools if self.only in (None, tool.name))
+        allowed = tuple(tool for tool in self.tools if self.only is None or tool.name in self.only)
         object.__setattr__(self, "allowed", allowed)
 
     def parser(self) -> ToolCallParser:
@@ -65,13 +74,17 @@ class Toolbox:
     @property
     def constrained(self) -> bool:
         """Whether the request needs a grammar."""
-        return self.use == "required" or not self.parallel or any(tool.strict for tool in self.allowed)
+        return (
+            self.use == "required"
+            or not self.parallel
+            or any(tool.strict or tool.input_syntax is not None for tool in self.allowed)
+        )
 
     def grammar(self, answer: Grammar | None = None) -> Grammar:
         """The grammar of the message: calls, or, if the model is free to choose, text or an `answer`."""
         rules = [f"call_{index}: {self._call(tool, index)}" for index, tool in enumerate(self.allowed)]
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(self.allowed))))
-        arguments = [grammars.json_schema(tool.parameters or _NO_PARAMETERS) for tool in self.allowed]
+        arguments = [tool.arguments_grammar() for tool in self.allowed]
         parts = [part for index, schema in enumerate(arguments) for part in schema.named(f"arguments_{index}").parts]
         json_start: JsonStart | None = None
         if any(schema.json_start is not None for schema in arguments):

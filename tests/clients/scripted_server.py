@@ -71,7 +71,7 @@ class Prompt:
         return {tool["name"]: tool for tool in listed}
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     """What the model writes to call a function."""
     return calls((name, arguments))
 
@@ -172,8 +172,9 @@ class ScriptedServer:
 
 
 @contextlib.contextmanager
-def scripted_server(**settings: Any) -> Iterator[ScriptedServer]:
-    """It runs on a thread of its own until the end of the block. `settings`: more of `GatewaySettings`."""
+def scripted_server(*, aliases: tuple[str, ...] = (), **settings: Any) -> Iterator[ScriptedServer]:
+    """It runs on a thread of its own until the end of the block. `aliases`: more names of the model. `settings`: more
+    of `GatewaySettings`."""
     with tempfile.TemporaryDirectory(prefix="penstock-scripted-") as folder:
         text = make_text(Path(folder), context_length=CONTEXT)
         port = free_port()
@@ -188,7 +189,7 @@ def scripted_server(**settings: Any) -> Iterator[ScriptedServer]:
             end = asyncio.Event()
             loop = asyncio.get_running_loop()
             stop.append(lambda: loop.call_soon_threadsafe(end.set))
-            registry = ModelRegistry([ServedModel(MODEL, text, InProcessBackend(server.engine))], ())
+            registry = ModelRegistry([ServedModel(MODEL, text, InProcessBackend(server.engine), aliases=aliases)], ())
 
             def wrap(app: App) -> Application:
                 return server.recorded(app)

@@ -86,4 +86,4 @@ async def test_a_key_is_made_and_used_and_nobody_else_gets_in(serving: Serving, 
         await page.keyboard.press("Enter")
         await expect(page.get_by_role("heading", name="Usage and cost")).to_be_visible()
         await expect(page.get_by_role("cell", name="acme", exact=True)).to_be_visible()
-        await expect(page.locator(".chart svg")).to_have_count(2)
+        await expect(page.locator(".chart svg")).to_have_count(4)

@@ -47,6 +47,12 @@ def test_end_tokens_come_from_every_file_that_names_one(folder: Path) -> None:
     assert load_text(folder).eos_token_ids == (4, 0, 2)
 
 
+def test_sampling_values_come_from_generation_config(folder: Path) -> None:
+    assert load_text(folder).sampling.given == {}
+    write(folder / "generation_config.json", {"do_sample": True, "temperature": 0.6, "top_k": 20})
+    assert load_text(folder).sampling.given == {"temperature": 0.6, "top_k": 20}
+
+
 def test_the_turn_end_counts_even_if_no_file_names_it(folder: Path) -> None:
     write(folder / "tokenizer_config.json", {"chat_template": CHATML})
     assert load_text(folder).eos_token_ids == (0, 2)

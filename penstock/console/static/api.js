@@ -1,5 +1,7 @@
 // Client of the gateway's API: the same endpoints as any client, with the key of the signed-in user.
 
+import { answered, lost } from "./connection.js";
+
 const STORED = "penstock.key"; // in this tab only, until it is closed
 
 export const session = { key: sessionStorage.getItem(STORED) || "" };
@@ -15,6 +17,13 @@ export class ApiError extends Error {
     super(message);
     this.status = status;
     this.code = code;
+  }
+}
+
+// The server cannot be reached; the shell says so, and pages continue when it is back.
+export class Unreachable extends Error {
+  constructor() {
+    super("The server does not answer.");
   }
 }
 
@@ -38,22 +47,52 @@ async function refused(response) {
 }
 
 export async function call(method, path, body, { signal, type } = {}) {
-  const raw = type !== undefined;
-  const response = await fetch(path, {
-    method,
-    signal,
-    headers: headers(body === undefined ? {} : { "content-type": raw ? type : "application/json" }),
-    body: body === undefined || raw ? body : JSON.stringify(body),
-  });
+  const raw = type !== undefined || body instanceof FormData;
+  const typed = body === undefined || body instanceof FormData ? {} : { "content-type": raw ? type : "application/json" };
+  let response;
+  try {
+    response = await fetch(path, { method, signal, headers: headers(typed), body: body === undefined || raw ? body : JSON.stringify(body) });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    lost();
+    throw new Unreachable();
+  }
+  // What a proxy says in place of a server that is away.
+  if ((response.status === 502 || response.status === 504) && !response.headers.get("content-type")?.includes("json")) {
+    lost();
+    throw new Unreachable();
+  }
+  answered();
   if (!response.ok) throw await refused(response);
   return response;
 }
 
-export const get = async (path) => (await call("GET", path)).json();
+// A request whose body is large: `onProgress` is told the share that was sent.
+export function upload(path, body, { type, onProgress = () => {} } = {}) {
+  return new Promise((resolve, reject) => {
+    const request = new XMLHttpRequest();
+    request.open("POST", path);
+    for (const [name, value] of Object.entries(headers(type ? { "content-type": type } : {}))) request.setRequestHeader(name, value);
+    request.upload.onprogress = (event) => event.lengthComputable && onProgress(event.loaded / event.total);
+    request.onerror = () => {
+      lost();
+      reject(new Unreachable());
+    };
+    request.onload = async () => {
+      const response = new Response(request.responseText, { status: request.status, statusText: request.statusText });
+      if (response.ok) resolve(await response.json());
+      else reject(await refused(response));
+    };
+    request.send(body);
+  });
+}
+
+const PATIENCE_MS = 30_000;
+export const get = async (path) => (await call("GET", path, undefined, { signal: AbortSignal.timeout(PATIENCE_MS) })).json();
 export const post = async (path, body) => (await call("POST", path, body)).json();
 export const patch = async (path, body) => (await call("PATCH", path, body)).json();
 export const remove = async (path) => (await call("DELETE", path)).json();
-export const text = async (path) => (await call("GET", path)).text();
+export const text = async (path) => (await call("GET", path, undefined, { signal: AbortSignal.timeout(PATIENCE_MS) })).text();
 
 // Events of a stream as they arrive: {event, data} with data parsed, until [DONE].
 export async function* events(response) {

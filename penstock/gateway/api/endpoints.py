@@ -9,13 +9,22 @@ from penstock.gateway.api.admin.usage import UsageEndpoints, UsageQuery
 from penstock.gateway.api.admin_endpoints import ADMIN
 from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
 from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from penstock.gateway.api.ollama_endpoints import OLLAMA
 from penstock.gateway.api.openai.chat import ChatEndpoints
 from penstock.gateway.api.openai.completions import CompletionEndpoints
+from penstock.gateway.api.openai.conversations import (
+    ConversationItemEndpoints,
+    ConversationItemsQuery,
+    ConversationRequest,
+    ConversationUpdate,
+    ItemsRequest,
+)
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
-from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
+from penstock.gateway.api.openai.responses.schemas import InputTokensRequest, ResponsesRequest
+from penstock.gateway.api.openai.responses.stored import ItemsQuery, ResponseQuery, StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
@@ -24,6 +33,12 @@ from penstock.gateway.app.dialects import ANTHROPIC
 from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints, BatchesQuery, BatchRequest
 from penstock.gateway.batches.file_endpoints import FILE_FORM, FileEndpoints, FilesQuery
+from penstock.gateway.batches.message_batches import (
+    MessageBatchEndpoints,
+    MessageBatchesQuery,
+    MessageBatchQuery,
+    MessageBatchRequest,
+)
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, ConversationQuery, ConversationsQuery
 from penstock.gateway.generation.schemas import (
     ChatRequest,
@@ -77,12 +92,43 @@ ENDPOINTS = (
         ResponsesRequest,
         serves_tokens=True,
     ),
-    Endpoint("GET", "/v1/responses/{response}", ResponseEndpoints.get_response, "A stored response.", "Inference"),
+    Endpoint(
+        "POST",
+        "/v1/responses/input_tokens",
+        ResponseEndpoints.count_input_tokens,
+        "Count the tokens of a response's prompt.",
+        "Tokens",
+        InputTokensRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{response}",
+        StoredResponseEndpoints.get_response,
+        "A stored response, whole or as events.",
+        "Inference",
+        query=ResponseQuery,
+    ),
     Endpoint(
         "DELETE",
         "/v1/responses/{response}",
-        ResponseEndpoints.delete_response,
+        StoredResponseEndpoints.delete_response,
         "Delete a stored response.",
+        "Inference",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/responses/{response}/input_items",
+        StoredResponseEndpoints.list_input_items,
+        "What a stored response answers.",
+        "Inference",
+        query=ItemsQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses/{response}/cancel",
+        StoredResponseEndpoints.cancel_response,
+        "Cancel a response in the background; there are none.",
         "Inference",
     ),
     Endpoint("GET", "/v1/tools", ToolEndpoints.list_tools, "Tools that the server runs for you.", "Inference"),
@@ -99,6 +145,57 @@ ENDPOINTS = (
         "/v1/conversations/{conversation}",
         ConversationEndpoints.get_conversation,
         "A conversation with its messages.",
+        "Conversations",
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/conversations",
+        ConversationItemEndpoints.create_conversation,
+        "Make a conversation, with items.",
+        "Conversations",
+        ConversationRequest,
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/conversations/{conversation}",
+        ConversationItemEndpoints.update_conversation,
+        "Change the metadata of a conversation.",
+        "Conversations",
+        ConversationUpdate,
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/conversations/{conversation}/items",
+        ConversationItemEndpoints.create_conversation_items,
+        "Add items to a conversation.",
+        "Conversations",
+        ItemsRequest,
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/conversations/{conversation}/items",
+        ConversationItemEndpoints.list_conversation_items,
+        "The items of a conversation.",
+        "Conversations",
+        query=ConversationItemsQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/conversations/{conversation}/items/{item}",
+        ConversationItemEndpoints.get_conversation_item,
+        "An item of a conversation.",
+        "Conversations",
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/conversations/{conversation}/items/{item}",
+        ConversationItemEndpoints.delete_conversation_item,
+        "Delete an item of a conversation.",
         "Conversations",
         query=ConversationQuery,
     ),
@@ -128,6 +225,61 @@ ENDPOINTS = (
         "Tokens",
         CountTokensRequest,
         serves_tokens=True,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/batches",
+        MessageBatchEndpoints.create_message_batch,
+        "Run many requests of the Messages API.",
+        "Batches",
+        MessageBatchRequest,
+        query=MessageBatchQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/messages/batches",
+        MessageBatchEndpoints.list_message_batches,
+        "List batches of messages.",
+        "Batches",
+        query=MessageBatchesQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/messages/batches/{batch}",
+        MessageBatchEndpoints.get_message_batch,
+        "A batch of messages and its progress.",
+        "Batches",
+        query=MessageBatchQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/messages/batches/{batch}",
+        MessageBatchEndpoints.delete_message_batch,
+        "Delete a batch of messages that has ended, with its results.",
+        "Batches",
+        query=MessageBatchQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/batches/{batch}/cancel",
+        MessageBatchEndpoints.cancel_message_batch,
+        "Cancel a batch of messages.",
+        "Batches",
+        query=MessageBatchQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/messages/batches/{batch}/results",
+        MessageBatchEndpoints.message_batch_results,
+        "The results of a batch of messages, as JSON lines.",
+        "Batches",
+        query=MessageBatchQuery,
         dialect=ANTHROPIC,
     ),
     Endpoint(
@@ -371,6 +523,7 @@ ENDPOINTS = (
         "Accounts",
         query=OwnRequestsQuery,
     ),
+    *OLLAMA,
     *ADMIN,
     Endpoint("GET", "/", HealthEndpoints.root, "Does anything listen here?", "Health", scope=None, logged=False),
     Endpoint("GET", "/health", HealthEndpoints.health, "Can any model answer?", "Health", scope=None, logged=False),

@@ -43,7 +43,7 @@ _MESSAGE = obj(role=word("assistant"), content=maybe(STRING))
 _MODEL = obj(
     id=STRING, object=word("model"), created=INTEGER, owned_by=STRING, aliases=many(STRING),
     context_window=maybe(INTEGER), limits=maybe(ANY_OBJECT), ready=BOOLEAN, state=STRING, capabilities=ANY_OBJECT,
-    pricing=ANY_OBJECT,
+    sampling=ANY_OBJECT, pricing=ANY_OBJECT,
 )  # fmt: skip
 _ADAPTER = obj(id=STRING, object=word("adapter"), model=STRING)
 _TENANT = obj(id=STRING, object=word("tenant"), name=STRING, tier=STRING)
@@ -71,6 +71,12 @@ _BATCH = obj(
     error_file_id=maybe(STRING), metadata=ANY_OBJECT,
     request_counts=obj(total=INTEGER, completed=INTEGER, failed=INTEGER),
 )  # fmt: skip
+_MESSAGE_BATCH = obj(
+    id=STRING, type=word("message_batch"), processing_status=word("in_progress", "canceling", "ended"),
+    request_counts=obj(processing=INTEGER, succeeded=INTEGER, errored=INTEGER, canceled=INTEGER, expired=INTEGER),
+    created_at=STRING, expires_at=STRING, ended_at=maybe(STRING), cancel_initiated_at=maybe(STRING),
+    archived_at=maybe(STRING), results_url=maybe(STRING),
+)  # fmt: skip
 _PAGE = {"first_id": maybe(STRING), "last_id": maybe(STRING), "has_more": BOOLEAN}
 _VOTE = obj(object=word("feedback"), response_id=STRING, rating=word("up", "down"), model=STRING, route=STRING)
 
@@ -89,6 +95,8 @@ _CONVERSATION = obj(id=STRING, object=word("conversation"))
 _CACHE = obj(object=word("cache"), answers=INTEGER, bytes=INTEGER, ttl_s=NUMBER)
 _REPLICAS = obj(id=STRING, object=word("model"), replicas=many(ANY_OBJECT))
 _DELETED = obj(id=STRING, object=STRING, deleted=BOOLEAN)
+
+_OLLAMA_MODEL = obj(name=STRING, model=STRING, modified_at=STRING, size=INTEGER, digest=STRING, details=ANY_OBJECT)
 
 _SCHEMAS: dict[str, Schema] = {
     "chat_completions": obj(
@@ -111,6 +119,9 @@ _SCHEMAS: dict[str, Schema] = {
         stop_reason=maybe(STRING),
         usage=obj(input_tokens=INTEGER, output_tokens=INTEGER),
     ),
+    "count_input_tokens": obj(object=word("response.input_tokens"), input_tokens=INTEGER),
+    "list_input_items": listing(ANY_OBJECT, **_PAGE),
+    "cancel_response": _RESPONSE,
     "count_tokens": obj(input_tokens=INTEGER),
     "embeddings": listing(ANY_OBJECT, model=STRING, usage=ANY_OBJECT),
     "rerank": obj(id=STRING, object=word("list"), model=STRING, results=many(ANY_OBJECT), usage=ANY_OBJECT),
@@ -124,6 +135,12 @@ _SCHEMAS: dict[str, Schema] = {
     "list_conversations": listing(_CONVERSATION),
     "get_conversation": _CONVERSATION,
     "delete_conversation": _DELETED,
+    "create_conversation": _CONVERSATION,
+    "update_conversation": _CONVERSATION,
+    "create_conversation_items": listing(ANY_OBJECT, **_PAGE),
+    "list_conversation_items": listing(ANY_OBJECT, **_PAGE),
+    "get_conversation_item": obj(id=STRING, type=STRING),
+    "delete_conversation_item": _CONVERSATION,
     "create_collection": _COLLECTION,
     "list_collections": listing(_COLLECTION),
     "get_collection": _COLLECTION,
@@ -165,6 +182,12 @@ _SCHEMAS: dict[str, Schema] = {
     "get_batch": _BATCH,
     "cancel_batch": _BATCH,
     "list_batches": listing(_BATCH, **_PAGE),
+    "create_message_batch": _MESSAGE_BATCH,
+    "get_message_batch": _MESSAGE_BATCH,
+    "cancel_message_batch": _MESSAGE_BATCH,
+    "list_message_batches": obj(data=many(_MESSAGE_BATCH), **_PAGE),
+    "delete_message_batch": obj(id=STRING, type=word("message_batch_deleted")),
+    "message_batch_results": {"application/x-jsonl": {"schema": STRING}},
     "give_feedback": _VOTE,
     "list_feedback": listing(_VOTE, totals=many(ANY_OBJECT)),
     "list_models": listing(_MODEL),
@@ -206,6 +229,15 @@ _SCHEMAS: dict[str, Schema] = {
     "list_keys": listing(_KEY),
     "create_key": {**_KEY, "required": [*_KEY["required"], "key"], "properties": {**_KEY["properties"], "key": STRING}},
     "revoke_key": obj(id=STRING, object=STRING, revoked=BOOLEAN),
+    "ollama_chat": obj(model=STRING, created_at=STRING, message=ANY_OBJECT, done=BOOLEAN),
+    "ollama_generate": obj(model=STRING, created_at=STRING, response=STRING, done=BOOLEAN),
+    "ollama_embed": obj(model=STRING, embeddings=many(many(NUMBER))),
+    "ollama_embeddings": obj(embedding=many(NUMBER)),
+    "ollama_tags": obj(models=many(_OLLAMA_MODEL)),
+    "ollama_ps": obj(models=many(ANY_OBJECT)),
+    "ollama_show": obj(details=ANY_OBJECT, model_info=ANY_OBJECT, capabilities=many(STRING)),
+    "ollama_version": obj(version=STRING),
+    "ollama_pull": obj(status=STRING),
     "root": {"text/plain": {"schema": STRING}},
     "health": obj(status=word("ok", "unavailable")),
     "ping": obj(status=word("ok", "unavailable")),
@@ -218,5 +250,6 @@ _SCHEMAS: dict[str, Schema] = {
 REPLIES = Replies(
     _SCHEMAS,
     streams=frozenset(("chat_completions", "completions", "create_response", "create_message")),
+    records=frozenset(("ollama_chat", "ollama_generate", "ollama_pull")),
     accepted=frozenset(("drain_server",)),
 )

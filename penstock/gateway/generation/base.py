@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.gateway.accounting.admission import EngineDemand
-from penstock.gateway.generation.choice import Piece, TextGuard
+from penstock.gateway.generation.choice import TIME_LIMIT, Piece, TextGuard
 from penstock.gateway.generation.sources import Sources
 from penstock.metering.prices import Usage
 from penstock.routing.registry import AnsweringModel
@@ -77,6 +77,8 @@ class Generation(ABC):
     first_token_at: float | None = None
     resumable = False
     """Whether the client may come back for the rest of the stream, if its connection breaks."""
+    length_limit = ""
+    """The limit of this server that a choice which ended with `length` reached; empty: the request's own."""
     before: Usage | None = None
     """Of a resumed stream: what limits and metrics have counted already."""
 
@@ -191,6 +193,12 @@ class Generation(ABC):
             return self.choices[0].outcome
         outcomes = {choice.outcome for choice in self.choices}
         return outcomes.pop() if len(outcomes) == 1 else "mixed"
+
+    @property
+    def limit(self) -> str:
+        """The limit of this server that ended a choice (`x-penstock-limit`); empty: none did."""
+        outcomes = {choice.outcome for choice in self.choices}
+        return TIME_LIMIT if "timeout" in outcomes else self.length_limit if "length" in outcomes else ""
 
     def usage(self) -> dict[str, object]:
         return usage_body(self.prompt_tokens, self.completion_tokens, self.cached_tokens)

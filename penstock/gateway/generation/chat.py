@@ -26,6 +26,7 @@ from penstock.gateway.generation.sampling import (
     check_choices,
     choice_params,
     fit,
+    length_limit,
     sampling_params,
     stop_strings,
 )
@@ -33,6 +34,7 @@ from penstock.gateway.generation.schemas import ChatRequest, TextFormat
 from penstock.gateway.generation.sources import PendingSources, SourceSearch
 from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
+from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.tokenization import check_size, messages_size, text_size, tools_size
 from penstock.gateway.generation.tool_choice import check_tools, grammar_for, toolbox_of
 from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
@@ -69,6 +71,7 @@ class ChatGenerations(GenerationFactory):
 
         `following`: what the assistant and tools have said since the request's messages.
         """
+        request = with_response_format(request)
         check_tools(request)
         check_choices(1, request.n or 1, self.settings)
         if continues(request) and (turn.stored or request.server_tools):
@@ -188,12 +191,14 @@ class ChatGenerations(GenerationFactory):
         stops = stop_strings(request)
         priority = self.admissions.priority(exchange, request.service_tier)
         model, info = await self.models.open(attempt, request.model, limit)
+        limit = limit.lowered(model.sampling.max_tokens, "sampling.max_tokens")
         toolbox = toolbox_of(request, model)
         params = sampling_params(
             request,
             info,
             model.text.eos_token_ids,
             limit,
+            defaults=model.sampling,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             grammar=await grammar_for(self.grammars, request, toolbox, exchange),
         )
@@ -224,6 +229,7 @@ class ChatGenerations(GenerationFactory):
             [TokenPrompt(tokens, choice_params(params, request.n))],
             stops=stops,
             priority=priority,
+            length_limit=length_limit(params, limit, info.max_model_len, quota),
             logprobs=bool(request.logprobs),
             continuation=options.continue_final,
             continued=messages[-1]["content"] if options.continue_final else "",

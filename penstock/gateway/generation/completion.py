@@ -22,6 +22,7 @@ from penstock.gateway.generation.sampling import (
 )
 from penstock.gateway.generation.schemas import CompletionRequest
 from penstock.gateway.generation.spec import TokenPrompt, request_spec
+from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.tokenization import check_size
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
@@ -42,6 +43,7 @@ class CompletionGenerations(GenerationFactory):
         prompt_only: bool,
     ) -> EngineGeneration:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
+        request = with_response_format(request)
         exchange = attempt.exchange
         stops = stop_strings(request)
         priority = self.admissions.priority(exchange, request.service_tier)
@@ -50,7 +52,13 @@ class CompletionGenerations(GenerationFactory):
         model, info = await self.models.open(attempt, attempt.model, limit)
         grammar = await self.grammars.response_format(request.response_format, exchange)
         params = sampling_params(
-            request, info, model.text.eos_token_ids, limit, logprobs=request.logprobs, grammar=grammar
+            request,
+            info,
+            model.text.eos_token_ids,
+            limit,
+            defaults=model.sampling,
+            logprobs=request.logprobs,
+            grammar=grammar,
         )
         infill = _infill(request, model)
         if infill is not None:
@@ -84,6 +92,7 @@ class CompletionGenerations(GenerationFactory):
             tokenized,
             stops=stops,
             priority=priority,
+            length_limit="",
             logprobs=request.logprobs is not None,
             prompt_only=prompt_only,
             continuation=True,

@@ -55,6 +55,7 @@ class EngineGeneration(Generation):
         model = spec.model
         super().__init__(spec.id, model, model.backend.name, metrics, spec.started_at)
         self.spec = spec
+        self.length_limit = spec.length_limit
         self.text = model.text
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in spec.prompts)
         self.mailbox = Mailbox()

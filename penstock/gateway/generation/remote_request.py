@@ -52,6 +52,9 @@ def remote_spec(
     fields = msgspec.to_builtins(request)
     body: dict[str, Any] = {name: fields[name] for name in PASSED_ON if fields.get(name) is not None}
     body |= {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
+    for tool in body.get("tools", ()):  # how the text of a free-text tool is constrained has no name there
+        tool["function"].pop("syntax", None)
+        tool["function"].pop("grammar", None)
     if continues(request):
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     elif request.add_generation_prompt is False:
@@ -74,5 +77,5 @@ def remote_spec(
         started_at=attempt.exchange.started_at,
         prompt_tokens=max(characters // CHARACTERS_PER_TOKEN, 1),
         most_tokens=n * (most or model.context_window or UNLIMITED),
-        time_limit_s=settings.time_limit_s,
+        time_limit_s=settings.time_limit(attempt.exchange),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from penstock.gateway.app.exchange import encode_json
+from penstock.gateway.app.exchange import EVENT_STREAM, encode_json
 from penstock.gateway.generation.choice import Piece
 from penstock.protocol.errors import ApiError
 
@@ -18,6 +18,8 @@ class Renderer(ABC):
 
     _head: dict[str, Any]
     """What all objects of the answer have in common, among it the `id`."""
+    content_type = EVENT_STREAM
+    """Of a stream."""
     keep_alive = KEEP_ALIVE
     """Sent by a stream that has been silent for a while."""
 
@@ -40,6 +42,10 @@ class Renderer(ABC):
     @abstractmethod
     def whole(self, pieces: list[list[Piece]]) -> bytes:
         """The body of an answer that is not streamed; `pieces` per choice."""
+
+    def limit_reached(self, limit: str) -> bytes:
+        """Before the end of a stream: which limit of this server ended the answer; a comment, which clients skip."""
+        return b": x-penstock-limit: %b\n\n" % limit.encode()
 
     def failure(self, error: ApiError) -> bytes:
         """The last event of a stream that failed."""

@@ -8,6 +8,7 @@ mailbox of the generation meanwhile and go out together.
 
 from __future__ import annotations
 
+import logging
 from time import monotonic
 
 from penstock.gateway.accounting.charges import OpenAccount
@@ -20,6 +21,10 @@ from penstock.gateway.generation.settings import GenerationSettings
 from penstock.protocol.errors import ApiError
 from penstock.telemetry.metrics import Metrics
 
+LIMIT = b"x-penstock-limit"
+
+log = logging.getLogger("penstock.gateway")
+
 
 async def send_whole(exchange: Exchange, generation: Generation, renderer: Renderer, account: OpenAccount) -> None:
     pieces: list[list[Piece]] = [[] for _ in generation.choices]
@@ -30,6 +35,8 @@ async def send_whole(exchange: Exchange, generation: Generation, renderer: Rende
             break
         account.note()
     await account.ended(generation.outcome or "stop")
+    if limit := note_limit(exchange, generation):
+        exchange.extra_headers.append((LIMIT, limit.encode()))
     began = monotonic()
     try:
         body = renderer.whole(pieces)
@@ -52,13 +59,15 @@ async def send_stream(
     pieces = await generation.shown(settings.hold_status_s)
     await account.opened()
     begun = monotonic()
-    await exchange.start_stream()
+    await exchange.start_stream(renderer.content_type)
     try:
         data = renderer.opening()
         while True:
             data += b"".join(map(renderer.event, pieces))
             if generation.all_shown:
                 await account.ended(generation.outcome or "stop")
+                if limit := note_limit(exchange, generation):
+                    data += renderer.limit_reached(limit)
                 data += renderer.closing()
                 await renderer.before_end()
                 await exchange.end_stream(data if numbers is None else numbers.put(data))
@@ -73,6 +82,18 @@ async def send_stream(
         await send_failure(exchange, renderer, error, metrics)
     finally:
         exchange.timeline.note("stream", begun)
+
+
+def note_limit(exchange: Exchange, generation: Generation) -> str:
+    """The limit of this server that ended an answer, which is logged; empty: none did."""
+    limit = generation.limit
+    if limit:
+        caller = exchange.caller
+        log.info(
+            "a limit ended an answer",
+            extra={"limit": limit, "model": generation.model.name, "tenant": caller.tenant, "tier": caller.tier},
+        )
+    return limit
 
 
 async def send_failure(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from penstock.config.sampling import SamplingDefaults
 from penstock.engine.request import EngineInfo, SamplingParams
 from penstock.gateway.app.decoding import not_supported
 from penstock.gateway.generation.schemas import Sampling
@@ -12,6 +14,7 @@ from penstock.gateway.generation.settings import GenerationSettings
 from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
 
 SEED_MASK = 2**63 - 1
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,14 @@ class TokenLimit:
     param: str = "max_tokens"
     clip: bool = False
     """More than fits the window is not refused: the answer then ends where the window does."""
+    default_is: str = ""
+    """The setting that `default` comes from."""
+
+    def lowered(self, default: int | None, setting: str) -> TokenLimit:
+        """With this default, if it is lower."""
+        if default is None or (self.default is not None and self.default <= default):
+            return self
+        return replace(self, default=default, default_is=setting)
 
 
 def sampling_params(
@@ -32,10 +43,14 @@ def sampling_params(
     eos: tuple[int, ...],
     limit: TokenLimit,
     *,
+    defaults: SamplingDefaults,
     logprobs: int | None,
     grammar: str = "",
 ) -> SamplingParams:
-    """Everything, with the seed of choice 0; whether there is room for `max_tokens` depends on the prompt (`fit`)."""
+    """Everything, with the seed of choice 0. `defaults`: the model's, for what the request does not give.
+
+    Whether there is room for `max_tokens` depends on the prompt (`fit`).
+    """
     stop_ids = tuple(request.stop_token_ids or ())
     check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
     check_token_ids(request.logit_bias or {}, info.vocab_size, "logit_bias")
@@ -48,20 +63,25 @@ def sampling_params(
     return SamplingParams(
         max_tokens=limit.max_tokens or 0,
         min_tokens=request.min_tokens or 0,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_k=max(request.top_k or 0, 0),
+        temperature=first_given(request.temperature, defaults.temperature, 1.0),
+        top_k=max(first_given(request.top_k, defaults.top_k, 0), 0),
         # 0 keeps the most likely token only, which any tiny mass does.
-        top_p=1.0 if request.top_p is None else max(request.top_p, 1e-9),
-        min_p=request.min_p or 0.0,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=request.repetition_penalty or 1.0,
+        top_p=max(first_given(request.top_p, defaults.top_p, 1.0), 1e-9),
+        min_p=first_given(request.min_p, defaults.min_p, 0.0),
+        presence_penalty=first_given(request.presence_penalty, defaults.presence_penalty, 0.0),
+        frequency_penalty=first_given(request.frequency_penalty, defaults.frequency_penalty, 0.0),
+        repetition_penalty=first_given(request.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=request.logit_bias or {},
         seed=seed,
         stop_token_ids=stop_ids if request.ignore_eos else tuple(dict.fromkeys((*eos, *stop_ids))),
         logprobs=logprobs,
         grammar=grammar,
     )
+
+
+def first_given(asked: Number | None, default: Number | None, neutral: Number) -> Number:
+    """What the request gives (null gives nothing), or the model's default, or what changes nothing."""
+    return asked if asked is not None else default if default is not None else neutral
 
 
 def fit(
@@ -94,6 +114,16 @@ def fit(
     return params if params.max_tokens == max_tokens else replace(params, max_tokens=max_tokens)
 
 
+def length_limit(params: SamplingParams, limit: TokenLimit, window: int, quota: int | None) -> str:
+    """The limit of this server that ends an answer of `params.max_tokens`; empty when the request chose that."""
+    if limit.max_tokens is not None:
+        if params.max_tokens >= limit.max_tokens:
+            return ""
+    elif limit.default is not None and params.max_tokens >= limit.default:
+        return limit.default_is
+    return "context_tokens" if quota is not None and quota < window else "context_window"
+
+
 def token_limit(
     asked: int | None, settings: GenerationSettings, *, default: int | None, param: str, clip: bool = False
 ) -> TokenLimit:
@@ -101,9 +131,7 @@ def token_limit(
     cap = settings.max_tokens
     if asked is not None and cap is not None and asked > cap:
         raise InvalidRequest(f"`{param}` is {asked}; this server allows at most {cap}.", param=param)
-    if cap is not None:
-        default = cap if default is None else min(default, cap)
-    return TokenLimit(asked, default, param, clip)
+    return TokenLimit(asked, default, param, clip, "default_max_tokens").lowered(cap, "max_tokens")
 
 
 def choice_params(params: SamplingParams, n: int | None) -> list[SamplingParams]:

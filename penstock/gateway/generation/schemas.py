@@ -158,6 +158,15 @@ class FunctionDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
     strict: bool | None = None
 
 
+class FreeTextFunction(FunctionDefinition, kw_only=True):
+    """A function with one argument, `input`: how a tool that takes free text is offered to a model. Not part of any
+    request; other APIs translate their tools to it."""
+
+    syntax: Literal["text", "lark", "regex"] = "text"
+    grammar: str = ""
+    """What the input has to match."""
+
+
 class ToolDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function"]
     function: FunctionDefinition
@@ -170,9 +179,24 @@ class FunctionName(Struct, forbid_unknown_fields=True):
     name: Name
 
 
-class NamedTool(Struct, forbid_unknown_fields=True, kw_only=True):
+class OfferedFunction(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Some of the offered tools: the prompt has all of them, and only these may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[OfferedFunction], Meta(min_length=1, max_length=128)]
+
+
+class NamedTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The tool that must be called, or those that may be: what `type` says is given."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class FunctionCall(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.app.exchange import Exchange
@@ -19,6 +20,7 @@ class GenerationSettings:
     max_choices: int
     """Most choices of one request, over all of its prompts."""
     time_limit_s: float | None
+    """Of every request that is not a line of a batch."""
     batch_time_limit_s: float | None
     """The same for lines of batches."""
     engine_wait_s: float
@@ -32,10 +34,16 @@ class GenerationSettings:
     """Whether requests may bring a chat template."""
     record_text: bool
     """Whether prompts and answers are recorded."""
+    tier_time_limits: Mapping[str, float] = field(default_factory=dict)
+    """By the name of the tier."""
 
     def time_limit(self, exchange: Exchange) -> float | None:
-        """Seconds that a request may generate."""
-        return self.time_limit_s if batch_line(exchange) is None else self.batch_time_limit_s
+        """Seconds that a request may take. Callers without a key have no tier of their own, and no limit of one."""
+        if batch_line(exchange) is not None:
+            return self.batch_time_limit_s
+        of_tier = self.tier_time_limits.get(exchange.caller.tier) if exchange.caller.key else None
+        limits = [limit for limit in (self.time_limit_s, of_tier) if limit is not None]
+        return min(limits, default=None)
 
     def cache_salt(self, caller: Caller) -> str:
         """Keeps tenants out of each other's cached prefixes; callers without a key share one salt."""

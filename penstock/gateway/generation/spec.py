@@ -56,6 +56,8 @@ class GenerationSpec(Struct, frozen=True):
     """Whether to wait for an engine that is away."""
     speculation: bool = True
     time_limit_s: float | None = None
+    length_limit: str = ""
+    """See `Generation`."""
     stops: Sequence[str] = ()
     logprobs: bool = False
     """Whether the client is shown log-probabilities."""
@@ -120,6 +122,7 @@ def request_spec(
     *,
     stops: Sequence[str],
     priority: int,
+    length_limit: str,
     logprobs: bool,
     prompt_only: bool = False,
     continuation: bool = False,
@@ -141,6 +144,7 @@ def request_spec(
         patient=not attempt.has_fallback,
         speculation=request.speculation is not False,
         time_limit_s=settings.time_limit(exchange),
+        length_limit=length_limit,
         stops=stops,
         logprobs=logprobs,
         prompt_only=prompt_only,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.response_format import GrammarCache, encode, explained, grammar_of
-from penstock.gateway.generation.schemas import ChatRequest, NamedTool, TextFormat, ToolDefinition
+from penstock.gateway.generation.schemas import ChatRequest, FreeTextFunction, NamedTool, TextFormat, ToolDefinition
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
-from penstock.text import grammars
 from penstock.text.grammars import Grammar
 from penstock.text.system_messages import placed
 from penstock.tools import prompt as prompting
 from penstock.tools.formats import ToolFormat, ToolFormatSetting, choose
-from penstock.tools.toolbox import Tool, Toolbox
+from penstock.tools.toolbox import Tool, Toolbox, Use
 
 
 def check_tools(request: ChatRequest) -> None:
@@ -34,15 +34,29 @@ def check_tools(request: ChatRequest) -> None:
         names.add(tool.function.name)
         if (tool.function.parameters or {}).get("type", "object") != "object":
             raise InvalidRequest(f"`{at}.parameters` must describe an object.", param=f"{at}.parameters")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise InvalidRequest(
-            f"`tool_choice` names `{choice.function.name}`, which is not among the tools.", param="tool_choice"
-        )
+    for name in chosen_names(choice) or ():
+        if name not in names:
+            raise InvalidRequest(f"`tool_choice` names `{name}`, which is not among the tools.", param="tool_choice")
+
+
+def chosen_names(choice: str | NamedTool | None) -> tuple[str, ...] | None:
+    """The functions that `tool_choice` allows; None: all of them."""
+    if not isinstance(choice, NamedTool):
+        return None
+    if choice.type == "function" and choice.function is not None:
+        return (choice.function.name,)
+    if choice.type == "allowed_tools" and choice.allowed_tools is not None:
+        return tuple(tool.function.name for tool in choice.allowed_tools.tools)
+    param = f"tool_choice.{choice.type}"
+    raise InvalidRequest(f"Missing required parameter: `{param}`.", param=param, code="missing_parameter")
 
 
 def tool_of(definition: ToolDefinition) -> Tool:
     function = definition.function
-    return Tool(function.name, function.description, function.parameters, bool(function.strict))
+    tool = Tool(function.name, function.description, function.parameters, bool(function.strict))
+    if isinstance(function, FreeTextFunction) and function.syntax != "text":
+        return replace(tool, input_syntax=function.syntax, input_grammar=function.grammar)
+    return tool
 
 
 def toolbox_of(request: ChatRequest, model: ServedModel) -> Toolbox | None:
@@ -55,11 +69,17 @@ def toolbox_of(request: ChatRequest, model: ServedModel) -> Toolbox | None:
     return Toolbox(
         tuple(map(tool_of, request.tools)),
         form,
-        use="auto" if choice in (None, "auto") else "required",
-        only=choice.function.name if isinstance(choice, NamedTool) else None,
+        use=_use(choice),
+        only=chosen_names(choice),
         parallel=request.parallel_tool_calls is not False,
         opener_id=opener if opener is not None and model.text.is_special(opener) else None,
     )
+
+
+def _use(choice: str | NamedTool | None) -> Use:
+    if isinstance(choice, NamedTool) and choice.allowed_tools is not None:
+        return choice.allowed_tools.mode
+    return "auto" if choice in (None, "auto") else "required"
 
 
 def format_of(model: ServedModel) -> ToolFormat:
@@ -96,7 +116,7 @@ async def grammar_for(cache: GrammarCache, request: ChatRequest, toolbox: Toolbo
         for tool in toolbox.allowed:
             where = f"the parameters of `{tool.name}`"
             with explained(where):
-                parts.append((where, grammars.json_schema(tool.parameters or {})))
+                parts.append((where, tool.arguments_grammar()))
         return toolbox.grammar(None if answer is None else grammar_of(answer)), parts
 
     return await cache.source(key, build, "tools", exchange)

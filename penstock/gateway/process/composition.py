@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from penstock.conversations import Sessions
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.charges import Accounts, NoAccounts
 from penstock.gateway.accounting.encoder_work import EncoderWork
@@ -31,13 +32,18 @@ from penstock.gateway.api.admin.usage import UsageEndpoints
 from penstock.gateway.api.admin.what_if import WhatIfEndpoints
 from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
 from penstock.gateway.api.endpoints import ENDPOINTS
+from penstock.gateway.api.ollama.catalogue import Catalogue
+from penstock.gateway.api.ollama.endpoints import OllamaEndpoints
+from penstock.gateway.api.ollama.pull import OllamaPullEndpoints
 from penstock.gateway.api.openai.chat import ChatEndpoints
 from penstock.gateway.api.openai.completions import CompletionEndpoints
+from penstock.gateway.api.openai.conversations import ConversationItemEndpoints
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
 from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
+from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import Check, HealthEndpoints
@@ -51,6 +57,7 @@ from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints
 from penstock.gateway.batches.file_endpoints import FileEndpoints
+from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
@@ -296,18 +303,24 @@ async def compose(
         encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
         encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
         models = ModelEndpoints(registry, encoders, routes, quotas, settings.max_tokens)
+        embeddings = EmbeddingEndpoints(encoders, encoder_work, guardrails, limit)
+        catalogue = Catalogue(registry, encoders, routes)
         endpoints: list[object] = [
             ChatEndpoints(pipeline, conversations, server_tools),
             CompletionEndpoints(pipeline),
             ResponseEndpoints(pipeline, conversations, responses),
+            StoredResponseEndpoints(responses),
             MessageEndpoints(pipeline),
-            EmbeddingEndpoints(encoders, encoder_work, guardrails, limit),
+            embeddings,
+            OllamaEndpoints(pipeline, catalogue, embeddings),
+            OllamaPullEndpoints(catalogue, supervisor, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
             TokenEndpoints(registry, tokenization, quotas, limit, request_templates=settings.request_templates),
             ScoreEndpoints(encoders, encoder_work, guardrails, limit),
             ModerationEndpoints(guardrails, quotas, limit),
             models,
             NoConversations() if sessions is None else ConversationEndpoints(sessions),
+            _conversation_items(sessions, guardrails, limit),
             CollectionEndpoints(knowledge, encoder_work, limit),
             DocumentEndpoints(knowledge, uploads),
             ToolEndpoints(tools, limit),
@@ -330,6 +343,7 @@ async def compose(
             endpoints += [
                 FileEndpoints(stores.files, stores.batches, settings.batches, uploads),
                 BatchEndpoints(stores.batches, stores.files, runner, limit),
+                MessageBatchEndpoints(stores.batches, stores.files, runner, settings.batches, uploads),
                 FeedbackEndpoints(stores.feedback, cache.suspect, limit),
                 UsageEndpoints(stores.ledger),
                 _identity_endpoints(settings, stores, quotas, workers),
@@ -374,6 +388,14 @@ def _identity_endpoints(
     )
 
 
+def _conversation_items(
+    sessions: Sessions | None, guardrails: Guardrails, limit: int
+) -> ConversationItemEndpoints | Unavailable:
+    if sessions is not None:
+        return ConversationItemEndpoints(sessions, guardrails, limit)
+    return Unavailable(ConversationItemEndpoints, ServiceUnavailable, "This gateway stores no conversations.")
+
+
 def _cache_endpoints(cache: ResponseCache | ResponseCacheOff) -> CacheEndpoints | Unavailable:
     if isinstance(cache, ResponseCache):
         return CacheEndpoints(cache)
@@ -392,6 +414,7 @@ _NO_ACCOUNTS = "This gateway keeps no accounts, so it cannot tell whose an answe
 _WITHOUT_STORE = (
     Unavailable(FileEndpoints, ServiceUnavailable, "This gateway has no store for files."),
     Unavailable(BatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
+    Unavailable(MessageBatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
     Unavailable(FeedbackEndpoints, ServiceUnavailable, _NO_ACCOUNTS),
     Unavailable(UsageEndpoints, ServiceUnavailable, "This gateway keeps no accounts."),
     Unavailable(AccountEndpoints, KeyStoreUnavailable, "This gateway runs without a store for tenants and keys."),

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from penstock.backends.native import NativeBackend
 from penstock.config.load import check_model
+from penstock.config.sampling import SamplingDefaults
 from penstock.errors import PenstockError
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.app.background import BackgroundTasks
@@ -23,8 +24,8 @@ from penstock.protocol.transport import CurveClient
 from penstock.routing.policies import make_policy
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
-from penstock.sources.resolve import resolve
-from penstock.text import load_text
+from penstock.sources.resolve import recommended_sampling, resolve
+from penstock.text import TextModel, load_text
 
 IDLE_CHECK_S = 0.1
 
@@ -37,10 +38,11 @@ def served(
     resilience = settings.how_resilient()
     if model.hold is not None:
         resilience = dataclasses.replace(resilience, park_s=max(resilience.park_s, model.hold.seconds))
+    text = load_text(resolve(model.source))
     replicas = [native(model, str(index), endpoint, curve) for index, endpoint in enumerate(endpoints)]
     return ServedModel(
         name=model.name,
-        text=load_text(resolve(model.source)),
+        text=text,
         backend=ReplicaSet(
             model.name,
             replicas,
@@ -58,10 +60,19 @@ def served(
         source=model.source,
         autoscale=model.autoscale,
         tool_format=model.tool_format,
+        sampling=sampling_defaults(model, text),
         fallback=model.fallback,
         overflow_at=model.overflow_at,
         autoscaled=model.autoscaled,
     )
+
+
+def sampling_defaults(model: ModelSettings, text: TextModel) -> SamplingDefaults:
+    """For requests that give no values: as configured, then the catalogue's, then the checkpoint's own."""
+    if not model.sampling.from_checkpoint:
+        return SamplingDefaults(**model.sampling.given)  # type: ignore[arg-type]
+    listed = SamplingDefaults(**recommended_sampling(model.source))  # type: ignore[arg-type]
+    return model.sampling.over(listed.over(text.sampling))
 
 
 def native(model: ModelSettings, name: str, endpoint: str, curve: CurveClient | None = None) -> NativeBackend:

@@ -15,6 +15,7 @@ from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.models import ModelConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
+from penstock.config.sampling import SamplingConfig
 from penstock.config.schema import (
     LAST_CLASS,
     Config,
@@ -53,6 +54,8 @@ class ModelSettings:
     """Dollars per hour that the hardware of one engine costs."""
     autoscale: AutoscaleConfig | None = None
     tool_format: str = "auto"
+    sampling: SamplingConfig = SamplingConfig()  # noqa: RUF009
+    """For requests that give no values."""
     downgrade_to: str = ""
     """The model that answers best-effort callers while this one is saturated."""
     fallback: tuple[str, ...] = ()
@@ -80,6 +83,7 @@ class ModelSettings:
             cost_per_hour=model.cost_per_hour,
             autoscale=model.autoscale,
             tool_format=model.tool_format,
+            sampling=model.sampling or SamplingConfig(),
             downgrade_to=model.downgrade_to,
             fallback=model.fallback,
             overflow_at=model.overflow_at,
@@ -142,7 +146,7 @@ class GatewaySettings:
     """A client that reads nothing for this long is considered disconnected."""
     default_max_tokens: int | None = None
     max_tokens: int | None = None
-    time_limit_s: float | None = 30.0
+    time_limit_s: float | None = None
     max_choices: int = 16
     store_url: str | None = None
     """The database of tenants and keys; None: there is none, and no key is needed."""
@@ -196,6 +200,7 @@ class GatewaySettings:
             share_prefixes=self.share_prefixes,
             request_templates=self.request_templates,
             record_text=self.telemetry.record_text,
+            tier_time_limits={tier.name: tier.time_limit_s for tier in self.tiers if tier.time_limit_s is not None},
         )
 
     def price_book(self) -> PriceBook:

@@ -23,7 +23,7 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.pipeline import GenerationPipeline
-from penstock.gateway.generation.response import send_failure
+from penstock.gateway.generation.response import LIMIT, note_limit, send_failure
 from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.schemas import ChatRequest, FunctionDefinition, ToolDefinition
 from penstock.gateway.generation.turn import Turn, TurnRecorder
@@ -167,6 +167,8 @@ class _ToolLoop:
                 else:
                     pieces += found
         renderer, recorder = self._answer
+        if limit := self._limit_reached():
+            self._exchange.extra_headers.append((LIMIT, limit.encode()))
         body = renderer.whole([pieces])
         await recorder.store(self._said)
         await self._exchange.reply(200, body)
@@ -191,11 +193,16 @@ class _ToolLoop:
                         await exchange.write(data or renderer.keep_alive)
             renderer, recorder = self._answer
             await recorder.store(self._said)
+            if limit := self._limit_reached():
+                waiting += renderer.limit_reached(limit)
             await exchange.end_stream(waiting + renderer.closing())
         except ApiError as error:
             if not exchange.response_started:
                 raise
             await send_failure(exchange, self._answer[0], error, self._pipeline.metrics, before=waiting)
+
+    def _limit_reached(self) -> str:
+        return "" if self.generation is None else note_limit(self._exchange, self.generation)
 
     async def _steps(self) -> AsyncGenerator[list[Piece] | dict[str, Any], None]:
         """What the client sees, in order: pieces of text and events of calls. An empty list: nothing new for a

@@ -277,7 +277,7 @@ async def test_a_store_that_is_away_is_no_lost_response(
 
     async with serving(**stored(tmp_path)) as running:
         first = (await create(running)).json()["id"]
-        monkeypatch.setattr(running.parts.responses, "_column", away)
+        monkeypatch.setattr(running.parts.responses, "_columns", away)
         monkeypatch.setattr(running.parts.responses, "put", away)
         broken = await create(running, stream=True)
         assert broken.status_code == 200
@@ -312,17 +312,20 @@ async def test_without_a_store_there_is_nothing_to_continue(serving: Serving, tm
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",
         ),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type"),
+        ({"input": [{"type": "dream", "summary": []}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].id"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input[0].call_id"),
         ({"input": "a" * 600}, "input"),
-        ({"seed": 3}, "seed"),
+        ({"n": 2}, "n"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "never"}, "truncation"),
         ({"include": [5]}, "include[0]"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"conversation": "c"}, "conversation"),
-        ({"stop": "x"}, "stop"),
-        ({"tools": [{"type": "web_search", "name": "x"}]}, "tools[0].type"),
+        ({"stop": ""}, "stop"),
+        ({"tools": [{"name": "x"}]}, "tools[0].type"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "custom", "name": "other"}}, "tool_choice"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
         ({"tools": [{**WEATHER, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -351,5 +354,7 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(serving: Serving, t
             events.append(event)
             if event.type == "response.output_text.delta":
                 running.stop.set()
-        assert events[-1].type == "error" and events[-1].code == "engine_lost"
+        assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+        assert events[-2].code == events[-1].response.error.code == "engine_lost"
+        assert events[-1].response.status == "failed"
         assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -157,6 +157,12 @@ async def test_the_time_limit_ends_an_answer_with_what_it_has(
         assert choice["message"]["content"].startswith("word ")
         assert choice["finish_reason"] == "length"
         assert choice["stop_reason"] == "time_limit"
+        assert reply.headers["x-penstock-limit"] == "time_limit"
+        reply = await gateway.chat(stream=True)
+        assert "x-penstock-limit" not in reply.headers, "they are gone by then"
+        *_, comment, end = reply.text.rstrip().split("\n\n")
+        assert (comment, end) == (": x-penstock-limit: time_limit", "data: [DONE]")
+        assert json.loads(events(reply.text)[-2])["choices"][0]["stop_reason"] == "time_limit"
         await eventually(lambda: engine.load_snapshot().running == 0)
 
 

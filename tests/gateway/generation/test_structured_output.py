@@ -78,6 +78,8 @@ async def test_constraints_reach_the_engine_or_say_why_not(serving: Serving) -> 
                 reply = await ask(guided_json=SCHEMA, guided_decoding_backend="xgrammar", **extra)
                 assert (reply.status_code, reply.headers["x-penstock-ignored"]) == (200, "guided_decoding_backend")
                 assert gateway.engine.seen[-1].params.grammar == grammars.json_schema(SCHEMA).source
+        reply = await gateway.client.post("/v1/responses", json={"model": "tiny", "input": "hi", "guided_json": SCHEMA})
+        assert (reply.status_code, gateway.engine.seen[-1].params.grammar) == (200, grammars.json_schema(SCHEMA).source)
         for body in ({"response_format": wanted}, {"guided_json": schema, "stream": True}, {"tools": [tool]}):
             assert (await gateway.chat(**body)).headers["x-penstock-ignored"] == named
         assert "x-penstock-ignored" not in (await gateway.chat()).headers

@@ -1,20 +1,42 @@
 // Live view: the metrics that operators look at first, scraped from /metrics once a second.
 
-import { get, text } from "../api.js";
+import { get, session, text } from "../api.js";
 import Chart, { lines } from "../chart.js";
-import { clock, duration, number, percent } from "../format.js";
+import { duration, number, percent } from "../format.js";
 import { grown, parse, quantile, total } from "../metrics.js";
+import { MiniBar, PhaseLegend } from "../timeline.js";
+import { refreshed } from "../widgets.js";
 
 const KEPT = 120;
-const PHASES = { queue: "#d97706", prefill: "#0284c7", decode: "#0f766e", stream: "#65a30d", prepare: "#be185d", admission: "#4f46e5" };
+const REPLICAS = [
+  { name: "id", label: "Replica", main: true },
+  { name: "role", label: "Role" },
+  { name: "state", label: "State" },
+  { name: "breaker", label: "Breaker" },
+  { name: "running", label: "Running", number: true },
+  { name: "waiting", label: "Waiting", number: true },
+  { name: "in_flight", label: "In flight", number: true },
+  { name: "device", label: "Where" },
+];
+const TRACES = [
+  { name: "model_version", label: "Model", main: true },
+  { name: "timestamp", label: "Time" },
+  { name: "tenant", label: "Tenant" },
+  { name: "tokens", label: "Tokens", number: true },
+  { name: "ttft", label: "First token", number: true },
+  { name: "total", label: "Total", number: true },
+  { name: "phases", label: "Phases" },
+];
 
 export default {
   name: "Live",
-  components: { Chart },
+  components: { Chart, MiniBar, PhaseLegend },
+  mixins: [refreshed(1)],
   template: `
     <q-page class="page">
-      <h1>Live</h1>
-      <q-banner v-if="problem" dense rounded class="bg-negative text-white q-mb-md" role="alert">{{ problem }}</q-banner>
+      <div class="head"><h1>Live</h1></div>
+      <page-state :page="page" />
+      <template v-if="loaded">
       <div class="tiles">
         <div class="tile" v-for="tile in tiles" :key="tile.name"><div class="value" :data-test="tile.name">{{ tile.value }}</div><div class="name">{{ tile.name }}</div></div>
       </div>
@@ -26,24 +48,27 @@ export default {
         <chart title="KV cache usage" :option="charts.kv" label="Chart of KV cache usage" />
         <chart title="Engine steps" :option="charts.steps" label="Chart of engine steps per second and tokens per step" />
       </div>
-      <h2>Replicas</h2>
-      <div class="wide-table"><table>
-        <thead><tr><th>Replica</th><th>Role</th><th>State</th><th>Breaker</th><th class="number">Running</th><th class="number">Waiting</th><th class="number">In flight</th><th>Device</th></tr></thead>
-        <tbody><tr v-for="replica in replicas" :key="replica.id"><td>{{ replica.id }}</td><td>{{ replica.role || '–' }}</td>
-          <td><q-badge :color="replica.ready ? 'positive' : 'warning'" :label="replica.leaving ? 'draining' : replica.state" /></td>
-          <td><q-badge :color="replica.breaker === 'closed' ? 'positive' : 'negative'" outline :label="replica.breaker" /></td>
-          <td class="number">{{ replica.running }}</td><td class="number">{{ replica.waiting }}</td><td class="number">{{ replica.in_flight }}</td><td>{{ replica.device || '–' }}</td></tr></tbody>
-      </table></div>
+      <h2>Replicas and remotes</h2>
+      <data-table label="Replicas" :columns="replicaColumns" :rows="replicas">
+        <template #state="{ row }"><q-badge :color="row.ready ? 'positive' : 'warning'" :label="row.leaving ? 'draining' : row.state" /></template>
+        <template #breaker="{ row }"><q-badge :color="row.breaker === 'closed' ? 'positive' : 'negative'" outline :label="row.breaker" /></template>
+        <template #role="{ row }">{{ row.remote ? 'remote' : row.role || '–' }}</template>
+        <template #empty>{{ admin ? 'No replicas.' : 'Replicas are shown to keys with the scope admin.' }}</template>
+      </data-table>
       <h2>Latest requests</h2>
-      <div class="wide-table"><table>
-        <thead><tr><th>Time</th><th>Tenant</th><th>Model</th><th class="number">Tokens</th><th class="number">TTFT</th><th class="number">Total</th><th>Phases <span v-for="(colour, phase) in phaseColours" :key="phase" :style="{ color: colour }">■ {{ phase }} </span></th></tr></thead>
-        <tbody><tr v-for="trace in traces" :key="trace.request_id" :title="trace.request_id"><td>{{ clock(trace.timestamp) }}</td><td>{{ trace.tenant }}</td><td>{{ trace.model_version }}</td>
-          <td class="number">{{ trace.prompt_tokens }} → {{ trace.completion_tokens }}</td><td class="number">{{ duration(trace.ttft_ms == null ? null : trace.ttft_ms / 1000) }}</td><td class="number">{{ duration(trace.total_latency_ms / 1000) }}</td>
-          <td><div class="phases"><span v-for="(phase, index) in trace.phases" :key="index" :style="bar(trace, phase)" :title="phase.name + ' ' + phase.duration_ms + ' ms'"></span></div></td></tr>
-          <tr v-if="!traces.length"><td colspan="7" class="muted">No requests yet.</td></tr></tbody>
-      </table></div>
+      <phase-legend class="q-mb-sm" />
+      <data-table label="Latest requests" :columns="traceColumns" :rows="traces" row-key="request_id" opens @open="(row) => go(row.request_id)">
+        <template #model_version="{ row }">{{ row.adapter_id || row.model_version || '–' }}</template>
+        <template #timestamp="{ row }"><when :at="row.timestamp" /></template>
+        <template #tokens="{ row }">{{ row.prompt_tokens }} → {{ row.completion_tokens }}</template>
+        <template #ttft="{ row }">{{ duration(row.ttft_ms == null ? null : row.ttft_ms / 1000) }}</template>
+        <template #total="{ row }">{{ duration(row.total_latency_ms / 1000) }}</template>
+        <template #phases="{ row }"><mini-bar :trace="row" /></template>
+        <template #empty>No requests yet. Send one from the <a href="#playground">playground</a>.</template>
+      </data-table>
+      </template>
     </q-page>`,
-  data: () => ({ history: [], replicas: [], traces: [], problem: "", phaseColours: PHASES }),
+  data: () => ({ history: [], replicas: [], traces: [], replicaColumns: REPLICAS, traceColumns: TRACES, admin: session.admin }),
   computed: {
     now() {
       return this.history[this.history.length - 1] || {};
@@ -75,34 +100,17 @@ export default {
       };
     },
   },
-  async mounted() {
-    this.alive = true;
-    while (this.alive) {
-      await this.read();
-      await new Promise((resolve) => setTimeout(resolve, 1000));
-    }
-  },
-  beforeUnmount() {
-    this.alive = false;
-  },
   methods: {
-    clock,
     duration,
-    bar(trace, phase) {
-      const total = Math.max(trace.total_latency_ms, 0.001);
-      return { left: `${(100 * phase.start_ms) / total}%`, width: `${(100 * phase.duration_ms) / total}%`, background: PHASES[phase.name] || "#94a3b8" };
+    go(id) {
+      location.hash = `#requests/${encodeURIComponent(id)}`;
     },
     async read() {
-      try {
-        const [exposed, replicas, traces] = await Promise.allSettled([text("/metrics"), get("/v1/admin/replicas"), get("/v1/traces?limit=12")]);
-        if (exposed.status === "rejected") throw exposed.reason;
-        this.replicas = replicas.value?.data || [];
-        this.traces = traces.value?.data || [];
-        this.add(parse(exposed.value), performance.now() / 1000);
-        this.problem = "";
-      } catch (error) {
-        this.problem = error.message;
-      }
+      const [exposed, replicas, traces] = await Promise.allSettled([text("/metrics"), this.admin ? get("/v1/admin/replicas") : null, get("/v1/traces?limit=12")]);
+      if (exposed.status === "rejected") throw exposed.reason;
+      this.replicas = replicas.value?.data || [];
+      this.traces = traces.value?.data || [];
+      this.add(parse(exposed.value), performance.now() / 1000);
     },
     add(reading, at) {
       const before = this.last;

@@ -1,9 +1,10 @@
 // Plan: headroom of the running server, when it is full, what the next replica costs, and a calculator for other loads.
 
 import { get } from "../api.js";
-import Chart from "../chart.js";
+import Chart, { FRAME } from "../chart.js";
 import { money, number, percent, span } from "../format.js";
 import Calculator from "../calculator.js";
+import { refreshed } from "../widgets.js";
 
 const RESOURCES = { slots: "slots", kv_cache: "KV cache", compute: "compute" };
 const SOURCES = {
@@ -17,11 +18,12 @@ const range = (estimate) => (estimate == null ? "–" : `${number(estimate.likel
 export default {
   name: "Plan",
   components: { Chart, Calculator },
+  mixins: [refreshed(5)],
   template: `
     <q-page class="page">
       <div class="row items-center q-gutter-sm"><h1 class="col">Plan</h1>
         <q-select v-if="plans.length > 1" v-model="chosen" :options="plans.map((one) => one.id)" dense outlined options-dense label="Model" style="min-width: 180px" /></div>
-      <q-banner v-if="problem" dense rounded class="bg-negative text-white q-mb-md" role="alert">{{ problem }}</q-banner>
+      <page-state :page="page" />
       <p v-if="loaded && !plan" class="muted">This server runs no model of its own.</p>
       <template v-if="plan">
         <div class="tiles">
@@ -39,7 +41,7 @@ export default {
       </template>
       <calculator v-if="loaded" :model="plan?.id" :mix="plan?.mix" :devices="devices" />
     </q-page>`,
-  data: () => ({ plans: [], devices: [], chosen: null, loaded: false, problem: "" }),
+  data: () => ({ plans: [], devices: [], chosen: null }),
   computed: {
     plan() {
       return this.plans.find((one) => one.id === this.chosen) || this.plans[0] || null;
@@ -113,13 +115,6 @@ export default {
       return rows;
     },
   },
-  mounted() {
-    this.timer = setInterval(() => this.read(), 5000);
-    return this.read();
-  },
-  beforeUnmount() {
-    clearInterval(this.timer);
-  },
   methods: {
     full(found) {
       const growth = found.growth_per_hour ? `${number(found.growth_per_hour.likely)} requests/s more each hour` : "";
@@ -152,9 +147,7 @@ export default {
     },
     draw(series, unit = "") {
       return {
-        backgroundColor: "transparent",
-        grid: { left: 12, right: 26, top: 28, bottom: 4, containLabel: true },
-        legend: { top: 0, right: 0, itemHeight: 8, textStyle: { fontSize: 11 } },
+        ...FRAME,
         tooltip: { trigger: "axis", valueFormatter: (v) => (v == null ? "–" : `${Number(v.toPrecision(3))}${unit}`) },
         xAxis: { type: "time", axisLabel: { fontSize: 10, hideOverlap: true } },
         yAxis: { type: "value", min: 0, max: unit === "%" ? 100 : undefined, axisLabel: { fontSize: 10, formatter: (v) => `${v}${unit}` }, splitNumber: 3, interval: unit === "%" ? 25 : undefined },
@@ -162,15 +155,9 @@ export default {
       };
     },
     async read() {
-      try {
-        const found = await get("/v1/admin/plan");
-        this.plans = found.data;
-        this.devices = found.devices;
-        this.loaded = true;
-        this.problem = "";
-      } catch (error) {
-        this.problem = error.message;
-      }
+      const found = await get("/v1/admin/plan");
+      this.plans = found.data;
+      this.devices = found.devices;
     },
   },
 };

@@ -1,8 +1,9 @@
-// Usage and cost from the ledger, by the chosen grouping and period.
+// Usage and cost from the ledger, by the chosen grouping and period. A key without the scope admin sees its tenant's.
 
-import { get } from "../api.js";
-import Chart from "../chart.js";
+import { get, session } from "../api.js";
+import Chart, { bars, stacks } from "../chart.js";
 import { money, number, save } from "../format.js";
+import { refreshed } from "../widgets.js";
 
 const PERIODS = [
   { label: "Last hour", value: 3600 },
@@ -12,36 +13,56 @@ const PERIODS = [
   { label: "All time", value: null },
 ];
 const FIGURES = ["requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost"];
+const MOST_BARS = 12;
+const named = (figure) => figure.replace("_", " ");
 
 export default {
   name: "Usage",
   components: { Chart },
+  mixins: [refreshed(15)],
   template: `
     <q-page class="page">
-      <h1>Usage and cost</h1>
+      <div class="head"><h1>Usage and cost</h1></div>
       <div class="row q-col-gutter-sm items-center">
-        <q-select class="col-12 col-sm-5" v-model="by" :options="['tenant', 'user', 'model', 'adapter', 'feature']" multiple use-chips dense outlined options-dense label="Group by" @update:model-value="read" />
-        <q-select class="col-8 col-sm-3" v-model="period" :options="periods" emit-value map-options dense outlined options-dense label="Period" @update:model-value="read" />
+        <q-select class="col-12 col-sm-5" v-model="by" :options="dimensions" multiple use-chips dense outlined options-dense label="Group by" @update:model-value="refresh" />
+        <q-select class="col-8 col-sm-3" v-model="period" :options="periods" emit-value map-options dense outlined options-dense label="Period" @update:model-value="refresh" />
         <div class="col-4 col-sm-4"><q-btn outline no-caps icon="download" label="CSV" :disable="!rows.length" @click="csv" /></div>
       </div>
-      <div class="tiles q-mt-md">
-        <div class="tile" v-for="figure in figures" :key="figure"><div class="value">{{ shown(figure, sum(figure)) }}</div><div class="name">{{ figure.replace('_', ' ') }}</div></div>
-      </div>
-      <div v-if="rows.length" class="charts" :key="$q.dark.isActive">
-        <chart title="Tokens" :option="bars(['prompt_tokens', 'completion_tokens'])" label="Bar chart of prompt and completion tokens per group" />
-        <chart title="Cost" :option="bars(['cost'])" label="Bar chart of cost per group" />
-      </div>
-      <div class="wide-table q-mt-md"><table>
-        <thead><tr><th v-for="name in by" :key="name">{{ name }}</th><th v-for="figure in figures" :key="figure" class="number">{{ figure.replace('_', ' ') }}</th></tr></thead>
-        <tbody><tr v-for="(row, index) in rows" :key="index"><td v-for="name in by" :key="name">{{ row[name] || '–' }}</td><td v-for="figure in figures" :key="figure" class="number">{{ shown(figure, Number(row[figure])) }}</td></tr>
-          <tr v-if="!rows.length"><td :colspan="by.length + figures.length" class="muted">No usage in this period.</td></tr></tbody>
-      </table></div>
+      <page-state :page="page" />
+      <template v-if="loaded">
+        <div class="tiles five q-mt-md">
+          <div class="tile" v-for="figure in figures" :key="figure"><div class="value">{{ shown(figure, sum(figure)) }}</div><div class="name">{{ named(figure) }}</div></div>
+        </div>
+        <div v-if="rows.length" class="charts" :key="$q.dark.isActive">
+          <chart :title="'Tokens ' + per" :option="overTime(['prompt_tokens', 'completion_tokens'])" :label="'Bar chart of tokens ' + per" />
+          <chart :title="'Cost ' + per" :option="overTime(['cost'])" :label="'Bar chart of cost ' + per" />
+          <chart :title="'Tokens by ' + by.join(', ')" :tall="height" :option="grouped(['prompt_tokens', 'completion_tokens'])" label="Bar chart of prompt and completion tokens per group" />
+          <chart :title="'Cost by ' + by.join(', ')" :tall="height" :option="grouped(['cost'])" label="Bar chart of cost per group" />
+        </div>
+        <data-table class="q-mt-md" label="Usage" :columns="columns" :rows="rows.map((row, index) => ({ ...row, id: index }))">
+          <template v-for="name in by" :key="name" #[name]="{ row }">{{ row[name] || '–' }}</template>
+          <template v-for="figure in figures" :key="figure" #[figure]="{ row }">{{ shown(figure, Number(row[figure])) }}</template>
+          <template #empty>No usage in this period. Send a request from the <a href="#playground">playground</a>, or choose a longer period.</template>
+        </data-table>
+      </template>
     </q-page>`,
-  data: () => ({ by: ["tenant", "model"], period: 86400, periods: PERIODS, rows: [], figures: FIGURES }),
-  mounted() {
-    return this.read();
+  data: () => ({ by: session.admin ? ["tenant", "model"] : ["model"], period: 86400, periods: PERIODS, rows: [], times: [], figures: FIGURES, dimensions: [...(session.admin ? ["tenant"] : []), "user", "key", "model", "adapter", "feature", "day"] }),
+  computed: {
+    columns() {
+      return [...this.by.map((name, index) => ({ name, label: name, main: index === 0 })), ...FIGURES.map((name) => ({ name, label: named(name), number: true }))];
+    },
+    unit() {
+      return this.period !== null && this.period <= 86400 ? "hour" : "day";
+    },
+    per() {
+      return `per ${this.unit}`;
+    },
+    height() {
+      return Math.max(190, 40 + 26 * Math.min(this.rows.length, MOST_BARS));
+    },
   },
   methods: {
+    named,
     shown: (figure, value) => (figure === "cost" ? money(value) : number(value)),
     sum(figure) {
       return this.rows.reduce((sum, row) => sum + Number(row[figure]), 0);
@@ -49,23 +70,21 @@ export default {
     async read() {
       if (!this.by.length) this.by = ["model"];
       const since = this.period === null ? "" : `&since=${encodeURIComponent(new Date(Date.now() - this.period * 1000).toISOString())}`;
-      try {
-        this.rows = (await get(`/v1/usage?by=${this.by.join(",")}${since}`)).data;
-      } catch (error) {
-        this.$fail(error);
-      }
+      const [rows, times] = await Promise.all([get(`/v1/usage?by=${this.by.join(",")}${since}`), get(`/v1/usage?by=${this.unit}${since}`)]);
+      this.rows = rows.data;
+      this.times = times.data.sort((a, b) => (a[this.unit] < b[this.unit] ? -1 : 1));
     },
-    bars(figures) {
-      const names = this.rows.map((row) => this.by.map((name) => row[name] || "–").join(" · "));
-      return {
-        backgroundColor: "transparent",
-        grid: { left: 8, right: 16, top: 28, bottom: 4, containLabel: true },
-        legend: { top: 0, right: 0, itemHeight: 8 },
-        tooltip: { trigger: "axis" },
-        xAxis: { type: "value" },
-        yAxis: { type: "category", data: names, inverse: true },
-        series: figures.map((figure) => ({ name: figure.replace("_", " "), type: "bar", stack: "all", data: this.rows.map((row) => Number(row[figure])) })),
-      };
+    // The ledger groups by hours and days of UTC; they are shown in local time.
+    local(time) {
+      const at = new Date(this.unit === "hour" ? `${time.replace(" ", "T")}Z` : `${time}T00:00Z`);
+      return this.unit === "hour" ? at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" }) : time.slice(5);
+    },
+    overTime(figures) {
+      return stacks(this.times.map((row) => this.local(row[this.unit])), figures.map((figure) => ({ name: named(figure), data: this.times.map((row) => Number(row[figure])) })), (value) => this.shown(figures[0], value));
+    },
+    grouped(figures) {
+      const rows = this.rows.slice(0, MOST_BARS);
+      return bars(rows.map((row) => this.by.map((name) => row[name] || "–").join(" · ")), figures.map((figure) => ({ name: named(figure), data: rows.map((row) => Number(row[figure])) })), (value) => this.shown(figures[0], value));
     },
     csv() {
       const head = [...this.by, ...FIGURES];

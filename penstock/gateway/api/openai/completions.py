@@ -20,7 +20,6 @@ from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import check_choices, token_limit
 from penstock.gateway.generation.schemas import CompletionRequest
 from penstock.gateway.generation.spec import TokenPrompt
-from penstock.gateway.generation.structured_output import with_response_format
 from penstock.protocol.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -33,7 +32,7 @@ class CompletionEndpoints:
 
     async def completions(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
-        request = with_response_format(_decoder(exchange, await exchange.body(settings.body_limit)))
+        request = _decoder(exchange, await exchange.body(settings.body_limit))
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         n = request.n or 1
         _check(request, n)

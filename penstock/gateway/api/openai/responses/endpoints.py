@@ -1,34 +1,51 @@
-"""POST /v1/responses, and GET and DELETE of those that were stored."""
+"""POST /v1/responses and POST /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from penstock.gateway.accounting.attribution import identify
-from penstock.gateway.api.openai.responses.input_items import chat_request, conversation_of
+from penstock.gateway.accounting.attribution import find_model, identify
+from penstock.gateway.api.openai.responses import item_ids
+from penstock.gateway.api.openai.responses.input_items import (
+    REFERENCE,
+    chat_request,
+    conversation_of,
+    kind_of,
+    reference_of,
+)
 from penstock.gateway.api.openai.responses.renderer import ResponseRenderer, StoreResponse
-from penstock.gateway.api.openai.responses.schemas import LOGPROBS, UNSUPPORTED, ResponsesRequest
+from penstock.gateway.api.openai.responses.schemas import LOGPROBS, UNSUPPORTED, InputTokensRequest, ResponsesRequest
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
+from penstock.gateway.api.openai.responses.stored import store_reached
+from penstock.gateway.api.openai.responses.tools import OfferedTools
 from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.conversations.truncation import TruncatedTurn
 from penstock.gateway.generation.attempt import Attempt
-from penstock.gateway.generation.chat_messages import user_texts
+from penstock.gateway.generation.chat_messages import template_messages, user_texts
 from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.request_decoder import RequestDecoder, ignore_advice
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import ChatMessage
-from penstock.gateway.generation.turn import Conversations
-from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
-from penstock.storage import DatabaseError
-
-T = TypeVar("T")
+from penstock.gateway.generation.tokenization import (
+    check_counted,
+    check_size,
+    messages_size,
+    most_counted,
+    tools_size,
+)
+from penstock.gateway.generation.tool_choice import check_tools, toolbox_of
+from penstock.gateway.generation.turn import Conversations, Turn
+from penstock.protocol.errors import InvalidRequest
 
 _decoder = RequestDecoder(ResponsesRequest)
+_counted = RequestDecoder(InputTokensRequest)
 _NAMES = (
     (r"messages\b", "input"),
     (r"response_format\.json_schema", "text.format"),
@@ -53,51 +70,75 @@ class ResponseEndpoints:
         for name in request.include or ():
             if name != LOGPROBS:  # other items that could be included are never made here
                 ignore_advice(exchange, f"include.{name}")
-        limit = token_limit(
-            request.max_output_tokens, settings, default=settings.default_max_tokens, param="max_output_tokens"
-        )
+        asked, param = request.max_output_tokens, "max_output_tokens"
+        if asked is None and request.max_tokens:
+            asked, param = request.max_tokens, "max_tokens"
+        limit = token_limit(asked, settings, default=settings.default_max_tokens, param=param)
         resumption = asked_for(exchange, stream=request.stream, conversation=request.conversation)
+        tools = OfferedTools(exchange, request.tools)
         # Instructions are for one answer: they are no part of a conversation.
         async with self._conversations.open(exchange, request.conversation, keep_system=False) as turn:
             if turn.stored:
                 earlier = msgspec.convert(turn.history, list[ChatMessage])
             else:
                 earlier = await self._earlier(exchange, request.previous_response_id)
-            conversation = conversation_of(exchange, request.input, earlier)
+            items = await self._resolved(exchange, request.input)
+            conversation = conversation_of(exchange, items, earlier, tools)
             said = conversation[len(earlier) :] if turn.stored else conversation
-            store = self._storing(exchange, conversation) if request.store is not False else None
+            if request.truncation == "auto" and not turn.stored:
+                turn, said = await self._truncatable(exchange, said)
+            store = None
+            if request.store is not False and self._store.enabled:
+                store = await self._storing(exchange, request.previous_response_id, items, conversation)
 
             async def answer(attempt: Attempt) -> None:
                 attempt.resumption = resumption
                 with renamed(_NAMES):
-                    chat = chat_request(msgspec.structs.replace(request, model=attempt.model), said)
+                    chat = chat_request(msgspec.structs.replace(request, model=attempt.model), said, tools)
                     generation = await pipeline.chat(attempt, chat, limit, turn)
-                renderer = ResponseRenderer(request, generation, turn.recorder(attempt, generation), store)
+                renderer = ResponseRenderer(request, tools, generation, turn.recorder(attempt, generation), store)
                 await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 
             def texts() -> list[str]:
-                return user_texts(chat_request(request, said).messages)
+                return user_texts(chat_request(request, conversation, tools).messages)
 
             await pipeline.answer(exchange, request.model, answer, texts, limit.max_tokens)
 
-    async def get_response(self, exchange: Exchange) -> None:
-        id = _stored_id(exchange)
-        found = await _guard(self._store.response(id, exchange.caller.tenant, exchange.caller.only_user))
-        if found is None:
-            raise _unknown(id)
-        await exchange.reply(200, found)
-
-    async def delete_response(self, exchange: Exchange) -> None:
-        id = _stored_id(exchange)
-        if not await _guard(self._store.delete(id, exchange.caller.tenant, exchange.caller.only_user)):
-            raise _unknown(id)
-        await exchange.reply_json({"id": id, "object": "response", "deleted": True})
+    async def count_input_tokens(self, exchange: Exchange) -> None:
+        """The length of the prompt that a response would have."""
+        pipeline = self._pipeline
+        asked = _counted(exchange, await exchange.body(pipeline.settings.body_limit))
+        identify(exchange, None, None)
+        tools = OfferedTools(exchange, asked.tools)
+        earlier = await self._earlier(exchange, asked.previous_response_id)
+        if asked.conversation is not None:
+            async with self._conversations.open(exchange, asked.conversation, keep_system=False) as turn:
+                earlier = msgspec.convert(turn.history, list[ChatMessage])
+        conversation = list(earlier)
+        if asked.input is not None:
+            items = await self._resolved(exchange, asked.input)
+            conversation = conversation_of(exchange, items, earlier, tools)
+        with renamed(_NAMES):
+            chat = chat_request(asked.request(), conversation, tools)
+            check_tools(chat)
+            messages = template_messages(chat.messages)
+            model = find_model(pipeline.registry, exchange, chat.model)
+            toolbox = toolbox_of(chat, model)
+            offered, most = () if toolbox is None else toolbox.tools, most_counted(model)
+            prompt = ChatPrompt(pipeline.tokenization, model, offered, exchange.caller.tenant, most)
+            async with pipeline.quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
+                check_size(model, messages_size(messages) + tools_size(chat.tools), most, "messages")
+                tokens = await prompt.tokens(messages) if messages else []
+                work.tokens = len(tokens)
+                check_counted(len(tokens), most, "messages")
+        await exchange.reply_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
     async def _earlier(self, exchange: Exchange, previous: str | None) -> list[ChatMessage]:
         """The conversation of an earlier response."""
         if previous is None:
             return []
-        found = await _guard(self._store.conversation(previous, exchange.caller.tenant, exchange.caller.only_user))
+        caller = exchange.caller
+        found = await store_reached(self._store.conversation(previous, caller.tenant, caller.only_user))
         if found is None:
             raise InvalidRequest(
                 f"There is no stored response `{previous}`.",
@@ -106,14 +147,55 @@ class ResponseEndpoints:
             )
         return found
 
-    def _storing(self, exchange: Exchange, conversation: list[ChatMessage]) -> StoreResponse | None:
-        """Stores a response; None where responses are not stored."""
-        if not self._store.enabled:
-            return None
-        tenant, user = exchange.caller.tenant, exchange.record.user_id or ""
+    async def _resolved(self, exchange: Exchange, given: str | Sequence[msgspec.Raw]) -> str | Sequence[msgspec.Raw]:
+        """The input, with items of stored responses in the place of references to them."""
+        if isinstance(given, str):
+            return given
+        caller, items = exchange.caller, list(given)
+        known: dict[str, dict[str, Any]] = {}
+        for index, raw in enumerate(given):
+            at = f"input[{index}]"
+            if kind_of(raw, at) != REFERENCE:
+                continue
+            id = reference_of(exchange, raw, at)
+            if id not in known and (response := item_ids.response_of(id)) is not None:
+                found = await store_reached(self._store.all_items(response, caller.tenant, caller.only_user))
+                known |= {item["id"]: item for item in found}
+            if id not in known:
+                raise InvalidRequest(
+                    f"There is no stored item `{id[:128]}`; send the item itself.",
+                    param=f"{at}.id",
+                    code="item_not_found",
+                )
+            items[index] = msgspec.Raw(msgspec.json.encode(known[id]))
+        return items
+
+    async def _truncatable(self, exchange: Exchange, said: list[ChatMessage]) -> tuple[Turn, list[ChatMessage]]:
+        """A turn that may leave out the oldest messages, and those that it must not."""
+        head = next((i for i, message in enumerate(said) if message.role not in ("system", "developer")), len(said))
+        last = max((i for i, message in enumerate(said) if message.role == "user"), default=head)
+        history = template_messages(said[head:last])
+        if history:
+            history = await self._pipeline.content_filter.messages(exchange, history)
+        return TruncatedTurn(history), [*said[:head], *said[max(head, last) :]]
+
+    async def _storing(
+        self,
+        exchange: Exchange,
+        previous: str | None,
+        items: str | Sequence[msgspec.Raw],
+        conversation: list[ChatMessage],
+    ) -> StoreResponse:
+        """Stores a response with everything that it answers."""
+        caller, user = exchange.caller, exchange.record.user_id or ""
+        before: list[dict[str, Any]] = []
+        if previous is not None:
+            before = await store_reached(self._store.all_items(previous, caller.tenant, caller.only_user))
 
         async def store(id: str, response: bytes, said: list[ChatMessage]) -> None:
-            await _guard(self._store.put(id, tenant, response, [*conversation, *said], user=user))
+            given = [*before, *item_ids.input_items(id, items)]
+            whole = [*conversation, *said]
+            await store_reached(self._store.put(id, caller.tenant, response, whole, items=given, user=user))
 
         return store
 
@@ -124,13 +206,17 @@ def _check(request: ResponsesRequest, *, can_store: bool) -> None:
             raise not_supported(name)
     if request.background:
         raise not_supported("background")
+    if (request.n or 1) > 1:
+        raise InvalidRequest("A response has one answer; `n` must be 1.", param="n")
+    if request.response_format is not None and request.text is not None and request.text.format is not None:
+        raise InvalidRequest(
+            "`text.format` and `response_format` mean the same; send one of them.", param="text.format"
+        )
     if request.top_logprobs and LOGPROBS not in (request.include or ()):
         raise InvalidRequest(
             "`top_logprobs` needs `include` with `message.output_text.logprobs`.", param="top_logprobs"
         )
     if request.stream_options is not None:
-        if request.stream_options.include_usage is not None:
-            raise not_supported("stream_options.include_usage")
         if request.stream_options.include_obfuscation:
             raise not_supported("stream_options.include_obfuscation")
         if not request.stream:
@@ -149,20 +235,3 @@ def _check(request: ResponsesRequest, *, can_store: bool) -> None:
                     param=name,
                     code="unsupported_parameter",
                 )
-
-
-def _stored_id(exchange: Exchange) -> str:
-    if exchange.scope["query_string"]:
-        raise InvalidRequest("A stored response is shown whole; this takes no query parameters.")
-    return exchange.path.rpartition("/")[2]
-
-
-def _unknown(id: str) -> NotFound:
-    return NotFound(f"There is no stored response `{id[:128]}`.")
-
-
-async def _guard(work: Awaitable[T]) -> T:
-    try:
-        return await work
-    except DatabaseError as error:
-        raise ServiceUnavailable("The store of responses cannot be reached at the moment.") from error

@@ -13,17 +13,21 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.gateway.api.openai.responses.input_items import add_call
+from penstock.gateway.api.openai.responses.item_ids import output_id
+from penstock.gateway.api.openai.responses.output_calls import CallWriter, Event, call_writer
+from penstock.gateway.api.openai.responses.replay import encode_event
 from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
+from penstock.gateway.api.openai.responses.tools import OfferedTools
 from penstock.gateway.app.exchange import encode_json
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece
 from penstock.gateway.generation.logprobs import logprob_entries
 from penstock.gateway.generation.renderer import Renderer
+from penstock.gateway.generation.sampling import first_given
 from penstock.gateway.generation.schemas import ChatMessage, FunctionCall, ToolCall
 from penstock.gateway.generation.turn import TurnRecorder
 from penstock.protocol.errors import ApiError
 
-Event = tuple[str, dict[str, Any]]
 _CUT = {"length": "max_output_tokens", CONTENT_FILTER: CONTENT_FILTER}
 """Finish reasons of an incomplete response, in the words of this API."""
 StoreResponse = Callable[[str, bytes, list[ChatMessage]], Awaitable[None]]
@@ -34,8 +38,18 @@ class ResponseRenderer(Renderer):
     """See `Renderer`. `store` is given when the response is to be stored."""
 
     def __init__(
-        self, request: ResponsesRequest, generation: Generation, recorder: TurnRecorder, store: StoreResponse | None
+        self,
+        request: ResponsesRequest,
+        tools: OfferedTools,
+        generation: Generation,
+        recorder: TurnRecorder,
+        store: StoreResponse | None,
     ) -> None:
+        self._tools = tools
+        self._call: CallWriter | None = None
+        """Of the open item, if it is a call."""
+        self._calls: dict[str, CallWriter] = {}
+        """By the id of their item."""
         self._generation = generation
         self._recorder = recorder
         self._store = store
@@ -43,7 +57,7 @@ class ResponseRenderer(Renderer):
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._parts: list[str] = []
-        """Text of the open item: of a message, or of a call's arguments."""
+        """Text of the open message."""
         self._logprobs: list[dict[str, Any]] = []
         """Of the open message."""
         self._annotations: list[dict[str, Any]] = []
@@ -80,7 +94,14 @@ class ResponseRenderer(Renderer):
 
     def failure(self, error: ApiError) -> bytes:
         problem = error.body()["error"]
-        return self._encode([("error", {name: problem[name] for name in ("code", "message", "param")})])
+        response = self._object("failed")
+        response["error"] = {"code": problem["code"] or "server_error", "message": problem["message"]}
+        return self._encode(
+            [
+                ("error", {name: problem[name] for name in ("code", "message", "param")}),
+                ("response.failed", {"response": response}),
+            ]
+        )
 
     async def before_end(self) -> None:
         await self._recorder.store()
@@ -106,11 +127,13 @@ class ResponseRenderer(Renderer):
         for call in piece.calls or ():
             if call.id is not None:
                 yield from self._close("completed")
-                item = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
-                yield self._add({"id": self._item_id("fc"), **item, "status": "in_progress"})
-            else:
-                self._parts.append(call.arguments)
-                yield "response.function_call_arguments.delta", {**self._place(), "delta": call.arguments}
+                writer = call_writer(self._tools.called(call.name), call.id)
+                writer.item = {"id": self._item_id(writer.prefix), **writer.item, "status": "in_progress"}
+                yield self._add(writer.item)
+                self._call = self._calls[writer.item["id"]] = writer
+            elif self._call is not None:
+                for name, fields in self._call.push(call.arguments):
+                    yield name, {**self._place(), **fields}
         if piece.finish_reason is not None:
             self._last = piece
             if not self._output:
@@ -133,8 +156,7 @@ class ResponseRenderer(Renderer):
             yield "response.output_text.annotation.added", {**place, "annotation": annotation}
 
     def _item_id(self, kind: str) -> str:
-        """The same when a stream is resumed."""
-        return f"{kind}_{self._generation.id}{len(self._output):04x}"
+        return output_id(kind, self._generation.id, len(self._output))
 
     def _add(self, item: dict[str, Any]) -> Event:
         self._open = item
@@ -155,8 +177,10 @@ class ResponseRenderer(Renderer):
             yield "response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": self._logprobs}
             yield "response.content_part.done", {**place, "content_index": 0, "part": part}
         else:
-            item["arguments"] = text
-            yield "response.function_call_arguments.done", {**place, "name": item["name"], "arguments": text}
+            assert self._call is not None
+            for name, fields in self._call.finish():
+                yield name, {**place, **fields}
+            self._call = None
         item["status"] = status
         self._open = None
         yield "response.output_item.done", {"output_index": place["output_index"], "item": item}
@@ -170,10 +194,8 @@ class ResponseRenderer(Renderer):
         return b"".join(map(self._event, events))
 
     def _event(self, event: Event) -> bytes:
-        name, fields = event
         self._sequence += 1
-        data = encode_json({"type": name, "sequence_number": self._sequence, **fields})
-        return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+        return encode_event(event, self._sequence)
 
     def _finished(self) -> dict[str, Any]:
         assert self._last is not None
@@ -205,7 +227,8 @@ class ResponseRenderer(Renderer):
             if item["type"] == "message":
                 said.append(ChatMessage(role="assistant", content=item["content"][0]["text"]))
             else:
-                function = FunctionCall(name=item["name"], arguments=item["arguments"])
+                call = self._calls[item["id"]]
+                function = FunctionCall(name=call.name, arguments=call.arguments or "{}")
                 add_call(said, ToolCall(id=item["call_id"], function=function))
         return said
 
@@ -229,6 +252,7 @@ def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) ->
         "incomplete_details": None,
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
         "model": generation.model.name,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
@@ -238,13 +262,13 @@ def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) ->
         "safety_identifier": request.safety_identifier,
         "service_tier": "default" if tier == "auto" else tier,
         "store": stored,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "temperature": first_given(request.temperature, generation.model.sampling.temperature, 1.0),
         "text": {"format": {"type": "text"} if wanted is None else msgspec.to_builtins(wanted)},
         "tool_choice": msgspec.to_builtins(request.tool_choice or "auto"),
-        "tools": msgspec.to_builtins(request.tools or []),
+        "tools": [msgspec.json.decode(tool) for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": 1.0 if request.top_p is None else request.top_p,
-        "truncation": "disabled",
+        "top_p": first_given(request.top_p, generation.model.sampling.top_p, 1.0),
+        "truncation": request.truncation or "disabled",
         "usage": None,
         "user": request.user,
         "metadata": request.metadata or {},

@@ -11,32 +11,33 @@ from penstock.gateway.generation.schemas import (
     INT64,
     ChoiceFormat,
     FunctionDefinition,
-    FunctionName,
     GrammarFormat,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
-    Metadata,
     Name,
     NamedConversation,
-    NamedTool,
     RagRequest,
     RegexFormat,
     ResponseFormat,
+    Sampling,
     SessionId,
-    StreamOptions,
     TextFormat,
-    ToolDefinition,
 )
 
-Nothing = Annotated[list[Any], Meta(max_length=0)]
-"""A list that must be empty: the models served here have no use for its items."""
 LOGPROBS = "message.output_text.logprobs"
 """What `include` asks for to get log-probabilities."""
 Status = Literal["in_progress", "completed", "incomplete"]
+ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class InputText(Struct, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
+    text: str
+
+
+class PlainText(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """As stored conversations show it."""
+
     text: str
 
 
@@ -55,46 +56,141 @@ class MessageItem(Struct, forbid_unknown_fields=True, kw_only=True):
     """A message. The only item whose `type` may be left out."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[InputText | OutputText | Refusal], Meta(min_length=1)]
+    content: str | Annotated[list[InputText | PlainText | OutputText | Refusal], Meta(min_length=1)]
     type: Literal["message"] = "message"
     id: str | None = None
     status: Status | None = None
 
 
-class CallItem(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The model called a function."""
+class Item(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What all other items have. Their `type` has been read when they are decoded."""
 
-    type: Literal["function_call"]
+    type: str
+    id: str | None = None
+    status: Status | None = None
+
+
+class CallItem(Item, kw_only=True):
+    """The model called a function, which may be in a namespace."""
+
     call_id: Name
     name: Name
     arguments: str
-    id: str | None = None
-    status: Status | None = None
+    namespace: Name | None = None
 
 
-class CallOutputItem(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a function returned."""
+class CustomCallItem(Item, kw_only=True):
+    """The model called a tool that takes free text."""
 
-    type: Literal["function_call_output"]
     call_id: Name
-    output: str | Annotated[list[InputText], Meta(min_length=1)]
+    name: Name
+    input: str
+    namespace: Name | None = None
+
+
+class ActionCallItem(Item, kw_only=True):
+    """The model called `local_shell` or `shell`."""
+
+    call_id: Name
+    action: dict[str, Any]
+
+
+class PatchCallItem(Item, kw_only=True):
+    """The model called `apply_patch`."""
+
+    call_id: Name
+    operation: dict[str, Any]
+
+
+class CallOutputItem(Item, kw_only=True):
+    """What a tool returned."""
+
+    call_id: Name
+    output: str | Annotated[list[InputText | PlainText | OutputText], Meta(min_length=1)]
+    name: str | None = None
+    namespace: str | None = None
+
+
+class LocalShellOutputItem(Item, kw_only=True):
+    """What a command of `local_shell` printed; `id` is that of the call."""
+
+    output: str
+    call_id: Name | None = None
+
+
+class ShellOutputItem(Item, kw_only=True):
+    """What the commands of `shell` printed."""
+
+    call_id: Name
+    output: list[dict[str, Any]]
+    max_output_length: int | None = None
+
+
+class PatchOutputItem(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Whether a patch could be applied."""
+
+    type: str
+    call_id: Name
+    status: Literal["completed", "failed"]
+    output: str | None = None
     id: str | None = None
-    status: Status | None = None
+
+
+class ReferenceItem(Struct, forbid_unknown_fields=True, kw_only=True):
+    """An item of a stored response."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=256)]
+    type: Literal["item_reference"] | None = None
+
+
+class AdditionalToolsItem(Item, kw_only=True):
+    """Tools that are offered from here on."""
+
+    tools: Annotated[list[Raw], Meta(max_length=256)]
+    role: str | None = None
 
 
 class FunctionTool(FunctionDefinition, kw_only=True):
     type: Literal["function"]
 
-    def definition(self) -> ToolDefinition:
-        function = FunctionDefinition(
-            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
-        )
-        return ToolDefinition(type="function", function=function)
+
+class AnyText(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any text."""
 
 
-class FunctionChoice(Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["function"]
-    name: Name
+class GrammarText(Struct, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
+    """Text of a grammar."""
+
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Meta(min_length=1)]
+
+
+class CustomTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool that takes free text."""
+
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: AnyText | GrammarText | None = None
+
+
+class NamespaceTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A group of tools."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[list[Raw], Meta(max_length=256)]
+
+
+class ChosenTool(Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """The tool that must be called, or those that may be."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    name: Name | None = None
+    namespace: Name | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=256)] | None = None
 
 
 class SchemaFormat(JsonSchema, tag_field="type", tag="json_schema", kw_only=True):
@@ -112,31 +208,23 @@ class TextConfig(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.format.nested() if isinstance(self.format, SchemaFormat) else self.format
 
 
-class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """POST /v1/responses"""
+class ResponsesRequest(Sampling, kw_only=True):
+    """POST /v1/responses. The parameters of chat completions mean the same here."""
 
-    model: Name
     input: str | Annotated[list[Raw], Meta(min_length=1, max_length=4096)]
     instructions: str | None = None
     previous_response_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     conversation: SessionId | NamedConversation | None = None
     store: bool | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=INT64)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=INT64)] | None = None
+    """Of tools that the server runs; of those, a response calls none."""
+    tools: Annotated[list[Raw], Meta(max_length=256)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    metadata: Metadata | None = None
-    user: Annotated[str, Meta(max_length=512)] | None = None
-    safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
-    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     rag: RagRequest | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=32)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     background: bool | None = None
@@ -145,12 +233,30 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     moderation: Unsupported = UNSET
     prompt: Unsupported = UNSET
 
-    def choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
-        """`tool_choice` as chat completions have it."""
-        chosen = self.tool_choice
-        if isinstance(chosen, FunctionChoice):
-            return NamedTool(type="function", function=FunctionName(chosen.name))
-        return chosen
+
+class InputTokensRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/responses/input_tokens"""
+
+    model: Name
+    input: str | Annotated[list[Raw], Meta(min_length=1, max_length=4096)] | None = None
+    instructions: str | None = None
+    previous_response_id: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    conversation: SessionId | NamedConversation | None = None
+    tools: Annotated[list[Raw], Meta(max_length=256)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    def request(self) -> ResponsesRequest:
+        return ResponsesRequest(
+            model=self.model,
+            input="",
+            instructions=self.instructions,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            text=self.text,
+        )
 
 
 UNSUPPORTED = (

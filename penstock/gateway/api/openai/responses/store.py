@@ -1,4 +1,5 @@
-"""Stored responses in the database: the object for GET requests, the conversation for the next turn.
+"""Stored responses in the database: the object for GET requests, the items of its input, the conversation for the next
+turn.
 
 A response belongs to a tenant, and to a user if there is one, and is never found by another. It is deleted after
 `keep_s`, and a tenant has at most `most`: the oldest are deleted first. Each row holds its whole conversation, so
@@ -9,12 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 
 from penstock.gateway.generation.schemas import ChatMessage
 from penstock.storage import Database
 
+Item = dict[str, Any]
 _VERSIONS = (
     (
         "CREATE TABLE IF NOT EXISTS responses (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, "
@@ -24,8 +27,11 @@ _VERSIONS = (
         "CREATE INDEX IF NOT EXISTS responses_by_end ON responses (expires_at)",
     ),
     ("ALTER TABLE responses ADD COLUMN user_id TEXT NOT NULL DEFAULT ''",),
+    ("ALTER TABLE responses ADD COLUMN input_items TEXT NOT NULL DEFAULT '[]'",),
 )
 _messages = msgspec.json.Decoder(list[ChatMessage])
+_items = msgspec.json.Decoder(list[Item])
+_output = msgspec.json.Decoder(dict[str, Any])
 
 
 class NoResponseStore:
@@ -34,7 +40,14 @@ class NoResponseStore:
     enabled = False
 
     async def put(
-        self, id: str, tenant: str, response: bytes, conversation: Sequence[ChatMessage], *, user: str = ""
+        self,
+        id: str,
+        tenant: str,
+        response: bytes,
+        conversation: Sequence[ChatMessage],
+        *,
+        items: Sequence[Item] = (),
+        user: str = "",
     ) -> None:
         return
 
@@ -43,6 +56,12 @@ class NoResponseStore:
 
     async def conversation(self, id: str, tenant: str, user: str | None = None) -> list[ChatMessage] | None:
         return None
+
+    async def input_items(self, id: str, tenant: str, user: str | None = None) -> list[Item] | None:
+        return None
+
+    async def all_items(self, id: str, tenant: str, user: str | None = None) -> list[Item]:
+        return []
 
     async def delete(self, id: str, tenant: str, user: str | None = None) -> bool:
         return False
@@ -63,17 +82,25 @@ class ResponseStore:
         await self._database.migrate("responses", _VERSIONS)
 
     async def put(
-        self, id: str, tenant: str, response: bytes, conversation: Sequence[ChatMessage], *, user: str = ""
+        self,
+        id: str,
+        tenant: str,
+        response: bytes,
+        conversation: Sequence[ChatMessage],
+        *,
+        items: Sequence[Item] = (),
+        user: str = "",
     ) -> None:
         """A response whose end is sent again, to a client that resumes its stream, is there already."""
         now = self._clock()
         text = msgspec.json.encode(conversation).decode()
+        given = msgspec.json.encode(items).decode()
         await self._database.transact(
             [
                 (
-                    "INSERT INTO responses (id, tenant, created_at, expires_at, response, conversation, user_id) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
-                    (id, tenant, now, now + self._keep_s, response.decode(), text, user.replace("\0", "")),
+                    "INSERT INTO responses (id, tenant, created_at, expires_at, response, conversation, user_id, "
+                    "input_items) VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
+                    (id, tenant, now, now + self._keep_s, response.decode(), text, user.replace("\0", ""), given),
                 ),
                 ("DELETE FROM responses WHERE expires_at <= ?", (now,)),
                 (
@@ -86,22 +113,32 @@ class ResponseStore:
 
     async def response(self, id: str, tenant: str, user: str | None = None) -> bytes | None:
         """The object as it was answered; None when this tenant has none with this id."""
-        found = await self._column("response", id, tenant, user)
-        return None if found is None else found.encode()
+        found = await self._columns("response", id, tenant, user)
+        return None if found is None else found[0].encode()
 
     async def conversation(self, id: str, tenant: str, user: str | None = None) -> list[ChatMessage] | None:
         """Everything said up to and with this response."""
-        found = await self._column("conversation", id, tenant, user)
-        return None if found is None else _messages.decode(found)
+        found = await self._columns("conversation", id, tenant, user)
+        return None if found is None else _messages.decode(found[0])
+
+    async def input_items(self, id: str, tenant: str, user: str | None = None) -> list[Item] | None:
+        """Everything that the response answers, oldest first."""
+        found = await self._columns("input_items", id, tenant, user)
+        return None if found is None else _items.decode(found[0])
+
+    async def all_items(self, id: str, tenant: str, user: str | None = None) -> list[Item]:
+        """The same and the response's own output; nothing when there is no such response."""
+        found = await self._columns("input_items, response", id, tenant, user)
+        return [] if found is None else [*_items.decode(found[0]), *_output.decode(found[1])["output"]]
 
     async def delete(self, id: str, tenant: str, user: str | None = None) -> bool:
         where, values = self._which(id, tenant, user)
         return await self._database.execute(f"DELETE FROM responses WHERE {where}", *values) > 0
 
-    async def _column(self, name: str, id: str, tenant: str, user: str | None) -> str | None:
+    async def _columns(self, names: str, id: str, tenant: str, user: str | None) -> list[str] | None:
         where, values = self._which(id, tenant, user)
-        rows = await self._database.fetch(f"SELECT {name} FROM responses WHERE {where}", *values)
-        return str(rows[0][0]) if rows else None
+        rows = await self._database.fetch(f"SELECT {names} FROM responses WHERE {where}", *values)
+        return [str(value) for value in rows[0]] if rows else None
 
     def _which(self, id: str, tenant: str, user: str | None) -> tuple[str, list[str | float]]:
         where, values = "id = ? AND tenant = ? AND expires_at > ?", list[str | float]((id, tenant, self._clock()))

@@ -1,0 +1,113 @@
+"""/v1/responses/{id}: responses that were stored, their input items, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from penstock.gateway.api.openai.responses.replay import replayed
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
+from penstock.gateway.app.decoding import decode_query
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.app.pagination import listed
+from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
+from penstock.storage import DatabaseError
+
+T = TypeVar("T")
+
+
+class ResponseQuery(msgspec.Struct, forbid_unknown_fields=True, rename={"include_list": "include[]"}):
+    stream: bool = False
+    """Send the response as the events of a stream."""
+    starting_after: Annotated[int, Meta(ge=0)] | None = None
+    """Of a stream: only the events after this sequence number."""
+    include_obfuscation: Literal[False] | None = None
+    include: str | None = None
+    """Nothing more can be included; what there is, is shown."""
+    include_list: str | None = None
+
+
+class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True, rename={"include_list": "include[]"}):
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: Annotated[str, Meta(max_length=256)] | None = None
+    """The id of the last item of the page before."""
+    before: Annotated[str, Meta(max_length=256)] | None = None
+    include: str | None = None
+    """Nothing more can be included; what there is, is shown."""
+    include_list: str | None = None
+
+
+class StoredResponseEndpoints:
+    def __init__(self, store: ResponseStore | NoResponseStore) -> None:
+        self._store = store
+
+    async def get_response(self, exchange: Exchange) -> None:
+        asked = decode_query(ResponseQuery, exchange.scope)
+        if asked.starting_after is not None and not asked.stream:
+            raise InvalidRequest("`starting_after` is only allowed with `stream=true`.", param="starting_after")
+        id = exchange.path.split("/")[3]
+        found = await self._found(exchange, id)
+        if not asked.stream:
+            await exchange.reply(200, found)
+            return
+        after = -1 if asked.starting_after is None else asked.starting_after
+        await exchange.start_stream()
+        await exchange.end_stream(replayed(msgspec.json.decode(found), after))
+
+    async def delete_response(self, exchange: Exchange) -> None:
+        id = exchange.path.split("/")[3]
+        if not await store_reached(self._store.delete(id, exchange.caller.tenant, exchange.caller.only_user)):
+            raise _unknown(id)
+        await exchange.reply_json({"id": id, "object": "response", "deleted": True})
+
+    async def list_input_items(self, exchange: Exchange) -> None:
+        asked = decode_query(ItemsQuery, exchange.scope)
+        id = exchange.path.split("/")[3]
+        caller = exchange.caller
+        items = await store_reached(self._store.input_items(id, caller.tenant, caller.only_user))
+        if items is None:
+            raise _unknown(id)
+        await exchange.reply_json(page_of(items, asked))
+
+    async def cancel_response(self, exchange: Exchange) -> None:
+        """A response ends with its connection, so what is stored has ended."""
+        id = exchange.path.split("/")[3]
+        await self._found(exchange, id)
+        raise InvalidRequest(
+            f"The response `{id}` has ended. Only responses with `background: true` can be cancelled, and this server "
+            "runs none; closing the connection ends a response at once."
+        )
+
+    async def _found(self, exchange: Exchange, id: str) -> bytes:
+        found = await store_reached(self._store.response(id, exchange.caller.tenant, exchange.caller.only_user))
+        if found is None:
+            raise _unknown(id)
+        return found
+
+
+def page_of(items: list[dict[str, Any]], asked: ItemsQuery) -> dict[str, Any]:
+    """One page of items that are given oldest first."""
+    ordered = items if asked.order == "asc" else items[::-1]
+    for name, id in (("after", asked.after), ("before", asked.before)):
+        if id is None:
+            continue
+        at = next((index for index, item in enumerate(ordered) if item["id"] == id), None)
+        if at is None:
+            raise InvalidRequest(f"`{name}` names no item of this list.", param=name)
+        ordered = ordered[at + 1 :] if name == "after" else ordered[:at]
+    return listed(ordered, asked.limit)
+
+
+def _unknown(id: str) -> NotFound:
+    return NotFound(f"There is no stored response `{id[:128]}`.")
+
+
+async def store_reached(work: Awaitable[T]) -> T:
+    try:
+        return await work
+    except DatabaseError as error:
+        raise ServiceUnavailable("The store of responses cannot be reached at the moment.") from error

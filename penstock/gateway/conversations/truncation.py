@@ -1,0 +1,87 @@
+"""A turn that brings its whole conversation and lets the server leave out the oldest of it (`truncation: auto`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from penstock.conversations import Conversation, Message, Summary
+from penstock.conversations.conversation import leading_system, split_turns
+from penstock.conversations.window import fit_turns
+from penstock.gateway.conversations.summary import ConversationPrompt
+from penstock.gateway.conversations.turn import estimated_tokens
+from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.turn import StatelessTurn, TurnInput
+
+REPLY_TOKENS = 1024
+"""Left free for an answer that names no limit, where the window has them."""
+
+
+class TruncatedTurn(StatelessTurn):
+    """`history`: what was said before the messages of the request; its oldest turns are left out as far as needed."""
+
+    __slots__ = ("history",)
+
+    def __init__(self, history: Sequence[Message]) -> None:
+        self.history = history
+
+    @property
+    def call_ids(self) -> Collection[str]:  # type: ignore[override]
+        return {call["id"] for message in self.history for call in message.get("tool_calls") or ()}
+
+    async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
+        system, conversation = self._joined(added)
+        draft = ConversationPrompt(prompt, system, conversation, added.sources)
+        room = _room(added)
+        tokens = await draft.encoded(Summary(), 0)
+        if len(tokens) <= room:
+            return tokens
+        start = await prompt.tokenization.run(
+            prompt.tenant,
+            0,
+            fit_turns,
+            conversation.end,
+            start=0,
+            keep=1,
+            budget=room,
+            target=room,
+            count=draft.counter(Summary()),
+        )
+        _tell(attempt, conversation.end, start)
+        return await draft.encoded(Summary(), start)
+
+    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
+        """For a model whose tokenizer is not known here, lengths are estimated."""
+        system, conversation = self._joined(added)
+        head = [{"role": "system", "content": system}] if system else []
+        room = _room(added)
+        start = fit_turns(
+            conversation.end,
+            start=0,
+            keep=1,
+            budget=room,
+            target=room,
+            count=lambda start: sum(map(estimated_tokens, [*head, *conversation.since(start)])),
+        )
+        _tell(attempt, conversation.end, start)
+        return [*head, *conversation.since(start)]
+
+    def _joined(self, added: TurnInput) -> tuple[str, Conversation]:
+        """The system prompt, and all turns."""
+        head = leading_system(added.messages)
+        system = "\n\n".join(str(message["content"]) for message in added.messages[:head])
+        said = [*self.history, *added.messages[head:], *added.following]
+        return system, Conversation(turns=split_turns(said))
+
+
+def _room(added: TurnInput) -> int:
+    reply = added.limit.max_tokens
+    if reply is None:
+        reply = min(added.limit.default or REPLY_TOKENS, added.window // 4)
+    return max(1, added.window - reply)
+
+
+def _tell(attempt: Attempt, turns: int, dropped: int) -> None:
+    if dropped:
+        told = f"turns={turns}, dropped_turns={dropped}, summarised_turns=0"
+        attempt.exchange.extra_headers.append((b"x-penstock-context", told.encode()))
