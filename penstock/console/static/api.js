@@ -63,6 +63,7 @@ export async function call(method, path, body, { signal, type } = {}) {
     throw new Unreachable();
   }
   answered();
+  if (response.status === 401) window.dispatchEvent(new Event("penstock:refused"));
   if (!response.ok) throw await refused(response);
   return response;
 }
