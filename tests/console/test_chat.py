@@ -149,7 +149,7 @@ async def test_what_is_refused_keeps_the_draft_and_says_why_beside_it(
         problem = page.get_by_role("alert")
         await expect(problem).to_contain_text("temperature")
         await inside(page, problem)
-        assert await composer(page).input_value() == "my careful words"
+        await expect(composer(page)).to_have_value("my careful words")
         assert await answers(page).count() == 1, "nothing is left of the attempt"
 
         # Not even JSON: not sent at all.
@@ -158,13 +158,14 @@ async def test_what_is_refused_keeps_the_draft_and_says_why_beside_it(
         sent = len(gateway.engine.seen)
         await page.get_by_role("button", name="Try again").click()
         await expect(problem).to_contain_text("not JSON")
-        assert await composer(page).input_value() == "my careful words" and len(gateway.engine.seen) == sent
+        await expect(composer(page)).to_have_value("my careful words")
+        assert len(gateway.engine.seen) == sent
 
         await page.get_by_role("button", name="Reset").click()
         await page.get_by_role("button", name="Try again").click()
         await expect(answers(page).nth(1).locator(".rich")).to_have_text("Hello, world!")
         await expect(problem).to_be_hidden()
-        assert await composer(page).input_value() == ""
+        await expect(composer(page)).to_have_value("")
 
 
 async def test_conversations_are_kept_found_renamed_and_deleted(
@@ -231,7 +232,7 @@ async def test_a_server_that_is_away_costs_nothing_and_the_page_recovers_by_itse
         await page.keyboard.press("Enter")
         problem = page.locator(".composer").get_by_role("alert")
         await expect(problem).to_contain_text("does not answer")
-        assert await composer(page).input_value() == "are you there?"
+        await expect(composer(page)).to_have_value("are you there?")
         await expect(answers(page)).to_have_count(1)
         await page.context.set_offline(False)
         await expect(problem).to_be_hidden(timeout=20_000)

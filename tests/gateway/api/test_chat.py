@@ -65,7 +65,6 @@ async def test_every_chunk_has_the_usage_so_far_if_asked_for(serving: Serving) -
             assert {usage["prompt_tokens"] for usage in used} == {used[-1]["prompt_tokens"]}
 
 
-
 async def test_a_stream_without_usage_has_no_usage_key(serving: Serving) -> None:
     async with serving() as gateway:
         chunks = [json.loads(line) for line in events((await gateway.chat(stream=True)).text)[:-1]]

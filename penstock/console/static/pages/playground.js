@@ -371,7 +371,7 @@ export default {
         }
       } finally {
         this.running = null;
-        await this.saved(chat);
+        this.saved(chat); // tells by itself when it fails
         this.$nextTick(() => {
           if (this.following) this.follow();
           if (!this.narrow) this.$refs.input?.focus();
