@@ -44,7 +44,7 @@ async def test_stored_completions_are_listed_shown_changed_and_deleted(
         assert [one.id async for one in client.list(model="other")] == []
         assert [one.id async for one in client.list(order="desc")] == [*ids, whole.id]
         changed = await client.update(whole.id, metadata={"k": "b"})
-        assert changed.metadata == {"k": "b"}  # type: ignore[attr-defined]
+        assert changed.metadata == {"k": "b"}
         messages = [message async for message in client.messages.list(whole.id, limit=1)]
         assert [(message.role, message.content) for message in messages] == [("system", "Be kind."), ("user", "hi")]
         assert (await client.delete(whole.id)).deleted

@@ -159,6 +159,7 @@ class ChatRenderer(StepsRenderer):
         self._top = request.top_logprobs or 0
         self._echoed = continued_text(request) if request.echo else ""
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._continuous = bool(request.stream_options and request.stream_options.continuous_usage_stats)
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{generation.id}",
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
@@ -179,7 +180,7 @@ class ChatRenderer(StepsRenderer):
             return b"".join(self._chunk(choice.index, delta) for choice in self._generation.choices)
         first, *others = self._generation.choices
         choice = {"index": first.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        usage = {"usage": None} if self._usage else {}
+        usage = {"usage": self._used()} if self._continuous else {"usage": None} if self._usage else {}
         opening = b"data: %b\n\n" % encode_json({**self._head, "choices": [choice], **about, **usage})
         return opening + b"".join(self._chunk(other.index, delta) for other in others)
 
@@ -192,7 +193,7 @@ class ChatRenderer(StepsRenderer):
                     self._before,
                     piece.index,
                     encode_json(piece.text),
-                    self._after,
+                    self._end(),
                 )
             else:
                 logprobs = _logprobs(self._text, piece.tokens, self._top)
@@ -208,7 +209,7 @@ class ChatRenderer(StepsRenderer):
     def tool_event(self, event: dict[str, Any]) -> bytes:
         # An ordinary chunk, so that clients which do not know the field ignore it.
         choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
-        return self._before + encode_json(choice) + b'],"tool_event":' + encode_json(event) + self._after[1:]
+        return self._before + encode_json(choice) + b'],"tool_event":' + encode_json(event) + self._end()[1:]
 
     def closing(self) -> bytes:
         if not self._usage:
@@ -275,7 +276,11 @@ class ChatRenderer(StepsRenderer):
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         if stop_reason is not None:
             choice["stop_reason"] = stop_reason
-        return self._before + encode_json(choice) + self._after
+        return self._before + encode_json(choice) + self._end()
+
+    def _end(self) -> bytes:
+        """The end of a chunk."""
+        return b'],"usage":%b}\n\n' % encode_json(self._used()) if self._continuous else self._after
 
 
 def continued_text(request: ChatRequest) -> str:
