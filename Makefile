@@ -29,7 +29,8 @@ help: ## show this list
 	@echo
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | awk -F ':.*## ' '{ printf "  %-12s  %s\n", $$1, $$2 }'
 	@echo
-	@echo "  First time here:  make serve                 then open http://127.0.0.1:8000/docs"
+	@echo "  First time here:  make serve                 then open http://127.0.0.1:8000/ and chat"
+	@echo "  API reference:    http://127.0.0.1:8000/docs"
 	@echo "  Other settings:   make serve ARGS=\"--port 9000\"   (all of them: $(BIN)/penstock serve --help)"
 
 .PHONY: serve

@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.bench.arrivals import Planned
 from penstock.bench.goodput import Served
-from penstock.bench.wire import Connection, StatusError, Target, WireError
+from penstock.bench.wire import ConnectError, Connection, StatusError, Target, WireError
 from penstock.errors import PenstockError
 
 Result = TypeVar("Result")
@@ -254,6 +254,8 @@ async def discover(target: Target) -> _Models:
         return msgspec.json.decode(body, type=_Models)
     except TimeoutError:
         raise PenstockError(f"{target.host}:{target.port} did not answer GET /v1/models in 10 s") from None
+    except ConnectError as error:
+        raise PenstockError(f"{error}; start a server with `penstock serve`, or give its address with --url") from None
     except msgspec.MsgspecError as error:
         raise PenstockError(f"{target.host}:{target.port} gave an unreadable /v1/models: {error}") from error
     finally:

@@ -90,14 +90,14 @@ def stderr() -> Console:
 
 
 def reported(command: Callable[P, None]) -> Callable[P, None]:
-    """An error raised on purpose is one red line and exit code 1, not a traceback."""
+    """An error raised on purpose is one red line and exit status 2, not a traceback."""
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
         except PenstockError as error:
-            typer.secho(f"Error: {error}", fg="red", err=True)
-            raise typer.Exit(1) from None
+            typer.secho(f"error: {error}", fg="red", err=True)
+            raise typer.Exit(2) from None
 
     return run

@@ -22,6 +22,10 @@ class WireError(PenstockError):
     """The connection failed or the reply is not HTTP."""
 
 
+class ConnectError(WireError):
+    """There is no connection to the server."""
+
+
 class StatusError(WireError):
     """The server answered with something other than 200."""
 
@@ -44,7 +48,7 @@ class Target:
 
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> Target:
-        parts = urlsplit(url)
+        parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{url!r} is not a server's URL; it should look like http://127.0.0.1:8000")
         tls = parts.scheme == "https"
@@ -118,7 +122,10 @@ class Connection:
                 yield part
             finished = headers.get(b"connection", b"").lower() != b"close"
         except (OSError, EOFError, asyncio.IncompleteReadError, ValueError) as error:
-            raise WireError(f"connection to {self.target.host}:{self.target.port} failed: {error!r}") from error
+            where = f"{self.target.host}:{self.target.port}"
+            if isinstance(error, OSError) and self._writer is None:
+                raise ConnectError(f"no connection to {where} ({error.strerror or error})") from error
+            raise WireError(f"connection to {where} failed: {error!r}") from error
         finally:
             # A connection left in the middle of a reply cannot carry another request.
             if not finished:

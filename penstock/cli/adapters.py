@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.admin import DEFAULT_URL, Key, Url, call
+from penstock.cli.admin import DEFAULT_URL, Key, Url, call, waiting
+from penstock.cli.lists import Column, Output, show
 
 app = typer.Typer(
     name="adapters",
@@ -20,7 +21,7 @@ AdapterName = Annotated[str, typer.Argument(help="Name of the adapter, as client
 
 
 @app.command("list")
-def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
+def list_(url: Url = DEFAULT_URL, key: Key = None, output: Output = "table") -> None:
     """
     Show every adapter, its state and where it is loaded.
 
@@ -28,17 +29,18 @@ def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
 
         penstock adapters list
     """
-    from rich.table import Table
-
-    from penstock.cli.terminal import stdout
-
-    table = Table("name", "model", "state", "where", "rank", "pinned", "in use", "source", box=None, pad_edge=False)
-    for entry in call("GET", url, key, "/adapters")["data"]:
-        where = "device" if entry["on_device"] else "host" if entry["state"] == "ready" else "-"
-        rank, pinned = str(entry["rank"] or "-"), "yes" if entry["pinned"] else "no"
-        state = f"{entry['state']}: {entry['error']}" if entry["error"] else entry["state"]
-        table.add_row(entry["id"], entry["model"], state, where, rank, pinned, str(entry["users"]), entry["source"])
-    stdout().print(table)
+    columns: list[Column[dict[str, Any]]] = [
+        Column("name", lambda entry: entry["id"], rank=0),
+        Column("model", lambda entry: entry["model"], rank=2),
+        Column("state", _state, rank=0, fold=True),
+        Column("where", _where, rank=3),
+        Column("rank", lambda entry: entry["rank"], rank=5),
+        Column("pinned", lambda entry: entry["pinned"], rank=4),
+        Column("in use", lambda entry: entry["users"]),
+        Column("source", lambda entry: entry["source"], rank=6, fold=True),
+    ]
+    empty = "No adapters: `penstock adapters load NAME SOURCE` loads one."
+    show(columns, call("GET", url, key, "/adapters")["data"], output, empty=empty)
 
 
 @app.command()
@@ -60,7 +62,8 @@ def load(
         penstock adapters load support ./adapters/support --pin
     """
     body = {"name": name, "source": source, "pinned": pin, **({"model": model} if model else {})}
-    loaded = call("POST", url, key, "/adapters", body)
+    with waiting(f"loading {name}"):
+        loaded = call("POST", url, key, "/adapters", body)
     typer.echo(f"{loaded['id']}: ready, rank {loaded['rank']}")
 
 
@@ -95,3 +98,11 @@ def pin(
     """
     pinned = call("PATCH", url, key, f"/adapters/{name}", {"pinned": not off})
     typer.echo(f"{pinned['id']}: {'pinned' if pinned['pinned'] else 'not pinned'}")
+
+
+def _where(entry: dict[str, Any]) -> str | None:
+    return "device" if entry["on_device"] else "host" if entry["state"] == "ready" else None
+
+
+def _state(entry: dict[str, Any]) -> str:
+    return f"{entry['state']}: {entry['error']}" if entry["error"] else str(entry["state"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -44,7 +46,7 @@ def fetch(
     from penstock.errors import PenstockError
 
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    address = f"{url.rstrip('/').removesuffix('/v1')}{under}{path}"
+    address = f"{server_url(url)}{under}{path}"
     try:
         answer = httpx.request(method, address, json=body, headers=headers, timeout=timeout, **form)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -52,6 +54,29 @@ def fetch(
     if answer.is_success:
         return answer
     raise PenstockError(refusal(answer))
+
+
+def server_url(given: str) -> str:
+    """The address of a server without a path. `localhost:8000` and an API address that ends in /v1 are as good."""
+    from penstock.errors import PenstockError
+
+    url = given.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+    url = url if "://" in url else f"http://{url}"
+    scheme, _, host = url.partition("://")
+    if scheme not in ("http", "https") or not host:
+        raise PenstockError(f"--url {given}: write the server's address, for example http://127.0.0.1:8000")
+    return url
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """Shows on the terminal what is being waited for; the value changes the text."""
+    from rich.text import Text
+
+    from penstock.cli.terminal import stderr
+
+    with stderr().status(Text(what)) as shown:
+        yield lambda text: shown.update(Text(text))
 
 
 def refusal(answer: httpx.Response) -> str:

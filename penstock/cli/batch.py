@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.admin import DEFAULT_URL, Url, call
+from penstock.cli.admin import DEFAULT_URL, Url, call, waiting
 from penstock.cli.admin import fetch as ask
+from penstock.cli.lists import Column, Output, show
 
 if TYPE_CHECKING:
     import httpx
@@ -61,9 +62,12 @@ def submit(
         },
         under="/v1",
     )  # fmt: skip
-    while wait and made["status"] in _RUNNING:
-        time.sleep(0.5)
-        made = _get(url, key, made["id"])
+    if wait:
+        with waiting(_line(made)) as shown:
+            while made["status"] in _RUNNING:
+                time.sleep(0.5)
+                made = _get(url, key, made["id"])
+                shown(_line(made))
     _say(made)
 
 
@@ -80,16 +84,27 @@ def status(batch: BatchId, url: Url = DEFAULT_URL, key: Key = None) -> None:
 
 
 @app.command("list")
-def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
+def list_(url: Url = DEFAULT_URL, key: Key = None, output: Output = "table") -> None:
     """
     Show the newest batches.
 
-    Example:
+    Examples:
 
         penstock batch list
+
+        penstock batch list -o csv
     """
-    for found in call("GET", url, key, "/batches?limit=20", under="/v1")["data"]:
-        _say(found)
+    columns: list[Column[dict[str, Any]]] = [
+        Column("batch", lambda batch: batch["id"], rank=0),
+        Column("status", lambda batch: batch["status"], rank=0),
+        Column("endpoint", lambda batch: batch["endpoint"], rank=4),
+        Column("answered", lambda batch: batch["request_counts"]["completed"]),
+        Column("failed", lambda batch: batch["request_counts"]["failed"]),
+        Column("total", lambda batch: batch["request_counts"]["total"]),
+        Column("created", lambda batch: batch["created_at"], lambda batch: _when(batch["created_at"]), rank=3),
+    ]
+    found = call("GET", url, key, "/batches?limit=20", under="/v1")["data"]
+    show(columns, found, output, empty="No batches: `penstock batch submit FILE` starts one.")
 
 
 @app.command()
@@ -153,14 +168,22 @@ def _patient() -> httpx.Timeout:
 def _say(batch: dict[str, Any]) -> None:
     from penstock.telemetry.printable import printable
 
-    counts = batch["request_counts"]
-    typer.echo(
-        f"{batch['id']}  {batch['status']}  {batch['endpoint']}  "
-        f"{counts['completed']} of {counts['total']} answered, {counts['failed']} failed"
-    )
+    typer.echo(_line(batch))
     for problem in (batch["errors"] or {"data": ()})["data"]:
         where = "" if problem["line"] is None else f"line {problem['line']}: "
         typer.echo(printable(f"  {where}{problem['message']}"), err=True)
+
+
+def _line(batch: dict[str, Any]) -> str:
+    counts = batch["request_counts"]
+    return (
+        f"{batch['id']}  {batch['status']}  {batch['endpoint']}  "
+        f"{counts['completed']} of {counts['total']} answered, {counts['failed']} failed"
+    )
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def _endpoint_of(file: Path) -> str:

@@ -28,14 +28,16 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
     key: Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API key.", show_envvar=True)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the answer, without timings.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Show the text as it comes, not as Markdown.")] = False,
 ) -> None:
     """
     Chat with a running server.
 
-    After each answer, its time to first token and its tokens per second are shown.
+    After each answer, its time to first token and its tokens per second are shown. On a terminal answers are formatted
+    as Markdown; in a pipe they are plain text.
 
-    In a conversation, /reset starts over, /system TEXT changes the system prompt, Ctrl-C stops an answer, and /exit or
-    Ctrl-D quits.
+    In a conversation, /model NAME changes the model, /system TEXT the system prompt, /retry asks again, /reset starts
+    over, /help lists all commands; Ctrl-C stops an answer, Ctrl-D quits.
 
     Examples:
 
@@ -45,14 +47,15 @@ def chat(
 
         cat notes.txt | penstock chat - --max-tokens 200
     """
-    from penstock.cli.chat_client import Client, Options, converse, one_shot
+    from penstock.cli.chat_client import Client, Options
+    from penstock.cli.conversation import Conversation, one_shot
 
     options = Options(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     with Client(url, key) as client:
-        chosen = model or client.default_model()
+        chosen = model or client.models()[0]
         if message == "-" or (message is None and not sys.stdin.isatty()):
             message = sys.stdin.read()
         if message is None:
-            converse(client, chosen, system, options)
+            Conversation(client, chosen, system, options, plain=plain).run()
         else:
-            one_shot(client, chosen, system, options, message, quiet=quiet)
+            one_shot(client, chosen, system, options, message, quiet=quiet, plain=plain)

@@ -5,7 +5,6 @@ It uses only the OpenAI-compatible HTTP API, so it works with any such server.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from typing import Any, TypeAlias
 import httpx
 import msgspec
 
-from penstock.cli.terminal import show_error, stderr
+from penstock.cli.admin import server_url
 from penstock.errors import PenstockError
-from penstock.telemetry.printable import printable
 
 Message: TypeAlias = dict[str, str]
 
@@ -69,7 +67,7 @@ class Client:
     """A connection to a server. Errors are raised as `ChatError`, with a remedy."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self._url = server_url(url)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         # No read timeout: the server sends keep-alive comments while it works and enforces its own limits.
         timeout = httpx.Timeout(10.0, read=None)
@@ -86,7 +84,8 @@ class Client:
     ) -> None:
         self._http.close()
 
-    def default_model(self) -> str:
+    def models(self) -> list[str]:
+        """The models of the server; the first is its default."""
         try:
             reply = self._http.get("/v1/models", timeout=10.0)
         except httpx.HTTPError as error:
@@ -94,7 +93,10 @@ class Client:
         if reply.status_code != 200:
             raise ChatError(_refusal(reply.status_code, reply.content))
         try:
-            return str(msgspec.json.decode(reply.content)["data"][0]["id"])
+            found = [str(entry["id"]) for entry in msgspec.json.decode(reply.content)["data"]]
+            if not found:
+                raise ChatError(f"{self._url} serves no model")
+            return found
         except (msgspec.MsgspecError, LookupError, TypeError) as error:
             raise ChatError(
                 f"{self._url} is not an OpenAI-compatible server: its /v1/models is not readable"
@@ -159,63 +161,3 @@ def _refusal(status: int, body: bytes) -> str:
         return f"{msgspec.json.decode(body)['error']['message']} (HTTP {status})"
     except (msgspec.MsgspecError, LookupError, TypeError):
         return f"the server returned HTTP {status}: {body[:200].decode(errors='replace')}"
-
-
-def one_shot(client: Client, model: str, system: str | None, options: Options, message: str, *, quiet: bool) -> None:
-    answer = Answer()
-    for piece in client.stream(model, _opening(system) + [{"role": "user", "content": message}], options, answer):
-        _write(piece)
-    sys.stdout.write("\n")
-    if not quiet:
-        stderr().print(answer.summary(), style="dim", markup=False)
-
-
-def converse(client: Client, model: str, system: str | None, options: Options) -> None:
-    """The interactive loop. A refused turn is removed, so that the conversation can continue."""
-    import readline  # noqa: F401  (line editing and history for input())
-
-    console = stderr()
-    help = f"Chat with {model}. /reset starts over, /system TEXT sets the system prompt, /exit quits."
-    console.print(help, style="dim", markup=False)
-    messages = _opening(system)
-    while True:
-        try:
-            text = input("\n› ").strip()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        if not text:
-            continue
-        if text in ("/exit", "/quit"):
-            return
-        if text == "/reset" or text.startswith("/system"):
-            system = text.removeprefix("/system").strip() or None if text != "/reset" else system
-            messages = _opening(system)
-            console.print("started over", style="dim")
-            continue
-        messages.append({"role": "user", "content": text})
-        answer = Answer()
-        try:
-            for piece in client.stream(model, messages, options, answer):
-                _write(piece)
-            print()
-            console.print(answer.summary(), style="dim", markup=False)
-        except KeyboardInterrupt:
-            print(" [stopped]")
-        except ChatError as error:
-            print()
-            show_error(str(error))
-        if answer.text:
-            messages.append({"role": "assistant", "content": answer.text})
-        else:
-            messages.pop()
-
-
-def _write(piece: str) -> None:
-    """Shows a piece of an answer. On a terminal a model must not send control characters."""
-    sys.stdout.write(printable(piece, keep="\n\t") if sys.stdout.isatty() else piece)
-    sys.stdout.flush()
-
-
-def _opening(system: str | None) -> list[Message]:
-    return [{"role": "system", "content": system}] if system else []

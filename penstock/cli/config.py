@@ -15,6 +15,8 @@ def config(
     """
     Show every setting with its default, check a file, or print an example file.
 
+    --check also looks for the folders and files that a file names; what would be downloaded is not looked up.
+
     Flags override environment variables (PENSTOCK_SERVER__PORT=9000), which override penstock.yaml.
 
     Examples:
@@ -31,7 +33,13 @@ def config(
     if example:
         typer.echo(example_file(), nl=False)
     elif check is not None:
+        from penstock.errors import ConfigError
+        from penstock.supervisor.diagnostics import missing_sources
+
         checked = load(check)
+        missing = missing_sources(checked)
+        if missing:
+            raise ConfigError("\n".join(missing))
         names = ", ".join(model.name for model in checked.models)
         typer.echo(f"{check}: ok ({names} on {checked.server.host}:{checked.server.port})")
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.admin import DEFAULT_URL, Url
+from penstock.cli.admin import DEFAULT_URL, Url, server_url
 
 if TYPE_CHECKING:
     import httpx
@@ -87,7 +87,7 @@ def document_id(name: str) -> str:
 
 class _Run:
     def __init__(self, url: str, key: str | None, collection: str, wait: bool) -> None:
-        self._base = url.rstrip("/").removesuffix("/v1")
+        self._base = server_url(url)
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._collection = collection
         self._wait = wait

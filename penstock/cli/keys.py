@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from penstock.cli.lists import Column, Output, show
 from penstock.cli.options import ConfigFile, Settings
 
 if TYPE_CHECKING:
     from penstock.config import Config
-    from penstock.identity import ApiKey, IdentityStore
+    from penstock.identity import ApiKey, IdentityStore, Tenant
     from penstock.identity.allowance import Allowance, AllowanceChange
 
 T = TypeVar("T")
@@ -47,6 +48,8 @@ keys = typer.Typer(
         penstock keys update psk_1a2B3c4D --limit daily_budget=none
 
         penstock keys list
+
+        penstock keys list -o json
 
         penstock keys revoke psk_1a2B3c4D
     """,
@@ -100,30 +103,36 @@ def create_key(
 
     text = _with_store(config_file, settings, work)
     typer.echo(text)
-    typer.echo("Store this key now: it cannot be shown again. Clients send it as their API key.", err=True)
+    typer.echo(
+        "Store this key now: it cannot be shown again. Clients send it as their API key; the commands of Penstock take "
+        "it from --key or $PENSTOCK_API_KEY.",
+        err=True,
+    )
 
 
 @keys.command("list")
 def list_keys(
     tenant: Annotated[str | None, typer.Option(help="Only keys of this tenant.")] = None,
+    output: Output = "table",
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """List the keys, without their secrets."""
-    from rich.table import Table
-
-    from penstock.cli.terminal import stdout
 
     async def work(config: Config, store: IdentityStore) -> list[ApiKey]:
         return await store.keys(tenant)
 
-    table = Table("key", "tenant", "user", "name", "scopes", "created", "state", "limits", box=None, pad_edge=False)
-    for key in _with_store(config_file, settings, work):
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created_at))
-        table.add_row(
-            key.id, key.tenant, key.user, key.name, " ".join(key.scopes), made, _state(key), _shown(key.limits)
-        )
-    stdout().print(table)
+    columns: list[Column[ApiKey]] = [
+        Column("key", lambda key: key.id, rank=0),
+        Column("tenant", lambda key: key.tenant),
+        Column("user", lambda key: key.user, rank=4),
+        Column("name", lambda key: key.name, rank=2, fold=True),
+        Column("scopes", lambda key: list(key.scopes), lambda key: " ".join(key.scopes), rank=3),
+        Column("created", lambda key: key.created_at, lambda key: _when(key.created_at), rank=5),
+        Column("state", _state, rank=0),
+        Column("limits", lambda key: _as_json(key.limits), lambda key: _shown(key.limits), rank=6, fold=True),
+    ]
+    show(columns, _with_store(config_file, settings, work), output, empty="No keys: `penstock keys create` makes one.")
 
 
 @keys.command("update")
@@ -204,29 +213,21 @@ def update_tenant(
 
 
 @tenants.command("list")
-def list_tenants(config_file: ConfigFile = None, settings: Settings = None) -> None:
+def list_tenants(output: Output = "table", config_file: ConfigFile = None, settings: Settings = None) -> None:
     """List the tenants."""
-    from rich.table import Table
 
-    from penstock.cli.terminal import stdout
+    async def work(config: Config, store: IdentityStore) -> tuple[list[Tenant], str]:
+        return await store.tenants(), config.auth.default_tier
 
-    async def work(config: Config, store: IdentityStore) -> list[tuple[str, ...]]:
-        default = config.auth.default_tier
-        return [
-            (
-                tenant.id,
-                tenant.name,
-                tenant.tier or default,
-                "disabled" if tenant.disabled else "active",
-                _shown(tenant.limits),
-            )
-            for tenant in await store.tenants()
-        ]
-
-    table = Table("tenant", "name", "tier", "state", "limits", box=None, pad_edge=False)
-    for row in _with_store(config_file, settings, work):
-        table.add_row(*row)
-    stdout().print(table)
+    found, default = _with_store(config_file, settings, work)
+    columns: list[Column[Tenant]] = [
+        Column("tenant", lambda tenant: tenant.id, rank=0),
+        Column("name", lambda tenant: tenant.name, rank=2, fold=True),
+        Column("tier", lambda tenant: tenant.tier or default),
+        Column("state", lambda tenant: "disabled" if tenant.disabled else "active", rank=0),
+        Column("limits", lambda tenant: _as_json(tenant.limits), lambda tenant: _shown(tenant.limits), 3, fold=True),
+    ]
+    show(columns, found, output, empty="No tenants: `penstock tenants create NAME` makes one.")
 
 
 def _with_store(
@@ -296,9 +297,18 @@ def _none() -> Allowance:
 
 
 def _shown(limits: Allowance) -> str:
+    return " ".join(f"{name}={value:g}" for name, value in _as_json(limits).items())
+
+
+def _as_json(limits: Allowance) -> dict[str, Any]:
     import msgspec
 
-    return " ".join(f"{name}={value:g}" for name, value in msgspec.to_builtins(limits).items())
+    shown: dict[str, Any] = msgspec.to_builtins(limits)
+    return shown
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def _seconds(text: str) -> float:
@@ -315,5 +325,5 @@ def _state(key: ApiKey) -> str:
         return "revoked"
     if key.expires_at is None:
         return "active"
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.expires_at))
+    when = _when(key.expires_at)
     return f"until {when}" if key.usable(time.time()) else f"expired {when}"

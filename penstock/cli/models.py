@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.admin import DEFAULT_URL, Key, Url, call
+from penstock.cli.admin import DEFAULT_URL, Key, Url, call, waiting
+from penstock.cli.lists import Column, Output, show
 
 app = typer.Typer(
     name="models",
@@ -21,22 +22,23 @@ ModelName = Annotated[str, typer.Argument(help="Name of the model, as clients se
 
 
 @app.command("list")
-def list_(url: Url = DEFAULT_URL, key: Key = None) -> None:
+def list_(url: Url = DEFAULT_URL, key: Key = None, output: Output = "table") -> None:
     """
     Show every model and its state.
 
-    Example:
+    Examples:
 
         penstock models list
+
+        penstock models list -o json
     """
-    from rich.table import Table
-
-    from penstock.cli.terminal import stdout
-
-    table = Table("name", "state", "context", "aliases", box=None, pad_edge=False)
-    for entry in call("GET", url, key, "/models", under="/v1")["data"]:
-        table.add_row(entry["id"], entry["state"], str(entry["context_window"] or "-"), ", ".join(entry["aliases"]))
-    stdout().print(table)
+    columns: list[Column[dict[str, Any]]] = [
+        Column("name", lambda entry: entry["id"], rank=0),
+        Column("state", lambda entry: entry["state"], rank=0),
+        Column("context", lambda entry: entry["context_window"] or None),
+        Column("aliases", lambda entry: entry["aliases"], rank=2, fold=True),
+    ]
+    show(columns, call("GET", url, key, "/models", under="/v1")["data"], output)
 
 
 @app.command()
@@ -116,11 +118,13 @@ def unload(name: ModelName, url: Url = DEFAULT_URL, key: Key = None) -> None:
 
         penstock models unload qwen
     """
-    call("DELETE", url, key, f"/models/{name}")
+    with waiting(f"unloading {name}: running requests finish first"):
+        call("DELETE", url, key, f"/models/{name}")
     typer.echo(f"{name}: unloaded")
 
 
 def _tell(name: str, verb: str, url: str, key: str | None) -> None:
     begin = time.monotonic()
-    told = call("POST", url, key, f"/models/{name}/{verb}")
+    with waiting(f"{name}: {verb}"):
+        told = call("POST", url, key, f"/models/{name}/{verb}")
     typer.echo(f"{told['id']}: {told['state']} after {time.monotonic() - begin:.1f} s")

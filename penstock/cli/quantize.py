@@ -115,7 +115,8 @@ def _run(
 
     count = threads or os.cpu_count() or 1
     torch.set_num_threads(count)
-    source = cast(Checkpoint, open_weights(EngineConfig(model=str(path)), None))
+    with console.status("reading the checkpoint"):
+        source = cast(Checkpoint, open_weights(EngineConfig(model=str(path)), None))
     pieces: Sequence[list[int]] = ()
     if recipe.method in ("gptq-int4", "awq-int4"):
         ids = load_text(path).encode(calibration_text() if sample is None else sample)[:tokens]
@@ -162,6 +163,7 @@ def _report(path: Path, folder: Path, recipe: Recipe, text: str | None, device: 
     from rich.console import Console
 
     from penstock.bench import perplexity, report
+    from penstock.cli.terminal import stderr
     from penstock.engine.config import EngineConfig
     from penstock.engine.core import Engine
     from penstock.engine.loading.checkpoint import open_checkpoint
@@ -184,7 +186,8 @@ def _report(path: Path, folder: Path, recipe: Recipe, text: str | None, device: 
             str(path), device=device, dtype="float32", weights="dense", threads=threads, prefix_cache=False,
             max_running=1, max_model_len=perplexity.WINDOW + 1,
         )  # fmt: skip
-        scores = perplexity.score(Engine.load(config, checkpoint=checkpoint), pieces)
+        with stderr().status(f"measuring perplexity: {name}"):
+            scores = perplexity.score(Engine.load(config, checkpoint=checkpoint), pieces)
         reference = reference or scores
         far = perplexity.distance(scores, reference)
         megabytes = "–" if size is None else report.number(size / 1e6, 1)

@@ -8,23 +8,26 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.admin import DEFAULT_URL, Key, Url, call
+from penstock.cli.admin import DEFAULT_URL, Key, Url, call, waiting
+from penstock.cli.lists import Column, Format, Output, show
 
 Model = Annotated[str, typer.Argument(help="Name of the model, as clients send it.")]
 Replica = Annotated[str | None, typer.Option("--replica", "-r", help="Replica, as shown by `penstock replicas`.")]
 
 
-def replicas(url: Url = DEFAULT_URL, key: Key = None) -> None:
+def replicas(url: Url = DEFAULT_URL, key: Key = None, output: Output = "table") -> None:
     """
     Show every replica of every model: its state, circuit breaker and load; and what automatic scaling decided.
 
-    Example:
+    Examples:
 
         penstock replicas
+
+        penstock replicas -o json
     """
     found = call("GET", url, key, "/replicas")
-    _show(found["data"])
-    if found["autoscale"]:
+    _show(found["data"], output)
+    if found["autoscale"] and output == "table":
         _show_autoscale(found["autoscale"])
 
 
@@ -34,6 +37,7 @@ def autoscale(
     maximum: Annotated[int | None, typer.Option("--max", min=1, help="New maximum of replicas.")] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
+    output: Output = "table",
 ) -> None:
     """
     Show what automatic scaling decided and why, or change the limits of a model until the server stops.
@@ -56,7 +60,7 @@ def autoscale(
     if not shown:
         which = "no model is" if model is None else f"`{model}` is not"
         raise PenstockError(f"{which} scaled automatically; see models[N].autoscale in the configuration")
-    _show_autoscale(shown)
+    _show_autoscale(shown, output)
 
 
 def scale(
@@ -148,35 +152,42 @@ def drain(
 
 def _tell(model: str, verb: str, body: dict[str, Any], url: str, key: str | None) -> None:
     begin = time.monotonic()
-    _show(call("POST", url, key, f"/models/{model}/{verb}", body)["replicas"])
+    with waiting(f"{model}: {verb}"):
+        done = call("POST", url, key, f"/models/{model}/{verb}", body)
+    _show(done["replicas"])
     typer.echo(f"done after {time.monotonic() - begin:.1f} s")
 
 
-def _show(entries: list[dict[str, Any]]) -> None:
-    from rich.table import Table
+def _show(entries: list[dict[str, Any]], output: Format = "table") -> None:
+    columns: list[Column[dict[str, Any]]] = [
+        Column("replica", lambda entry: entry["id"], rank=0),
+        Column("role", lambda entry: entry["role"], rank=4),
+        Column("state", lambda entry: "leaving" if entry["leaving"] else entry["state"], rank=0),
+        Column("breaker", lambda entry: entry["breaker"], rank=2),
+        Column("running", lambda entry: entry["running"]),
+        Column("waiting", lambda entry: entry["waiting"]),
+        Column("device", lambda entry: entry["device"], rank=3),
+    ]
+    show(columns, entries, output)
 
-    from penstock.cli.terminal import stdout
 
-    table = Table("replica", "role", "state", "breaker", "running", "waiting", "device", box=None, pad_edge=False)
-    for entry in entries:
-        state = "leaving" if entry["leaving"] else entry["state"]
-        running, waiting = str(entry["running"]), str(entry["waiting"])
-        role, device = entry["role"] or "-", entry["device"] or "-"
-        table.add_row(entry["id"], role, state, entry["breaker"], running, waiting, device)
-    stdout().print(table)
+def _show_autoscale(entries: list[dict[str, Any]], output: Format = "table") -> None:
+    columns: list[Column[dict[str, Any]]] = [
+        Column("model", lambda entry: entry["id"], rank=0),
+        Column("min", lambda entry: entry["min"]),
+        Column("max", lambda entry: entry["max"]),
+        Column("desired", lambda entry: entry["desired"], rank=0),
+        Column("ready", lambda entry: entry["ready"], _ready, rank=0),
+        Column("starting", lambda entry: entry["starting"], rank=2),
+        Column("why", _why, fold=True),
+    ]
+    show(columns, entries, output)
 
 
-def _show_autoscale(entries: list[dict[str, Any]]) -> None:
-    from rich.table import Table
+def _ready(entry: dict[str, Any]) -> str:
+    return str(entry["ready"]) if entry["ready"] + entry["starting"] else "asleep"
 
-    from penstock.cli.terminal import stdout
 
-    table = Table("autoscale", "limits", "desired", "ready", "starting", "why", box=None, pad_edge=False)
-    for entry in entries:
-        why = f"{entry['reason']}: {entry['detail']}" if entry["reason"] else entry["detail"]
-        if entry["problem"]:
-            why += f"; the last start failed: {entry['problem']}"
-        state = "asleep" if not entry["ready"] + entry["starting"] else str(entry["ready"])
-        limits = f"{entry['min']} to {entry['max']}"
-        table.add_row(entry["id"], limits, str(entry["desired"]), state, str(entry["starting"]), why)
-    stdout().print(table)
+def _why(entry: dict[str, Any]) -> str:
+    why = f"{entry['reason']}: {entry['detail']}" if entry["reason"] else entry["detail"]
+    return why + (f"; the last start failed: {entry['problem']}" if entry["problem"] else "")

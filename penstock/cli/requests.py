@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from penstock.cli.lists import Column, show
 from penstock.cli.options import ConfigFile, Settings
 
 if TYPE_CHECKING:
@@ -17,7 +18,10 @@ def requests(
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
     finish_reason: Annotated[str | None, typer.Option(help="Only this finish reason: stop, length, error, ...")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries; the newest are shown.")] = 100,
-    output: Annotated[Literal["table", "jsonl"], typer.Option("--output", "-o", help="table or jsonl.")] = "table",
+    output: Annotated[
+        Literal["table", "json", "csv", "jsonl"],
+        typer.Option("--output", "-o", help="table, json, csv, or jsonl: whole records, one per line."),
+    ] = "table",
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
@@ -63,33 +67,31 @@ def requests(
         for entry in entries:
             typer.echo(printable_json(encode(entry).decode()))
     else:
-        _table(entries)
+        show(_columns(), entries, output, empty="No requests in this period.")
 
 
-def _table(entries: list[LogEntry]) -> None:
+def _columns() -> list[Column[LogEntry]]:
+    return [
+        Column("time", lambda entry: entry.timestamp, _when, rank=2),
+        Column("request", lambda entry: entry.request_id, rank=0),
+        Column("tenant", lambda entry: entry.tenant, rank=3),
+        Column("user", lambda entry: entry.user_id, rank=6),
+        Column("model", lambda entry: entry.adapter_id or entry.model_version, rank=1),
+        Column("route", lambda entry: entry.route, rank=7),
+        Column("finish", lambda entry: entry.finish_reason, rank=1),
+        Column("prompt", lambda entry: entry.prompt_tokens, rank=2),
+        Column("cached", lambda entry: entry.cached_tokens, rank=5),
+        Column("completion", lambda entry: entry.completion_tokens, rank=2),
+        Column("ttft ms", lambda entry: entry.ttft_ms, lambda entry: _ms(entry.ttft_ms), rank=4),
+        Column("total ms", lambda entry: entry.total_latency_ms, lambda entry: _ms(entry.total_latency_ms), rank=2),
+    ]
+
+
+def _when(entry: LogEntry) -> str:
     import datetime
 
-    from rich.table import Table
+    return datetime.datetime.fromtimestamp(entry.timestamp, datetime.UTC).strftime("%m-%d %H:%M:%S")
 
-    from penstock.cli.terminal import stdout
 
-    if not entries:
-        typer.echo("No requests in this period.")
-        return
-    table = Table(box=None, pad_edge=False)
-    for name in ("time", "request", "tenant", "user", "model", "route", "finish"):
-        table.add_column(name, no_wrap=True)
-    for name in ("prompt", "cached", "completion", "ttft ms", "total ms"):
-        table.add_column(name, justify="right")
-    for entry in entries:
-        when = datetime.datetime.fromtimestamp(entry.timestamp, datetime.UTC).strftime("%m-%d %H:%M:%S")
-        names = (entry.request_id, entry.tenant, entry.user_id, entry.adapter_id or entry.model_version, entry.route)
-        tokens = (entry.prompt_tokens, entry.cached_tokens, entry.completion_tokens)
-        times = (entry.ttft_ms, entry.total_latency_ms)
-        table.add_row(
-            when,
-            *(name or "-" for name in (*names, entry.finish_reason)),
-            *map(str, tokens),
-            *("-" if time is None else f"{time:.1f}" for time in times),
-        )
-    stdout().print(table)
+def _ms(milliseconds: float | None) -> str:
+    return "-" if milliseconds is None else f"{milliseconds:.1f}"

@@ -78,14 +78,15 @@ def serve(
     check_port(server.host, server.port)
     if server.admin_port is not None:
         check_port(server.admin_host, server.admin_port)
+    keys = False
     for host in [server.host] if server.admin_port is None else [server.host, server.admin_host]:
-        asyncio.run(check_exposure(host, config.store.url))
+        keys = asyncio.run(check_exposure(host, config.store.url))
     console = stderr()
     config = resolve_drafts(resolved(config, resolve_models(config, console)), console)
 
     async def run(folder: RuntimeFolder) -> None:
         engines, gateways = units(config, folder)
-        reporter = TerminalReporter(console, config)
+        reporter = TerminalReporter(console, config, keys=keys)
         async with worker_coordinator(config, folder) as gateways_up:
             supervisor = Supervisor(
                 engines=engines,

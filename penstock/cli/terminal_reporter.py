@@ -23,7 +23,8 @@ _COLOURS = ("cyan", "green", "magenta", "blue", "yellow")
 class TerminalReporter(Reporter):
     """Writes to `console`. With JSON logs, lines of children are passed on unchanged, so the output stays parseable."""
 
-    def __init__(self, console: Console, config: Config, *, bars: bool = True) -> None:
+    def __init__(self, console: Console, config: Config, *, bars: bool = True, keys: bool = False) -> None:
+        """`keys`: clients need one, so the commands shown have a place for it."""
         self._console = console
         self._config = config
         self._json = config.logging.format == "json"
@@ -32,6 +33,7 @@ class TerminalReporter(Reporter):
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._was_ready = False
+        self._keys = keys
         if bars and console.is_terminal and not self._json:
             self._open_bars()
 
@@ -122,14 +124,17 @@ class TerminalReporter(Reporter):
             rows.add_row("Model", Text(f"{info.model}  ({times}{info.device}, {info.dtype}, {size})"))
         if server.workers > 1:
             rows.add_row("Gateways", Text(f"{server.workers} processes on one port"))
+        chat = f'penstock chat "Hello"{"" if server.port == 8000 else f" --url {url}"}'
+        rows.add_row("Console", Text(f"{url}/", style="bold"))
         rows.add_row("API", Text(f"{url}/v1"))
         rows.add_row("Docs", Text(f"{url}/docs"))
-        rows.add_row("Try", Text(f'penstock chat "Hello"{"" if server.port == 8000 else f" --url {url}"}'))
+        rows.add_row("Try", Text(f"{chat} --key $PENSTOCK_API_KEY" if self._keys else chat))
         rows.add_row("Stop", "Ctrl-C")
         self._console.print()
         self._console.print(Text(f"Penstock is ready after {seconds:.1f} s", style="bold green"))
         self._console.print(rows)
-        curl = f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'"
+        key = '-H "authorization: Bearer $PENSTOCK_API_KEY" ' if self._keys else ""
+        curl = f"curl {url}/v1/chat/completions {key}-H 'content-type: application/json' -d '{json.dumps(body)}'"
         self._console.print(curl, markup=False, soft_wrap=True)  # on one line, for copying
         self._console.print()
 

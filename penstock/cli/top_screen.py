@@ -16,6 +16,7 @@ from penstock.telemetry.scrapes import Interval, Scrape
 HISTORY = 60
 _BARS = " ▁▂▃▄▅▆▇█"
 _BREAKER = {0.0: "", 1.0: " half open", 2.0: " open"}
+WATCHERS = ("/metrics", "/health", "/ping")
 TTFT, ITL = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
 
 
@@ -50,7 +51,7 @@ def _totals(interval: Interval) -> Table:
         (
             ("generated", f"{interval.rate('vllm:generation_tokens_total'):,.0f} tok/s"),
             ("prompts", f"{interval.rate('vllm:prompt_tokens_total'):,.0f} tok/s"),
-            ("requests", f"{interval.rate('penstock_http_requests_total'):,.1f}/s"),
+            ("requests", f"{_requests(interval):,.1f}/s"),
             ("errors", f"{errors:,.1f}/s"),
         ),
         (
@@ -69,6 +70,12 @@ def _totals(interval: Interval) -> Table:
     for row in rows:
         table.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in row))
     return table
+
+
+def _requests(interval: Interval) -> float:
+    """Without the readings of `/metrics`, which are this program's own, and health checks."""
+    rates = interval.rates("penstock_http_requests_total", "route")
+    return sum(rate for route, rate in rates.items() if not route.startswith(WATCHERS))
 
 
 def _replicas(interval: Interval) -> Table:

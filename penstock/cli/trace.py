@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from penstock.cli.admin import DEFAULT_URL, Url
+from penstock.cli.lists import Column, show
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,7 +39,10 @@ def trace(
     ] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
-    output: Annotated[str, typer.Option("--output", "-o", help="bars or json.")] = "bars",
+    output: Annotated[
+        Literal["bars", "table", "json", "csv"],
+        typer.Option("--output", "-o", help="A request: bars or json. The list: table, json or csv."),
+    ] = "bars",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Number of requests to list.")] = 20,
 ) -> None:
     """
@@ -62,14 +66,14 @@ def trace(
     from penstock.cli.terminal import stdout
     from penstock.errors import PenstockError
 
-    if output not in ("bars", "json"):
-        raise PenstockError(f"--output {output}: choose bars or json")
+    if request_id is not None and output not in ("bars", "json"):
+        raise PenstockError(f"--output {output} is for the list; one request is shown as bars or json")
     path = f"?limit={limit}" if request_id is None else f"/{quote(request_id, safe='')}"
     found = call("GET", url, key, path, under="/v1/traces")
-    if output == "json":
+    if request_id is None:
+        show(_columns(), found["data"], "table" if output == "bars" else output, empty="No requests yet.")
+    elif output == "json":
         typer.echo(json.dumps(found, indent=2))
-    elif request_id is None:
-        stdout().print(_listing(found["data"]))
     else:
         console = stdout()
         console.print(_summary(found), highlight=False)
@@ -127,28 +131,33 @@ def _detail(detail: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _listing(data: list[dict[str, Any]]) -> Table:
+def _columns() -> list[Column[dict[str, Any]]]:
+    return [
+        Column("time", lambda found: found["timestamp"], _when, rank=2),
+        Column("request", lambda found: found["request_id"], rank=0),
+        Column("tenant", lambda found: found["tenant"], rank=4),
+        Column("model", lambda found: found["adapter_id"] or found["model_version"], rank=3),
+        Column("finish", lambda found: found["finish_reason"] or str(found["status"]), rank=1),
+        Column("prompt", lambda found: found["prompt_tokens"], rank=5),
+        Column("completion", lambda found: found["completion_tokens"], rank=5),
+        Column("ttft ms", lambda found: found["ttft_ms"], lambda found: _ms(found["ttft_ms"]), rank=2),
+        Column(
+            "total ms", lambda found: found["total_latency_ms"], lambda found: _ms(found["total_latency_ms"]), rank=1
+        ),
+        Column("longest", _longest, rank=3),
+    ]
+
+
+def _when(found: dict[str, Any]) -> str:
     from datetime import UTC, datetime
 
-    from rich.table import Table
+    return datetime.fromtimestamp(found["timestamp"], UTC).strftime("%H:%M:%S")
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("time", "request", "tenant", "model", "finish"):
-        table.add_column(name, overflow="fold")
-    for name in ("tokens", "ttft", "total ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("longest", no_wrap=True)
-    for found in data:
-        longest = max(found["phases"], key=lambda phase: phase["duration_ms"], default=None)
-        table.add_row(
-            datetime.fromtimestamp(found["timestamp"], UTC).strftime("%H:%M:%S"),
-            found["request_id"],
-            found["tenant"] or "-",
-            found["adapter_id"] or found["model_version"] or "-",
-            found["finish_reason"] or str(found["status"]),
-            f"{found['prompt_tokens']}+{found['completion_tokens']}",
-            "-" if found["ttft_ms"] is None else f"{found['ttft_ms']:.1f}",
-            f"{found['total_latency_ms']:.1f}",
-            "-" if longest is None else f"{longest['name']} {longest['duration_ms']:.0f} ms",
-        )
-    return table
+
+def _ms(milliseconds: float | None) -> str:
+    return "-" if milliseconds is None else f"{milliseconds:.1f}"
+
+
+def _longest(found: dict[str, Any]) -> str | None:
+    longest = max(found["phases"], key=lambda phase: phase["duration_ms"], default=None)
+    return None if longest is None else f"{longest['name']} {longest['duration_ms']:.0f} ms"

@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from penstock.cli.lists import Column, show
 from penstock.cli.options import ConfigFile, Settings
 
 Row = dict[str, str | int]
+SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
 
 
 def usage(
@@ -20,7 +22,7 @@ def usage(
     until: Annotated[str | None, typer.Option(help="End of the period; by default now.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
     output: Annotated[
-        Literal["table", "csv", "chart"], typer.Option("--output", "-o", help="table, csv or chart.")
+        Literal["table", "json", "csv", "chart"], typer.Option("--output", "-o", help="table, json, csv or chart.")
     ] = "table",
     config_file: ConfigFile = None,
     settings: Settings = None,
@@ -39,12 +41,10 @@ def usage(
         penstock usage --by tenant,model,adapter --since 2026-11-01 --until 2026-12-01 -o csv > november.csv
     """
     rows = _rows(by, since, until, tenant, config_file, settings)
-    if output == "csv":
-        _csv(rows)
-    elif output == "chart":
+    if output == "chart":
         _chart(rows)
     else:
-        _table(rows)
+        show(_columns(rows), rows, output, empty="No usage in this period.")
 
 
 def _rows(
@@ -74,30 +74,13 @@ def _rows(
     return asyncio.run(run())
 
 
-def _table(rows: list[Row]) -> None:
-    from rich.table import Table
-
-    from penstock.cli.terminal import stdout
-
-    if not rows:
-        typer.echo("No usage in this period.")
-        return
-    table = Table(box=None, pad_edge=False)
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right")
-    for row in rows:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else value or "-" for value in row.values()))
-    stdout().print(table)
-
-
-def _csv(rows: list[Row]) -> None:
-    import csv
-    import sys
-
-    if rows:
-        writer = csv.DictWriter(sys.stdout, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+def _columns(rows: list[Row]) -> list[Column[Row]]:
+    """What the rows are by stays; of the figures, cost goes last."""
+    ranks = {"cached_tokens": 3, "requests": 2}
+    return [
+        Column(name, lambda row, name=name: row[name], rank=ranks.get(name, int(name in SUMS)))  # type: ignore[misc]
+        for name in (rows[0] if rows else ())
+    ]
 
 
 def _chart(rows: list[Row]) -> None:
@@ -110,11 +93,10 @@ def _chart(rows: list[Row]) -> None:
     if not rows:
         typer.echo("No usage in this period.")
         return
-    sums = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
     paid = any(float(row["cost"]) for row in rows)
     pairs: list[tuple[str, float]] = []
     for row in rows:
-        label = " ".join(str(value) or "-" for name, value in row.items() if name not in sums)
+        label = " ".join(str(value) or "-" for name, value in row.items() if name not in SUMS)
         pairs.append((label, float(row["cost"] if paid else int(row["prompt_tokens"]) + int(row["completion_tokens"]))))
     if all(label[:2].isdigit() for label, _ in pairs):
         pairs.sort()  # days and hours in chronological order

@@ -9,14 +9,16 @@ from penstock.protocol.address import is_loopback
 from penstock.storage import open_database
 
 
-async def check_exposure(host: str, store_url: str) -> None:
-    """ConfigError when there is no key and other machines can reach `host`, or there were keys before."""
+async def check_exposure(host: str, store_url: str) -> bool:
+    """Whether clients need a key. ConfigError when there is none and other machines can reach `host`, or there were
+    keys before."""
     database = await open_database(store_url)
     try:
         store = IdentityStore(database)
         await store.prepare()
-        if await store.has_keys() or is_loopback(host):
-            return
+        has_keys = await store.has_keys()
+        if has_keys or is_loopback(host):
+            return has_keys
     finally:
         await database.close()
     raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.engine.adapters.peft import CONFIG, WEIGHTS
+from penstock.errors import SourceError
 
 
 def resolve_adapter(source: str) -> Path:
@@ -16,4 +17,14 @@ def resolve_adapter(source: str) -> Path:
 
     if source.startswith("s3://"):
         return fetch_files(source, (CONFIG, WEIGHTS), Slot(cache_dir(), cache_key(source)))
+    check_adapter(source)
     return resolve(source)
+
+
+def check_adapter(source: str) -> None:
+    """Raises for a folder that does not exist; what can be fetched is not looked up."""
+    if not source.startswith(("hf:", "s3://")) and not Path(source).expanduser().is_dir():
+        raise SourceError(
+            f"there is no adapter folder {source!r}; give a folder with {CONFIG} and {WEIGHTS}, hf:ORG/NAME or "
+            "s3://BUCKET/PREFIX"
+        )

@@ -15,6 +15,8 @@ from pathlib import Path
 from penstock.config import Config
 from penstock.errors import PenstockError
 from penstock.gateway.http.port import check_port
+from penstock.sources.adapters import check_adapter
+from penstock.sources.resolve import cached
 
 GiB = 2**30
 LEAST_MEMORY = 2 * GiB
@@ -49,7 +51,9 @@ def examine(config: Config) -> list[Finding]:
         ("cpu", _cpu),
         ("kernels", _kernels),
         ("memory", _memory),
+        ("device", lambda: _configured_devices(config)),
         ("model cache", lambda: _cache(config)),
+        ("sources", lambda: _sources(config)),
         ("port", lambda: _port(config)),
         ("file limit", _file_limit),
     ]
@@ -73,7 +77,8 @@ def _packages() -> Iterator[Finding]:
     needed = ("numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "zmq", "httptools", "httpx", "yaml")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        yield Finding("packages", CheckState.FAIL, f"missing: {', '.join(missing)}", "run `pip install penstock` again")
+        remedy = "install Penstock again: `make serve` in its folder, or `pip install -e .`"
+        yield Finding("packages", CheckState.FAIL, f"missing: {', '.join(missing)}", remedy)
     else:
         yield Finding("packages", CheckState.OK, "all installed")
 
@@ -139,7 +144,6 @@ def _memory() -> Iterator[Finding]:
 
 def _cache(config: Config) -> Iterator[Finding]:
     from penstock.sources.model_cache import cache_dir
-    from penstock.sources.resolve import cached
 
     root = cache_dir()
     existing = next(folder for folder in (root, *root.parents) if folder.exists())
@@ -165,6 +169,63 @@ def _cache(config: Config) -> Iterator[Finding]:
             )
         else:
             yield Finding("model", CheckState.OK, f"{model.name} in {path}")
+
+
+def missing_sources(config: Config) -> list[str]:
+    """What the configuration names and is not on this machine, one sentence each. What would be downloaded counts as
+    there."""
+    problems = []
+
+    def look(where: str, source: str, find: Callable[[str], object]) -> None:
+        try:
+            find(source)
+        except PenstockError as error:
+            problems.append(f"{where}: {error}")
+
+    for index, model in enumerate(config.models):
+        look(f"models[{index}]", model.source, cached)
+        if model.draft_model is not None:
+            look(f"models[{index}].draft_model", model.draft_model, cached)
+        for position, adapter in enumerate(model.adapters):
+            look(f"models[{index}].adapters[{position}]", adapter.source, check_adapter)
+    for index, encoder in enumerate(config.encoders):
+        look(f"encoders[{index}]", encoder.source, cached)
+    for index, route in enumerate(config.routes):
+        if route.classifier and not Path(route.classifier).expanduser().is_file():
+            problems.append(f"routes[{index}].classifier: there is no file {route.classifier}")
+    return problems
+
+
+def _sources(config: Config) -> Iterator[Finding]:
+    named = {f"models[{index}]:" for index in range(len(config.models))}  # those are findings of their own
+    for problem in missing_sources(config):
+        if problem.split(" ", 1)[0] not in named:
+            yield Finding("source", CheckState.FAIL, problem)
+
+
+def _configured_devices(config: Config) -> Iterator[Finding]:
+    """Whether the device that each model is configured for is here."""
+    import torch
+
+    from penstock.engine.backends.select import pick_device
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for model in config.models:
+        ranks = model.tensor_parallel * model.pipeline_parallel
+        try:
+            device = pick_device(model.device)
+        except PenstockError as error:
+            yield Finding("device", CheckState.FAIL, f"{model.name}: {error}")
+            continue
+        last = (device.index or 0) + ranks
+        if device.type == "cuda" and last > count:
+            detail = f"{model.name} needs {ranks} device{'s' if ranks > 1 else ''} from {device} on; there are {count}"
+            yield Finding(
+                "device", CheckState.FAIL, detail, "lower tensor_parallel or pipeline_parallel, or change device"
+            )
+        elif model.device != "auto" or ranks > 1:
+            where = str(device) if ranks == 1 else f"{ranks} ranks from {device} on"
+            yield Finding("device", CheckState.OK, f"{model.name} runs on {where}")
 
 
 def _port(config: Config) -> Iterator[Finding]:

@@ -17,9 +17,11 @@ def printable(text: str, *, keep: str = "") -> str:
     return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else _escaped(found[0]), text)
 
 
-def printable_json(text: str) -> str:
-    """JSON without the control characters that JSON allows in strings."""
-    return text if text.isprintable() else _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+def printable_json(text: str, *, keep: str = "") -> str:
+    """JSON without the control characters that JSON allows in strings. `keep`: those between its tokens."""
+    if text.isprintable():
+        return text
+    return _UNSAFE.sub(lambda found: found[0] if found[0] in keep else f"\\u{ord(found[0]):04x}", text)
 
 
 def _escaped(character: str) -> str:

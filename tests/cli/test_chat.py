@@ -1,5 +1,6 @@
 """`penstock chat` against a small HTTP server that speaks the streaming API."""
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -7,10 +8,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
-from penstock.cli.chat_client import Client, Options, converse
+from penstock.cli.chat_client import Client, Options
+from penstock.cli.conversation import Conversation
+from penstock.cli.markdown_stream import MarkdownStream, complete
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 5}}
 
@@ -42,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Api
 
     def do_GET(self) -> None:
-        self._reply(200, json.dumps({"object": "list", "data": [{"id": "small"}]}).encode())
+        self._reply(200, json.dumps({"object": "list", "data": [{"id": "small"}, {"id": "large"}]}).encode())
 
     def do_POST(self) -> None:
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
@@ -140,7 +144,7 @@ def test_a_conversation_remembers_resets_and_survives_errors(
 
     monkeypatch.setattr("builtins.input", typed)
     with Client(api.url) as client:
-        converse(client, "small", None, Options())
+        Conversation(client, "small", None, Options(), plain=False).run()
     contents = [[message["content"] for message in asked["messages"]] for asked in api.asked]
     answer = "Bonjour é"
     assert contents[0] == ["one"]
@@ -148,3 +152,42 @@ def test_a_conversation_remembers_resets_and_survives_errors(
     assert contents[2] == ["Be kind.", "two", answer, "three"]
     assert contents[4] == ["Be kind.", "two", answer, "three", answer, "four"], "the refused turn was taken back"
     assert "Broken." in capsys.readouterr().err
+
+
+def test_commands_of_a_conversation(
+    api: Api, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = iter(["/help", "/retry", "/model", "/model huge", "one", "/model large", "/retry", "/nonsense", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(turns))
+    with Client(api.url) as client:
+        Conversation(client, "small", None, Options(), plain=False).run()
+    told = " ".join(capsys.readouterr().err.split())
+    assert "/system TEXT" in told and "/model NAME" in told
+    assert "There is no question to ask again." in told
+    assert "Served: small (now), large" in told and "There is no model huge." in told
+    assert "There is no command /nonsense; /help lists them." in told
+    assert [(asked["model"], asked["messages"]) for asked in api.asked] == [
+        ("small", [{"role": "user", "content": "one"}]),
+        ("large", [{"role": "user", "content": "one"}]),
+    ]
+
+
+def test_blocks_of_markdown_are_complete_after_an_empty_line_outside_of_code() -> None:
+    code = "```py\na = 1\n\nb = 2\n```\n"
+    assert complete("One line\nand another") == 0
+    assert complete("One.\n\nTwo") == len("One.\n\n")
+    assert complete(code) == 0
+    assert complete(f"{code}\nnext") == len(code) + 1
+
+
+def test_an_answer_is_formatted_wrapped_and_harmless() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=30, color_system=None)
+    answer = "A **bold** claim, and a good many words more than one line.\n\n- one\n- two\n\n"
+    answer += "```\nx = 1\n\ny = 2\n```\n\x1b[2J"
+    with MarkdownStream(console) as shown:
+        for letter in answer:
+            shown.write(letter)
+    said = screen.getvalue()
+    assert "\x1b[2J" not in said, "a model must not clear the screen"
+    assert "**" not in said and " \u2022 one" in said and "x = 1" in said

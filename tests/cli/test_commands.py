@@ -90,7 +90,7 @@ def test_version() -> None:
         (["gateway", "-e", "m=tcp://h:1", "--curve-key", "k"], "must be given together"),
         (["gateway", "--engine", "oops"], "write it as MODEL=ENDPOINT"),
         (["chat", "hello", "--url", "http://127.0.0.1:1"], "start one with `penstock serve`"),
-        (["chat", "hello", "--url", "nonsense"], "no server at nonsense"),
+        (["chat", "hello", "--url", "nonsense"], "no server at http://nonsense"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_status_2(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -159,6 +159,48 @@ def test_doctor_fails_when_a_model_cannot_exist(tmp_path: Path) -> None:
     result = penstock("doctor", cwd=tmp_path)
     assert result.returncode == 1
     assert "fail" in result.stdout and "nowhere" in result.stdout
+
+
+def test_doctor_judges_the_configured_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (tmp_path / "penstock.yaml").write_text("models: [{source: smollm2-135m, device: cuda}]")
+    result = penstock("doctor", "--json", cwd=tmp_path)
+    assert result.returncode == 1
+    failed = [finding for finding in json.loads(result.stdout) if finding["state"] == "fail"]
+    assert [finding["name"] for finding in failed] == ["device"] and "use device: cpu" in failed[0]["detail"]
+
+
+def test_config_check_finds_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "penstock.yaml").write_text(
+        """
+models:
+  - {source: ./weights, adapters: [{name: tuned, source: ./tuned}, {name: far, source: "s3://bucket/far"}]}
+encoders: [{source: ./vectors}]
+routes: [{name: auto, small: weights, large: weights, classifier: ./auto.json}]
+"""
+    )
+    result = penstock("config", "--check", "penstock.yaml", cwd=tmp_path)
+    assert result.returncode == 2
+    said = " ".join(result.stderr.split())
+    for part in ("models[0]: no model './weights'", "adapters[0]: there is no adapter folder './tuned'", "encoders[0]"):
+        assert part in said
+    assert "routes[0].classifier: there is no file ./auto.json" in said and "s3://" not in said.replace(
+        "s3://BUCKET", ""
+    )
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:1", "http://127.0.0.1:1/v1"])
+@pytest.mark.parametrize("command", [["models", "list"], ["bench", "serve"], ["top", "--once"], ["ingest", "."]])
+def test_no_server_is_one_sentence(command: list[str], url: str, tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text("text")
+    result = penstock(*command, "--url", url, cwd=tmp_path)
+    said = " ".join(result.stderr.split())
+    assert result.returncode == 2 and "127.0.0.1:1" in said and "penstock serve" in said and "Traceback" not in said
+
+
+def test_completion_for_the_shell() -> None:
+    result = process("--show-completion", "bash", cwd=None)
+    assert "_PENSTOCK_COMPLETE" in result.stdout or "complete" in result.stdout.lower()
 
 
 def test_a_new_engine_key_is_private_and_never_overwritten(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.chat_client import _write
+from penstock.cli.conversation import _write
 from penstock.cli.terminal import harmless, show_error, stdout
 from tests.cli.test_keys import run
 
@@ -58,7 +58,7 @@ def test_errors_that_a_server_sent(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_a_model_says_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream, expected in ((Terminal(), "one\n\\x1b[2Jtwo"), (io.StringIO(), "one\n\x1b[2Jtwo")):
+    for stream, expected in ((Terminal(), "one\n\\x1b[2Jtwo\n"), (io.StringIO(), "one\n\x1b[2Jtwo\n")):
         monkeypatch.setattr(sys, "stdout", stream)
-        _write("one\n\x1b[2Jtwo")
+        _write(iter(["one\n\x1b[2Jtwo"]))
         assert stream.getvalue() == expected

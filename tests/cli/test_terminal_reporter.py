@@ -16,9 +16,9 @@ from penstock.supervisor.runtime import RuntimeFolder
 INFO = EngineInfo("small", "i", 2048, 1000, 16, 100, 8, "cpu", "float32", {"import": 1.0, "weights": 2.0})
 
 
-def tell_everything(config: Config) -> str:
+def tell_everything(config: Config, *, keys: bool = False) -> str:
     out = io.StringIO()
-    reporter = TerminalReporter(Console(file=out, width=200, highlight=False), config)
+    reporter = TerminalReporter(Console(file=out, width=200, highlight=False), config, keys=keys)
     reporter.progress("engine small", "weights", 0.0)
     reporter.progress("engine small", "weights", 0.5)
     reporter.line("gateway", "[bold]not markup[/]")
@@ -45,7 +45,14 @@ def test_the_banner_says_everything_needed_to_use_the_server() -> None:
     ):
         assert expected in shown
     assert shown.count("engine small: weights") == 1
-    assert "without API keys" not in shown
+    assert shown.index("http://127.0.0.1:8000/ ") < shown.index("http://127.0.0.1:8000/v1"), "the console comes first"
+    assert "PENSTOCK_API_KEY" not in shown
+
+
+def test_where_keys_are_needed_the_commands_carry_one() -> None:
+    shown = tell_everything(Config(), keys=True)
+    assert 'penstock chat "Hello" --key $PENSTOCK_API_KEY' in shown
+    assert '-H "authorization: Bearer $PENSTOCK_API_KEY"' in shown
 
 
 def test_with_json_logs_every_line_of_ours_is_json() -> None:

@@ -17,10 +17,11 @@ import subprocess
 import sys
 import time
 import tomllib
-import venv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
@@ -40,13 +41,13 @@ class Client:
     """Pinned packages, `package@version`; the first is the client itself."""
     command: str = ""
     """A program of the operating system, which nothing installs."""
-    environment: str = ""
-    """The name of another client whose environment has this one too."""
+    interpreter: str = ""
+    """The least Python that it runs on, such as `python3.12`, where ours may be too old."""
 
     @property
     def folder(self) -> Path:
         home = os.environ.get("PENSTOCK_CLIENTS")
-        return (Path(home).expanduser() if home else ROOT / ".clients") / (self.environment or self.name)
+        return (Path(home).expanduser() if home else ROOT / ".clients") / self.name
 
 
 @functools.cache
@@ -148,10 +149,20 @@ def _install(client: Client, say: Say) -> None:
         _call(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *client.npm])
     else:
         if not (folder / "bin" / "python").exists():
-            venv.create(folder, with_pip=True)
+            _call([_interpreter(client), "-m", "venv", str(folder)])
         pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
         _call([*pip, "install", "-q", "--no-compile", "-c", str(CONSTRAINTS), *client.python])
     say(f"{client.name}: installed in {time.monotonic() - started:.0f} s")
+
+
+def _interpreter(client: Client) -> str:
+    if not client.interpreter:
+        return sys.executable
+    versions = sorted(Path("~/.pyenv/versions").expanduser().glob(f"*/bin/{client.interpreter}"))
+    found = shutil.which(client.interpreter) or (str(versions[0]) if versions else None)
+    if found is None:
+        pytest.skip(f"{client.name} needs {client.interpreter}, which is not installed")
+    return found
 
 
 def _call(command: Sequence[str]) -> None:

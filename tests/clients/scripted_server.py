@@ -71,7 +71,7 @@ class Prompt:
         return {tool["name"]: tool for tool in listed}
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     """What the model writes to call a function."""
     return calls((name, arguments))
 

@@ -22,3 +22,12 @@ def test_tool_loop_over_chat_completions(client: Environment, scripted: Scripted
     assert not scripted.failures()
     assert said["turns"][-1]["content"] == "It rains in Paris."
     assert said["second"] == "It snows in Paris."
+
+
+@pytest.mark.clients("litellm", "a tool loop of two turns, whole and streamed, provider anthropic")
+def test_tool_loop_over_messages(client: Environment, scripted: ScriptedServer) -> None:
+    scripted.answer(weather)
+    said = client.script("litellm_tool_loop.py", f"anthropic/{scripted.model}", scripted.url, env=LOCAL)
+    assert not scripted.failures()
+    assert said["turns"][-1]["content"] == "It rains in Paris."
+    assert said["second"] == "It snows in Paris."

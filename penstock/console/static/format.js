@@ -31,8 +31,15 @@ export function span(seconds) {
 export const clock = (stamp) => new Date(stamp * 1000).toLocaleTimeString("en-GB");
 export const day = (stamp) => (stamp == null ? "–" : new Date(stamp * 1000).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" }));
 
+// Browsers offer the clipboard over https and on this machine only; elsewhere the old way still works.
 export async function copy(text) {
-  await navigator.clipboard.writeText(text);
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const area = Object.assign(document.createElement("textarea"), { value: text });
+  document.body.append(area);
+  area.select();
+  const copied = document.execCommand("copy");
+  area.remove();
+  if (!copied) throw new Error("This browser does not let the page copy.");
 }
 
 export function save(name, content, type) {

@@ -1,4 +1,4 @@
-// Builds a request from the playground's settings, and shows it as code.
+// Builds a request from the playground's settings, and shows it as code. Only what the user set is sent.
 
 export class Wrong extends Error {}
 
@@ -11,15 +11,16 @@ function parsed(text, what) {
   }
 }
 
-export function build(settings, messages) {
-  const body = { model: settings.model, messages: settings.system.trim() ? [{ role: "system", content: settings.system }, ...messages] : messages };
-  for (const name of ["temperature", "top_p", "max_tokens", "seed"])
-    if (settings[name] !== null && settings[name] !== "") body[name] = Number(settings[name]);
+const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed"];
+
+export function build(model, settings, messages, collection = settings.collection) {
+  const body = { model, messages: settings.system.trim() ? [{ role: "system", content: settings.system }, ...messages] : messages };
+  for (const name of NUMBERS) if (settings[name] != null && settings[name] !== "") body[name] = Number(settings[name]);
   const schema = parsed(settings.schema, "The JSON schema");
   if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", strict: true, schema } };
   const tools = parsed(settings.tools, "The list of tools");
   if (tools) body.tools = tools;
-  if (settings.collection) body.rag = { collection: settings.collection };
+  if (collection) body.rag = { collection };
   return body;
 }
 
@@ -40,7 +41,7 @@ function python(value, depth) {
   return JSON.stringify(value);
 }
 
-const OWN = new Set(["rag"]); // fields that the OpenAI SDK does not know
+const OWN = new Set(["rag", "top_k"]); // fields that the OpenAI SDK does not know
 
 export function asPython(body, origin, withKey) {
   const known = Object.entries(body).filter(([name]) => !OWN.has(name));

@@ -37,7 +37,7 @@ def count_blocks(
     if memory is None:
         memory = _room(config, backend, _activation_bytes(backend, decoder, dtype, budget, config.block_size))
     elif memory > (free := backend.memory.available()):
-        raise ConfigError(f"kv_memory: {memory} bytes are more than the {free} that are free on {backend.device}")
+        raise ConfigError(f"kv_memory: {_gib(memory)} are more than the {_gib(free)} that are free on {backend.device}")
     memory -= shape.state_bytes * state_rows(max_running)
     useful = max_running * -(-max_model_len // config.block_size)
     blocks = min(memory // block_bytes, useful) if block_bytes else useful
@@ -45,7 +45,7 @@ def count_blocks(
         raise ConfigError(f"no room for the states of {max_running} sequences; lower max_running or raise kv_memory")
     if blocks < 1:
         raise ConfigError(
-            f"no room for the KV cache: one block needs {block_bytes} bytes, {memory} are allowed; "
+            f"no room for the KV cache: one block needs {_gib(block_bytes)}, {_gib(memory)} are allowed; "
             "raise kv_memory or memory_share, or free memory"
         )
     return int(blocks) + 1
@@ -64,8 +64,13 @@ def count_host_blocks(config: EngineConfig, shape: CacheShape) -> int:
         )
     slots = config.host_memory // shape.block_bytes
     if slots < 1:
-        raise ConfigError(f"host_memory is {config.host_memory} bytes, one KV block needs {shape.block_bytes}")
+        raise ConfigError(f"host_memory is {_gib(config.host_memory)}, one KV block needs {_gib(shape.block_bytes)}")
     return slots
+
+
+def _gib(size: float) -> str:
+    """A size in bytes for a person: GiB, or KiB where that would be nothing."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**10:,.0f} KiB"
 
 
 def sliding_window(model: ModelConfig, step_tokens: int) -> SlidingWindow | None:

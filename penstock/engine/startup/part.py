@@ -6,6 +6,7 @@ a `Member` (`engine.parallel`).
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -56,6 +57,9 @@ class Phases:
         yield
         self.seconds[phase] = round(time.perf_counter() - begin, 3)
         self.report(phase, 1.0)
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,13 @@ def load_part(
         with phases("ranks"):
             member.meet(backend)
     wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
+    if config.max_model_len is not None and wanted_len < config.max_model_len:
+        _log.warning(
+            "max_model_len is %d, but the model has %d positions: its window is %d tokens",
+            config.max_model_len,
+            wanted_len,
+            wanted_len,
+        )
     with phases("weights"), torch.inference_mode():
         decoder = build_decoder(
             weights,
@@ -156,6 +167,12 @@ def load_part(
             decoder = member.connect(decoder)
         kv = KVCache(shape, num_blocks, device, state_rows(max_running))
     max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
+    if max_model_len < wanted_len:
+        _log.warning(
+            "the KV cache has room for %d tokens: the window is that, not %d; raise kv_memory or memory_share",
+            max_model_len,
+            wanted_len,
+        )
     return Part(backend, model, decoder, kv, max_running, budget, max_model_len, adapters)
 
 

@@ -184,6 +184,13 @@ class Quotas:
         tier = self._tiers.get(caller.tier)
         return tier.context_tokens if tier is not None and caller.key else None
 
+    def pricing(self, caller: Caller, model: str, adapter: str = "") -> dict[str, float]:
+        """What the caller pays for a model, in dollars per million tokens."""
+        price = self._prices.price(model, adapter, caller.tier)
+        percent = self._prices.percent(price, caller.tier, batch=False)
+        nanos = {"input": price.input, "cached_input": price.cached, "output": price.output}
+        return {f"{name}_per_million": value * percent / 100_000 for name, value in nanos.items()}
+
     def describe(self, caller: Caller) -> dict[str, Any] | None:
         """The limits of the caller's tier, for the caller; None when nothing limits it."""
         tier = self._tiers.get(caller.tier)

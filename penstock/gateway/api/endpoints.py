@@ -25,6 +25,12 @@ from penstock.gateway.app.dialects import ANTHROPIC
 from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints, BatchesQuery, BatchRequest
 from penstock.gateway.batches.file_endpoints import FILE_FORM, FileEndpoints, FilesQuery
+from penstock.gateway.batches.message_batches import (
+    MessageBatchEndpoints,
+    MessageBatchesQuery,
+    MessageBatchQuery,
+    MessageBatchRequest,
+)
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, ConversationQuery, ConversationsQuery
 from penstock.gateway.generation.schemas import (
     ChatRequest,
@@ -160,6 +166,61 @@ ENDPOINTS = (
         "Tokens",
         CountTokensRequest,
         serves_tokens=True,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/batches",
+        MessageBatchEndpoints.create_message_batch,
+        "Run many requests of the Messages API.",
+        "Batches",
+        MessageBatchRequest,
+        query=MessageBatchQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/messages/batches",
+        MessageBatchEndpoints.list_message_batches,
+        "List batches of messages.",
+        "Batches",
+        query=MessageBatchesQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/messages/batches/{batch}",
+        MessageBatchEndpoints.get_message_batch,
+        "A batch of messages and its progress.",
+        "Batches",
+        query=MessageBatchQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/messages/batches/{batch}",
+        MessageBatchEndpoints.delete_message_batch,
+        "Delete a batch of messages that has ended, with its results.",
+        "Batches",
+        query=MessageBatchQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/messages/batches/{batch}/cancel",
+        MessageBatchEndpoints.cancel_message_batch,
+        "Cancel a batch of messages.",
+        "Batches",
+        query=MessageBatchQuery,
+        dialect=ANTHROPIC,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/messages/batches/{batch}/results",
+        MessageBatchEndpoints.message_batch_results,
+        "The results of a batch of messages, as JSON lines.",
+        "Batches",
+        query=MessageBatchQuery,
         dialect=ANTHROPIC,
     ),
     Endpoint(

@@ -71,6 +71,12 @@ _BATCH = obj(
     error_file_id=maybe(STRING), metadata=ANY_OBJECT,
     request_counts=obj(total=INTEGER, completed=INTEGER, failed=INTEGER),
 )  # fmt: skip
+_MESSAGE_BATCH = obj(
+    id=STRING, type=word("message_batch"), processing_status=word("in_progress", "canceling", "ended"),
+    request_counts=obj(processing=INTEGER, succeeded=INTEGER, errored=INTEGER, canceled=INTEGER, expired=INTEGER),
+    created_at=STRING, expires_at=STRING, ended_at=maybe(STRING), cancel_initiated_at=maybe(STRING),
+    archived_at=maybe(STRING), results_url=maybe(STRING),
+)  # fmt: skip
 _PAGE = {"first_id": maybe(STRING), "last_id": maybe(STRING), "has_more": BOOLEAN}
 _VOTE = obj(object=word("feedback"), response_id=STRING, rating=word("up", "down"), model=STRING, route=STRING)
 
@@ -168,6 +174,12 @@ _SCHEMAS: dict[str, Schema] = {
     "get_batch": _BATCH,
     "cancel_batch": _BATCH,
     "list_batches": listing(_BATCH, **_PAGE),
+    "create_message_batch": _MESSAGE_BATCH,
+    "get_message_batch": _MESSAGE_BATCH,
+    "cancel_message_batch": _MESSAGE_BATCH,
+    "list_message_batches": obj(data=many(_MESSAGE_BATCH), **_PAGE),
+    "delete_message_batch": obj(id=STRING, type=word("message_batch_deleted")),
+    "message_batch_results": {"application/x-jsonl": {"schema": STRING}},
     "give_feedback": _VOTE,
     "list_feedback": listing(_VOTE, totals=many(ANY_OBJECT)),
     "list_models": listing(_MODEL),

@@ -61,14 +61,7 @@ class FileEndpoints:
                 raise PayloadTooLarge(limit=limit, size=len(upload.content))
             text = await asyncio.to_thread(_text, upload.content)
             try:
-                used = await files.used(exchange.caller.tenant)
-                if used + len(upload.content) > self._config.tenant_limit:
-                    raise InvalidRequest(
-                        f"The files of this tenant have {used:,} bytes; with this one they would have more than the "
-                        f"{self._config.tenant_limit:,} allowed. Delete some.",
-                        param="file",
-                        code="storage_limit",
-                    )
+                await check_room(files, self._config, exchange.caller.tenant, len(upload.content), "file")
                 name = upload.filename.rpartition("/")[2].replace("\0", "")[:256] or "file.jsonl"
                 made = await files.create(
                     exchange.caller.tenant, name, "batch", text, user=exchange.caller.user, keep_s=keep_s
@@ -127,6 +120,18 @@ class FileEndpoints:
 async def _encoded(files: FileStore, id: str) -> AsyncIterator[bytes]:
     async for part in files.content(id):
         yield part.encode()
+
+
+async def check_room(files: FileStore, config: BatchesConfig, tenant: str, size: int, param: str) -> None:
+    """Refuse a file with which a tenant's files would be larger than they may."""
+    used = await files.used(tenant)
+    if used + size > config.tenant_limit:
+        raise InvalidRequest(
+            f"The files of this tenant have {used:,} bytes; with this one they would have more than the "
+            f"{config.tenant_limit:,} allowed. Delete some.",
+            param=param,
+            code="storage_limit",
+        )
 
 
 def away() -> ServiceUnavailable:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+"""Where the requests of a file may go; batches of messages are made otherwise (`message_batches.py`)."""
 MOST_PROBLEMS = 100
 CUSTOM_ID = 256
 """The most characters of a `custom_id`."""

@@ -17,10 +17,12 @@ from functools import partial
 from typing import Literal
 
 from penstock.gateway.accounting.batch_line import BatchLine
+from penstock.gateway.app.dialects import ANTHROPIC, OPENAI
 from penstock.gateway.app.exchange import IGNORED, Exchange, encode_json
 from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.line_request import LineRequest, Reply
 from penstock.gateway.batches.lines import Check, Problem, answered, numbered, read, unanswered
+from penstock.gateway.batches.message_lines import MESSAGES, message_answered, message_unanswered
 from penstock.gateway.batches.store import Answer, Batch, BatchStore
 from penstock.identity import Caller
 from penstock.protocol.errors import ApiError, AuthenticationError
@@ -267,17 +269,10 @@ class BatchRunner:
                 return
             pause = _pause(reply, attempt)
             if pause is None:
-                answer = Answer(
-                    number,
-                    reply.status == 200,
-                    answered(
-                        line.custom_id,
-                        reply.status,
-                        reply.request_id,
-                        reply.body,
-                        reply.headers.get(IGNORED.decode()),
-                    ),
-                )
+                written = message_answered if batch.endpoint == MESSAGES else answered
+                ignored = reply.headers.get(IGNORED.decode())
+                content = written(line.custom_id, reply.status, reply.request_id, reply.body, ignored)
+                answer = Answer(number, reply.status == 200, content)
                 await self._batches.add([answer], batch.id)
                 self._answers.child(batch.endpoint, "completed" if answer.ok else "failed").inc()
                 return
@@ -289,7 +284,8 @@ class BatchRunner:
         try:
             caller = await self._caller(batch.tenant, batch.key)
         except AuthenticationError as error:
-            return Reply(f"req_{uuid.uuid4().hex}", error.status, {}, encode_json(error.body()))
+            id, dialect = f"req_{uuid.uuid4().hex}", ANTHROPIC if batch.endpoint == MESSAGES else OPENAI
+            return Reply(id, error.status, {}, encode_json(dialect.error(error, id)))
         except ApiError as error:  # the key store is unavailable
             return Reply("", error.status, dict(error.headers()))
         request = LineRequest(batch.endpoint, body, BatchLine(batch.id, number), caller, stop.now)
@@ -313,9 +309,11 @@ class BatchRunner:
     async def _write_off(self, batch: Batch, code: str, message: str) -> None:
         """An entry in the error file for every line that has no answer."""
         answers: list[Answer] = []
+        written = message_unanswered if batch.endpoint == MESSAGES else unanswered
         async for number, text in self._lines(batch):
             with suppress(ValueError):  # the batch was cancelled before its input was checked
-                answers.append(Answer(number, False, unanswered(read(text).custom_id, code, message)))
+                content = written(read(text).custom_id, code, message)
+                answers.append(Answer(number, False, content, written_off=True))
             if len(answers) >= 500:
                 await self._batches.add(answers, batch.id)
                 answers = []

@@ -36,10 +36,12 @@ _VERSIONS = (
         "CREATE TABLE IF NOT EXISTS batch_answers (batch_id TEXT NOT NULL, line BIGINT NOT NULL, ok INTEGER NOT NULL, "
         "content TEXT NOT NULL, PRIMARY KEY (batch_id, line))",
     ),
+    ("ALTER TABLE batches ADD COLUMN unanswered BIGINT NOT NULL DEFAULT 0",),
 )
 _COLUMNS = (
     "id", "tenant", "user_id", "key_id", "endpoint", "input_file_id", "completion_window", "metadata", "status",
     "created_at", *_TIMES, "total", "completed", "failed", "errors", "output_file_id", "error_file_id",
+    "unanswered",
 )  # fmt: skip
 _LISTED = ", ".join(_COLUMNS)
 _IN_ACTIVE = ", ".join(f"'{status}'" for status in ACTIVE)
@@ -72,6 +74,8 @@ class Batch(msgspec.Struct, frozen=True):
     errors: str = ""
     output_file_id: str | None = None
     error_file_id: str | None = None
+    unanswered: int = 0
+    """Of those that failed: how many had no answer when the batch was cancelled or expired."""
 
     def shown(self) -> dict[str, Any]:
         """The batch as clients see it."""
@@ -100,6 +104,13 @@ class Answer(msgspec.Struct, frozen=True):
     line: int
     ok: bool
     content: str
+    written_off: bool = False
+    """Not answered: the batch was over before."""
+
+    @property
+    def outcome(self) -> int:
+        """As stored: 1 answered, 0 failed, -1 written off."""
+        return 1 if self.ok else -1 if self.written_off else 0
 
 
 class BatchStore:
@@ -123,11 +134,14 @@ class BatchStore:
         window: str,
         window_s: float,
         metadata: dict[str, str],
+        total: int = 0,
+        kind: str = "batch",
     ) -> Batch:
+        """`total`: the number of requests, where it is known already. `kind`: how its id begins."""
         now = self.clock()
         batch = Batch(
-            f"batch_{uuid.uuid4().hex}", tenant, user, key, endpoint, input_file_id, window,
-            msgspec.json.encode(metadata).decode(), "validating", now, expires_at=now + window_s,
+            f"{kind}_{uuid.uuid4().hex}", tenant, user, key, endpoint, input_file_id, window,
+            msgspec.json.encode(metadata).decode(), "validating", now, expires_at=now + window_s, total=total,
         )  # fmt: skip
         values = [getattr(batch, field) for field in Batch.__struct_fields__]
         await self._database.execute(
@@ -142,18 +156,38 @@ class BatchStore:
             return None
         return await self._with_counts(Batch(*rows[0])) if rows else None
 
-    async def page(self, tenant: str, user: str | None = None, *, after: Batch | None, limit: int) -> list[Batch]:
-        """Newest first."""
+    async def page(
+        self,
+        tenant: str,
+        user: str | None = None,
+        *,
+        after: Batch | None = None,
+        before: Batch | None = None,
+        endpoint: str | None = None,
+        limit: int,
+    ) -> list[Batch]:
+        """Newest first: the first `limit` of those `after` a batch, or the last `limit` of those `before` one."""
         where, values = "tenant = ?", list[Any]((tenant,))
+        order = "DESC"
+        if endpoint is not None:
+            where += " AND endpoint = ?"
+            values.append(endpoint)
         if user is not None:
             where += " AND user_id = ?"
             values.append(user)
         if after is not None:
             where += " AND (created_at < ? OR (created_at = ? AND id < ?))"
             values += [after.created_at, after.created_at, after.id]
+        elif before is not None:
+            where += " AND (created_at > ? OR (created_at = ? AND id > ?))"
+            values += [before.created_at, before.created_at, before.id]
+            order = "ASC"
         rows = await self._database.fetch(
-            f"SELECT {_LISTED} FROM batches WHERE {where} ORDER BY created_at DESC, id DESC LIMIT {int(limit)}", *values
+            f"SELECT {_LISTED} FROM batches WHERE {where} ORDER BY created_at {order}, id {order} LIMIT {int(limit)}",
+            *values,
         )
+        if order == "ASC":
+            rows.reverse()
         return [await self._with_counts(Batch(*row)) for row in rows]
 
     async def cancel(self, id: str, tenant: str) -> bool:
@@ -164,6 +198,13 @@ class BatchStore:
             self.clock(), id, tenant,
         )  # fmt: skip
         return bool(changed)
+
+    async def delete(self, id: str, tenant: str) -> bool:
+        """Forget a batch that is over; False when it is not."""
+        deleted = await self._database.execute(
+            f"DELETE FROM batches WHERE id = ? AND tenant = ? AND status NOT IN ({_IN_ACTIVE})", id, tenant
+        )
+        return bool(deleted)
 
     async def uses(self, file_id: str) -> bool:
         """Whether an active batch reads this file."""
@@ -232,7 +273,7 @@ class BatchStore:
             "INSERT INTO batch_answers (batch_id, line, ok, content) VALUES (?, ?, ?, ?) "
             "ON CONFLICT (batch_id, line) DO NOTHING"
         )
-        await self._database.transact([(insert, (id, one.line, int(one.ok), one.content)) for one in answers])
+        await self._database.transact([(insert, (id, one.line, one.outcome, one.content)) for one in answers])
 
     async def answered(self, id: str) -> set[int]:
         """The lines that have an answer."""
@@ -242,8 +283,8 @@ class BatchStore:
     async def answers(self, id: str, *, ok: bool, after: int = -1, limit: int = 200) -> list[Answer]:
         """Answers in the order of their lines."""
         rows = await self._database.fetch(
-            "SELECT line, content FROM batch_answers WHERE batch_id = ? AND ok = ? AND line > ? ORDER BY line "
-            f"LIMIT {int(limit)}", id, int(ok), after,
+            f"SELECT line, content FROM batch_answers WHERE batch_id = ? AND ok {'=' if ok else '<>'} 1 AND line > ? "
+            f"ORDER BY line LIMIT {int(limit)}", id, after,
         )  # fmt: skip
         return [Answer(line, ok, content) for line, content in rows]
 
@@ -266,11 +307,12 @@ class BatchStore:
         with_files: Sequence[Statement],
     ) -> bool:
         """The end: files appear, the counts are fixed, the answers are forgotten, all at once."""
-        count = "(SELECT COUNT(*) FROM batch_answers WHERE batch_id = ? AND ok = ?)"
+        count = "(SELECT COUNT(*) FROM batch_answers WHERE batch_id = ? AND ok {})"
         ended = (
             f"UPDATE batches SET status = ?, {status}_at = ?, output_file_id = ?, error_file_id = ?, "
-            f"completed = {count}, failed = {count}, runner = '' WHERE id = ? AND runner = ?",
-            (status, self.clock(), output, errors, id, 1, id, 0, id, runner),
+            f"completed = {count.format('= 1')}, failed = {count.format('<> 1')}, unanswered = {count.format('= -1')}, "
+            "runner = '' WHERE id = ? AND runner = ?",
+            (status, self.clock(), output, errors, id, id, id, id, runner),
         )
         forgotten = ("DELETE FROM batch_answers WHERE batch_id = ?", (id,))
         return (await self._database.transact([ended, *with_files, forgotten], guarded=True))[0] > 0
@@ -282,5 +324,10 @@ class BatchStore:
         rows: list[Row] = await self._database.fetch(
             "SELECT ok, COUNT(*) FROM batch_answers WHERE batch_id = ? GROUP BY ok", batch.id
         )
-        counts = {bool(ok): count for ok, count in rows}
-        return msgspec.structs.replace(batch, completed=counts.get(True, 0), failed=counts.get(False, 0))
+        counts = dict[int, int](map(tuple, rows))
+        return msgspec.structs.replace(
+            batch,
+            completed=counts.get(1, 0),
+            failed=counts.get(0, 0) + counts.get(-1, 0),
+            unanswered=counts.get(-1, 0),
+        )

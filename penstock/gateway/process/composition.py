@@ -52,6 +52,7 @@ from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.app.uploads import UploadSlots
 from penstock.gateway.batches.batch_endpoints import BatchEndpoints
 from penstock.gateway.batches.file_endpoints import FileEndpoints
+from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
@@ -332,6 +333,7 @@ async def compose(
             endpoints += [
                 FileEndpoints(stores.files, stores.batches, settings.batches, uploads),
                 BatchEndpoints(stores.batches, stores.files, runner, limit),
+                MessageBatchEndpoints(stores.batches, stores.files, runner, settings.batches, uploads),
                 FeedbackEndpoints(stores.feedback, cache.suspect, limit),
                 UsageEndpoints(stores.ledger),
                 _identity_endpoints(settings, stores, quotas, workers),
@@ -394,6 +396,7 @@ _NO_ACCOUNTS = "This gateway keeps no accounts, so it cannot tell whose an answe
 _WITHOUT_STORE = (
     Unavailable(FileEndpoints, ServiceUnavailable, "This gateway has no store for files."),
     Unavailable(BatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
+    Unavailable(MessageBatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
     Unavailable(FeedbackEndpoints, ServiceUnavailable, _NO_ACCOUNTS),
     Unavailable(UsageEndpoints, ServiceUnavailable, "This gateway keeps no accounts."),
     Unavailable(AccountEndpoints, KeyStoreUnavailable, "This gateway runs without a store for tenants and keys."),

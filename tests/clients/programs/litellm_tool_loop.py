@@ -1,4 +1,5 @@
-"""litellm: a tool loop of two turns with its own message objects sent back as they are. Arguments: model, base URL."""
+"""litellm: a tool loop of two turns with its own message objects sent back as they are. Arguments: model, base
+URL."""
 
 import json
 import sys

@@ -111,5 +111,5 @@ def _pin(pool: Tensor) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     failed = int(runtime.cudaHostRegister(pool.data_ptr(), size, 0))
     if failed:
-        raise ConfigError(f"host_memory: {size} bytes cannot be pinned (CUDA error {failed}); set it lower")
+        raise ConfigError(f"host_memory: {size / 2**30:.2f} GiB cannot be pinned (CUDA error {failed}); set it lower")
     weakref.finalize(pool, runtime.cudaHostUnregister, pool.data_ptr())

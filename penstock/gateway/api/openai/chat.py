@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -163,8 +164,8 @@ class ChatRenderer(StepsRenderer):
                 data = self._chunk(piece.index, {"content": piece.text}, logprobs=logprobs)
         if piece.citations:
             data += self._chunk(piece.index, {"annotations": self._annotations([piece])})
-        if piece.calls:
-            data += self._chunk(piece.index, {"tool_calls": [_call_delta(call) for call in piece.calls]})
+        for delta in _call_deltas(piece.calls or ()):
+            data += self._chunk(piece.index, {"tool_calls": [delta]})
         if piece.finish_reason is not None:
             data += self._chunk(piece.index, {}, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason)
         return data
@@ -247,10 +248,25 @@ def continued_text(request: ChatRequest) -> str:
     return message_text(request.messages[-1], len(request.messages) - 1) if continues(request) else ""
 
 
-def _call_delta(call: CallPiece) -> dict[str, Any]:
-    if call.id is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+def _call_deltas(calls: Iterable[CallPiece]) -> Iterator[dict[str, Any]]:
+    """One for the beginning of a call and one for what follows of its arguments; each goes into a chunk of its own,
+    because clients read the first entry of a chunk only."""
+    arguments: dict[str, Any] | None = None
+    for call in calls:
+        if call.id is not None:
+            if arguments is not None:
+                yield arguments
+                arguments = None
+            about = {"name": call.name, "arguments": ""}
+            yield {"index": call.index, "id": call.id, "type": "function", "function": about}
+        elif arguments is not None and arguments["index"] == call.index:
+            arguments["function"]["arguments"] += call.arguments
+        else:
+            if arguments is not None:
+                yield arguments
+            arguments = {"index": call.index, "function": {"arguments": call.arguments}}
+    if arguments is not None:
+        yield arguments
 
 
 def _logprobs(text: TextModel | None, tokens: list[TokenPiece], top: int) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class ModelEndpoints:
                 "tools": model.text.has_chat_template,
                 "structured_output": True,
             },
-            "pricing": {"input_per_million": model.input_price, "output_per_million": model.output_price},
+            "pricing": self._quotas.pricing(caller, model.base_name, model.adapter),
         }
 
     def describe_remote(self, caller: Caller, model: RemoteModel) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class ModelEndpoints:
                 "tools": True,
                 "structured_output": True,
             },
-            "pricing": {"input_per_million": model.input_price, "output_per_million": model.output_price},
+            "pricing": self._quotas.pricing(caller, model.name),
         }
 
     def describe_encoder(self, caller: Caller, embedder: Embedder) -> dict[str, Any]:

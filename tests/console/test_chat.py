@@ -1,0 +1,219 @@
+"""The playground in a real browser: a chat from question to answer, and everything that can go wrong on the way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Locator, Page, expect
+
+from penstock.console.app import Console
+from penstock.engine.request import Request
+from penstock.gateway.process.settings import ModelSettings
+from penstock.text import TextModel
+from tests.gateway.conftest import Running, Serving
+from tests.scripted import ScriptedEngine, make_text
+
+PRICED = (ModelSettings("tiny", "", input_price=1.0, output_price=2.0),)
+LONG = "word " * 2000
+ANSWERS = {
+    "think": "<think>Let me *see*.</think>It is **4**.",
+    "code": "Here:\n\n```python\nprint('hi')\n```\n",
+    "long": LONG,
+    "second": "The second answer.",
+}
+
+
+@pytest.fixture(scope="session")
+def wide_text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return make_text(tmp_path_factory.mktemp("wide"), context_length=16_384)
+
+
+@asynccontextmanager
+async def chat(serving: Serving, text: TextModel, page: Page, folder: Path, **settings: Any) -> AsyncIterator[Running]:
+    """A gateway whose model answers by what is asked, with its console open in the page."""
+
+    def script(request: Request) -> list[int]:
+        asked = text.decode(request.prompt, skip_special=False).rpartition("<|user|>")[2]
+        answer = next((answer for word, answer in ANSWERS.items() if word in asked), "Hello, world!")
+        return [*text.encode(answer), text.eos_token_ids[0]]
+
+    options = {"store_url": f"sqlite:///{folder}/store.db", "models": PRICED, **settings}
+    engine = ScriptedEngine(text, script, max_model_len=16_384)
+    async with serving(engine, text=text, wrap=Console, **options) as gateway:
+        await page.goto(f"http://127.0.0.1:{gateway.port}/console/")
+        await expect(composer(page)).to_be_visible()
+        yield gateway
+
+
+def composer(page: Page) -> Locator:
+    return page.get_by_role("textbox", name="Message", exact=True)
+
+
+def answers(page: Page) -> Locator:
+    return page.locator(".message.assistant")
+
+
+async def ask(page: Page, text: str) -> Locator:
+    """Sends a message with Enter and waits for the whole answer."""
+    before = await answers(page).count()
+    await composer(page).fill(text)
+    await page.keyboard.press("Enter")
+    answer = answers(page).nth(before)
+    await expect(answer.locator("[data-test=facts]")).to_contain_text(re.compile(r"\d out"))
+    return answer
+
+
+async def inside(page: Page, part: Locator) -> None:
+    """The whole element is in the window."""
+    box, window = await part.bounding_box(), page.viewport_size
+    assert box is not None and window is not None
+    assert box["x"] >= 0 and box["x"] + box["width"] <= window["width"], box
+    assert box["y"] >= 0 and box["y"] + box["height"] <= window["height"], box
+
+
+async def test_ask_regenerate_edit_and_stop(serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path) -> None:
+    async with chat(serving, wide_text, page, tmp_path) as gateway:
+        first = await ask(page, "Hi")
+        await expect(first.locator(".rich")).to_have_text("Hello, world!")
+        sent = gateway.engine.seen[-1].params
+
+        # Only what was set is sent.
+        assert sent.max_tokens > 1000, "no limit of the console's own"
+
+        # Cost: what the ledger says, with cached tokens at their price.
+        shown = await first.locator("[data-test=cost]").inner_text()
+        (row,) = (await gateway.client.get("/v1/usage?by=model")).json()["data"]
+        assert row["cached_tokens"] == 3 and float(row["cost"]) == pytest.approx(float(shown[1:]), rel=0.05)
+
+        await first.get_by_role("button", name="Regenerate").click()
+        await expect(first.get_by_text("2 / 2")).to_be_visible()
+        await first.get_by_role("button", name="Previous version").click()
+        await expect(first.get_by_text("1 / 2")).to_be_visible()
+
+        # Up edits the last message; both versions stay.
+        await composer(page).focus()
+        await page.keyboard.press("ArrowUp")
+        edited = page.get_by_label("Edited text")
+        await expect(edited).to_be_focused()
+        await edited.fill("the second question")
+        await page.keyboard.press("Enter")
+        await expect(answers(page).locator(".rich")).to_have_text("The second answer.")
+        await expect(page.locator(".message.user").get_by_text("2 / 2")).to_be_visible()
+
+        # Shift+Enter is a new line; Esc stops, and the part has tokens.
+        gateway.engine.step_s = 0.002
+        await composer(page).fill("long")
+        await page.keyboard.press("Shift+Enter")
+        await page.keyboard.type("story")
+        assert await composer(page).input_value() == "long\nstory"
+        await page.keyboard.press("Enter")
+        part = answers(page).nth(1)
+        await expect(part.locator(".rich")).to_contain_text("word word")
+        await page.keyboard.press("Escape")
+        await expect(part.locator(".end")).to_have_text("stopped")
+        await expect(part.locator("[data-test=facts]")).to_contain_text(re.compile(r"\d out"))
+        gateway.engine.step_s = 0.0
+
+        thought = await ask(page, "think")
+        await expect(thought.locator(".rich").last).to_have_text("It is 4.")
+        await expect(thought.get_by_text("Let me see.")).to_be_hidden()
+        await thought.locator("summary").click()
+        await expect(thought.get_by_text("Let me see.")).to_be_visible()
+        await ask(page, "And now?")
+        prompt = wide_text.decode(gateway.engine.seen[-1].prompt, skip_special=False)
+        assert "<|assistant|>It is **4**.<|end|><|user|>And now?" in prompt, "reasoning is not sent back"
+
+        rated = thought.get_by_role("button", name="Good answer")
+        await rated.click()
+        await expect(rated).to_have_attribute("aria-pressed", "true")
+        (vote,) = (await gateway.client.get("/v1/admin/feedback")).json()["data"]
+        assert vote["rating"] == "up"
+
+
+async def test_what_is_refused_keeps_the_draft_and_says_why_beside_it(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    async with chat(serving, wide_text, page, tmp_path) as gateway:
+        await ask(page, "long")
+        await page.get_by_role("button", name="Settings").click()
+        await page.get_by_label("Temperature").fill("9")
+        await composer(page).fill("my careful words")
+        await page.keyboard.press("Enter")
+        problem = page.get_by_role("alert")
+        await expect(problem).to_contain_text("temperature")
+        await inside(page, problem)
+        assert await composer(page).input_value() == "my careful words"
+        assert await answers(page).count() == 1, "nothing is left of the attempt"
+
+        # Not even JSON: not sent at all.
+        await page.get_by_role("button", name="Reset").click()
+        await page.get_by_label("JSON schema of the answer").fill("{")
+        sent = len(gateway.engine.seen)
+        await page.get_by_role("button", name="Try again").click()
+        await expect(problem).to_contain_text("not JSON")
+        assert await composer(page).input_value() == "my careful words" and len(gateway.engine.seen) == sent
+
+        await page.get_by_role("button", name="Reset").click()
+        await page.get_by_role("button", name="Try again").click()
+        await expect(answers(page).nth(1).locator(".rich")).to_have_text("Hello, world!")
+        await expect(problem).to_be_hidden()
+        assert await composer(page).input_value() == ""
+
+
+async def test_conversations_are_kept_found_renamed_and_deleted(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    async with chat(serving, wide_text, page, tmp_path):
+        await ask(page, "About rivers")
+        history = page.get_by_role("navigation", name="Conversations")
+        await history.get_by_role("button", name="New chat").click()
+        await expect(answers(page)).to_have_count(0)
+        await ask(page, "second: about mountains")
+        await expect(history.locator(".entry")).to_have_count(2)
+
+        await page.reload()
+        await expect(answers(page).locator(".rich")).to_have_text("The second answer.")
+        await history.get_by_role("textbox", name="Search conversations").fill("hello, WORLD")
+        await expect(history.locator(".entry")).to_have_count(1)
+        await history.get_by_role("button", name="About rivers", exact=True).click()
+        await expect(answers(page).locator(".rich")).to_have_text("Hello, world!")
+
+        await history.get_by_role("button", name="Actions of About rivers").click()
+        await page.get_by_text("Rename", exact=True).click()
+        await page.get_by_label("Title").fill("Waters")
+        await page.get_by_role("button", name="OK").click()
+        await expect(page.locator(".top .title")).to_have_text("Waters")
+
+        await history.get_by_role("button", name="Actions of Waters").click()
+        await page.get_by_text("Delete", exact=True).click()
+        await page.get_by_role("button", name="Delete", exact=True).click()
+        await history.get_by_role("textbox", name="Search conversations").fill("")
+        await expect(history.locator(".entry")).to_have_count(1)
+        await expect(answers(page)).to_have_count(0)
+
+
+async def test_on_a_phone_composer_and_sheets_fit(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    await page.set_viewport_size({"width": 390, "height": 780})
+    async with chat(serving, wide_text, page, tmp_path):
+        answer = await ask(page, "code")
+        await expect(answer.locator(".hl-call")).to_have_text("print")
+        await inside(page, composer(page))
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 390
+        await page.get_by_role("button", name="Settings").click()
+        system = page.get_by_label("System prompt")
+        await expect(system).to_be_visible()
+        await page.wait_for_function(
+            "document.querySelector('.chat-sheet').getBoundingClientRect().bottom <= innerHeight + 1"
+        )
+        await inside(page, system)
+        await page.get_by_role("button", name="Close settings").click()
+        await expect(system).to_be_hidden()
+        await inside(page, page.get_by_role("button", name="Send"))
+        await inside(page, page.get_by_role("button", name="Attach files"))
