@@ -2,8 +2,8 @@
 
 A turn begins with a user message and ends before the next one, so tool calls and their results are never separated.
 Turns are numbered from the first one ever (`first` of them are no longer stored), so a summary made in the background
-still knows what it covers when turns were added or deleted meanwhile. Values are immutable: every step makes a new
-one.
+still knows what it covers when turns were added or deleted meanwhile. Messages are numbered likewise: a number is never
+used again. Values are immutable: every step makes a new one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ class Conversation(msgspec.Struct, frozen=True):
     room: int = 0
     """Tokens available for the prompt when `start` was chosen; in a much larger window it is chosen again."""
     epoch: int = 0
-    """Incremented when a client replaces the whole history, which invalidates the summary."""
+    """Incremented when a client replaces or deletes what was said, which invalidates the summary."""
+    messages: int = 0
+    """Messages so far; each stored one has its number as `number`, which nobody but this module and `numbered` sees."""
+    metadata: dict[str, str] = {}
 
     @property
     def end(self) -> int:
@@ -69,7 +72,17 @@ class Conversation(msgspec.Struct, frozen=True):
 
     def since(self, start: int) -> list[Message]:
         """The messages from turn `start` on."""
-        return [message for turn in self.turns[max(0, start - self.first) :] for message in turn]
+        return [_plain(message) for turn in self.turns[max(0, start - self.first) :] for message in turn]
+
+    def numbered(self) -> list[tuple[int, Message]]:
+        """All stored messages with their numbers. Those of an older version have none, and are counted."""
+        stored = [message for turn in self.turns for message in turn]
+        return [(message.get("number", place), _plain(message)) for place, message in enumerate(stored)]
+
+    def with_messages(self, kept: Sequence[tuple[int, Message]]) -> Conversation:
+        """The conversation with `kept` instead of what is stored; for deleting messages, and parts of them."""
+        turns = split_turns({**message, "number": number} for number, message in kept)
+        return msgspec.structs.replace(self, turns=turns, start=self.first, epoch=self.epoch + 1)
 
     def extended(self, messages: Sequence[Message], *, keep_system: bool = True) -> Conversation:
         """The conversation with the client's next messages.
@@ -87,15 +100,17 @@ class Conversation(msgspec.Struct, frozen=True):
         said = kept.since(kept.first)
         if said and rest and rest[0] == said[-1] and rest[0]["role"] == "assistant":
             rest = rest[1:]
-        return msgspec.structs.replace(
-            kept, system=system if system and keep_system else self.system, turns=split_turns([*said, *rest])
-        )
+        kept = msgspec.structs.replace(kept, system=system if system and keep_system else self.system)
+        return kept.followed_by(rest)
 
     def followed_by(self, messages: Sequence[Message]) -> Conversation:
-        """The conversation with the assistant's and tools' messages of the last turn."""
+        """The conversation with more messages: of the client, or the assistant's and tools' of the last turn."""
         if not messages:
             return self
-        return msgspec.structs.replace(self, turns=split_turns([*self.since(0), *messages]))
+        stored = [message for turn in self.turns for message in turn]
+        count = max(self.messages, len(stored))
+        added = [{**message, "number": count + place} for place, message in enumerate(messages)]
+        return msgspec.structs.replace(self, turns=split_turns([*stored, *added]), messages=count + len(added))
 
     def own(self, summary: Summary) -> Summary:
         """The summary, or an empty one when the history was replaced since it was made."""
@@ -112,6 +127,10 @@ class Conversation(msgspec.Struct, frozen=True):
             return self
         first = self.first + drop
         return msgspec.structs.replace(self, turns=self.turns[drop:], first=first, start=max(self.start, first))
+
+
+def _plain(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name != "number"}
 
 
 def leading_system(messages: Sequence[Message]) -> int:

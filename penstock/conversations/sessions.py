@@ -55,6 +55,8 @@ class HeldConversation:
     conversation: Conversation
     summary: Summary
     created_at: float
+    exists: bool = False
+    """Whether it had been stored before this turn."""
     committed: bool = False
 
 
@@ -156,7 +158,7 @@ class Sessions:
         except BaseException:
             await self.store.release(owner, id, lease)
             raise
-        held = HeldConversation(owner, id, lease, conversation, summary, stored.created_at)
+        held = HeldConversation(owner, id, lease, conversation, summary, stored.created_at, bool(stored.data))
         self._held[lease] = held
         self._holding.set()
         return held

@@ -97,7 +97,7 @@ _WHOSE = "tenant = ? AND user_id = ? AND id = ?"
 
 
 class SqlConversations(ConversationStore):
-    """Conversations in the database. A row without turns is a lease on a conversation that does not exist yet."""
+    """Conversations in the database. A row without data is a lease on a conversation that does not exist yet."""
 
     def __init__(self, database: Database, *, ttl_s: float, most: int, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -144,7 +144,7 @@ class SqlConversations(ConversationStore):
                  (data, turns, now, now + self._ttl_s, owner.tenant, owner.user, id, lease)),
                 ("DELETE FROM conversations WHERE expires_at <= ? AND lease_until <= ?", (now, now)),
                 ("DELETE FROM conversations WHERE tenant = ? AND user_id = ? AND lease_until <= ? AND updated_at <= "
-                 "(SELECT updated_at FROM conversations WHERE tenant = ? AND user_id = ? AND turns > 0 "
+                 "(SELECT updated_at FROM conversations WHERE tenant = ? AND user_id = ? AND length(data) > 0 "
                  "ORDER BY updated_at DESC LIMIT 1 OFFSET ?)",
                  (owner.tenant, owner.user, now, owner.tenant, owner.user, self._most)),
             ],
@@ -156,7 +156,7 @@ class SqlConversations(ConversationStore):
         whose = (owner.tenant, owner.user, id, lease)
         await self._database.transact(
             [
-                (f"DELETE FROM conversations WHERE {_WHOSE} AND lease = ? AND turns = 0", whose),
+                (f"DELETE FROM conversations WHERE {_WHOSE} AND lease = ? AND length(data) = 0", whose),
                 (f"UPDATE conversations SET lease = '', lease_until = 0 WHERE {_WHOSE} AND lease = ?", whose),
             ]
         )
@@ -171,7 +171,7 @@ class SqlConversations(ConversationStore):
     async def get(self, owner: Owner, id: str) -> StoredConversation | None:
         rows = await self._database.fetch(
             f"SELECT data, summary, created_at, updated_at, expires_at FROM conversations WHERE {_WHOSE} "
-            "AND expires_at > ? AND turns > 0",
+            "AND expires_at > ? AND length(data) > 0",
             owner.tenant, owner.user, id, self._clock(),
         )  # fmt: skip
         return _stored(rows[0]) if rows else None
@@ -179,7 +179,7 @@ class SqlConversations(ConversationStore):
     async def list(self, owner: Owner, limit: int) -> list[ListedConversation]:
         rows = await self._database.fetch(
             "SELECT id, created_at, updated_at, expires_at, turns FROM conversations WHERE tenant = ? AND user_id = ? "
-            "AND expires_at > ? AND turns > 0 ORDER BY updated_at DESC LIMIT ?",
+            "AND expires_at > ? AND length(data) > 0 ORDER BY updated_at DESC LIMIT ?",
             owner.tenant, owner.user, self._clock(), limit,
         )  # fmt: skip
         return [ListedConversation(*row) for row in rows]
@@ -187,7 +187,7 @@ class SqlConversations(ConversationStore):
     async def delete(self, owner: Owner, id: str) -> bool:
         counts = await self._database.transact(
             [
-                (f"DELETE FROM conversations WHERE {_WHOSE} AND turns > 0 AND expires_at > ?",
+                (f"DELETE FROM conversations WHERE {_WHOSE} AND length(data) > 0 AND expires_at > ?",
                  (owner.tenant, owner.user, id, self._clock())),
             ]
         )  # fmt: skip

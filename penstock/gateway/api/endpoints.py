@@ -9,8 +9,16 @@ from penstock.gateway.api.admin.usage import UsageEndpoints, UsageQuery
 from penstock.gateway.api.admin_endpoints import ADMIN
 from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
 from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
+from penstock.gateway.api.ollama_endpoints import OLLAMA
 from penstock.gateway.api.openai.chat import ChatEndpoints
 from penstock.gateway.api.openai.completions import CompletionEndpoints
+from penstock.gateway.api.openai.conversations import (
+    ConversationItemEndpoints,
+    ConversationItemsQuery,
+    ConversationRequest,
+    ConversationUpdate,
+    ItemsRequest,
+)
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
@@ -18,6 +26,12 @@ from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.schemas import InputTokensRequest, ResponsesRequest
 from penstock.gateway.api.openai.responses.stored import ItemsQuery, ResponseQuery, StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
+from penstock.gateway.api.openai.stored_chat import (
+    CompletionsQuery,
+    CompletionUpdate,
+    MessagesQuery,
+    StoredChatEndpoints,
+)
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
@@ -65,6 +79,44 @@ ENDPOINTS = (
         "Inference",
         ChatRequest,
         serves_tokens=True,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/chat/completions",
+        StoredChatEndpoints.list_chat_completions,
+        "Stored chat completions.",
+        "Inference",
+        query=CompletionsQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/chat/completions/{completion}",
+        StoredChatEndpoints.get_chat_completion,
+        "A stored chat completion.",
+        "Inference",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/chat/completions/{completion}",
+        StoredChatEndpoints.update_chat_completion,
+        "Change the metadata of a stored chat completion.",
+        "Inference",
+        CompletionUpdate,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/chat/completions/{completion}",
+        StoredChatEndpoints.delete_chat_completion,
+        "Delete a stored chat completion.",
+        "Inference",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/chat/completions/{completion}/messages",
+        StoredChatEndpoints.list_chat_completion_messages,
+        "The messages that a stored chat completion answers.",
+        "Inference",
+        query=MessagesQuery,
     ),
     Endpoint(
         "POST",
@@ -137,6 +189,57 @@ ENDPOINTS = (
         "/v1/conversations/{conversation}",
         ConversationEndpoints.get_conversation,
         "A conversation with its messages.",
+        "Conversations",
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/conversations",
+        ConversationItemEndpoints.create_conversation,
+        "Make a conversation, with items.",
+        "Conversations",
+        ConversationRequest,
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/conversations/{conversation}",
+        ConversationItemEndpoints.update_conversation,
+        "Change the metadata of a conversation.",
+        "Conversations",
+        ConversationUpdate,
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/conversations/{conversation}/items",
+        ConversationItemEndpoints.create_conversation_items,
+        "Add items to a conversation.",
+        "Conversations",
+        ItemsRequest,
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/conversations/{conversation}/items",
+        ConversationItemEndpoints.list_conversation_items,
+        "The items of a conversation.",
+        "Conversations",
+        query=ConversationItemsQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/conversations/{conversation}/items/{item}",
+        ConversationItemEndpoints.get_conversation_item,
+        "An item of a conversation.",
+        "Conversations",
+        query=ConversationQuery,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/conversations/{conversation}/items/{item}",
+        ConversationItemEndpoints.delete_conversation_item,
+        "Delete an item of a conversation.",
         "Conversations",
         query=ConversationQuery,
     ),
@@ -464,6 +567,7 @@ ENDPOINTS = (
         "Accounts",
         query=OwnRequestsQuery,
     ),
+    *OLLAMA,
     *ADMIN,
     Endpoint("GET", "/", HealthEndpoints.root, "Does anything listen here?", "Health", scope=None, logged=False),
     Endpoint("GET", "/health", HealthEndpoints.health, "Can any model answer?", "Health", scope=None, logged=False),

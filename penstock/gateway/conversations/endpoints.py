@@ -34,25 +34,28 @@ class ConversationEndpoints:
 
     async def list_conversations(self, exchange: Exchange) -> None:
         asked = decode_query(ConversationsQuery, exchange.scope)
-        owner = _owner(exchange, asked)
-        found = await _guard(self._sessions.store.list(owner, asked.limit))
+        owner = owner_named(exchange, asked)
+        found = await store_reached(self._sessions.store.list(owner, asked.limit))
         data = [
-            _object(entry.id, entry.created_at, entry.updated_at, entry.expires_at, entry.turns, owner)
+            conversation_object(entry.id, entry.created_at, entry.updated_at, entry.expires_at, entry.turns, owner)
             for entry in found
         ]
         await exchange.reply_json({"object": "list", "data": data})
 
     async def get_conversation(self, exchange: Exchange) -> None:
         owner, id = _asked(exchange)
-        found = await _guard(self._sessions.get(owner, id))
+        found = await store_reached(self._sessions.get(owner, id))
         if found is None:
-            raise _unknown(id)
+            raise unknown_conversation(id)
         stored, conversation, summary = found
-        described = _object(id, stored.created_at, stored.updated_at, stored.expires_at, conversation.end, owner)
+        described = conversation_object(
+            id, stored.created_at, stored.updated_at, stored.expires_at, conversation.end, owner
+        )
         system = [{"role": "system", "content": conversation.system}] if conversation.system else []
         await exchange.reply_json(
             {
                 **described,
+                "metadata": conversation.metadata,
                 "messages": [*system, *conversation.since(0)],
                 "forgotten_turns": conversation.first,
                 "summary": {"turns": summary.covers, "text": summary.text} if summary.notes else None,
@@ -61,8 +64,8 @@ class ConversationEndpoints:
 
     async def delete_conversation(self, exchange: Exchange) -> None:
         owner, id = _asked(exchange)
-        if not await _guard(self._sessions.store.delete(owner, id)):
-            raise _unknown(id)
+        if not await store_reached(self._sessions.store.delete(owner, id)):
+            raise unknown_conversation(id)
         await exchange.reply_json({"id": id, "object": "conversation.deleted", "deleted": True})
 
 
@@ -73,23 +76,23 @@ class NoConversations(ConversationEndpoints):
         return
 
     async def list_conversations(self, exchange: Exchange) -> None:
-        _owner(exchange, decode_query(ConversationsQuery, exchange.scope))
+        owner_named(exchange, decode_query(ConversationsQuery, exchange.scope))
         await exchange.reply_json({"object": "list", "data": []})
 
     async def get_conversation(self, exchange: Exchange) -> None:
         _, id = _asked(exchange)
-        raise _unknown(id)
+        raise unknown_conversation(id)
 
     async def delete_conversation(self, exchange: Exchange) -> None:
         _, id = _asked(exchange)
-        raise _unknown(id)
+        raise unknown_conversation(id)
 
 
 def _asked(exchange: Exchange) -> tuple[Owner, str]:
-    return _owner(exchange, decode_query(ConversationQuery, exchange.scope)), exchange.path.rpartition("/")[2]
+    return owner_named(exchange, decode_query(ConversationQuery, exchange.scope)), exchange.path.rpartition("/")[2]
 
 
-def _owner(exchange: Exchange, asked: ConversationQuery) -> Owner:
+def owner_named(exchange: Exchange, asked: ConversationQuery) -> Owner:
     """The user of the key; a key that several users share names the user in the query."""
     caller, user = exchange.caller, asked.user
     if caller.user and user not in (None, caller.user):
@@ -97,7 +100,7 @@ def _owner(exchange: Exchange, asked: ConversationQuery) -> Owner:
     return Owner(caller.tenant, caller.user or user or "")
 
 
-def _object(
+def conversation_object(
     id: str, created_at: float, updated_at: float, expires_at: float, turns: int, owner: Owner
 ) -> dict[str, Any]:
     return {
@@ -111,11 +114,11 @@ def _object(
     }
 
 
-def _unknown(id: str) -> NotFound:
+def unknown_conversation(id: str) -> NotFound:
     return NotFound(f"There is no conversation `{id[:128]}`.")
 
 
-async def _guard(work: Awaitable[T]) -> T:
+async def store_reached(work: Awaitable[T]) -> T:
     try:
         return await work
     except DatabaseError as error:

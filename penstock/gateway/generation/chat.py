@@ -36,6 +36,7 @@ from penstock.gateway.generation.schemas import ChatRequest, TextFormat
 from penstock.gateway.generation.sources import PendingSources, SourceSearch
 from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
+from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.tokenization import check_size, messages_size, text_size, tools_size
 from penstock.gateway.generation.tool_choice import check_tools, grammar_for, toolbox_of
 from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
@@ -72,6 +73,7 @@ class ChatGenerations(GenerationFactory):
 
         `following`: what the assistant and tools have said since the request's messages.
         """
+        request = with_response_format(request)
         check_tools(request)
         check_choices(1, request.n or 1, self.settings)
         if continues(request) and (turn.stored or request.server_tools):

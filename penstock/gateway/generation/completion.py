@@ -24,6 +24,7 @@ from penstock.gateway.generation.sampling import (
 )
 from penstock.gateway.generation.schemas import CompletionRequest
 from penstock.gateway.generation.spec import TokenPrompt, request_spec
+from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.tokenization import check_size
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
@@ -44,6 +45,7 @@ class CompletionGenerations(GenerationFactory):
         prompt_only: bool,
     ) -> EngineGeneration:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
+        request = with_response_format(request)
         exchange = attempt.exchange
         stops = stop_strings(request)
         priority = self.admissions.priority(exchange, request.service_tier, request.priority)

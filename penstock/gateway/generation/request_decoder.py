@@ -24,18 +24,9 @@ T = TypeVar("T")
 
 ANY: tuple[Any, ...] = (None,)
 CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
-    # Structured output and constraints, as vLLM, SGLang and llama.cpp spell them
-    "structured_outputs": (None, {}),
-    "guided_json": ANY,
-    "guided_regex": ANY,
-    "guided_choice": ANY,
-    "guided_grammar": ANY,
-    "guided_decoding_backend": ANY,
-    "structural_tag": ANY,
-    "json_schema": ANY,
-    "grammar": (None, ""),
-    "regex": ANY,
-    "ebnf": ANY,
+    # Constraints, as vLLM, SGLang and llama.cpp spell them
+    "grammar_lazy": (None, False),
+    "grammar_triggers": (None, []),
     "logits_processors": (None, []),
     "custom_logit_processor": ANY,
     "stop_regex": ANY,
@@ -61,6 +52,8 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "lora_path": ANY,
     "thread": ANY,
     # Honoured where the endpoint has them
+    "structured_outputs": (None, {}),
+    "grammar": (None, ""),
     "documents": (None, []),
     "suffix": (None, ""),
     "skip_special_tokens": (None, True),

@@ -265,7 +265,7 @@ async def test_unknown_model_path_and_method(serving: Serving) -> None:
         assert reply.status_code == 404
         assert_shape(reply.json())
         assert "x-request-id" in reply.headers
-        reply = await gateway.client.get("/v1/chat/completions")
+        reply = await gateway.client.get("/v1/completions")
         assert reply.status_code == 405
         assert_shape(reply.json())
         assert reply.headers["allow"] == "POST"

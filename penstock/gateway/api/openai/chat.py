@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.accounting.attribution import identify
+from penstock.gateway.api.openai.chat_store import ChatStore
+from penstock.gateway.api.openai.stored_chat import Keep, StoringRenderer, keeper
 from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation.assistant_message import merge_calls
@@ -28,7 +30,7 @@ from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
 from penstock.gateway.generation.spellings import respell
-from penstock.gateway.generation.turn import Conversations, TurnRecorder
+from penstock.gateway.generation.turn import Conversations, TurnRecorder, UnstoredAnswer
 from penstock.gateway.server_tools.loop import ToolAnswers
 from penstock.gateway.server_tools.steps import StepsRenderer, StepTotals
 from penstock.protocol.errors import InvalidRequest
@@ -39,10 +41,18 @@ _NONE_GIVEN = (msgspec.UNSET,) * len(CHAT_UNSUPPORTED)
 
 
 class ChatEndpoints:
-    def __init__(self, pipeline: GenerationPipeline, conversations: Conversations, server_tools: ToolAnswers) -> None:
+    def __init__(
+        self,
+        pipeline: GenerationPipeline,
+        conversations: Conversations,
+        server_tools: ToolAnswers,
+        store: ChatStore | None,
+    ) -> None:
+        """`store`: where completions with `store: true` are kept."""
         self._pipeline = pipeline
         self._conversations = conversations
         self._server_tools = server_tools
+        self._store = store
 
     async def chat_completions(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
@@ -50,6 +60,7 @@ class ChatEndpoints:
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         respell(request)
         _check(request)
+        keep = self._keep(exchange, request)
         asked, param = _max_tokens(request)
         limit = token_limit(asked, settings, default=settings.default_max_tokens, param=param)
         resumption = asked_for(
@@ -66,16 +77,42 @@ class ChatEndpoints:
                 if attempt.model != request.model:
                     chat = msgspec.structs.replace(request, model=attempt.model)
                 if chat.server_tools:
-                    render = functools.partial(ChatRenderer, chat)
+                    render = functools.partial(_renderer, keep, chat)
                     await self._server_tools.answer(attempt, chat, limit, turn, render)
                     return
                 attempt.resumption = resumption
                 generation = await pipeline.chat(attempt, chat, limit, turn)
-                renderer = ChatRenderer(chat, generation, turn.recorder(attempt, generation))
+                renderer = _renderer(keep, chat, generation, turn.recorder(attempt, generation))
                 await pipeline.respond(attempt, generation, renderer, stream=bool(chat.stream))
 
             texts = functools.partial(user_texts, request.messages)
             await pipeline.answer(exchange, request.model, answer, texts, limit.max_tokens)
+
+    def _keep(self, exchange: Exchange, request: ChatRequest) -> Keep | None:
+        if not request.store:
+            return None
+        if self._store is None:
+            raise InvalidRequest(
+                "`store` needs a store, and this gateway stores no completions.",
+                param="store",
+                code="unsupported_parameter",
+            )
+        return keeper(self._store, exchange, request)
+
+
+def _renderer(
+    keep: Keep | None,
+    request: ChatRequest,
+    generation: Generation,
+    recorder: TurnRecorder,
+    totals: StepTotals | None = None,
+) -> StepsRenderer:
+    renderer = ChatRenderer(request, generation, recorder, totals)
+    if keep is None:
+        return renderer
+    unstreamed = msgspec.structs.replace(request, stream=None, stream_options=None)
+    plain = ChatRenderer(unstreamed, generation, UnstoredAnswer(generation), totals)
+    return StoringRenderer(renderer, plain, len(generation.choices), keep)
 
 
 def _check(request: ChatRequest) -> None:
@@ -85,8 +122,6 @@ def _check(request: ChatRequest) -> None:
                 raise not_supported(name)
     if given(request.modalities) and _plain(request.modalities) != ["text"]:
         raise not_supported("modalities")
-    if request.store:
-        raise not_supported("store")
     if request.server_tools and (request.return_token_ids or request.prompt_logprobs is not None):
         param = "return_token_ids" if request.return_token_ids else "prompt_logprobs"
         raise InvalidRequest(f"With `server_tools` an answer has several prompts; leave `{param}` out.", param=param)
@@ -132,6 +167,7 @@ class ChatRenderer(StepsRenderer):
         self._as_ids = bool(request.return_tokens_as_token_ids)
         self._echoed = continued_text(request) if request.echo else ""
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._continuous = bool(request.stream_options and request.stream_options.continuous_usage_stats)
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{generation.id}",
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
@@ -152,7 +188,7 @@ class ChatRenderer(StepsRenderer):
             return b"".join(self._chunk(choice.index, delta) for choice in self._generation.choices)
         first, *others = self._generation.choices
         choice = {"index": first.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        usage = {"usage": None} if self._usage else {}
+        usage = {"usage": self._used()} if self._continuous else {"usage": None} if self._usage else {}
         opening = b"data: %b\n\n" % encode_json({**self._head, "choices": [choice], **about, **usage})
         return opening + b"".join(self._chunk(other.index, delta) for other in others)
 
@@ -166,7 +202,7 @@ class ChatRenderer(StepsRenderer):
                     self._before,
                     piece.index,
                     encode_json(piece.text),
-                    self._after,
+                    self._end(),
                 )
             else:
                 logprobs = self._shown_logprobs(piece.tokens)
@@ -187,7 +223,7 @@ class ChatRenderer(StepsRenderer):
     def tool_event(self, event: dict[str, Any]) -> bytes:
         # An ordinary chunk, so that clients which do not know the field ignore it.
         choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
-        return self._before + encode_json(choice) + b'],"tool_event":' + encode_json(event) + self._after[1:]
+        return self._before + encode_json(choice) + b'],"tool_event":' + encode_json(event) + self._end()[1:]
 
     def closing(self) -> bytes:
         if not self._usage:
@@ -272,7 +308,11 @@ class ChatRenderer(StepsRenderer):
             choice["stop_reason"] = stop_reason
         if token_ids is not None:
             choice["token_ids"] = token_ids
-        return self._before + encode_json(choice) + self._after
+        return self._before + encode_json(choice) + self._end()
+
+    def _end(self) -> bytes:
+        """The end of a chunk."""
+        return b'],"usage":%b}\n\n' % encode_json(self._used()) if self._continuous else self._after
 
 
 def continued_text(request: ChatRequest) -> str:

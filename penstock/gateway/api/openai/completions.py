@@ -91,6 +91,7 @@ class CompletionRenderer(Renderer):
         self._model = model = generation.model
         self._logprobs = request.logprobs
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._continuous = bool(request.stream_options and request.stream_options.continuous_usage_stats)
         self._echo = bool(request.echo)
         self._n = request.n or 1
         self._made = max(request.best_of or 1, self._n)
@@ -117,7 +118,10 @@ class CompletionRenderer(Renderer):
         return b""
 
     def event(self, piece: Piece) -> bytes:
-        return self._before + encode_json(self._choice(piece.index, [piece])) + self._after
+        chunk = self._before + encode_json(self._choice(piece.index, [piece]))
+        if not self._continuous:
+            return chunk + self._after
+        return chunk + b'],"usage":%b}\n\n' % encode_json(self._generation.usage())
 
     def closing(self) -> bytes:
         if not self._usage:
