@@ -147,8 +147,7 @@ class GatewaySettings:
     default_max_tokens: int | None = None
     max_tokens: int | None = None
     time_limit_s: float | None = None
-    max_choices: int = 16
-    max_prompts: int = 256
+    max_choices: int = 128
     store_url: str | None = None
     """The database of tenants and keys; None: there is none, and no key is needed."""
     durable_charges: bool = False
@@ -193,7 +192,6 @@ class GatewaySettings:
             max_tokens=self.max_tokens,
             default_max_tokens=self.default_max_tokens,
             max_choices=self.max_choices,
-            max_prompts=self.max_prompts,
             time_limit_s=self.time_limit_s,
             batch_time_limit_s=self.batches.time_limit_s,
             engine_wait_s=self.engine_wait_s,
@@ -268,7 +266,6 @@ class GatewaySettings:
             max_tokens=generation.max_tokens,
             time_limit_s=generation.time_limit_s,
             max_choices=generation.max_choices,
-            max_prompts=generation.max_prompts,
             store_url=config.store.url,
             durable_charges=config.store.durability == "machine",
             keep_responses_s=config.store.keep_responses_s,
