@@ -104,6 +104,11 @@ _SCHEMAS: dict[str, Schema] = {
         choices=many(obj(index=INTEGER, message=_MESSAGE, finish_reason=STRING)),
         **_HEAD,
     ),
+    "list_chat_completions": listing(ANY_OBJECT, **_PAGE),
+    "get_chat_completion": obj(id=STRING, object=word("chat.completion")),
+    "update_chat_completion": obj(id=STRING, object=word("chat.completion")),
+    "delete_chat_completion": _DELETED,
+    "list_chat_completion_messages": listing(ANY_OBJECT, **_PAGE),
     "completions": obj(
         object=word("text_completion"), choices=many(obj(index=INTEGER, text=STRING, finish_reason=STRING)), **_HEAD
     ),

@@ -297,6 +297,6 @@ async def test_head_is_answered_wherever_get_is(serving: Serving) -> None:
             assert head.status_code == 200 and head.content == b"", path
             assert int(head.headers["content-length"]) > 0
         assert (await gateway.client.head("/v1/models/nope")).status_code == 404
-        refused = await gateway.client.head("/v1/chat/completions")
+        refused = await gateway.client.head("/v1/completions")
         assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
         assert (await gateway.client.post("/v1/models", json={})).headers["allow"] == "GET, HEAD"
