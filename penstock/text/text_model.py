@@ -19,7 +19,7 @@ from penstock.text.chat_template import ChatTemplate, ChatTemplateError, Templat
 from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.guard import Guard, SpecialTokens
 from penstock.text.infill import InfillTokens, infill_tokens
-from penstock.text.system_messages import Places, places
+from penstock.text.template_fit import PROBE, Accepted, accepted
 from penstock.text.template_meter import WORK
 from penstock.text.token_bytes import decoding_rule
 from penstock.text.tokenizer_calls import encode_ids, ending, most_bytes_per_token
@@ -200,9 +200,10 @@ class TextModel:
             return known
 
     @functools.cached_property
-    def system_messages(self) -> Places:
-        """Where the chat template takes system messages."""
-        return places(lambda messages: self.render_chat(messages, add_generation_prompt=False))
+    def accepted(self) -> Accepted:
+        """What conversations the chat template takes."""
+        tools = (PROBE,) if self.template_knows_tools else None
+        return accepted(lambda messages: self.render_chat(messages, add_generation_prompt=False, tools=tools))
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
