@@ -73,4 +73,5 @@ def test_a_session(client: Environment, scripted: ScriptedServer, tmp_path: Path
     assert result["usage"]["output_tokens"] > 0 and result["usage"]["cache_read_input_tokens"] > 0
     first = scripted.posted("/v1/messages")[0]
     assert first.query == "beta=true" and len(first.body["tools"]) > 15
-    assert set(first.ignored) <= {"thinking", "context_management", "output_config.effort"}
+    advice = {"thinking", "context_management", "output_config.effort", "system.x-anthropic-billing-header"}
+    assert set(first.ignored) <= advice

@@ -16,10 +16,11 @@ from penstock.engine.request import Request
 from penstock.gateway.process.settings import ModelSettings
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving
+from tests.gateway.rag.test_collections import encoders, say
 from tests.scripted import ScriptedEngine, make_text
 
 PRICED = (ModelSettings("tiny", "", input_price=1.0, output_price=2.0),)
-LONG = "word " * 2000
+LONG = "word " * 600
 ANSWERS = {
     "think": "<think>Let me *see*.</think>It is **4**.",
     "code": "Here:\n\n```python\nprint('hi')\n```\n",
@@ -64,7 +65,7 @@ async def ask(page: Page, text: str) -> Locator:
     await composer(page).fill(text)
     await page.keyboard.press("Enter")
     answer = answers(page).nth(before)
-    await expect(answer.locator("[data-test=facts]")).to_contain_text(re.compile(r"\d out"))
+    await expect(answer.get_by_role("button", name="Regenerate")).to_be_enabled()
     return answer
 
 
@@ -116,7 +117,8 @@ async def test_ask_regenerate_edit_and_stop(serving: Serving, page: Page, wide_t
         await expect(part.locator(".rich")).to_contain_text("word word")
         await page.keyboard.press("Escape")
         await expect(part.locator(".end")).to_have_text("stopped")
-        await expect(part.locator("[data-test=facts]")).to_contain_text(re.compile(r"\d out"))
+        await expect(part.locator("[data-test=facts]")).to_contain_text(re.compile(r"\d cached\), \d+ out"))
+        await expect(part.locator("[data-test=cost]")).to_be_visible()
         gateway.engine.step_s = 0.0
 
         thought = await ask(page, "think")
@@ -147,7 +149,7 @@ async def test_what_is_refused_keeps_the_draft_and_says_why_beside_it(
         problem = page.get_by_role("alert")
         await expect(problem).to_contain_text("temperature")
         await inside(page, problem)
-        assert await composer(page).input_value() == "my careful words"
+        await expect(composer(page)).to_have_value("my careful words")
         assert await answers(page).count() == 1, "nothing is left of the attempt"
 
         # Not even JSON: not sent at all.
@@ -156,13 +158,14 @@ async def test_what_is_refused_keeps_the_draft_and_says_why_beside_it(
         sent = len(gateway.engine.seen)
         await page.get_by_role("button", name="Try again").click()
         await expect(problem).to_contain_text("not JSON")
-        assert await composer(page).input_value() == "my careful words" and len(gateway.engine.seen) == sent
+        await expect(composer(page)).to_have_value("my careful words")
+        assert len(gateway.engine.seen) == sent
 
         await page.get_by_role("button", name="Reset").click()
         await page.get_by_role("button", name="Try again").click()
         await expect(answers(page).nth(1).locator(".rich")).to_have_text("Hello, world!")
         await expect(problem).to_be_hidden()
-        assert await composer(page).input_value() == ""
+        await expect(composer(page)).to_have_value("")
 
 
 async def test_conversations_are_kept_found_renamed_and_deleted(
@@ -217,3 +220,108 @@ async def test_on_a_phone_composer_and_sheets_fit(
         await expect(system).to_be_hidden()
         await inside(page, page.get_by_role("button", name="Send"))
         await inside(page, page.get_by_role("button", name="Attach files"))
+
+
+async def test_a_server_that_is_away_costs_nothing_and_the_page_recovers_by_itself(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    async with chat(serving, wide_text, page, tmp_path):
+        await ask(page, "Hi")
+        await page.context.set_offline(True)
+        await composer(page).fill("are you there?")
+        await page.keyboard.press("Enter")
+        problem = page.locator(".composer").get_by_role("alert")
+        await expect(problem).to_contain_text("does not answer")
+        await expect(composer(page)).to_have_value("are you there?")
+        await expect(answers(page)).to_have_count(1)
+        await page.context.set_offline(False)
+        await expect(problem).to_be_hidden(timeout=20_000)
+        await page.get_by_role("button", name="Send").click()
+        await expect(answers(page).nth(1).locator(".rich")).to_have_text("Hello, world!")
+
+
+HANDBOOK = """# Handbook
+
+## Opening hours
+
+The office opens at eight in the morning and closes at six in the evening.
+"""
+
+
+@pytest.mark.slow
+async def test_an_attached_file_is_read_cited_and_removed_with_its_chat(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path, encoder_endpoint: str
+) -> None:
+    async with chat(serving, wide_text, page, tmp_path, encoders=encoders(encoder_endpoint)) as gateway:
+        say(gateway, wide_text, "It opens at eight [1].")
+        async with page.expect_file_chooser() as chooser:
+            await page.get_by_role("button", name="Attach files").click()
+        file = {"name": "handbook.md", "mimeType": "text/markdown", "buffer": HANDBOOK.encode()}
+        await (await chooser.value).set_files(file)
+        await expect(page.locator(".file.ready")).to_contain_text("handbook.md", timeout=60_000)
+        answer = await ask(page, "When does the office open?")
+        assert "eight in the morning" in wide_text.decode(gateway.engine.seen[-1].prompt)
+
+        await answer.locator(".cite").click()
+        source = page.get_by_role("dialog", name="Source")
+        await expect(source.locator(".passage")).to_contain_text("closes at six in the evening")
+        await expect(source).to_contain_text("handbook.md")
+        await source.get_by_role("button", name="Close").click()
+        await expect(source).to_be_hidden()
+        await answer.locator(".sources button").click()
+        await expect(source.locator(".passage")).to_be_visible()
+        await page.keyboard.press("Escape")
+
+        (collection,) = (await gateway.client.get("/v1/collections")).json()["data"]
+        assert collection["name"].startswith("chat-")
+        await page.get_by_role("button", name="Actions of When does the office open?").click()
+        await page.get_by_text("Delete", exact=True).click()
+        await page.get_by_role("button", name="Delete", exact=True).click()
+        await expect(page.locator(".history .entry")).to_have_count(0)
+        assert (await gateway.client.get("/v1/collections")).json()["data"] == []
+
+
+@pytest.mark.slow
+async def test_the_view_follows_the_answer_until_the_reader_scrolls_up(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    async with chat(serving, wide_text, page, tmp_path) as gateway:
+        gateway.engine.step_s = 0.001
+        say(gateway, wide_text, "line\n\n" * 1500)
+        await composer(page).fill("Go on")
+        await page.keyboard.press("Enter")
+        log, rest = page.get_by_role("log"), "(e) => e.scrollHeight - e.scrollTop - e.clientHeight"
+        await page.wait_for_function("document.querySelector('.messages').scrollTop > 600")
+        assert await log.evaluate(rest) < 200, "it follows"
+        await log.hover()
+        await page.mouse.wheel(0, -400)
+        down = page.get_by_role("button", name="Go to the end")
+        await expect(down).to_be_visible()
+        seen = await log.evaluate("(e) => e.scrollTop")
+        height = await log.evaluate("(e) => e.scrollHeight")
+        await page.wait_for_function(f"document.querySelector('.messages').scrollHeight > {height + 300}")
+        assert await log.evaluate("(e) => e.scrollTop") <= seen, "the reader stays where it is"
+        await down.click()
+        await expect(down).to_be_hidden()
+        await page.get_by_role("button", name="Stop").click()
+        await expect(answers(page).locator(".end")).to_have_text("stopped")
+
+
+@pytest.mark.slow
+async def test_an_answer_that_a_limit_or_the_server_ended_says_so(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    async with chat(serving, wide_text, page, tmp_path, time_limit_s=1.0) as gateway:
+        gateway.engine.step_s = 0.02
+        await composer(page).fill("long")
+        await page.keyboard.press("Enter")
+        await expect(answers(page).locator(".end")).to_have_text("stopped by the server's time limit")
+
+        await composer(page).fill("long again")
+        await page.keyboard.press("Enter")
+        part = answers(page).nth(1)
+        await expect(part.locator(".rich")).to_contain_text("word")
+        gateway.stop.set()
+        await expect(part.get_by_role("alert")).to_contain_text("The answer broke off")
+        await expect(part.locator(".rich")).to_contain_text("word")
+        await expect(page.locator(".composer").get_by_role("alert")).to_be_visible()

@@ -96,12 +96,19 @@ _CACHE = obj(object=word("cache"), answers=INTEGER, bytes=INTEGER, ttl_s=NUMBER)
 _REPLICAS = obj(id=STRING, object=word("model"), replicas=many(ANY_OBJECT))
 _DELETED = obj(id=STRING, object=STRING, deleted=BOOLEAN)
 
+_OLLAMA_MODEL = obj(name=STRING, model=STRING, modified_at=STRING, size=INTEGER, digest=STRING, details=ANY_OBJECT)
+
 _SCHEMAS: dict[str, Schema] = {
     "chat_completions": obj(
         object=word("chat.completion"),
         choices=many(obj(index=INTEGER, message=_MESSAGE, finish_reason=STRING)),
         **_HEAD,
     ),
+    "list_chat_completions": listing(ANY_OBJECT, **_PAGE),
+    "get_chat_completion": obj(id=STRING, object=word("chat.completion")),
+    "update_chat_completion": obj(id=STRING, object=word("chat.completion")),
+    "delete_chat_completion": _DELETED,
+    "list_chat_completion_messages": listing(ANY_OBJECT, **_PAGE),
     "completions": obj(
         object=word("text_completion"), choices=many(obj(index=INTEGER, text=STRING, finish_reason=STRING)), **_HEAD
     ),
@@ -200,6 +207,16 @@ _SCHEMAS: dict[str, Schema] = {
         estimated_cost=obj(input=NUMBER, output=NUMBER, total=NUMBER),
     ),
     "detokenize": obj(object=STRING, model=STRING, text=STRING, prompt=STRING, count=INTEGER),
+    "tokenizer_info": obj(
+        object=STRING,
+        model=STRING,
+        bos_token=maybe(STRING),
+        eos_token=maybe(STRING),
+        pad_token=maybe(STRING),
+        chat_template=maybe(STRING),
+        vocab_size=INTEGER,
+        model_max_length=maybe(INTEGER),
+    ),
     "list_adapters": listing(_ADAPTER),
     "load_adapter": _ADAPTER,
     "pin_adapter": _ADAPTER,
@@ -227,6 +244,15 @@ _SCHEMAS: dict[str, Schema] = {
     "list_keys": listing(_KEY),
     "create_key": {**_KEY, "required": [*_KEY["required"], "key"], "properties": {**_KEY["properties"], "key": STRING}},
     "revoke_key": obj(id=STRING, object=STRING, revoked=BOOLEAN),
+    "ollama_chat": obj(model=STRING, created_at=STRING, message=ANY_OBJECT, done=BOOLEAN),
+    "ollama_generate": obj(model=STRING, created_at=STRING, response=STRING, done=BOOLEAN),
+    "ollama_embed": obj(model=STRING, embeddings=many(many(NUMBER))),
+    "ollama_embeddings": obj(embedding=many(NUMBER)),
+    "ollama_tags": obj(models=many(_OLLAMA_MODEL)),
+    "ollama_ps": obj(models=many(ANY_OBJECT)),
+    "ollama_show": obj(details=ANY_OBJECT, model_info=ANY_OBJECT, capabilities=many(STRING)),
+    "ollama_version": obj(version=STRING),
+    "ollama_pull": obj(status=STRING),
     "root": {"text/plain": {"schema": STRING}},
     "health": obj(status=word("ok", "unavailable")),
     "ping": obj(status=word("ok", "unavailable")),
@@ -239,5 +265,6 @@ _SCHEMAS: dict[str, Schema] = {
 REPLIES = Replies(
     _SCHEMAS,
     streams=frozenset(("chat_completions", "completions", "create_response", "create_message")),
+    records=frozenset(("ollama_chat", "ollama_generate", "ollama_pull")),
     accepted=frozenset(("drain_server",)),
 )

@@ -24,7 +24,7 @@ class OpenAuthentication:
 
     async def caller(self, exchange: Exchange, endpoint: Endpoint) -> Caller:
         """The caller of a request, if it may use the endpoint; raises otherwise."""
-        self._guard.check(exchange, takes_files=endpoint.form is not None)
+        self._guard.check(exchange, json_only=endpoint.form is None and not endpoint.untyped)
         return self._open_caller
 
     async def holder(self, tenant: str, key: str) -> Caller:

@@ -10,7 +10,8 @@ browser on this machine. A request without a key is therefore answered only if n
 - what changes state is sent in a way that a page of another origin needs a preflight for: as `application/json`, or,
   from a page of this server, with the header `x-penstock-console`.
 
-Programs send neither `Origin` nor `Sec-Fetch-Site` and only have to say `application/json`. With keys none of this is
+Programs send neither `Origin` nor `Sec-Fetch-Site` and only have to say `application/json`; a few endpoints that change
+nothing do without, for programs that never say it. With keys none of this is
 needed: they travel in a header that the browser never adds by itself, and there are no cookies.
 """
 
@@ -43,9 +44,9 @@ class BrowserGuard:
         names = frozenset(host.lower() for host in hosts)
         self._trusts = lru_cache(_HOSTS)(lambda host: is_local(name := host_name(host)) or name in names)
 
-    def check(self, exchange: Exchange, *, takes_files: bool) -> None:
-        """Raises `UntrustedPage` unless the request comes from a program or a trusted page. `takes_files`: its body may
-        be another kind than JSON."""
+    def check(self, exchange: Exchange, *, json_only: bool) -> None:
+        """Raises `UntrustedPage` unless the request comes from a program or a trusted page. `json_only`: its body must
+        say that it is JSON."""
         host = exchange.header(b"host")
         if host is not None and not self._trusts(host):
             raise UntrustedPage(
@@ -65,7 +66,7 @@ class BrowserGuard:
                     "Name the origin in `server.cors_origins`, or create a key (`penstock keys create`)."
                 )
         if exchange.method not in _SAFE:
-            _check_body(exchange, from_page=from_page, takes_files=takes_files)
+            _check_body(exchange, from_page=from_page, json_only=json_only)
 
     def _lets_in(self, origin: bytes) -> bool:
         if origin.lower() in self._origins:
@@ -73,7 +74,7 @@ class BrowserGuard:
         return self._any_local and is_local(host_name(_authority(origin)))
 
 
-def _check_body(exchange: Exchange, *, from_page: bool, takes_files: bool) -> None:
+def _check_body(exchange: Exchange, *, from_page: bool, json_only: bool) -> None:
     kind = exchange.header(b"content-type")
     if kind == JSON or (kind is not None and kind.partition(b";")[0].strip().lower() == JSON):
         return
@@ -82,7 +83,7 @@ def _check_body(exchange: Exchange, *, from_page: bool, takes_files: bool) -> No
             "This server has no keys yet, so a web page must send `content-type: application/json`, or the header "
             f"`{CONSOLE_HEADER.decode()}`, with what changes anything."
         )
-    if not takes_files and _has_body(exchange):
+    if json_only and _has_body(exchange):
         raise UnsupportedMediaType("Send the body as `content-type: application/json`.", param="content-type")
 
 

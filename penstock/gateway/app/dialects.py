@@ -70,8 +70,19 @@ class AnthropicDialect(Dialect):
         }
 
 
+class OllamaDialect(Dialect):
+    """Ollama's format, used by `/api/...`."""
+
+    error_name = "OllamaError"
+    error_schema = _object(error=_STRING)
+
+    def error(self, error: ApiError, request_id: str) -> object:
+        return {"error": error.message}
+
+
 OPENAI = Dialect()
 ANTHROPIC = AnthropicDialect()
+OLLAMA = OllamaDialect()
 _ACTED_UPON = ("thread_unsupported_request",)
 """Error codes on which clients of the Messages API do something else than report the error."""
 _SAME = ("invalid_request_error", "authentication_error", "permission_error", "not_found_error", "rate_limit_error")

@@ -38,6 +38,8 @@ class Endpoint:
     scope: Scope | None = "inference"
     """The scope that a key needs; None: no key is needed."""
     logged: bool = True
+    untyped: bool = False
+    """Programs need not say that the body is JSON, because those made for this API do not."""
     dialect: Dialect = OPENAI
 
     @property

@@ -267,9 +267,9 @@ class Exchange:
         headers = [(name.encode(), value.encode()) for name, value in error.headers().items()]
         await self.reply(error.status, encode_json(self.dialect.error(error, self.request_id)), headers=headers)
 
-    async def start_stream(self) -> None:
+    async def start_stream(self, content_type: bytes = EVENT_STREAM) -> None:
         await self._start(
-            200, [*self._headers(EVENT_STREAM), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+            200, [*self._headers(content_type), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         )
 
     async def write(self, data: bytes) -> None:

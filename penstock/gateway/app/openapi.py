@@ -36,6 +36,8 @@ class Replies:
     schemas: Mapping[str, Document]
     streams: frozenset[str]
     """Handlers that may answer with a stream of events instead."""
+    records: frozenset[str]
+    """Handlers that may answer with a stream of such objects, one a line."""
     accepted: frozenset[str]
     """Handlers that answer 202."""
 
@@ -120,6 +122,8 @@ def _responses(endpoint: Endpoint, replies: Replies) -> Document:
     content = reply if any("/" in kind for kind in reply) else _json(reply)
     if endpoint.name in replies.streams:
         content = {**content, "text/event-stream": {}}
+    if endpoint.name in replies.records:
+        content = {**content, "application/x-ndjson": {}}
     error = _json({"$ref": _SCHEMAS.format(name=endpoint.dialect.error_name)})
     success = "202" if endpoint.name in replies.accepted else "200"
     found: Document = {success: {"description": "The answer.", "content": content}}

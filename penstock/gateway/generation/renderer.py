@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from penstock.gateway.app.exchange import encode_json
+from penstock.gateway.app.exchange import EVENT_STREAM, encode_json
 from penstock.gateway.generation.choice import Piece
 from penstock.protocol.errors import ApiError
 
@@ -18,8 +18,14 @@ class Renderer(ABC):
 
     _head: dict[str, Any]
     """What all objects of the answer have in common, among it the `id`."""
+    content_type = EVENT_STREAM
+    """Of a stream."""
     keep_alive = KEEP_ALIVE
     """Sent by a stream that has been silent for a while."""
+
+    @property
+    def head(self) -> dict[str, Any]:
+        return self._head
 
     @property
     def response_id(self) -> str:

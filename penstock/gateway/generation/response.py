@@ -59,7 +59,7 @@ async def send_stream(
     pieces = await generation.shown(settings.hold_status_s)
     await account.opened()
     begun = monotonic()
-    await exchange.start_stream()
+    await exchange.start_stream(renderer.content_type)
     try:
         data = renderer.opening()
         while True:

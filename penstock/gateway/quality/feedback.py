@@ -22,6 +22,8 @@ ROUTES = {
     "cmpl-": "/v1/completions",
     "resp_": "/v1/responses",
     "msg_": "/v1/messages",
+    "ollama-chat-": "/api/chat",
+    "ollama-generate-": "/api/generate",
 }
 _ID = re.compile(f"({'|'.join(ROUTES)})([0-9a-f]{{32}})")
 _COLUMNS = "response_id, tenant, user_id, model, adapter, route, rating, comment, created_at"

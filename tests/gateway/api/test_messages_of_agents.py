@@ -39,6 +39,7 @@ def told(reply: Any) -> list[str]:
 async def test_the_first_request_of_claude_code(serving: Serving, text: TextModel) -> None:
     body = {
         "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.31f;"},
             {"type": "text", "text": "You are an agent."},
             {
                 "type": "text",
@@ -62,7 +63,12 @@ async def test_the_first_request_of_claude_code(serving: Serving, text: TextMode
             "/v1/messages?beta=true", json={"model": "tiny", **body}, headers={"anthropic-beta": "claude-code-20250219"}
         )
         assert reply.status_code == 200, reply.text
-        assert set(told(reply)) == {"thinking", "context_management", "output_config.effort"}
+        assert set(told(reply)) == {
+            "thinking",
+            "context_management",
+            "output_config.effort",
+            "system.x-anthropic-billing-header",
+        }
         assert reply.json()["context_management"] == {"applied_edits": []}
         said = prompt(running, text)
         assert said.startswith("<|system|>You are an agent.\n\nBe brief.")

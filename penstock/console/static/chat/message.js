@@ -3,6 +3,8 @@
 import { copy, duration, money, number } from "../format.js";
 import RichText from "./text.js";
 
+// What ended an answer: the limits of a server by their names, then other reasons.
+const LIMITS = { time_limit: "stopped by the server's time limit", context_window: "the context window is full", context_tokens: "reached the context limit of this key", default_max_tokens: "reached the server's limit of tokens", max_tokens: "reached the server's limit of tokens", "sampling.max_tokens": "reached the model's limit of tokens" };
 const ENDS = { length: "reached the token limit", stopped: "stopped", tool_calls: "calls a tool", content_filter: "cut by a content filter", broken: "broken off" };
 
 export default {
@@ -76,8 +78,7 @@ export default {
     },
     end() {
       const { finish, limit } = this.message.facts;
-      if (finish === "length" && limit) return `ended by the limit: ${limit}`;
-      return ENDS[finish] || "";
+      return (finish === "length" && limit && (LIMITS[limit] || `ended by the limit ${limit}`)) || ENDS[finish] || "";
     },
   },
   methods: {

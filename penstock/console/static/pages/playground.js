@@ -371,7 +371,7 @@ export default {
         }
       } finally {
         this.running = null;
-        await this.saved(chat);
+        this.saved(chat); // tells by itself when it fails
         this.$nextTick(() => {
           if (this.following) this.follow();
           if (!this.narrow) this.$refs.input?.focus();
@@ -409,7 +409,7 @@ export default {
     async take(files) {
       const { chat } = this;
       for (const file of files) {
-        chat.files.push({ key: `${Date.now()}-${chat.files.length}`, id: null, name: file.name, status: "sending", error: null, chunks: 0, read: 0 });
+        chat.files.push({ key: `${Date.now()}-${chat.files.length}`, id: null, name: file.name, status: "sending", error: null, sent: 0, chunks: 0, read: 0 });
         await attach(chat, file, chat.files[chat.files.length - 1]);
       }
       await this.saved(chat);
@@ -427,7 +427,7 @@ export default {
     progress(file) {
       if (file.status === "failed") return file.error || "failed";
       if (usable(file)) return "";
-      return file.chunks ? `${Math.round((100 * file.read) / file.chunks)}%` : file.status === "sending" ? "sending" : "reading";
+      return file.chunks ? `${Math.round((100 * file.read) / file.chunks)}%` : file.status === "sending" ? `sending ${Math.round(100 * file.sent)}%` : "reading";
     },
 
     // ---- view and keyboard

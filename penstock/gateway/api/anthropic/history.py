@@ -32,6 +32,9 @@ from penstock.protocol.errors import InvalidRequest
 
 BETWEEN = "\n\n"
 """Stands between the texts of two messages, and of a document and what is around it."""
+BILLING = "x-anthropic-billing-header"
+"""Begins a block with which Claude Code tells a server about itself. It is not for the model, and differs from session
+to session: in front of everything else, it would keep them from sharing the cached prompt."""
 _ONLY_FOR_SERVERS = ("encrypted_content", "encrypted_index", "encrypted_stdout", "cache_control")
 
 
@@ -49,9 +52,12 @@ class History:
 
     def add_system(self, content: str | Sequence[TextBlock] | None) -> None:
         """The request's `system`."""
-        if content:
-            text = content if isinstance(content, str) else BETWEEN.join(block.text for block in content)
-            self.messages.append(ChatMessage(role="system", content=text))
+        texts = [content or ""] if isinstance(content, str | None) else [block.text for block in content]
+        told = [text for text in texts if not text.startswith(BILLING)]
+        if len(told) < len(texts):
+            self.ignored[f"system.{BILLING}"] = None
+        if any(told):
+            self.messages.append(ChatMessage(role="system", content=BETWEEN.join(told)))
 
     def add(self, message: Message, at: str) -> None:
         content: Sequence[ContentBlock]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.backends.embedder import FLOAT_BYTES, Embedder
@@ -25,6 +26,15 @@ _pooling = RequestDecoder(PoolingRequest)
 _FORMS = "`input` must be a string, a list of strings, a list of token ids or a list of lists of token ids."
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The vectors of some texts, and how many tokens these had."""
+
+    model: str
+    vectors: list[Any]
+    tokens: int
+
+
 class EmbeddingEndpoints:
     """Vectors of texts."""
 
@@ -37,6 +47,15 @@ class EmbeddingEndpoints:
     async def embeddings(self, exchange: Exchange) -> None:
         request = _decoder(exchange, await exchange.body(self._body_limit))
         identify(exchange, request.user, None)
+        found = await self.encode(exchange, request)
+        data = [
+            {"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(found.vectors)
+        ]
+        usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
+        await exchange.reply_json({"object": "list", "data": data, "model": found.model, "usage": usage})
+
+    async def encode(self, exchange: Exchange, request: EmbeddingsRequest) -> Encoded:
+        """The vectors of a request, limited and charged."""
         inputs = _inputs(request)
         embedder = self._encoder_work.find(exchange, request.model)
         info = await embedder.open()
@@ -45,12 +64,7 @@ class EmbeddingEndpoints:
         work = embedder.run(ids, "sentence", priority=_priority(exchange))
         numbers = await self._encoder_work.run(exchange, embedder, len(ids), tokens, work)
         vectors = _vectors(numbers, info.dimensions, 0, len(ids))
-        data = [
-            {"object": "embedding", "index": index, "embedding": _written(vector, request.encoding_format)}
-            for index, vector in enumerate(vectors)
-        ]
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        await exchange.reply_json({"object": "list", "data": data, "model": embedder.name, "usage": usage})
+        return Encoded(embedder.name, [_written(vector, request.encoding_format) for vector in vectors], tokens)
 
     async def pooling(self, exchange: Exchange) -> None:
         request = _pooling(exchange, await exchange.body(self._body_limit))

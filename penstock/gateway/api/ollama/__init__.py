@@ -1,0 +1,1 @@
+"""Ollama's API, over the same pipeline as the others."""
