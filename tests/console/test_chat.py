@@ -15,6 +15,7 @@ from penstock.console.app import Console
 from penstock.engine.request import Request
 from penstock.gateway.process.settings import ModelSettings
 from penstock.text import TextModel
+from tests.gateway.accounting.test_quotas import sign_in
 from tests.gateway.conftest import Running, Serving
 from tests.gateway.rag.test_collections import encoders, say
 from tests.scripted import ScriptedEngine, make_text
@@ -121,6 +122,12 @@ async def test_ask_regenerate_edit_and_stop(serving: Serving, page: Page, wide_t
         await expect(part.locator("[data-test=cost]")).to_be_visible()
         gateway.engine.step_s = 0.0
 
+        # It goes on from there as another version.
+        await part.get_by_role("button", name="Continue").click()
+        await expect(part.get_by_text("2 / 2")).to_be_visible()
+        prompt = wide_text.decode(gateway.engine.seen[-1].prompt, skip_special=False)
+        assert re.search(r"long\nstory<\|end\|><\|assistant\|>[word ]+$", prompt), prompt
+
         thought = await ask(page, "think")
         await expect(thought.locator(".rich").last).to_have_text("It is 4.")
         await expect(thought.get_by_text("Let me see.")).to_be_hidden()
@@ -207,6 +214,10 @@ async def test_on_a_phone_composer_and_sheets_fit(
     async with chat(serving, wide_text, page, tmp_path):
         answer = await ask(page, "code")
         await expect(answer.locator(".hl-call")).to_have_text("print")
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await answer.get_by_role("button", name="Copy this block").click()
+        await expect(answer.get_by_role("button", name="Copy this block")).to_have_text("Copied")
+        assert await page.evaluate("navigator.clipboard.readText()") == "print('hi')"
         await inside(page, composer(page))
         assert await page.evaluate("document.documentElement.scrollWidth") <= 390
         await page.get_by_role("button", name="Settings").click()
@@ -279,6 +290,52 @@ async def test_an_attached_file_is_read_cited_and_removed_with_its_chat(
         await page.get_by_role("button", name="Delete", exact=True).click()
         await expect(page.locator(".history .entry")).to_have_count(0)
         assert (await gateway.client.get("/v1/collections")).json()["data"] == []
+
+
+@pytest.mark.slow
+async def test_each_key_has_conversations_of_its_own(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    async with chat(serving, wide_text, page, tmp_path) as gateway:
+        await sign_in(gateway, "acme")
+        acme = gateway.client.headers["authorization"].removeprefix("Bearer ")
+        made = await gateway.client.post("/v1/admin/keys", json={"tenant": "acme", "scopes": ["inference"]})
+        other = made.json()["key"]
+        for key, seen in ((acme, 0), (other, 0), (acme, 1)):
+            await page.evaluate("sessionStorage.clear()")
+            await page.goto("about:blank")
+            await page.goto(f"http://127.0.0.1:{gateway.port}/console/")
+            await page.get_by_label("API key").fill(key)
+            await page.keyboard.press("Enter")
+            await expect(composer(page)).to_be_visible()
+            await expect(page.locator(".history .entry")).to_have_count(seen)
+            await ask(page, "Hi")
+            await expect(page.locator(".history .entry")).to_have_count(seen + 1)
+
+
+@pytest.mark.slow
+async def test_a_page_that_could_not_load_whole_begins_again(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    async with chat(serving, wide_text, page, tmp_path):
+        await page.route("**/main.js", lambda route: route.abort())
+        await page.reload()
+        await expect(page.get_by_role("alert")).to_contain_text("Trying again")
+        await page.unroute("**/main.js")
+        await expect(composer(page)).to_be_visible()
+
+
+@pytest.mark.slow
+async def test_notices_never_cover_the_composer(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    async with chat(serving, wide_text, page, tmp_path):
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await page.get_by_role("button", name="Code").click()
+        await page.get_by_role("button", name="Copy").click()
+        notice = await page.locator(".q-notification").bounding_box()
+        field = await page.locator(".composer").bounding_box()
+        assert notice is not None and field is not None and notice["y"] + notice["height"] < field["y"]
 
 
 @pytest.mark.slow

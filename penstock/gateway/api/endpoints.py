@@ -32,7 +32,7 @@ from penstock.gateway.api.openai.stored_chat import (
     MessagesQuery,
     StoredChatEndpoints,
 )
-from penstock.gateway.api.openai.tokenize import TokenEndpoints
+from penstock.gateway.api.openai.tokenize import TokenEndpoints, TokenizerQuery
 from penstock.gateway.api.operations.health import HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.app.dialects import ANTHROPIC
@@ -443,6 +443,14 @@ ENDPOINTS = (
         "Tokens",
         DetokenizeRequest,
         serves_tokens=True,
+    ),
+    Endpoint(
+        "GET",
+        "/tokenizer_info",
+        TokenEndpoints.tokenizer_info,
+        "Special tokens, chat template and size of a model's tokenizer.",
+        "Tokens",
+        query=TokenizerQuery,
     ),
     Endpoint(
         "POST",

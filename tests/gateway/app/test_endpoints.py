@@ -39,6 +39,22 @@ async def test_models(serving: Serving, text: TextModel) -> None:
         assert (await gateway.client.get("/v1/models/small")).json()["id"] == "tiny"
 
 
+async def test_what_a_client_needs_to_know_of_the_tokenizer(serving: Serving, text: TextModel) -> None:
+    async with serving() as gateway:
+        body = (await gateway.client.get("/tokenizer_info")).json()
+        assert body == {
+            "object": "tokenizer",
+            "model": "tiny",
+            "bos_token": None,
+            "eos_token": "<|end|>",
+            "pad_token": None,
+            "chat_template": text.template_source,
+            "vocab_size": text.vocab_size,
+            "model_max_length": 512,
+        }
+        assert (await gateway.client.get("/tokenizer_info", params={"model": "none"})).status_code == 404
+
+
 async def test_tokenize_and_detokenize(serving: Serving, text: TextModel) -> None:
     async with serving() as gateway:
         body = (await gateway.client.post("/v1/tokenize", json={"model": "tiny", "prompt": "héy"})).json()

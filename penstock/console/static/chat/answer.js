@@ -27,13 +27,14 @@ export function cost(usage, pricing, recalled = false) {
   return ((usage.prompt_tokens - cached) * prices[0] + cached * prices[1] + usage.completion_tokens * prices[2]) / 1e6;
 }
 
-// `shown` is called whenever the page sees something new.
+// Adds what streams in to `answer`, after the text that it may have already. `shown` is called whenever the page sees
+// something new.
 export async function stream(body, answer, signal, shown = () => {}) {
   const began = performance.now();
   const response = await call("POST", "/v1/chat/completions", { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } }, { signal });
   const header = (name) => response.headers.get(`x-penstock-${name}`);
   const facts = { model: header("model") || body.model, route: header("route"), replica: header("replica"), limit: null, recalled: ["exact", "semantic"].includes(header("cache")), usage: null, finish: null };
-  let text = "";
+  let text = answer.content;
   let thought = "";
   let first = null;
   let pieces = 0;
