@@ -15,6 +15,8 @@ from typing import Any
 from penstock.engine.grammar.interface import GrammarError
 from penstock.engine.grammar.unique_keys import JsonStart, with_header
 from penstock.text import grammar_limits as limits
+from penstock.text.gbnf import gbnf_to_lark, is_gbnf
+from penstock.text.schema_keywords import rewritten
 from penstock.text.schema_rules import enforceable, keys_may_repeat
 
 _OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,24}", "lenient": False}
@@ -33,6 +35,8 @@ class Grammar:
     parts: tuple[Part, ...]
     json_start: JsonStart | None = None
     """Where in the text JSON begins whose objects must not repeat a key; None: nowhere."""
+    unenforced: tuple[str, ...] = ()
+    """Keywords of its schemas that answers may violate."""
 
     @property
     def source(self) -> str:
@@ -51,7 +55,7 @@ class Grammar:
 
     def named(self, name: str) -> Grammar:
         """The same grammar, to be referred to as `@name`."""
-        return Grammar(({**self.parts[0], "name": name}, *self.parts[1:]), self.json_start)
+        return Grammar(({**self.parts[0], "name": name}, *self.parts[1:]), self.json_start, self.unenforced)
 
 
 def json_schema(schema: Mapping[str, Any]) -> Grammar:
@@ -59,9 +63,10 @@ def json_schema(schema: Mapping[str, Any]) -> Grammar:
     if "x-guidance" in schema:
         raise GrammarError("`x-guidance` is not a keyword of JSON schema")
     limits.check_schema(schema)
+    schema, unenforced = rewritten(schema)
     schema = enforceable(schema)
     part = {"name": "json", "json_schema": {**schema, "x-guidance": _OPTIONS}}
-    return Grammar((part,), json_start="" if keys_may_repeat(schema) else None)
+    return Grammar((part,), json_start="" if keys_may_repeat(schema) else None, unenforced=unenforced)
 
 
 def json_object() -> Grammar:
@@ -87,8 +92,11 @@ def choice(options: Sequence[str]) -> Grammar:
 
 
 def lark(source: str) -> Grammar:
-    """A grammar in Lark notation with the start rule `start`."""
+    """A grammar in Lark notation with the start rule `start`, or in GBNF with the rule `root`."""
     limits.check_source(source)
+    if is_gbnf(source):
+        source = gbnf_to_lark(source)
+        limits.check_source(source)
     for schema in limits.schemas_in_lark(source):
         limits.check_schema(schema)
     return Grammar(({"name": "lark", "lark_grammar": source},))

@@ -99,7 +99,8 @@ class Toolbox:
             rules += self._free()
         rules.append(f"calls: {self._calls()}")
         top: Part = {"name": "message", "lark_grammar": "\n".join(rules)}
-        return Grammar((top, *parts), json_start)
+        unenforced = {name for schema in (*arguments, *([answer] if answer else [])) for name in schema.unenforced}
+        return Grammar((top, *parts), json_start, tuple(sorted(unenforced)))
 
     @property
     def _json_start(self) -> JsonStart:

@@ -72,16 +72,13 @@ ENFORCED: dict[str, dict[str, Any]] = {
 }
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "uniqueItems": {"type": "array", "uniqueItems": True},
     "contains": {"type": "array", "contains": INTEGER},
     "not": {"not": INTEGER},
     "if": {"if": INTEGER, "then": {"minimum": 3}},
     "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
     "dependentSchemas": {"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}},
-    "propertyNames": {"type": "object", "propertyNames": {"maxLength": 3}},
     "unevaluatedProperties": {"type": "object", "unevaluatedProperties": False},
     "min/maxProperties": {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "minProperties": 1},
-    "format": {"type": "string", "format": "a format of ours"},
     "oneOf": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
     "disjoint": {"type": "object", "patternProperties": {"^x": INTEGER, "y$": {"type": "null"}}},
 }

@@ -69,7 +69,7 @@ def test_a_text_the_vocabulary_cannot_write_is_an_error_and_not_something_else(s
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        (lambda: grammars.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (lambda: grammars.json_schema({"type": "array", "contains": {}}), "contains"),
         (lambda: grammars.json_schema({"x-guidance": {}}), "x-guidance"),
         (lambda: grammars.regex("(?=look)"), "look-around"),
         (lambda: grammars.lark("start: missing"), "missing"),

@@ -154,6 +154,10 @@ const Shell = {
     this.$q.dark.set(stored === null ? "auto" : stored === "1");
     window.addEventListener("hashchange", () => this.show());
     window.addEventListener("penstock:online", () => (this.state === "inside" ? this.view || location.reload() : this.begin()));
+    // The key was revoked or has expired, or the first key was made: but not while the only copy of a new key is shown.
+    window.addEventListener("penstock:refused", () => {
+      if (this.state === "inside" && !session.holdsKey) this.state = "outside";
+    });
     await this.begin();
   },
   methods: {

@@ -12,6 +12,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,6 +27,7 @@ from penstock.gateway.generation.schemas import (
     JsonSchemaFormat,
     RegexFormat,
     ResponseFormat,
+    StructuralTagFormat,
     TextFormat,
 )
 from penstock.protocol.errors import InvalidRequest, Overloaded
@@ -33,6 +35,7 @@ from penstock.telemetry.metrics import Metrics
 from penstock.text import grammars
 from penstock.text.grammar_limits import MAX_SOURCE
 from penstock.text.grammars import Grammar
+from penstock.text.structural_tags import structural_tag
 
 _CACHED = 256
 
@@ -45,12 +48,31 @@ Build = Callable[[], tuple[Grammar, Sequence[tuple[str, Grammar]]]]
 """Makes a grammar, and its parts with their names, for messages that say which of them is at fault."""
 
 
+class Checked(NamedTuple):
+    """A grammar that passed."""
+
+    source: str
+    unenforced: tuple[str, ...]
+
+    def told(self, exchange: Exchange | None, param: str) -> str:
+        """The source; the client learns which keywords answers may violate, as it learns of ignored parameters."""
+        if self.unenforced and exchange is not None:
+            if exchange.refuses_unknown:
+                raise InvalidRequest(
+                    f"`{param}` cannot be enforced: {', '.join(self.unenforced)}.",
+                    param=param,
+                    code="unsupported_grammar",
+                )
+            exchange.ignored.extend(f"json_schema.{name}" for name in self.unenforced)
+        return self.source
+
+
 class _Check:
     """A grammar being checked, and how many requests wait for it."""
 
     __slots__ = ("job", "result", "waiting")
 
-    def __init__(self, job: Job[str]) -> None:
+    def __init__(self, job: Job[Checked]) -> None:
         self.job = job
         self.result = asyncio.wrap_future(job.future)
         self.result.add_done_callback(lambda result: result.cancelled() or result.exception())
@@ -62,7 +84,7 @@ class GrammarCache:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._known: OrderedDict[_Key, str] = OrderedDict()
+        self._known: OrderedDict[_Key, Checked] = OrderedDict()
         self._checks: dict[_Key, _Check] = {}
         self._queue = CompileQueue("grammars")
         self._sandbox = GrammarSandbox()
@@ -79,11 +101,11 @@ class GrammarCache:
         if known is not None:
             self._known.move_to_end(named)
             self._metrics.grammar("known")
-            return known
+            return known.told(exchange, param)
         try:
             if len(key) > 4 * MAX_SOURCE:  # in bytes; what is longer than any grammar is not even looked at
                 raise GrammarError(f"it has {len(key)} bytes; at most {MAX_SOURCE} characters are accepted")
-            source = await self._checked(named, build, exchange)
+            checked = await self._checked(named, build, exchange)
         except GrammarError as error:
             self._metrics.grammar("refused")
             raise InvalidRequest(
@@ -92,12 +114,12 @@ class GrammarCache:
         except (QueueFull, SandboxUnavailable) as error:
             raise Overloaded(f"`{param}` cannot be checked now: {error}.", retry_after=1.0) from error
         self._metrics.grammar("compiled")
-        self._known[named] = source
+        self._known[named] = checked
         if len(self._known) > _CACHED:
             self._known.popitem(last=False)
-        return source
+        return checked.told(exchange, param)
 
-    async def _checked(self, key: _Key, build: Build, exchange: Exchange | None) -> str:
+    async def _checked(self, key: _Key, build: Build, exchange: Exchange | None) -> Checked:
         """The result of the check, which requests of a tenant with the same grammar share."""
         check = self._checks.get(key)
         if check is None:
@@ -123,7 +145,7 @@ class GrammarCache:
                 del self._checks[key]
                 check.job.cancel()
 
-    def _check(self, build: Build, job: Job[str]) -> str:
+    def _check(self, build: Build, job: Job[Checked]) -> Checked:
         if find_spec("llguidance") is None:
             raise GrammarError(grammars.NOT_INSTALLED)
         whole, parts = build()
@@ -140,7 +162,7 @@ class GrammarCache:
                 with explained(where):
                     self._sandbox.try_out(part.source, job.interruptible)
             raise
-        return source
+        return Checked(source, whole.unenforced)
 
     async def response_format(self, wanted: ResponseFormat | None, exchange: Exchange | None = None) -> str:
         """The grammar of a response format; empty for plain text."""
@@ -165,18 +187,30 @@ def explained(where: str) -> Iterator[None]:
 
 def grammar_of(wanted: ResponseFormat) -> Grammar:
     match wanted:
-        case JsonObjectFormat():
-            return grammars.json_object()
-        case JsonSchemaFormat(json_schema):
-            return grammars.json_schema(json_schema.schema)
+        case JsonObjectFormat(schema):
+            return grammars.json_object() if schema is None else grammars.json_schema(schema)
+        case JsonSchemaFormat():
+            return grammars.json_schema(schema_of(wanted))
         case RegexFormat(regex):
             return grammars.regex(regex)
         case ChoiceFormat(choice):
             return grammars.choice(choice)
         case GrammarFormat(grammar):
             return grammars.lark(grammar)
+        case StructuralTagFormat():
+            described = {"format": wanted.format, "structures": wanted.structures, "triggers": wanted.triggers}
+            return structural_tag(described)
         case TextFormat():
             raise AssertionError("plain text has no grammar")
+
+
+def schema_of(wanted: JsonSchemaFormat) -> dict[str, Any]:
+    """The schema of a format, in either place."""
+    if wanted.json_schema is not None:
+        return wanted.json_schema.schema
+    if wanted.schema is None:
+        raise GrammarError("it has no schema; `json_schema.schema` holds it")
+    return wanted.schema
 
 
 def param_of(wanted: ResponseFormat) -> str:

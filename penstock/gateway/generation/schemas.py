@@ -27,11 +27,13 @@ Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk."""
     include_obfuscation: bool | None = None
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")] = "answer"
     schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
@@ -42,14 +44,18 @@ class TextFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="text
     """Anything."""
 
 
-class JsonObjectFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+class JsonObjectFormat(Struct, forbid_unknown_fields=True, omit_defaults=True, tag_field="type", tag="json_object"):
+    """Any JSON object, or one that is valid under a schema."""
+
+    schema: dict[str, Any] | None = None
 
 
-class JsonSchemaFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True, omit_defaults=True, tag_field="type", tag="json_schema"):
     """JSON that is valid under a schema."""
 
-    json_schema: JsonSchema
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
+    """The schema alone, as some servers take it."""
 
 
 class RegexFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="regex"):
@@ -65,12 +71,35 @@ class ChoiceFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="ch
 
 
 class GrammarFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="grammar"):
-    """Text of a Lark grammar."""
+    """Text of a Lark grammar, or one in GBNF."""
 
     grammar: Annotated[str, Meta(min_length=1)]
 
 
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | ChoiceFormat | GrammarFormat
+class StructuralTagFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="structural_tag", kw_only=True):
+    """Free text with tags whose content is prescribed."""
+
+    structures: Annotated[list[dict[str, Any]], Meta(max_length=256)] | None = None
+    triggers: Annotated[list[str], Meta(max_length=256)] | None = None
+    format: dict[str, Any] | None = None
+
+
+ResponseFormat = (
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | ChoiceFormat | GrammarFormat | StructuralTagFormat
+)
+Pattern = Annotated[str, Meta(min_length=1)]
+Options = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
+    """vLLM's spelling of `response_format`; one of them."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: Pattern | None = None
+    choice: Options | None = None
+    grammar: Pattern | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
 
 class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -83,6 +112,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
@@ -94,6 +124,8 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
         | None
     ) = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=2**18)] | None = None
+    bad_words: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stream: bool | None = None
@@ -104,7 +136,21 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     speculation: bool | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=512)] | None = None
+    priority: Annotated[int, Meta(ge=-INT64 - 1, le=INT64)] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Options | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    """Other servers' names of a `response_format`; see `structured_output`."""
     truncate_prompt_tokens: Truncation | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -227,7 +273,20 @@ class RagRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     and have no number get one as well. none: nothing is resolved."""
 
 
-class ChatRequest(Sampling, kw_only=True):
+class TokenDetails(Sampling, kw_only=True):
+    """What comes back about single tokens, and other names of parameters; see `spellings`."""
+
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    n_predict: Annotated[int, Meta(ge=-1, le=INT64)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=0, le=INT64)] | None = None
+    min_new_tokens: Annotated[int, Meta(ge=0, le=INT64)] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    n_probs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class ChatRequest(TokenDetails, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Messages
@@ -267,7 +326,7 @@ CHAT_UNSUPPORTED = (
 MESSAGE_UNSUPPORTED = ("audio", "function_call")
 
 
-class CompletionRequest(Sampling, kw_only=True):
+class CompletionRequest(TokenDetails, kw_only=True):
     """POST /v1/completions"""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=2**20)]

@@ -11,13 +11,13 @@ export default {
     <q-page class="page">
       <div class="head"><h1>Response cache</h1></div>
       <page-state :page="page" />
-      <p v-if="off" class="empty">This server keeps no answers. With <code>cache.exact: true</code> in the configuration, a request that was answered before is answered from memory; with <code>cache.semantic: true</code>, one that means the same is, too.</p>
+      <p v-if="off" class="empty">This server keeps no answers. With <code>cache.exact: on</code> in the configuration, a request that was answered before is answered from memory; with <code>cache.semantic: on</code>, one that means the same is, too.</p>
       <template v-if="loaded && cache">
         <div class="tiles">
           <div class="tile"><div class="value" data-test="answers">{{ number(cache.answers) }}</div><div class="name">answers{{ admin ? tenant ? ' of ' + tenant : ' of all tenants' : '' }}</div></div>
           <div class="tile"><div class="value">{{ bytes(cache.bytes) }}</div><div class="name">of memory</div></div>
           <div class="tile"><div class="value">{{ cache.ttl_s == null ? 'always' : span(cache.ttl_s) }}</div><div class="name">kept for</div></div>
-          <div class="tile"><div class="value wrapped">{{ [cache.exact && 'exact', cache.semantic && 'semantic'].filter(Boolean).join(', ') }}</div><div class="name">{{ cache.shared ? 'shared by all gateways' : 'of this gateway' }}</div></div>
+          <div class="tile"><div class="value wrapped">{{ ['exact', 'semantic'].filter((kind) => cache[kind] !== 'off').map((kind) => kind + (cache[kind] === 'asked' ? ' (when asked for)' : '')).join(', ') }}</div><div class="name">{{ cache.shared ? 'shared by all gateways' : 'of this gateway' }}</div></div>
         </div>
         <div class="row q-col-gutter-sm items-center q-mt-sm">
           <q-select v-if="admin" class="col-6 col-sm-3" v-model="tenant" :options="tenants" clearable label="Tenant" outlined dense options-dense @update:model-value="refresh" />

@@ -1,6 +1,6 @@
 // Tenants and their API keys: create, limit, disable, revoke. A key is shown only once, when it is created.
 
-import { get, patch, post, remove } from "../api.js";
+import { get, patch, post, remove, session } from "../api.js";
 import { copy, money } from "../format.js";
 import { given, LimitForm, LIMITS } from "../limits.js";
 import { refreshed } from "../widgets.js";
@@ -65,7 +65,7 @@ export default {
       </q-form>
       <q-banner v-if="made" rounded class="q-my-sm" style="background: var(--soft); border: 1px solid #0f766e" role="status">
         The new key. It is shown only once; store it now:<br /><code class="mono" data-test="new-key">{{ made }}</code>
-        <template #action><q-btn flat no-caps icon="content_copy" label="Copy" @click="copied" /><q-btn flat no-caps label="I have stored it" @click="made = ''" /></template>
+        <template #action><q-btn flat no-caps icon="content_copy" label="Copy" @click="copied" /><q-btn flat no-caps label="I have stored it" @click="stored" /></template>
       </q-banner>
       <div class="row q-col-gutter-sm q-mt-xs"><q-select class="col-6 col-sm-3" v-model="only" :options="tenants.map((one) => one.id)" clearable label="Of tenant" outlined dense options-dense /><q-toggle class="col-6 col-sm-4" v-model="withRevoked" label="Revoked ones too" /></div>
       <data-table class="q-mt-sm" label="Keys" :columns="keyColumns" :rows="shownKeys">
@@ -93,12 +93,20 @@ export default {
       return this.keys.filter((one) => (!this.only || one.tenant === this.only) && (this.withRevoked || !one.revoked_at));
     },
   },
+  beforeUnmount() {
+    session.holdsKey = false;
+  },
   methods: {
     money,
     bar: (one) => ({ name: LIMITS[one.limit].label, used: one.used, most: one.most, show: LIMITS[one.limit].show }),
     rates: (row) => ["requests_per_minute", "tokens_per_minute", "concurrent_requests"].filter((name) => row.limits[name] != null).map((name) => `${LIMITS[name].label.toLowerCase()}: ${LIMITS[name].show(row.limits[name])}`).join(", "),
     copied() {
       copy(this.made).then(() => this.$done("Copied"), this.$fail);
+    },
+    stored() {
+      this.made = "";
+      session.holdsKey = false;
+      return this.refresh();
     },
     async read() {
       const [tenants, keys] = (await Promise.all([get("/v1/admin/tenants"), get("/v1/admin/keys")])).map((list) => list.data);
@@ -119,13 +127,15 @@ export default {
       const { expires, limits, ...rest } = this.key;
       const expires_at = expires === null ? null : Date.now() / 1000 + expires;
       try {
+        session.holdsKey = true;
         this.made = (await post("/v1/admin/keys", { ...rest, limits: given(limits), expires_at })).key;
         this.$done("Key created");
       } catch (error) {
+        session.holdsKey = Boolean(this.made);
         return this.$fail(error);
       }
-      // After the first key, this session itself may have lost its access.
-      await this.refresh();
+      // After the first key, this session itself has lost its access: it asks for a key once this one is stored.
+      if (this.keys.length) await this.refresh();
     },
     edit(kind, row) {
       this.target = { kind, id: row.id, tier: row.tier, was: row.tier, limits: { ...row.limits }, inherited: kind === "tenant" ? row.allowed || {} : {} };

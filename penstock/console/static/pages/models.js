@@ -11,7 +11,7 @@ const REPLICAS = [
   { name: "breaker", label: "Breaker" },
   { name: "load", label: "Running / waiting", number: true },
   { name: "device", label: "Where" },
-  { name: "memory", label: "In memory", text: true },
+  { name: "memory", label: "Memory", text: true },
   { name: "actions", label: "" },
 ];
 const can = (model) => Object.entries(model.capabilities || {}).filter(([, yes]) => yes).map(([name]) => name.replace("_", " "));
@@ -74,7 +74,7 @@ export default {
             <template #breaker="{ row }"><q-badge :color="row.breaker === 'closed' ? 'positive' : 'negative'" outline :label="row.breaker" :title="row.breaker === 'closed' ? 'Requests pass' : 'It failed too often; requests go elsewhere until it answers again'" /></template>
             <template #load="{ row }">{{ row.running }} / {{ row.waiting }}</template>
             <template #device="{ row }">{{ row.memory?.product || row.device || '–' }}</template>
-            <template #memory="{ row }">{{ held(row.memory) }}</template>
+            <template #memory="{ row }">{{ row.state === 'sleeping' && row.memory ? 'when awake: ' : '' }}{{ held(row.memory) }}</template>
             <template #actions="{ row }"><q-btn v-if="!row.remote && replicas[model.id].length > 1" flat dense no-caps size="sm" color="negative" label="Drain" @click="drain(model, row)" /></template>
           </data-table>
         </template>
@@ -99,7 +99,7 @@ export default {
     priced: (price) => `$${price.input_per_million} input${price.output_per_million == null ? "" : `, $${price.output_per_million} output`} per million tokens`,
     sampled: (values) => Object.entries(values).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ") || "the engine's defaults",
     limited: (limits) => Object.entries(limits).filter(([, value]) => value != null && typeof value !== "object" && value !== false).map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? number(value) : value}`).join(", "),
-    held: (memory) => (memory ? [memory.weights_bytes && `${bytes(memory.weights_bytes)} weights (${memory.dtype})`, memory.kv_cache_bytes && `${bytes(memory.kv_cache_bytes)} KV cache`, memory.kv_cache_tokens && `room for ${number(memory.kv_cache_tokens)} tokens in ${memory.sequences} sequences`, memory.devices > 1 && `on each of ${memory.devices} devices`].filter(Boolean).join(", ") : "–"),
+    held: (memory) => (memory ? [memory.weights_bytes && `${bytes(memory.weights_bytes)} weights`, memory.kv_cache_bytes && `${bytes(memory.kv_cache_bytes)} KV cache`, memory.kv_cache_tokens && `room for ${number(memory.kv_cache_tokens)} tokens in ${memory.sequences} sequences`, memory.dtype && memory.dtype !== "none" && `computes in ${memory.dtype}`, memory.devices > 1 && `on each of ${memory.devices} devices`].filter(Boolean).join(", ") : "–"),
     async read() {
       const nothing = { data: [], autoscale: [] };
       const optional = (work) => work.catch((error) => {
