@@ -128,6 +128,7 @@ def test_ids_of_tokens_on_request(client: openai.OpenAI, http: httpx.Client) -> 
     assert said["text"] == answer.choices[0].message.content
 
 
+@pytest.mark.slow
 def test_many_at_once_say_what_each_would_say_alone(client: openai.OpenAI) -> None:
     asked = [user(f"Count from {n} to {n + 4}.") for n in range(4)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

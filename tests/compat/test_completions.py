@@ -86,6 +86,7 @@ def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
     assert kept.choices[0].text.endswith(" five")
 
 
+@pytest.mark.slow
 def test_a_seed_decides(client: openai.OpenAI) -> None:
     def story(seed: int) -> str:
         return complete(client, "Once upon a time", temperature=1.0, seed=seed, max_tokens=6).choices[0].text

@@ -64,6 +64,7 @@ def the_call(answer: Any) -> tuple[str, dict[str, Any]]:
     return name, json.loads(arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_required(client: openai.OpenAI, stream: bool) -> None:
     asked = {"parallel_tool_calls": False, "stream": stream}
@@ -119,6 +120,7 @@ SPELLINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_schema_in_every_spelling(client: openai.OpenAI, spelling: str) -> None:
     answer = chat(client, max_completion_tokens=50, extra_body=SPELLINGS[spelling])
@@ -126,6 +128,7 @@ def test_a_schema_in_every_spelling(client: openai.OpenAI, spelling: str) -> Non
     assert set(person) == {"name", "age"} and isinstance(person["age"], int) and 0 <= person["age"] <= 99
 
 
+@pytest.mark.slow
 def test_choices_patterns_and_grammars(client: openai.OpenAI) -> None:
     def said(**more: Any) -> str:
         return str(chat(client, temperature=0.7, extra_body=more).choices[0].message.content)
@@ -136,6 +139,7 @@ def test_choices_patterns_and_grammars(client: openai.OpenAI) -> None:
     assert said(structured_outputs={"grammar": 'start: "yes" | "no"'}) in ("yes", "no")
 
 
+@pytest.mark.slow
 def test_any_object_and_constants(client: openai.OpenAI) -> None:
     fixed = {"type": "json_schema", "json_schema": {"name": "fixed", "schema": {"const": "42"}}}
     assert chat(client, response_format=fixed).choices[0].message.content == '"42"'
