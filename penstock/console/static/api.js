@@ -95,7 +95,7 @@ export const patch = async (path, body) => (await call("PATCH", path, body)).jso
 export const remove = async (path) => (await call("DELETE", path)).json();
 export const text = async (path) => (await call("GET", path, undefined, { signal: AbortSignal.timeout(PATIENCE_MS) })).text();
 
-// Events of a stream as they arrive: {event, data} with data parsed, until [DONE].
+// Events of a stream as they arrive: {event, data, comment} with data parsed, until [DONE].
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -110,7 +110,8 @@ export async function* events(response) {
       const event = lines.filter((line) => line.startsWith("event:")).map((line) => line.slice(6).trim())[0] || "";
       const data = lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart()).join("\n");
       if (data === "[DONE]") return;
-      if (data) yield { event, data: JSON.parse(data) };
+      const comment = lines.filter((line) => line.startsWith(":")).map((line) => line.slice(1).trim()).join("\n");
+      if (data || comment) yield { event, data: data ? JSON.parse(data) : {}, comment };
     }
   }
 }

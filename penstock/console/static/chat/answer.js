@@ -27,13 +27,14 @@ export function cost(usage, pricing, recalled = false) {
   return ((usage.prompt_tokens - cached) * prices[0] + cached * prices[1] + usage.completion_tokens * prices[2]) / 1e6;
 }
 
-// `shown` is called whenever the page sees something new.
+// Adds what streams in to `answer`, after the text that it may have already. `shown` is called whenever the page sees
+// something new.
 export async function stream(body, answer, signal, shown = () => {}) {
   const began = performance.now();
-  const response = await call("POST", "/v1/chat/completions", { ...body, stream: true, stream_options: { include_usage: true } }, { signal });
+  const response = await call("POST", "/v1/chat/completions", { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } }, { signal });
   const header = (name) => response.headers.get(`x-penstock-${name}`);
-  const facts = { model: header("model") || body.model, route: header("route"), replica: header("replica"), limit: header("limit"), recalled: ["exact", "semantic"].includes(header("cache")), usage: null, finish: null };
-  let text = "";
+  const facts = { model: header("model") || body.model, route: header("route"), replica: header("replica"), limit: null, recalled: ["exact", "semantic"].includes(header("cache")), usage: null, finish: null };
+  let text = answer.content;
   let thought = "";
   let first = null;
   let pieces = 0;
@@ -50,7 +51,8 @@ export async function stream(body, answer, signal, shown = () => {}) {
     if (parts.content && answer.reasoning && answer.thought === undefined) answer.thought = seconds;
   };
   try {
-    for await (const { data } of events(response)) {
+    for await (const { data, comment } of events(response)) {
+      facts.limit = /^x-penstock-limit: (\S+)/.exec(comment)?.[1] ?? facts.limit;
       if (data.error) throw new Error(data.error.message);
       if (data.id) answer.response = data.id;
       if (data.usage) facts.usage = data.usage;
@@ -58,6 +60,7 @@ export async function stream(body, answer, signal, shown = () => {}) {
       const choice = data.choices?.[0];
       if (!choice) continue;
       if (choice.finish_reason) facts.finish = choice.finish_reason;
+      if (choice.stop_reason === "time_limit") facts.limit = choice.stop_reason;
       const { delta = {} } = choice;
       if (delta.annotations) answer.citations.push(...delta.annotations);
       for (const part of delta.tool_calls || []) {
