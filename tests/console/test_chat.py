@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,10 +13,14 @@ from typing import Any
 import pytest
 from playwright.async_api import Locator, Page, expect
 
+from penstock.backends.native import NativeBackend
 from penstock.console.app import Console
 from penstock.engine.request import Request
 from penstock.gateway.process.settings import ModelSettings
+from penstock.routing.replicas import ReplicaSet
 from penstock.text import TextModel
+from tests.backends.test_native import RunningEngine
+from tests.gateway.accounting.test_quotas import sign_in
 from tests.gateway.conftest import Running, Serving
 from tests.gateway.rag.test_collections import encoders, say
 from tests.scripted import ScriptedEngine, make_text
@@ -121,6 +127,12 @@ async def test_ask_regenerate_edit_and_stop(serving: Serving, page: Page, wide_t
         await expect(part.locator("[data-test=cost]")).to_be_visible()
         gateway.engine.step_s = 0.0
 
+        # It goes on from there as another version.
+        await part.get_by_role("button", name="Continue").click()
+        await expect(part.get_by_text("2 / 2")).to_be_visible()
+        prompt = wide_text.decode(gateway.engine.seen[-1].prompt, skip_special=False)
+        assert re.search(r"long\nstory<\|end\|><\|assistant\|>[word ]+$", prompt), prompt
+
         thought = await ask(page, "think")
         await expect(thought.locator(".rich").last).to_have_text("It is 4.")
         await expect(thought.get_by_text("Let me see.")).to_be_hidden()
@@ -207,6 +219,10 @@ async def test_on_a_phone_composer_and_sheets_fit(
     async with chat(serving, wide_text, page, tmp_path):
         answer = await ask(page, "code")
         await expect(answer.locator(".hl-call")).to_have_text("print")
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await answer.get_by_role("button", name="Copy this block").click()
+        await expect(answer.get_by_role("button", name="Copy this block")).to_have_text("Copied")
+        assert await page.evaluate("navigator.clipboard.readText()") == "print('hi')"
         await inside(page, composer(page))
         assert await page.evaluate("document.documentElement.scrollWidth") <= 390
         await page.get_by_role("button", name="Settings").click()
@@ -279,6 +295,104 @@ async def test_an_attached_file_is_read_cited_and_removed_with_its_chat(
         await page.get_by_role("button", name="Delete", exact=True).click()
         await expect(page.locator(".history .entry")).to_have_count(0)
         assert (await gateway.client.get("/v1/collections")).json()["data"] == []
+
+
+@pytest.mark.slow
+async def test_each_key_has_conversations_of_its_own(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    async with chat(serving, wide_text, page, tmp_path) as gateway:
+        await sign_in(gateway, "acme")
+        acme = gateway.client.headers["authorization"].removeprefix("Bearer ")
+        made = await gateway.client.post("/v1/admin/keys", json={"tenant": "acme", "scopes": ["inference"]})
+        other = made.json()["key"]
+        for key, seen in ((acme, 0), (other, 0), (acme, 1)):
+            await page.evaluate("sessionStorage.clear()")
+            await page.goto("about:blank")
+            await page.goto(f"http://127.0.0.1:{gateway.port}/console/")
+            await page.get_by_label("API key").fill(key)
+            await page.keyboard.press("Enter")
+            await expect(composer(page)).to_be_visible()
+            await expect(page.locator(".history .entry")).to_have_count(seen)
+            await ask(page, "Hi")
+            await expect(page.locator(".history .entry")).to_have_count(seen + 1)
+
+
+@pytest.mark.slow
+async def test_a_page_that_could_not_load_whole_begins_again(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    async with chat(serving, wide_text, page, tmp_path):
+        await page.route("**/main.js", lambda route: route.abort())
+        await page.reload()
+        await expect(page.get_by_role("alert")).to_contain_text("Trying again")
+        await page.unroute("**/main.js")
+        await expect(composer(page)).to_be_visible()
+
+
+class Wire:
+    """A port that leads to another one, and whose connections can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._ends: set[asyncio.StreamWriter] = set()
+
+    async def join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
+        self._ends |= {writer, far_writer}
+        await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
+
+    def cut(self) -> None:
+        for end in self._ends:
+            end.transport.abort()
+        self._ends.clear()
+
+
+@pytest.mark.slow
+async def test_an_answer_goes_on_after_its_connection_broke(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    said = " ".join(map(str, range(500)))
+    scripted = ScriptedEngine(wide_text, said, step_s=0.003, max_model_len=16_384)
+    engine = RunningEngine(scripted, f"ipc://{tmp_path}/engine")
+    backend = ReplicaSet("tiny", [NativeBackend(engine.listener.endpoint)])
+    try:
+        async with chat(serving, wide_text, page, tmp_path, backend=backend) as gateway:
+            wire = Wire(gateway.port)
+            async with await asyncio.start_server(wire.join, "127.0.0.1", 0) as proxy:
+                await page.goto(f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}/console/")
+                await composer(page).fill("Count")
+                await page.keyboard.press("Enter")
+                answer = answers(page).first
+                for seen in ("20 21 22", "120 121 122"):
+                    await expect(answer.locator(".rich")).to_contain_text(seen)
+                    wire.cut()
+                await expect(answer.get_by_role("button", name="Regenerate")).to_be_enabled()
+                await expect(answer.locator(".rich")).to_have_text(said)
+                assert await answer.get_by_role("alert").count() == 0 and len(scripted.aborted) == 2
+                wire.cut()
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+async def test_notices_never_cover_the_composer(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    async with chat(serving, wide_text, page, tmp_path):
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        await page.get_by_role("button", name="Code").click()
+        await page.get_by_role("button", name="Copy").click()
+        notice = await page.locator(".q-notification").bounding_box()
+        field = await page.locator(".composer").bounding_box()
+        assert notice is not None and field is not None and notice["y"] + notice["height"] < field["y"]
 
 
 @pytest.mark.slow

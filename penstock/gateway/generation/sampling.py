@@ -192,6 +192,13 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
         )
 
 
+def check_foreign_tokens(request: Sampling) -> None:
+    """Before another model answers: ids mean other tokens there."""
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        if getattr(request, name):
+            raise InvalidRequest("Token ids are those of the model that was asked for.", param=name)
+
+
 def check_choices(prompts: int, n: int, settings: GenerationSettings) -> None:
     if prompts * n > settings.max_choices:
         asked = f"`n` is {n}" if prompts == 1 else f"{prompts} prompts with `n` {n} make {prompts * n} choices"
