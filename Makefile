@@ -12,6 +12,7 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+EXTRAS ?=
 
 BIN := $(VENV)/bin
 # An environment whose creation was interrupted may lack pip: ensurepip puts it back.
@@ -36,6 +37,11 @@ help: ## show this list
 .PHONY: serve
 serve: $(RUN_STAMP) ## install what is needed, fetch the default model, serve it on 127.0.0.1:8000
 	@exec $(BIN)/penstock serve $(ARGS)
+
+.PHONY: extras
+extras: $(RUN_STAMP) ## install optional parts into .venv: EXTRAS=postgres,redis,kafka,clickhouse,guardrails,mcp,s3,otel
+	@[ -n "$(EXTRAS)" ] || { echo "extras: name them, for example: make extras EXTRAS=postgres,otel" >&2; exit 1; }
+	@$(PIP) install --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
 
 # Tests wait for servers and clocks a good part of their time: one process more than there are cores fills the gaps, and
 # types and layers, reported last, are checked beside them. Files keep the order of tests/conftest.py: the longest first.

@@ -23,3 +23,8 @@ class SourceError(PenstockError):
 
 class ReplicaLost(PenstockError):
     """A rank of this engine died; the engine cannot continue and must be restarted."""
+
+
+def needs_extra(extra: str) -> str:
+    """The end of a sentence about something whose packages are not installed."""
+    return f"needs packages that are not installed: run `make extras EXTRAS={extra}` in Penstock's folder"

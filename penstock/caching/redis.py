@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from penstock.caching.store import NOTES, AnswerStore, CacheKey, Clock, Size
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, needs_extra
 from penstock.protocol.errors import Overloaded
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class RedisStore(AnswerStore):
             import redis.asyncio as redis
             from redis.exceptions import RedisError
         except ModuleNotFoundError:
-            raise ConfigError("cache.url: Redis needs the `redis` package; install penstock[redis]") from None
+            raise ConfigError(f"cache.url: Redis {needs_extra('redis')}") from None
         try:
             self._redis: Any = redis.Redis.from_url(
                 url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S, max_connections=16

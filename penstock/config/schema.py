@@ -115,7 +115,9 @@ class GenerationConfig:
         None, doc="Time limit of every request in seconds; it then ends with what it has. Tiers may have lower ones; "
         "when not set, only those apply.", least=0.1, example="600",
     )  # fmt: skip
-    max_choices: int = setting(16, doc="Maximum of choices (n) and prompts per request.", least=1)
+    max_choices: int = setting(
+        128, doc="Maximum of choices (n, best_of) and prompts per request; 16 at a time run in the engine.", least=1
+    )
     request_chat_templates: bool = setting(
         False, doc="Whether requests may bring their own chat_template. It runs in the sandbox of the model's own, but "
         "can put text in front of the model in ways that content filters do not recognise.",

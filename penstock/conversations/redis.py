@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.conversations.conversation import Owner
 from penstock.conversations.store import ConversationStore, ListedConversation, StoredConversation
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, needs_extra
 from penstock.storage import DatabaseError
 
 TIMEOUT_S = 2.0
@@ -61,7 +61,7 @@ class RedisConversations(ConversationStore):
         try:
             from redis.asyncio import Redis
         except ImportError as error:
-            raise ConfigError("conversations in Redis need a driver: pip install 'penstock[redis]'") from error
+            raise ConfigError(f"conversations.url: Redis {needs_extra('redis')}") from error
         self._redis: Any = Redis.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
         scripts = (_BEGIN, _RENEW, _RELEASE, _COMMIT, _SUMMARISE)
         self._begin, self._renew, self._release, self._commit, self._summarise = map(

@@ -30,6 +30,7 @@ from penstock.engine.adapters.spec import ADAPTER_UNKNOWN, NO_ADAPTERS
 from penstock.engine.config import EngineConfig
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
 from penstock.engine.grammar.interface import TokenMatcher
+from penstock.engine.grammar.token_rules import TokenRules
 from penstock.engine.kv.exchange import BlockExchange
 from penstock.engine.request import (
     GRAMMAR_REFUSED,
@@ -140,10 +141,12 @@ class Engine:
             return
         self._prompt_tokens += len(request.prompt)
         now = self.clock()
-        if not request.params.grammar:
-            self.scheduler.add(request, now)
-        else:
+        if request.params.grammar:
             self._open(request, now)
+        elif request.params.ruled:
+            self._queue(request, now, None)
+        else:
+            self.scheduler.add(request, now)
 
     @property
     def adapters(self) -> AdapterPool | None:
@@ -252,10 +255,12 @@ class Engine:
             elif not isinstance(found, str):
                 self._queue(request, arrived, found)
 
-    def _queue(self, request: Request, arrived: float, matcher: TokenMatcher) -> None:
-        """Queue a request with a grammar, at the place in it that its tokens have reached."""
+    def _queue(self, request: Request, arrived: float, grammar: TokenMatcher | None) -> None:
+        """Queue a request with a grammar or token rules, at the place in them that its tokens have reached."""
         seq = self.scheduler.add(request, arrived)
-        seq.matcher = matcher
+        seq.matcher = grammar
+        if request.params.ruled:
+            seq.matcher = TokenRules(request.params, self.info.vocab_size, grammar)
         problem = next(filter(None, (_advance(seq, token) for token in request.produced)), None)
         if problem is not None:
             self._finish(seq, "error", problem)
@@ -351,9 +356,11 @@ class Engine:
             return f"the prompt has {len(prompt)} tokens; with at least one to generate, at most {window - 1} fit"
         if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
             return f"token ids must be between 0 and {self.info.vocab_size - 1}"
-        ids = (*request.params.stop_token_ids, *request.params.logit_bias)
+        params = request.params
+        words = (token for word in params.bad_words for token in word)
+        ids = (*params.stop_token_ids, *params.logit_bias, *params.allowed_token_ids, *words)
         if ids and (min(ids) < 0 or max(ids) >= self.info.vocab_size):
-            return f"stop and bias token ids must be between 0 and {self.info.vocab_size - 1}"
+            return f"stop, allowed, forbidden and bias token ids must be between 0 and {self.info.vocab_size - 1}"
         if request.adapter:
             problem = NO_ADAPTERS if self.adapters is None else self.adapters.problem(request.adapter, self.clock())
             if problem is not None:

@@ -39,6 +39,7 @@ class SamplingParams:
     """0 means no limit."""
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -50,12 +51,21 @@ class SamplingParams:
     logprobs: int | None = None
     """None: none. 0: of the chosen token. k: also the k most likely tokens."""
     prompt_logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be generated; empty: any. End-of-text ids are tokens like others."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that must not be generated."""
     grammar: str = ""
     """What may be generated, in the language of the engine's grammar compiler; empty for anything."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def ruled(self) -> bool:
+        """Whether single tokens are allowed or forbidden."""
+        return bool(self.allowed_token_ids or self.bad_words)
 
     @property
     def penalized(self) -> bool:
@@ -115,6 +125,8 @@ class TokenLogprob:
     logprob: float
     top_ids: list[int] = field(default_factory=list)
     top_logprobs: list[float] = field(default_factory=list)
+    rank: int = 0
+    """How many tokens are as likely or likelier, itself included; of prompt tokens only, else 0."""
 
 
 @dataclass(slots=True)

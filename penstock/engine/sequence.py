@@ -86,7 +86,7 @@ class Sequence:
         self.started = False
         """Whether a delta has been sent."""
         self.matcher: TokenMatcher | None = None
-        """Its place in its grammar, for a request that has one; it has taken the tokens in `tokens`."""
+        """Its place in its grammar and token rules, if it has any; it has taken the tokens in `tokens`."""
         self.slow_masks = 0
         """Masks of its grammar that took too long."""
         self.finish_reason: FinishReason | None = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, needs_extra
 from penstock.metering.request_log import FIELDS, LogEntry, Sink, SinkError, encode
 from penstock.metering.request_store import RequestStore
 from penstock.storage import open_database
@@ -40,7 +40,7 @@ def _driver(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"request_log.url needs a driver: pip install 'penstock[{extra}]'") from error
+        raise ConfigError(f"request_log.url {needs_extra(extra)}") from error
 
 
 class KafkaSink(Sink):

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import SourceError
+from penstock.errors import SourceError, needs_extra
 from penstock.sources.model_cache import Progress, Slot
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _open(bucket: str) -> S3Store:
     try:
         from obstore.store import S3Store
     except ImportError as error:
-        raise SourceError("s3:// sources need the package obstore: pip install 'penstock[s3]'") from error
+        raise SourceError(f"an s3:// source {needs_extra('s3')}") from error
 
     variables = os.environ
     return S3Store(

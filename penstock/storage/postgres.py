@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, needs_extra
 from penstock.storage.database import Database, DatabaseError, Row, Statement, redacted, state_folder
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class PostgresDatabase(Database):
         try:
             import asyncpg
         except ImportError as error:
-            raise ConfigError("PostgreSQL needs a driver: pip install 'penstock[postgres]'") from error
+            raise ConfigError(f"PostgreSQL {needs_extra('postgres')}") from error
         try:
             pool = await asyncpg.create_pool(
                 url, min_size=1, max_size=CONNECTIONS, command_timeout=TIMEOUT_S, timeout=TIMEOUT_S

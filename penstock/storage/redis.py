@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, needs_extra
 
 TIMEOUT_S = 1.0
 """Time limit for a connection or a reply."""
@@ -36,7 +36,7 @@ def connect(url: str, what: str, connections: int) -> Any:
     try:
         from redis.asyncio import BlockingConnectionPool, Redis
     except ImportError as error:
-        raise ConfigError(f"{what} in Redis needs a driver: pip install 'penstock[redis]'") from error
+        raise ConfigError(f"{what}: Redis {needs_extra('redis')}") from error
     pool = BlockingConnectionPool.from_url(
         url,
         max_connections=connections,

@@ -1,4 +1,4 @@
-"""OTLP endpoint, headers and resource attributes, shared by traces and metrics. Needs `penstock[otel]`."""
+"""OTLP endpoint, headers and resource attributes, shared by traces and metrics. Needs the extra `otel`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import penstock
 from penstock.config.schema import TelemetryConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, needs_extra
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -34,7 +34,7 @@ def check_library() -> None:
         import opentelemetry.exporter.otlp.proto.http
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError as error:
-        raise ConfigError("telemetry.otlp_endpoint needs `pip install penstock[otel]`") from error
+        raise ConfigError(f"telemetry.otlp_endpoint {needs_extra('otel')}") from error
 
 
 def resource(config: TelemetryConfig) -> Resource:

@@ -1,5 +1,5 @@
 """Exports finished requests as OpenTelemetry spans over OTLP. Off unless an endpoint is configured; needs
-`penstock[otel]`.
+the extra `otel`.
 
 A thread builds spans from the timelines of finished requests and sends them in batches, so a request only pays for one
 entry in a queue. When the queue is full, requests are dropped and counted, so a slow or unreachable collector never

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import monotonic, thread_time
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, needs_extra
 
 if TYPE_CHECKING:
     import regex
@@ -164,7 +164,7 @@ def _compile(source: str) -> Any:
     try:
         import regex
     except ImportError as error:
-        raise ConfigError("guardrails need a regular expression engine: pip install 'penstock[guardrails]'") from error
+        raise ConfigError(f"guardrails: a regular expression engine {needs_extra('guardrails')}") from error
     try:
         pattern = regex.compile(source)
     except regex.error as error:

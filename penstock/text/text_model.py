@@ -19,7 +19,7 @@ from penstock.text.chat_template import ChatTemplate, ChatTemplateError, Templat
 from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.guard import Guard, SpecialTokens
 from penstock.text.infill import InfillTokens, infill_tokens
-from penstock.text.system_messages import Places, places
+from penstock.text.template_fit import PROBE, Accepted, accepted
 from penstock.text.template_meter import WORK
 from penstock.text.token_bytes import decoding_rule
 from penstock.text.tokenizer_calls import encode_ids, ending, most_bytes_per_token
@@ -168,6 +168,17 @@ class TextModel:
         return self._template is not None and self._template.knows_tools
 
     @property
+    def special_tokens(self) -> dict[str, str | None]:
+        """How the special tokens that templates and benchmarks ask for are spelled."""
+        known = {} if self._template is None else self._template.variables
+        ends = self.token_spelling(self.eos_token_ids[0]) if self.eos_token_ids else None
+        return {
+            "bos_token": known.get("bos_token") or None,
+            "eos_token": ends,
+            "pad_token": known.get("pad_token") or None,
+        }
+
+    @property
     def template_names(self) -> frozenset[str]:
         """The variables that the chat template expects."""
         return frozenset() if self._template is None else self._template.names
@@ -189,9 +200,10 @@ class TextModel:
             return known
 
     @functools.cached_property
-    def system_messages(self) -> Places:
-        """Where the chat template takes system messages."""
-        return places(lambda messages: self.render_chat(messages, add_generation_prompt=False))
+    def accepted(self) -> Accepted:
+        """What conversations the chat template takes."""
+        tools = (PROBE,) if self.template_knows_tools else None
+        return accepted(lambda messages: self.render_chat(messages, add_generation_prompt=False, tools=tools))
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:

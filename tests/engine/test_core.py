@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -161,7 +162,28 @@ def test_logprobs_match_the_reference(checkpoint: Path, engine: Engine) -> None:
     assert prompt_scores is not None and len(prompt_scores) == 40 and prompt_scores[0] is None
     for index, got_prompt in enumerate(prompt_scores[1:], start=1):
         assert got_prompt is not None and len(got_prompt.top_ids) == 2
-        assert got_prompt.logprob == pytest.approx(float(truth[index - 1][tokens[index]]), abs=2e-3)
+        row = truth[index - 1]
+        assert got_prompt.logprob == pytest.approx(float(row[tokens[index]]), abs=2e-3)
+        assert got_prompt.rank == int((row > row[tokens[index]]).sum()) + 1
+
+
+@pytest.mark.parametrize("budget", [7, 512])
+def test_prompt_logprobs_in_chunks_and_beside_a_cached_prefix(checkpoint: Path, budget: int) -> None:
+    engine = make_engine(checkpoint, token_budget=budget)
+    tokens = prompt(70)
+    truth = Reference(checkpoint).logprobs(tokens)
+    generate(engine, greedy("cached", tokens, 2))
+    # Also where another engine has produced something already.
+    for request in (
+        greedy("scored", tokens, 2, prompt_logprobs=1),
+        dataclasses.replace(greedy("moved", tokens, 4, prompt_logprobs=1), produced=[5, 6]),
+    ):
+        engine.submit(request)
+        found = next(delta.prompt_logprobs for delta in drain(engine) if delta.prompt_logprobs is not None)
+        assert len(found) == 70 and found[0] is None
+        for index, score in enumerate(found[1:], start=1):
+            assert score is not None
+            assert score.logprob == pytest.approx(float(truth[index - 1][tokens[index]]), abs=2e-3)
 
 
 def test_a_repeated_prefix_is_taken_from_the_cache(engine: Engine) -> None:

@@ -11,7 +11,7 @@ function parsed(text, what) {
   }
 }
 
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed"];
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "frequency_penalty", "presence_penalty", "seed"];
 
 export function build(model, settings, messages, collection = settings.collection) {
   const body = { model, messages: settings.system.trim() ? [{ role: "system", content: settings.system }, ...messages] : messages };
@@ -41,7 +41,7 @@ function python(value, depth) {
   return JSON.stringify(value);
 }
 
-const OWN = new Set(["rag", "top_k"]); // fields that the OpenAI SDK does not know
+const OWN = new Set(["rag", "top_k", "min_p"]); // fields that the OpenAI SDK does not know
 
 export function asPython(body, origin, withKey) {
   const known = Object.entries(body).filter(([name]) => !OWN.has(name));

@@ -19,6 +19,7 @@ import numpy as np
 
 from penstock.engine.grammar.compile_queue import CompileQueue, Job, QueueFull
 from penstock.engine.grammar.interface import GrammarCompiler, GrammarError, PendingMasks, TokenMatcher, words_for
+from penstock.engine.grammar.token_rules import TokenRules
 from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, Request
 from penstock.engine.scheduler import Batch
 from penstock.engine.sequence import Sequence
@@ -170,15 +171,9 @@ class Constraints:
             self._kept_bytes -= dropped.memory
 
     def _masks(self, sequences: list[Sequence], barred: list[tuple[int, ...]]) -> np.ndarray:
-        assert self._compiler is not None
         matchers = [seq.matcher for seq in sequences if seq.matcher is not None]
-        masks = np.zeros((len(matchers), self._words), np.int32)
-        begun = time.perf_counter()
-        if self._suspicious:
-            self._fill_singly(self._compiler, sequences, masks)
-        else:
-            self._compiler.fill(matchers, masks)
-        self._suspicious = time.perf_counter() - begun > SLOW_STEP_S
+        ruled = [matcher for matcher in matchers if isinstance(matcher, TokenRules)]
+        masks = self._grammar_masks(sequences) if not ruled else self._ruled_masks(sequences)
         for row, (matcher, stops) in enumerate(zip(matchers, barred, strict=True)):
             if matcher.error is not None:
                 masks[row] = -1  # it is about to fail; until then any token will do
@@ -186,17 +181,46 @@ class Constraints:
                 masks[row] = without(masks[row], stops)
         return masks
 
+    def _ruled_masks(self, sequences: list[Sequence]) -> np.ndarray:
+        """Where some sequences have token rules, with a grammar or without."""
+        masks = np.full((len(sequences), self._words), -1, np.int32)
+        with_grammar = [row for row, seq in enumerate(sequences) if _grammar_of(seq) is not None]
+        if with_grammar:
+            masks[with_grammar] = self._grammar_masks([sequences[row] for row in with_grammar])
+        for row, seq in enumerate(sequences):
+            if isinstance(seq.matcher, TokenRules):
+                seq.matcher.restrict(masks[row])
+        return masks
+
+    def _grammar_masks(self, sequences: list[Sequence]) -> np.ndarray:
+        """Of sequences that all have a grammar."""
+        assert self._compiler is not None
+        masks = np.zeros((len(sequences), self._words), np.int32)
+        begun = time.perf_counter()
+        if self._suspicious:
+            self._fill_singly(self._compiler, sequences, masks)
+        else:
+            self._compiler.fill([matcher for seq in sequences if (matcher := _grammar_of(seq)) is not None], masks)
+        self._suspicious = time.perf_counter() - begun > SLOW_STEP_S
+        return masks
+
     def _fill_singly(self, compiler: GrammarCompiler, sequences: list[Sequence], masks: np.ndarray) -> None:
         """As `fill`, and a request whose masks are slow again and again fails: others in its steps wait for them."""
         for row, seq in enumerate(sequences):
-            assert seq.matcher is not None
+            matcher = _grammar_of(seq)
+            assert matcher is not None
             begun = time.thread_time()
-            compiler.fill([seq.matcher], masks[row : row + 1])
+            compiler.fill([matcher], masks[row : row + 1])
             took = time.thread_time() - begun
             if took > SLOW_MASK_S:
                 seq.slow_masks += 1
                 if seq.slow_masks > SLOW_MASKS:
-                    seq.matcher.fail(f"it takes {took * 1e3:.0f} ms to find the tokens that may come next")
+                    matcher.fail(f"it takes {took * 1e3:.0f} ms to find the tokens that may come next")
+
+
+def _grammar_of(seq: Sequence) -> TokenMatcher | None:
+    """The matcher of a sequence's grammar."""
+    return seq.matcher.grammar if isinstance(seq.matcher, TokenRules) else seq.matcher
 
 
 def without(mask: np.ndarray, tokens: tuple[int, ...]) -> np.ndarray:

@@ -82,5 +82,5 @@ class EagerExecutor(Executor):
             for part in range(0, len(wanted), _SCORED_AT_ONCE):
                 targets = wanted[part : part + _SCORED_AT_ONCE].to(hidden.device)
                 logits = self._decoder.logits(hidden[begin + part : begin + part + len(targets)])
-                scored = logprobs_of(logits, targets, count, one_by_one=self._rows.one_by_one)
+                scored = logprobs_of(logits, targets, count, one_by_one=self._rows.one_by_one, ranked=True)
                 seq.prompt_logprobs.extend(scored.to_lists([count] * len(targets)))

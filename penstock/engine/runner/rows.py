@@ -28,6 +28,8 @@ class Flag(IntFlag):
     MIN_TOKENS = 16
     LOGPROBS = 32
     GRAMMAR = 64
+    """Also other rules about tokens: `SamplingParams.ruled`."""
+    TYPICAL = 128
 
 
 def flags_of(params: SamplingParams) -> Flag:
@@ -36,6 +38,8 @@ def flags_of(params: SamplingParams) -> Flag:
         flags |= Flag.RANDOM
         if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
             flags |= Flag.FILTER
+        if params.typical_p < 1.0:
+            flags |= Flag.TYPICAL
     if params.penalized:
         flags |= Flag.PENALTY
     if params.logit_bias:
@@ -44,12 +48,12 @@ def flags_of(params: SamplingParams) -> Flag:
         flags |= Flag.MIN_TOKENS
     if params.logprobs is not None:
         flags |= Flag.LOGPROBS
-    if params.grammar:
+    if params.grammar or params.ruled:
         flags |= Flag.GRAMMAR
     return flags
 
 
-FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+FLOATS = ("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 class Rows:

@@ -1,8 +1,8 @@
 """From logits to tokens, for all rows of a step at once.
 
-Order: bias, penalties, minimum length, grammar, temperature, top-k, top-p, min-p, then Gumbel-max: the sample is the
-argmax of scaled logits plus noise. A step runs only the parts that some row of it needs. Log-probabilities are of the
-model's own distribution, before any of this.
+Order: bias, penalties, minimum length, grammar and token rules, typical-p, temperature, top-k, top-p, min-p, then
+Gumbel-max: the sample is the argmax of scaled logits plus noise. A step runs only the parts that some row of it needs.
+Log-probabilities are of the model's own distribution, before any of this.
 """
 
 from __future__ import annotations
@@ -46,37 +46,47 @@ class LogprobTensors:
     chosen: Tensor
     top_ids: Tensor
     top: Tensor
+    ranks: Tensor | None = None
 
     def to_lists(self, wanted: list[int | None]) -> list[TokenLogprob | None]:
         """One entry per row; None where none were asked for."""
         chosen, ids, top = self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist()
+        ranks = [0] * len(chosen) if self.ranks is None else self.ranks.tolist()
         return [
-            None if count is None else TokenLogprob(chosen[i], ids[i][:count], top[i][:count])
+            None if count is None else TokenLogprob(chosen[i], ids[i][:count], top[i][:count], ranks[i])
             for i, count in enumerate(wanted)
         ]
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, count: int, *, one_by_one: bool = False) -> LogprobTensors:
+def logprobs_of(
+    logits: Tensor, tokens: Tensor, count: int, *, one_by_one: bool = False, ranked: bool = False
+) -> LogprobTensors:
     """Log-probabilities under `logits` [n, vocab] of `tokens` [n] and of the `count` most likely tokens.
 
-    `one_by_one`: each row is summed alone, so that it does not matter how many there are.
+    `one_by_one`: each row is summed alone, so that it does not matter how many there are. `ranked`: also the rank of
+    each of `tokens`.
     """
     if one_by_one:
         norm = torch.cat([logits[i : i + 1].logsumexp(-1, keepdim=True) for i in range(len(logits))])
     else:
         norm = logits.logsumexp(-1, keepdim=True)
     top = logits.topk(count, dim=-1) if count else None
-    chosen = logits.gather(1, tokens.unsqueeze(1)) - norm
+    own = logits.gather(1, tokens.unsqueeze(1))
+    chosen = own - norm
+    ranks = (logits > own).sum(-1) + 1 if ranked else None
     empty = tokens.new_zeros((len(tokens), 0))
     return LogprobTensors(
-        chosen.squeeze(1), empty if top is None else top.indices, empty.float() if top is None else top.values - norm
+        chosen.squeeze(1),
+        empty if top is None else top.indices,
+        empty.float() if top is None else top.values - norm,
+        ranks,
     )
 
 
 def sample(logits: Tensor, request: SampleRequest, rows: Rows, ops: Ops) -> tuple[Tensor, LogprobTensors | None]:
     """Choose one token per row of float32 `logits` [S, vocab], which may be overwritten."""
     flags = request.flags
-    edits = flags & (Flag.BIAS | Flag.PENALTY | Flag.MIN_TOKENS | Flag.GRAMMAR)
+    edits = flags & (Flag.BIAS | Flag.PENALTY | Flag.MIN_TOKENS | Flag.GRAMMAR | Flag.TYPICAL)
     raw = logits.clone() if flags & Flag.LOGPROBS and edits else logits
     if flags & Flag.BIAS:
         _add_bias(logits, request)
@@ -86,6 +96,8 @@ def sample(logits: Tensor, request: SampleRequest, rows: Rows, ops: Ops) -> tupl
         _forbid_early_stops(logits, request)
     if flags & Flag.GRAMMAR:
         _follow_grammars(logits, request, rows, ops)
+    if flags & Flag.TYPICAL:
+        _keep_typical(logits, request, rows)
     tokens = _choose(logits, request, rows, ops)
     if flags & Flag.PENALTY and rows.output_counts is not None:
         _count(request, tokens, rows.output_counts)
@@ -195,3 +207,27 @@ def _follow_grammars(logits: Tensor, request: SampleRequest, rows: Rows, ops: Op
     masks = request.masks.wait()
     at, bits = rows.mask_staging.upload([np.flatnonzero(request.row_flags & Flag.GRAMMAR), masks.reshape(-1)])
     ops.mask_logits(logits, at, bits.view(masks.shape))
+
+
+def _keep_typical(logits: Tensor, request: SampleRequest, rows: Rows) -> None:
+    """Leave the tokens whose information is nearest to the entropy of the distribution, until they hold typical_p of
+    the mass."""
+    at = torch.from_numpy(np.flatnonzero(request.row_flags & Flag.TYPICAL)).to(logits.device)
+    share = rows.floats[request.rows[at], FLOATS.index("typical_p")].unsqueeze(1)
+    part = logits[at]
+    if rows.one_by_one:
+        logits[at] = torch.cat([_typical(part[i : i + 1], share[i : i + 1]) for i in range(len(part))])
+    else:
+        logits[at] = _typical(part, share)
+
+
+def _typical(logits: Tensor, share: Tensor) -> Tensor:
+    logprobs = logits.log_softmax(-1)
+    mass = logprobs.exp()
+    # Where a token is impossible, its share of the entropy is 0 and its distance infinite.
+    entropy = -(mass * logprobs.clamp(min=-1e30)).sum(-1, keepdim=True)
+    order = (-logprobs - entropy).abs().argsort(-1)
+    ordered = mass.gather(1, order)
+    dropped = ordered.cumsum(-1) - ordered >= share
+    dropped[:, 0] = False
+    return logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), float("-inf"))

@@ -24,6 +24,8 @@ DOWNGRADE = "downgrade"
 """Why another model answers (`x-penstock-route`)."""
 LINE_PRIORITY = 2
 """Priority in the engine of lines of batches: after every request that a client waits for."""
+MOST_LATER = 16
+"""How far the `priority` of a request can lower it: each step is as if it had arrived half a minute later."""
 _NO_TIER = TierConfig()
 
 
@@ -85,24 +87,32 @@ class Admissions:
         if self._admission is not None:
             await self._admission.remove(model)
 
-    def priority(self, exchange: Exchange, service_tier: str | None) -> int:
+    def priority(self, exchange: Exchange, service_tier: str | None, asked: int | None = None) -> int:
         """Priority in the engine, smaller first: the class of the caller's tier, or a lower one that the request asks
-        for."""
+        for. `asked`: the request's `priority`, 0 for the usual one; a smaller one counts only without keys."""
+        later = min(max(asked or 0, 0), MOST_LATER)
         if batch_line(exchange) is not None:
-            return LINE_PRIORITY
+            return LINE_PRIORITY + later
         caller = exchange.caller
         rank = self._tier(caller).priority
         if service_tier == "flex":
             rank = BATCH
         elif service_tier == "priority" and not caller.key:
             rank = PREMIUM  # without keys there is no tier that could forbid it
-        asked = exchange.header(b"x-priority")
-        if asked is not None:
-            word = asked.decode("latin-1").strip().lower()
+        if asked is not None and asked < 0:
+            if not caller.key:
+                rank = PREMIUM
+            elif exchange.refuses_unknown:
+                raise InvalidRequest("`priority` below 0 is above the tier of this key.", param="priority")
+            else:
+                exchange.ignored.append("priority")
+        sent = exchange.header(b"x-priority")
+        if sent is not None:
+            word = sent.decode("latin-1").strip().lower()
             if word not in CLASSES:
                 raise InvalidRequest(f"The header x-priority must be one of {', '.join(CLASSES)}.", param="x-priority")
             rank = max(rank, CLASSES.index(word))
-        return rank - 1
+        return rank - 1 + later
 
     async def enter(self, exchange: Exchange, work: Admissible, reservation: Reservation | None) -> Ticket | None:
         """A place in the queue; `Overloaded` when there is none. None: the work needs no place."""

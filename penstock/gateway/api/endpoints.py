@@ -26,7 +26,13 @@ from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.schemas import InputTokensRequest, ResponsesRequest
 from penstock.gateway.api.openai.responses.stored import ItemsQuery, ResponseQuery, StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
-from penstock.gateway.api.openai.tokenize import TokenEndpoints
+from penstock.gateway.api.openai.stored_chat import (
+    CompletionsQuery,
+    CompletionUpdate,
+    MessagesQuery,
+    StoredChatEndpoints,
+)
+from penstock.gateway.api.openai.tokenize import TokenEndpoints, TokenizerQuery
 from penstock.gateway.api.operations.health import HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.app.dialects import ANTHROPIC
@@ -73,6 +79,44 @@ ENDPOINTS = (
         "Inference",
         ChatRequest,
         serves_tokens=True,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/chat/completions",
+        StoredChatEndpoints.list_chat_completions,
+        "Stored chat completions.",
+        "Inference",
+        query=CompletionsQuery,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/chat/completions/{completion}",
+        StoredChatEndpoints.get_chat_completion,
+        "A stored chat completion.",
+        "Inference",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/chat/completions/{completion}",
+        StoredChatEndpoints.update_chat_completion,
+        "Change the metadata of a stored chat completion.",
+        "Inference",
+        CompletionUpdate,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/chat/completions/{completion}",
+        StoredChatEndpoints.delete_chat_completion,
+        "Delete a stored chat completion.",
+        "Inference",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/chat/completions/{completion}/messages",
+        StoredChatEndpoints.list_chat_completion_messages,
+        "The messages that a stored chat completion answers.",
+        "Inference",
+        query=MessagesQuery,
     ),
     Endpoint(
         "POST",
@@ -399,6 +443,14 @@ ENDPOINTS = (
         "Tokens",
         DetokenizeRequest,
         serves_tokens=True,
+    ),
+    Endpoint(
+        "GET",
+        "/tokenizer_info",
+        TokenEndpoints.tokenizer_info,
+        "Special tokens, chat template and size of a model's tokenizer.",
+        "Tokens",
+        query=TokenizerQuery,
     ),
     Endpoint(
         "POST",

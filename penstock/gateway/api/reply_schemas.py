@@ -104,6 +104,11 @@ _SCHEMAS: dict[str, Schema] = {
         choices=many(obj(index=INTEGER, message=_MESSAGE, finish_reason=STRING)),
         **_HEAD,
     ),
+    "list_chat_completions": listing(ANY_OBJECT, **_PAGE),
+    "get_chat_completion": obj(id=STRING, object=word("chat.completion")),
+    "update_chat_completion": obj(id=STRING, object=word("chat.completion")),
+    "delete_chat_completion": _DELETED,
+    "list_chat_completion_messages": listing(ANY_OBJECT, **_PAGE),
     "completions": obj(
         object=word("text_completion"), choices=many(obj(index=INTEGER, text=STRING, finish_reason=STRING)), **_HEAD
     ),
@@ -202,6 +207,16 @@ _SCHEMAS: dict[str, Schema] = {
         estimated_cost=obj(input=NUMBER, output=NUMBER, total=NUMBER),
     ),
     "detokenize": obj(object=STRING, model=STRING, text=STRING, prompt=STRING, count=INTEGER),
+    "tokenizer_info": obj(
+        object=STRING,
+        model=STRING,
+        bos_token=maybe(STRING),
+        eos_token=maybe(STRING),
+        pad_token=maybe(STRING),
+        chat_template=maybe(STRING),
+        vocab_size=INTEGER,
+        model_max_length=maybe(INTEGER),
+    ),
     "list_adapters": listing(_ADAPTER),
     "load_adapter": _ADAPTER,
     "pin_adapter": _ADAPTER,

@@ -91,5 +91,7 @@ def given(value: Unsupported) -> bool:
     return isinstance(value, Raw) and bytes(value).strip() not in (b"null", b"[]")
 
 
-def not_supported(param: str) -> InvalidRequest:
-    return InvalidRequest(f"`{param}` is not supported yet.", param=param, code="unsupported_parameter")
+def not_supported(param: str, why: str = "") -> InvalidRequest:
+    """`why`: the reason, and what would do instead."""
+    says = f"`{param}` is not supported: {why}." if why else f"`{param}` is not supported yet."
+    return InvalidRequest(says, param=param, code="unsupported_parameter")

@@ -6,7 +6,7 @@ Every API family that holds conversations translates its requests to a `ChatRequ
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -24,8 +24,11 @@ from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.sampling import (
     TokenLimit,
     check_choices,
+    check_foreign_tokens,
+    check_prompt_scores,
     choice_params,
     fit,
+    forbidden_words,
     length_limit,
     sampling_params,
     stop_strings,
@@ -189,7 +192,9 @@ class ChatGenerations(GenerationFactory):
     ) -> EngineGeneration:
         exchange = attempt.exchange
         stops = stop_strings(request)
-        priority = self.admissions.priority(exchange, request.service_tier)
+        priority = self.admissions.priority(exchange, request.service_tier, request.priority)
+        if attempt.is_fallback:
+            check_foreign_tokens(request)
         model, info = await self.models.open(attempt, request.model, limit)
         limit = limit.lowered(model.sampling.max_tokens, "sampling.max_tokens")
         toolbox = toolbox_of(request, model)
@@ -200,6 +205,7 @@ class ChatGenerations(GenerationFactory):
             limit,
             defaults=model.sampling,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            bad_words=forbidden_words(request, model.text),
             grammar=await grammar_for(self.grammars, request, toolbox, exchange),
         )
         quota = self.quotas.context_tokens(exchange.caller)
@@ -218,15 +224,20 @@ class ChatGenerations(GenerationFactory):
                     lambda text: len(model.text.encode(text, special=False)), turn.source_room(room, window)
                 )
         tokens = await turn.tokens(attempt, prompt, TurnInput(messages, following, window, limit, sources))
+        check_prompt_scores(request, len(tokens), 1)
         params = fit(params, len(tokens), limit, info.max_model_len, "messages", quota)
+        if request.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=request.prompt_logprobs)
         # A stored conversation, tool results and sources are not part of the request: equal requests differ in them.
-        comparable = not (turn.stored or following or sources)
+        # What is said about the prompt's tokens holds for that very prompt.
+        about_prompt = request.prompt_logprobs is not None or request.return_token_ids
+        comparable = not (turn.stored or following or sources or about_prompt)
         spec = request_spec(
             attempt,
             self.settings,
             request,
             model,
-            [TokenPrompt(tokens, choice_params(params, request.n))],
+            [TokenPrompt(tokens, choice_params(params, request.n, score_once=True))],
             stops=stops,
             priority=priority,
             length_limit=length_limit(params, limit, info.max_model_len, quota),

@@ -55,6 +55,8 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """What ended the choice: a stop string or stop token id of the request, or `TIME_LIMIT`."""
+    token_ids: list[int] | None = None
+    """All tokens since the last piece, those that are not shown as text included; None unless they are wanted."""
     calls: list[CallPiece] | None = None
     citations: Sequence[Citation] = ()
 
@@ -75,6 +77,7 @@ class Choice:
         "_detokenizer",
         "_eos",
         "_held",
+        "_ids",
         "_include_stop",
         "_length",
         "_min_tokens",
@@ -91,6 +94,7 @@ class Choice:
         "guard",
         "index",
         "last_at",
+        "logprob",
         "outcome",
         "prefill_s",
         "prompt_logprobs",
@@ -106,6 +110,7 @@ class Choice:
         stops: Sequence[str],
         min_tokens: int = 0,
         want_logprobs: bool = False,
+        want_ids: bool = False,
         discard: bool = False,
         continuation: bool = False,
         toolbox: Toolbox | None = None,
@@ -122,6 +127,7 @@ class Choice:
         neither shown nor counted."""
         self.index = index
         self.want_logprobs = want_logprobs
+        self._ids: list[int] | None = [] if want_ids else None
         self.discard = discard
         self._eos = text.eos_token_ids
         self._toolbox = toolbox
@@ -142,6 +148,8 @@ class Choice:
         self._length = 0
         self._released = 0
         self.completion_tokens = 0
+        self.logprob = 0.0
+        """Of all tokens that count, where log-probabilities came with them."""
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.guard: TextGuard | None = None
         self.citer: Citer | None = None
@@ -171,6 +179,10 @@ class Choice:
         for at in range(0, max(len(tokens), 1), step):
             part = tokens[at : at + step]
             self.completion_tokens += len(part)
+            if delta.logprobs is not None:
+                self.logprob += sum(score.logprob for score in delta.logprobs[at : at + len(part)])
+            if self._ids is not None:
+                self._ids += part
             last = delta.finish_reason is not None and at + step >= len(tokens)
             if last and stopped and not self._include_stop:
                 part = part[:-1]  # the stop token ends the text; it is not part of it
@@ -194,6 +206,8 @@ class Choice:
         if self.citer is not None:
             piece.text, piece.citations = self.citer.push(piece.text, final=piece.finish_reason is not None)
         piece.tokens = self._release(final=piece.finish_reason is not None, cut=matched is not None)
+        if self._ids is not None and (piece.finish_reason is not None or piece.text or piece.tokens or piece.calls):
+            piece.token_ids, self._ids = self._ids, []
         if piece.finish_reason is not None:
             self.finished = True
             ended = matched is not None or delta.finish_reason == "complete"

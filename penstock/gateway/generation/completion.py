@@ -14,9 +14,12 @@ from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt_options import kept_tokens
 from penstock.gateway.generation.sampling import (
     TokenLimit,
+    check_foreign_tokens,
+    check_prompt_scores,
     check_token_ids,
     choice_params,
     fit,
+    forbidden_words,
     sampling_params,
     stop_strings,
 )
@@ -46,25 +49,32 @@ class CompletionGenerations(GenerationFactory):
         request = with_response_format(request)
         exchange = attempt.exchange
         stops = stop_strings(request)
-        priority = self.admissions.priority(exchange, request.service_tier)
+        priority = self.admissions.priority(exchange, request.service_tier, request.priority)
+        if attempt.is_fallback:
+            check_foreign_tokens(request)
         if attempt.is_fallback and not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
         model, info = await self.models.open(attempt, attempt.model, limit)
         grammar = await self.grammars.response_format(request.response_format, exchange)
+        made = max(request.best_of or 1, request.n or 1)
+        # Where the best of several are wanted, what each of their tokens costs is needed to choose them.
+        logprobs = request.logprobs if made == (request.n or 1) else request.logprobs or 0
         params = sampling_params(
             request,
             info,
             model.text.eos_token_ids,
             limit,
             defaults=model.sampling,
-            logprobs=request.logprobs,
+            logprobs=logprobs,
+            bad_words=forbidden_words(request, model.text),
             grammar=grammar,
         )
         infill = _infill(request, model)
         if infill is not None:
             params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *infill.ends))))
-        if request.echo and request.logprobs is not None:
-            params = replace(params, prompt_logprobs=request.logprobs)
+        echoed = request.logprobs if request.echo else None
+        if echoed is not None or request.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=max(echoed or 0, request.prompt_logprobs or 0))
         quota = self.quotas.context_tokens(exchange.caller)
         window = info.max_model_len if quota is None else min(info.max_model_len, quota)
 
@@ -83,7 +93,9 @@ class CompletionGenerations(GenerationFactory):
                 if not tokens:
                     raise InvalidRequest("`prompt` is empty; there is nothing to continue.", param="prompt")
                 fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
-                tokenized.append(TokenPrompt(tokens, choice_params(fitted, request.n), shown))
+                choices = choice_params(fitted, made, score_once=echoed is None)
+                tokenized.append(TokenPrompt(tokens, choices, shown))
+            check_prompt_scores(request, sum(len(prompt.tokens) for prompt in tokenized), request.n or 1)
         spec = request_spec(
             attempt,
             self.settings,

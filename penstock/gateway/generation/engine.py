@@ -8,6 +8,7 @@ client was told of; of one that was cut off, all that the engine had produced wh
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,9 @@ LAST_REPORT_S = 10.0
 """How long an engine that is alive may take to report the last tokens of an aborted request."""
 
 
+AT_ONCE = 16
+"""Choices of one request that an engine has at a time; the next ones follow as these end, so that a request with many
+prompts does not fill the engine."""
 SINGLES_AT_ONCE = 256
 """Tokens of a resumed stream that are read before the event loop may run other work."""
 
@@ -67,6 +71,7 @@ class EngineGeneration(Generation):
                 stops=spec.stops,
                 min_tokens=request.params.min_tokens,
                 want_logprobs=spec.logprobs,
+                want_ids=spec.token_ids,
                 discard=spec.prompt_only,
                 continuation=spec.continuation,
                 continued=spec.continued,
@@ -78,6 +83,8 @@ class EngineGeneration(Generation):
             for index, request in enumerate(self._requests)
         ]
         self._deadline: float | None = None
+        self._submitted = 0
+        """How many requests the engine has been given."""
         self._unfinished = len(self.choices)
         self._gate: Gate | None = None
         self._failure: Exception | None = None
@@ -90,10 +97,11 @@ class EngineGeneration(Generation):
         self.resumable = spec.resumption is not None
 
     def guard(self, make: Callable[[], TextGuard]) -> None:
-        if self.spec.logprobs:
+        if self.spec.logprobs or self.spec.token_ids:
+            param = "logprobs" if self.spec.logprobs else "return_token_ids"
             raise InvalidRequest(
-                "`logprobs` would show what the guardrails of this server hold back, so it is not allowed here.",
-                param="logprobs",
+                f"`{param}` would show what the guardrails of this server hold back, so it is not allowed here.",
+                param=param,
             )
         for choice in self.choices:
             choice.guard = make()
@@ -106,6 +114,7 @@ class EngineGeneration(Generation):
             if not self.from_cache:
                 self.model.backend.abort(self._requests[index].request_id)
                 self._finished(choice, time.monotonic())
+                self._submit_more(1)
 
     def texts(self, most: int) -> list[tuple[str, str]] | None:
         if self._texts is None:
@@ -182,13 +191,23 @@ class EngineGeneration(Generation):
                 self._began(self.replica)
                 return
         try:
-            for index, request in enumerate(self._requests):
-                replica = self.model.backend.submit(request, self.mailbox, index)
-                if not index:
-                    self._began(replica or self.replica)
+            self._submit_more(min(len(self._requests), AT_ONCE))
         except ApiError:
             self.close()
             raise
+
+    def _submit_more(self, count: int) -> None:
+        """Give the engine the next `count` requests."""
+        first = self._submitted
+        for index in range(first, min(first + count, len(self._requests))):
+            request = self._requests[index]
+            if first and self.spec.time_limit_s is not None and self._submitted_at is not None:
+                left = self._submitted_at + self.spec.time_limit_s - time.monotonic()
+                request = self._requests[index] = dataclasses.replace(request, timeout_s=max(left, 0.0))
+            self._submitted += 1
+            replica = self.model.backend.submit(request, self.mailbox, index)
+            if not index:
+                self._began(replica or self.replica)
 
     @property
     def done(self) -> bool:
@@ -270,9 +289,10 @@ class EngineGeneration(Generation):
             id=self.id,
             model=self.model,
             priority=spec.priority,
-            prompts=[prompt.tokens for prompt in spec.prompts],
-            sequences=len(self.choices),
-            most_output=self.most_completion_tokens,
+            # Only so many run at once; what all of them took is known, and counted, when they have ended.
+            prompts=[prompt.tokens for prompt in spec.prompts[:AT_ONCE]],
+            sequences=min(len(self.choices), AT_ONCE),
+            most_output=sum(request.params.max_tokens for request in self._requests[:AT_ONCE]),
             cache_key=f"{self.model.adapter}\0{spec.cache_salt}",
         )
 
@@ -314,7 +334,7 @@ class EngineGeneration(Generation):
             return None
         if delta.finish_reason == "abort":
             raise EngineLost("The engine gave up this request; try again.")
-        if delta.finish_reason == "timeout" and not delta.tokens and not choice.completion_tokens:
+        if delta.finish_reason == "timeout" and not delta.tokens and not self.completion_tokens:
             raise RequestTimeout("The request did not produce a token in the time allowed.")
         if delta.tokens:
             self._observe_tokens(choice, len(delta.tokens), at)
@@ -334,6 +354,7 @@ class EngineGeneration(Generation):
             if delta.finish_reason is None:
                 self.model.backend.abort(self._requests[index].request_id, resumable=self.resumable)
             self._finished(choice, at)
+            self._submit_more(1)
         return piece
 
     def _expire(self) -> list[Piece]:

@@ -11,17 +11,21 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
 from penstock.gateway.generation.prompt_options import continues
 from penstock.gateway.generation.remote import RemoteSpec
+from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.sampling import TokenLimit, stop_strings
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.remotes import RemoteModel
 
-TOKEN_OPTIONS = ("logit_bias", "stop_token_ids", "logprobs", "top_logprobs")
+TOKEN_OPTIONS = (
+    *("logit_bias", "stop_token_ids", "allowed_token_ids", "logprobs", "top_logprobs", "prompt_logprobs"),
+    *("return_token_ids", "return_tokens_as_token_ids"),
+)
 """Options about tokens, which only the other server knows."""
 OWN_OPTIONS = (
     *("model", "messages", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens"),
-    *("user", "safety_identifier", "metadata", "service_tier", "speculation", "prompt_cache_key", "store"),
+    *("user", "safety_identifier", "metadata", "service_tier", "priority", "speculation", "prompt_cache_key", "store"),
     *("conversation", "rag", "modalities", "server_tools", "echo", "add_generation_prompt", "continue_final_message"),
 )
 """Options that this gateway applies itself, or writes in another form."""
@@ -43,12 +47,14 @@ def remote_spec(
 ) -> RemoteSpec:
     """What `model` is asked to generate; `messages` have been checked."""
     for name in TOKEN_OPTIONS:
-        if getattr(request, name):
+        if getattr(request, name) or (name == "prompt_logprobs" and request.prompt_logprobs is not None):
             raise InvalidRequest(
                 f"`{name}` is about tokens; those of `{model.name}`, which another server runs, are not known here.",
                 param=name,
                 code="unsupported_parameter",
             )
+    if request.priority:
+        ignore_advice(attempt.exchange, "priority")
     fields = msgspec.to_builtins(request)
     body: dict[str, Any] = {name: fields[name] for name in PASSED_ON if fields.get(name) is not None}
     body |= {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}

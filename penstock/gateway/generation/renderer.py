@@ -24,6 +24,10 @@ class Renderer(ABC):
     """Sent by a stream that has been silent for a while."""
 
     @property
+    def head(self) -> dict[str, Any]:
+        return self._head
+
+    @property
     def response_id(self) -> str:
         return str(self._head["id"])
 

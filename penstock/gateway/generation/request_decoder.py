@@ -27,8 +27,6 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     # Constraints, as vLLM, SGLang and llama.cpp spell them
     "grammar_lazy": (None, False),
     "grammar_triggers": (None, []),
-    "allowed_token_ids": (None, []),
-    "bad_words": (None, []),
     "logits_processors": (None, []),
     "custom_logit_processor": ANY,
     "stop_regex": ANY,
@@ -39,28 +37,23 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     # Sampling
     "use_beam_search": (None, False),
     "length_penalty": (None, 1),
-    "typical_p": (None, 1),
     "tfs_z": (None, 1),
+    "top_n_sigma": (None, -1, 0),
+    "top_a": (None, 0),
     "mirostat": (None, 0),
     "dry_multiplier": (None, 0),
     "xtc_probability": (None, 0),
     "dynatemp_range": (None, 0),
-    "repeat_penalty": (None, 1),
-    "n_predict": (None, -1),
-    "min_new_tokens": (None, 0),
     "samplers": ANY,
     # What comes back
-    "prompt_logprobs": ANY,
-    "return_token_ids": (None, False),
-    "return_tokens_as_token_ids": (None, False),
-    "n_probs": (None, 0),
     "logprobs_mode": ANY,
     "normalize": (None, True),
     # Where and with what it runs
-    "cache_salt": ANY,
-    "priority": (None, 0),
     "lora_path": ANY,
     "thread": ANY,
+    # Tools, where an endpoint has none of these
+    "tool_choice": (None, "auto"),
+    "parallel_tool_calls": (None, True),
     # Honoured where the endpoint has them
     "structured_outputs": (None, {}),
     "grammar": (None, ""),
@@ -76,8 +69,38 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "messages.prefix": (None, False),
     "messages.partial": (None, False),
     "echo": (None, False),
+    "priority": (None, 0),
+    "cache_salt": ANY,
+    "n_probs": (None, 0),
+    "return_tokens_as_token_ids": (None, False),
+    "return_token_ids": (None, False),
+    "prompt_logprobs": ANY,
+    "min_new_tokens": (None, 0),
+    "n_predict": (None, -1),
+    "repeat_penalty": (None, 1),
+    "typical_p": (None, 1),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
 }
 """Parameters that an endpoint may not honour, with the values that ask for nothing."""
+_FILTERS = "the filters here are `top_k`, `top_p`, `min_p` and `typical_p`"
+_PENALTIES = "the penalties here are `repetition_penalty`, `frequency_penalty` and `presence_penalty`"
+_CODE = "code of a request does not run here; use `logit_bias`, `allowed_token_ids` or `bad_words`"
+REASONS = {
+    "use_beam_search": "beams copy their caches at every token, which costs all other requests; use `best_of`",
+    "length_penalty": "it belongs to beam search, which is not done here; `best_of` compares the mean per token",
+    "mirostat": "its state changes with every token, and would not survive a failover; use `temperature` and `min_p`",
+    "dry_multiplier": _PENALTIES,
+    "xtc_probability": _FILTERS,
+    "top_n_sigma": _FILTERS,
+    "top_a": _FILTERS,
+    "tfs_z": _FILTERS,
+    "dynatemp_range": "a request has one temperature; use `temperature` with `min_p`",
+    "samplers": "their order is fixed: penalties, constraints, typical_p, temperature, top_k, top_p, min_p",
+    "logits_processors": _CODE,
+    "custom_logit_processor": _CODE,
+}
+"""Why some of them are not honoured, and what does something similar."""
 
 
 ADVISORY = frozenset(
@@ -122,7 +145,7 @@ def ignore(exchange: Exchange, unknown: UnknownFields, at: str = "") -> None:
     for name, value in unknown.names.items():
         neutral = CHANGES_THE_ANSWER.get(name, ANY if name in OF_OTHER_ENDPOINTS else None)
         if neutral is not None and not any(_equal(value, usual) for usual in neutral):
-            raise not_supported(name)
+            raise not_supported(name, REASONS.get(name, ""))
     exchange.ignored.extend(f"{at}.{name}" if at else name for name in unknown.names)
     exchange.ignored_more += unknown.unnamed
 

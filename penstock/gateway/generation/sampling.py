@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from penstock.config.sampling import SamplingDefaults
 from penstock.engine.request import EngineInfo, SamplingParams
 from penstock.gateway.app.decoding import not_supported
-from penstock.gateway.generation.schemas import Sampling
+from penstock.gateway.generation.schemas import Sampling, TokenDetails
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
+from penstock.text import TextModel
 
 SEED_MASK = 2**63 - 1
 Number = TypeVar("Number", int, float)
+MOST_PROMPT_SCORES = 2**19
+"""Log-probabilities of prompt tokens in one answer: some 40 MB of JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ def sampling_params(
     *,
     defaults: SamplingDefaults,
     logprobs: int | None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: str = "",
 ) -> SamplingParams:
     """Everything, with the seed of choice 0. `defaults`: the model's, for what the request does not give.
@@ -54,6 +59,7 @@ def sampling_params(
     stop_ids = tuple(request.stop_token_ids or ())
     check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
     check_token_ids(request.logit_bias or {}, info.vocab_size, "logit_bias")
+    check_token_ids(request.allowed_token_ids or (), info.vocab_size, "allowed_token_ids")
     if request.stream_options is not None:
         if not request.stream:
             raise InvalidRequest("`stream_options` is only allowed with `stream: true`.", param="stream_options")
@@ -68,6 +74,7 @@ def sampling_params(
         # 0 keeps the most likely token only, which any tiny mass does.
         top_p=max(first_given(request.top_p, defaults.top_p, 1.0), 1e-9),
         min_p=first_given(request.min_p, defaults.min_p, 0.0),
+        typical_p=first_given(request.typical_p, defaults.typical_p, 1.0),
         presence_penalty=first_given(request.presence_penalty, defaults.presence_penalty, 0.0),
         frequency_penalty=first_given(request.frequency_penalty, defaults.frequency_penalty, 0.0),
         repetition_penalty=first_given(request.repetition_penalty, defaults.repetition_penalty, 1.0),
@@ -75,6 +82,8 @@ def sampling_params(
         seed=seed,
         stop_token_ids=stop_ids if request.ignore_eos else tuple(dict.fromkeys((*eos, *stop_ids))),
         logprobs=logprobs,
+        allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
+        bad_words=bad_words,
         grammar=grammar,
     )
 
@@ -134,11 +143,39 @@ def token_limit(
     return TokenLimit(asked, default, param, clip, "default_max_tokens").lowered(cap, "max_tokens")
 
 
-def choice_params(params: SamplingParams, n: int | None) -> list[SamplingParams]:
-    """The parameters of each of `n` choices: the same, with the next seed."""
+def choice_params(params: SamplingParams, n: int | None, *, score_once: bool = False) -> list[SamplingParams]:
+    """The parameters of each of `n` choices: the same, with the next seed. `score_once`: the first choice scores the
+    prompt for all of them; the others can then take it from the prefix cache."""
     if n is None or n == 1:
         return [params]
-    return [params, *(replace(params, seed=(params.seed + i) & SEED_MASK) for i in range(1, n))]
+    other = replace(params, prompt_logprobs=None) if score_once else params
+    return [params, *(replace(other, seed=(params.seed + i) & SEED_MASK) for i in range(1, n))]
+
+
+def forbidden_words(request: Sampling, text: TextModel) -> tuple[tuple[int, ...], ...]:
+    """`bad_words` as sequences of tokens: each as the beginning of a text and behind a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in request.bad_words or ():
+        if not word.strip():
+            raise InvalidRequest("`bad_words` must not contain an empty word.", param="bad_words")
+        for spelling in (word.lstrip(), f" {word.lstrip()}"):
+            found[tuple(text.encode(spelling, special=False, add_special_tokens=False))] = None
+    return tuple(found)
+
+
+def check_prompt_scores(request: TokenDetails, tokens: int, choices: int) -> None:
+    """Log-probabilities of a prompt must fit an answer."""
+    if request.prompt_logprobs is None:
+        return
+    if request.stream:
+        raise InvalidRequest("`prompt_logprobs` is not available in streams.", param="prompt_logprobs")
+    entries = (request.prompt_logprobs + 1) * tokens * choices
+    if entries > MOST_PROMPT_SCORES:
+        raise InvalidRequest(
+            f"`prompt_logprobs` asks for {entries} log-probabilities; one answer holds at most {MOST_PROMPT_SCORES}. "
+            "Ask for fewer per token, or for fewer prompts.",
+            param="prompt_logprobs",
+        )
 
 
 def stop_strings(request: Sampling) -> list[str]:
@@ -148,11 +185,18 @@ def stop_strings(request: Sampling) -> list[str]:
     return stops
 
 
-def check_token_ids(ids: tuple[int, ...] | list[int] | dict[int, float], vocab_size: int, param: str) -> None:
+def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
     if ids and (worst := max(ids)) >= vocab_size:
         raise InvalidRequest(
             f"`{param}` contains token id {worst}; this model's ids are 0 to {vocab_size - 1}.", param=param
         )
+
+
+def check_foreign_tokens(request: Sampling) -> None:
+    """Before another model answers: ids mean other tokens there."""
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        if getattr(request, name):
+            raise InvalidRequest("Token ids are those of the model that was asked for.", param=name)
 
 
 def check_choices(prompts: int, n: int, settings: GenerationSettings) -> None:

@@ -27,6 +27,8 @@ Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk."""
     include_obfuscation: bool | None = None
 
 
@@ -110,6 +112,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
@@ -121,6 +124,8 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
         | None
     ) = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=2**18)] | None = None
+    bad_words: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stream: bool | None = None
@@ -131,6 +136,8 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     speculation: bool | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=512)] | None = None
+    priority: Annotated[int, Meta(ge=-INT64 - 1, le=INT64)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -266,7 +273,20 @@ class RagRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     and have no number get one as well. none: nothing is resolved."""
 
 
-class ChatRequest(Sampling, kw_only=True):
+class TokenDetails(Sampling, kw_only=True):
+    """What comes back about single tokens, and other names of parameters; see `spellings`."""
+
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    n_predict: Annotated[int, Meta(ge=-1, le=INT64)] | None = None
+    max_new_tokens: Annotated[int, Meta(ge=0, le=INT64)] | None = None
+    min_new_tokens: Annotated[int, Meta(ge=0, le=INT64)] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    n_probs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+class ChatRequest(TokenDetails, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Messages
@@ -306,7 +326,7 @@ CHAT_UNSUPPORTED = (
 MESSAGE_UNSUPPORTED = ("audio", "function_call")
 
 
-class CompletionRequest(Sampling, kw_only=True):
+class CompletionRequest(TokenDetails, kw_only=True):
     """POST /v1/completions"""
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(max_length=2**20)]

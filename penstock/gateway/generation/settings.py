@@ -45,6 +45,8 @@ class GenerationSettings:
         limits = [limit for limit in (self.time_limit_s, of_tier) if limit is not None]
         return min(limits, default=None)
 
-    def cache_salt(self, caller: Caller) -> str:
-        """Keeps tenants out of each other's cached prefixes; callers without a key share one salt."""
-        return "" if self.share_prefixes or not caller.key else caller.tenant
+    def cache_salt(self, caller: Caller, asked: str | None = None) -> str:
+        """Keeps tenants out of each other's cached prefixes; callers without a key share one salt. `asked`: of the
+        request itself, which divides the prefixes of its tenant further."""
+        own = "" if self.share_prefixes or not caller.key else caller.tenant
+        return f"{own}\0{asked}" if asked else own

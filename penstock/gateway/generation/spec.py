@@ -13,7 +13,7 @@ from msgspec import Struct
 from penstock.engine.request import Request, SamplingParams
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.resumption import Resumption
-from penstock.gateway.generation.schemas import Sampling
+from penstock.gateway.generation.schemas import TokenDetails
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.metering.engine_counts import engine_id
 from penstock.routing.registry import ServedModel
@@ -61,6 +61,8 @@ class GenerationSpec(Struct, frozen=True):
     stops: Sequence[str] = ()
     logprobs: bool = False
     """Whether the client is shown log-probabilities."""
+    token_ids: bool = False
+    """Whether the client is shown token ids."""
     prompt_only: bool = False
     """The request is only run for its prompt; what it generates is neither shown nor counted."""
     continuation: bool = False
@@ -116,7 +118,7 @@ class GenerationSpec(Struct, frozen=True):
 def request_spec(
     attempt: Attempt,
     settings: GenerationSettings,
-    request: Sampling,
+    request: TokenDetails,
     model: ServedModel,
     prompts: Sequence[TokenPrompt],
     *,
@@ -139,7 +141,7 @@ def request_spec(
         started_at=exchange.started_at,
         priority=priority,
         owner=exchange.caller.tenant,
-        cache_salt=settings.cache_salt(exchange.caller),
+        cache_salt=settings.cache_salt(exchange.caller, request.cache_salt),
         affinity=attempt.affinity(request.prompt_cache_key),
         patient=not attempt.has_fallback,
         speculation=request.speculation is not False,
@@ -147,6 +149,7 @@ def request_spec(
         length_limit=length_limit,
         stops=stops,
         logprobs=logprobs,
+        token_ids=bool(request.return_token_ids),
         prompt_only=prompt_only,
         continuation=continuation,
         continued=continued,

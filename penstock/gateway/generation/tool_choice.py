@@ -11,7 +11,7 @@ from penstock.gateway.generation.schemas import ChatRequest, FreeTextFunction, N
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
 from penstock.text.grammars import Grammar
-from penstock.text.system_messages import placed
+from penstock.text.template_fit import Accepted, fitted
 from penstock.tools import prompt as prompting
 from penstock.tools.formats import ToolFormat, ToolFormatSetting, choose
 from penstock.tools.toolbox import Tool, Toolbox, Use
@@ -90,13 +90,16 @@ def for_template(
     messages: list[dict[str, Any]], tools: tuple[Tool, ...], model: ServedModel
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Messages and tools as the model's template takes them."""
-    messages = placed(messages, lambda: model.text.system_messages)
+
+    def accepted() -> Accepted:
+        return model.text.accepted
+
     if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
-        return messages, None
+        return fitted(messages, accepted), None
     form = format_of(model)
     if model.text.template_knows_tools:
-        return prompting.native(messages, form), [tool.described() for tool in tools] or None
-    return prompting.explained(messages, tools, form), None
+        return prompting.native(fitted(messages, accepted), form), [tool.described() for tool in tools] or None
+    return fitted(prompting.explained(messages, tools, form), accepted), None
 
 
 async def grammar_for(cache: GrammarCache, request: ChatRequest, toolbox: Toolbox | None, exchange: Exchange) -> str:

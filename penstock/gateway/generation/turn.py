@@ -112,10 +112,10 @@ class StatelessTurn:
         return [*added.messages, *added.following]
 
     def recorder(self, attempt: Attempt, generation: Generation) -> TurnRecorder:
-        return _UnstoredAnswer(generation)
+        return UnstoredAnswer(generation)
 
 
-class _UnstoredAnswer:
+class UnstoredAnswer:
     """The recorder of a turn that is not stored."""
 
     __slots__ = ("generation", "report")

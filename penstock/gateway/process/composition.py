@@ -36,6 +36,7 @@ from penstock.gateway.api.ollama.catalogue import Catalogue
 from penstock.gateway.api.ollama.endpoints import OllamaEndpoints
 from penstock.gateway.api.ollama.pull import OllamaPullEndpoints
 from penstock.gateway.api.openai.chat import ChatEndpoints
+from penstock.gateway.api.openai.chat_store import ChatStore
 from penstock.gateway.api.openai.completions import CompletionEndpoints
 from penstock.gateway.api.openai.conversations import ConversationItemEndpoints
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
@@ -45,6 +46,7 @@ from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
+from penstock.gateway.api.openai.stored_chat import StoredChatEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.operations.health import Check, HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
@@ -297,6 +299,7 @@ async def compose(
         if settings.tool_servers or stores is not None:
             server_tools = ServerTools(pipeline, tools, settings.tools, request_log.add)
         responses = NoResponseStore() if stores is None else stores.responses
+        chats = None if stores is None else stores.chats
 
         # What requests reach.
         limit, uploads = settings.body_limit, UploadSlots()
@@ -306,7 +309,8 @@ async def compose(
         embeddings = EmbeddingEndpoints(encoders, encoder_work, guardrails, limit)
         catalogue = Catalogue(registry, encoders, routes)
         endpoints: list[object] = [
-            ChatEndpoints(pipeline, conversations, server_tools),
+            ChatEndpoints(pipeline, conversations, server_tools, chats),
+            _stored_chats(chats, limit),
             CompletionEndpoints(pipeline),
             ResponseEndpoints(pipeline, conversations, responses),
             StoredResponseEndpoints(responses),
@@ -386,6 +390,12 @@ def _identity_endpoints(
         settings.default_tier,
         settings.body_limit,
     )
+
+
+def _stored_chats(store: ChatStore | None, limit: int) -> StoredChatEndpoints | Unavailable:
+    if store is not None:
+        return StoredChatEndpoints(store, limit)
+    return Unavailable(StoredChatEndpoints, NotFound, "This gateway stores no chat completions.")
 
 
 def _conversation_items(

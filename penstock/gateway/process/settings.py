@@ -147,7 +147,7 @@ class GatewaySettings:
     default_max_tokens: int | None = None
     max_tokens: int | None = None
     time_limit_s: float | None = None
-    max_choices: int = 16
+    max_choices: int = 128
     store_url: str | None = None
     """The database of tenants and keys; None: there is none, and no key is needed."""
     durable_charges: bool = False

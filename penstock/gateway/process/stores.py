@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.gateway.api.openai.chat_store import ChatStore
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.batches.files import FileStore
 from penstock.gateway.batches.store import BatchStore
@@ -20,6 +21,7 @@ from penstock.tools.execution.specs import ToolSpecStore
 class Stores:
     identities: IdentityStore
     responses: ResponseStore | NoResponseStore
+    chats: ChatStore | None
     feedback: Feedback
     files: FileStore
     batches: BatchStore
@@ -33,6 +35,9 @@ async def open_stores(database: Database, settings: GatewaySettings, metrics: Me
         responses=ResponseStore(database, keep_s=settings.keep_responses_s, most=settings.responses_per_tenant)
         if settings.responses_per_tenant
         else NoResponseStore(),
+        chats=ChatStore(database, keep_s=settings.keep_responses_s, most=settings.responses_per_tenant)
+        if settings.responses_per_tenant
+        else None,
         feedback=Feedback(database, metrics),
         files=FileStore(database, keep_s=settings.batches.keep_files_s),
         batches=BatchStore(database),
@@ -42,6 +47,8 @@ async def open_stores(database: Database, settings: GatewaySettings, metrics: Me
     await stores.identities.prepare()
     if isinstance(stores.responses, ResponseStore):
         await stores.responses.prepare()
+    if stores.chats is not None:
+        await stores.chats.prepare()
     await stores.feedback.prepare()
     await stores.files.prepare()
     await stores.batches.prepare()

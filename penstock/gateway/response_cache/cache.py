@@ -153,7 +153,7 @@ class ResponseCache:
         if not exact and not semantic:
             return None
         tenant, model = exchange.caller.tenant, generation.model
-        common = [model.name, model.fingerprint, model.sampling, spec.stops, spec.form]
+        common = [model.name, model.fingerprint, model.sampling, spec.cache_salt, spec.stops, spec.form]
         prompts = [prompt.tokens for prompt in spec.prompts]
         key = CacheKey(tenant, model.name, _digest([*common, *_parameters(spec), prompts]))
         partition = None

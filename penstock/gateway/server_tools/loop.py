@@ -171,6 +171,7 @@ class _ToolLoop:
             self._exchange.extra_headers.append((LIMIT, limit.encode()))
         body = renderer.whole([pieces])
         await recorder.store(self._said)
+        await renderer.keep()
         await self._exchange.reply(200, body)
 
     async def stream(self) -> None:
@@ -195,7 +196,9 @@ class _ToolLoop:
             await recorder.store(self._said)
             if limit := self._limit_reached():
                 waiting += renderer.limit_reached(limit)
-            await exchange.end_stream(waiting + renderer.closing())
+            waiting += renderer.closing()
+            await renderer.keep()
+            await exchange.end_stream(waiting)
         except ApiError as error:
             if not exchange.response_started:
                 raise

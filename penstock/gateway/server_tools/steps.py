@@ -47,6 +47,10 @@ class StepsRenderer(Renderer):
     def tool_event(self, event: dict[str, Any]) -> bytes:
         """The beginning or the result of a call, as an event of the stream."""
 
+    async def keep(self) -> None:
+        """Called when the last step has been rendered, before its end is sent."""
+        return
+
 
 def shown(piece: Piece) -> Piece | None:
     """What the client sees of a piece: calls are told as events, and only the last step ends the answer."""

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, needs_extra
 from penstock.tools.execution.addresses import Addresses, trusted
 from penstock.tools.execution.base import Function, Outcome, ToolError, ToolServer, clipped
 
@@ -193,7 +193,7 @@ def streamable_http(
 def _check_library() -> None:
     """Checks that the library is installed without importing it: the import takes a second and is done in a thread."""
     if importlib.util.find_spec("mcp") is None:
-        raise ConfigError("MCP servers need a library: pip install 'penstock[mcp]'")
+        raise ConfigError(f"an MCP server {needs_extra('mcp')}")
 
 
 async def _list(client: Any) -> tuple[Function, ...]:

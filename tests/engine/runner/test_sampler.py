@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 from penstock.engine.backends import cpu
 from penstock.engine.backends.interface import Ops
@@ -72,6 +72,24 @@ def chi_square_p(observed: torch.Tensor, expected: torch.Tensor, count: int) -> 
     degrees = int(live.sum()) - 1
     z = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / math.sqrt(2 / (9 * degrees))
     return 0.5 * math.erfc(z / math.sqrt(2))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.95])
+def test_typical_sampling_keeps_what_the_reference_keeps(share: float) -> None:
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(4)) * 2
+    logits[0, 3] = float("-inf")
+    expected = TypicalLogitsWarper(share)(torch.zeros(1, 1, dtype=torch.long), logits.clone())[0]
+    observed = frequencies(logits, 3000, typical_p=share)
+    assert not observed[expected.isinf()].any()
+    likely = expected.softmax(-1) > 0.01
+    assert (observed[likely] > 0).all()
+    mixed = [
+        SamplingParams(seed=1, typical_p=share),
+        SamplingParams(seed=2),
+        SamplingParams(temperature=0.0, typical_p=share),
+    ]
+    plain = [SamplingParams(seed=1), SamplingParams(seed=2), SamplingParams(temperature=0.0)]
+    assert draw(logits.expand(3, -1), mixed)[0][1:] == draw(logits.expand(3, -1), plain)[0][1:], "others as before"
 
 
 def test_temperature_sampling_follows_the_softmax() -> None:

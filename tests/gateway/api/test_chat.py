@@ -53,6 +53,18 @@ async def test_streams_role_first_usage_and_done_last(serving: Serving) -> None:
         assert chunks[-1]["usage"]["completion_tokens"] == 14
 
 
+async def test_every_chunk_has_the_usage_so_far_if_asked_for(serving: Serving) -> None:
+    async with serving() as gateway:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        for ask in (gateway.chat, gateway.complete):
+            reply = await ask(stream=True, stream_options=options)
+            assert "x-penstock-ignored" not in reply.headers
+            used = [json.loads(data)["usage"] for data in events(reply.text)[:-1]]
+            counts = [usage["completion_tokens"] for usage in used]
+            assert counts == sorted(counts) and counts[-1] == 14 and len(set(counts)) > 1
+            assert {usage["prompt_tokens"] for usage in used} == {used[-1]["prompt_tokens"]}
+
+
 async def test_a_stream_without_usage_has_no_usage_key(serving: Serving) -> None:
     async with serving() as gateway:
         chunks = [json.loads(line) for line in events((await gateway.chat(stream=True)).text)[:-1]]

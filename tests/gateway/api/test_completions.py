@@ -91,7 +91,10 @@ async def test_echo_without_logprobs(serving: Serving) -> None:
     ("body", "param"),
     [
         ({"suffix": "end"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 3, "stream": True}, "best_of"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"prompt": ["a"] * 65, "best_of": 2}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": [[]]}, "prompt"),

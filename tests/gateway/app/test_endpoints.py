@@ -39,6 +39,22 @@ async def test_models(serving: Serving, text: TextModel) -> None:
         assert (await gateway.client.get("/v1/models/small")).json()["id"] == "tiny"
 
 
+async def test_what_a_client_needs_to_know_of_the_tokenizer(serving: Serving, text: TextModel) -> None:
+    async with serving() as gateway:
+        body = (await gateway.client.get("/tokenizer_info")).json()
+        assert body == {
+            "object": "tokenizer",
+            "model": "tiny",
+            "bos_token": None,
+            "eos_token": "<|end|>",
+            "pad_token": None,
+            "chat_template": text.template_source,
+            "vocab_size": text.vocab_size,
+            "model_max_length": 512,
+        }
+        assert (await gateway.client.get("/tokenizer_info", params={"model": "none"})).status_code == 404
+
+
 async def test_tokenize_and_detokenize(serving: Serving, text: TextModel) -> None:
     async with serving() as gateway:
         body = (await gateway.client.post("/v1/tokenize", json={"model": "tiny", "prompt": "héy"})).json()
@@ -297,6 +313,6 @@ async def test_head_is_answered_wherever_get_is(serving: Serving) -> None:
             assert head.status_code == 200 and head.content == b"", path
             assert int(head.headers["content-length"]) > 0
         assert (await gateway.client.head("/v1/models/nope")).status_code == 404
-        refused = await gateway.client.head("/v1/chat/completions")
+        refused = await gateway.client.head("/v1/completions")
         assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
         assert (await gateway.client.post("/v1/models", json={})).headers["allow"] == "GET, HEAD"

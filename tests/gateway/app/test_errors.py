@@ -110,7 +110,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
-    ({"n": 17}, "n"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
+    ({"bad_words": [" "]}, "bad_words"),
+    ({"typical_p": 1.1}, "typical_p"),
+    ({"repeat_penalty": 1.5, "repetition_penalty": 1.2}, "repeat_penalty"),
+    ({"n_predict": 5, "max_tokens": 6}, "n_predict"),
+    ({"n_predict": 0}, "max_tokens"),
+    ({"min_new_tokens": 20, "max_new_tokens": 10}, "min_tokens"),
+    ({"n_probs": 3, "top_logprobs": 2, "logprobs": True}, "n_probs"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"mirostat": 2}, "mirostat"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"priority": "high"}, "priority"),
     ({"seed": 2**64}, "seed"),
     ({"seed": "x"}, "seed"),
     ({"stop": ["a"] * 17}, "stop"),
@@ -253,7 +265,7 @@ async def test_unknown_model_path_and_method(serving: Serving) -> None:
         assert reply.status_code == 404
         assert_shape(reply.json())
         assert "x-request-id" in reply.headers
-        reply = await gateway.client.get("/v1/chat/completions")
+        reply = await gateway.client.get("/v1/completions")
         assert reply.status_code == 405
         assert_shape(reply.json())
         assert reply.headers["allow"] == "POST"

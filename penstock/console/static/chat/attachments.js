@@ -1,7 +1,7 @@
 // Files of a chat: each conversation has a collection of its own, made with the first file and deleted with the
 // conversation. Answers are then given from it, with citations.
 
-import { ApiError, call, get, post, remove } from "../api.js";
+import { ApiError, get, post, remove, upload } from "../api.js";
 
 const TYPES = { md: "text/markdown", markdown: "text/markdown", html: "text/html", htm: "text/html", pdf: "application/pdf" };
 const PAUSE_MS = 400;
@@ -22,7 +22,8 @@ async function collectionOf(conversation) {
 export async function attach(conversation, file, shown) {
   try {
     const collection = await collectionOf(conversation);
-    let document = await (await call("POST", at(collection, `/documents?name=${encodeURIComponent(file.name)}`), file, { type: typeOf(file.name) })).json();
+    const path = at(collection, `/documents?name=${encodeURIComponent(file.name)}`);
+    let document = await upload(path, file, { type: typeOf(file.name), onProgress: (share) => (shown.sent = share) });
     while (true) {
       Object.assign(shown, { id: document.id, status: document.status, error: document.error, chunks: document.chunks, read: document.chunks_done });
       if (finished(shown)) return;

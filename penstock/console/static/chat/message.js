@@ -3,13 +3,15 @@
 import { copy, duration, money, number } from "../format.js";
 import RichText from "./text.js";
 
+// What ended an answer: the limits of a server by their names, then other reasons.
+const LIMITS = { time_limit: "stopped by the server's time limit", context_window: "the context window is full", context_tokens: "reached the context limit of this key", default_max_tokens: "reached the server's limit of tokens", max_tokens: "reached the server's limit of tokens", "sampling.max_tokens": "reached the model's limit of tokens" };
 const ENDS = { length: "reached the token limit", stopped: "stopped", tool_calls: "calls a tool", content_filter: "cut by a content filter", broken: "broken off" };
 
 export default {
   name: "ChatMessage",
   components: { RichText },
   props: { message: { type: Object, required: true }, versions: { type: Array, required: true }, running: Boolean, busy: Boolean, cost: { type: Number, default: null } },
-  emits: ["edit", "again", "choose", "cite", "rate"],
+  emits: ["edit", "again", "more", "choose", "cite", "rate"],
   template: `
     <article class="message" :class="message.role" :aria-label="who">
       <div class="who">{{ who }}</div>
@@ -42,13 +44,14 @@ export default {
         <template v-if="versions.length > 1">
           <q-btn flat dense round size="sm" icon="chevron_left" aria-label="Previous version" :disable="busy || place === 0" @click="$emit('choose', versions[place - 1])" /><span class="muted">{{ place + 1 }} / {{ versions.length }}</span><q-btn flat dense round size="sm" icon="chevron_right" aria-label="Next version" :disable="busy || place === versions.length - 1" @click="$emit('choose', versions[place + 1])" />
         </template>
-        <q-btn flat dense round size="sm" :icon="copied ? 'check' : 'content_copy'" aria-label="Copy text" @click="copyAll"><q-tooltip>Copy</q-tooltip></q-btn>
-        <q-btn v-if="message.role === 'user'" flat dense round size="sm" icon="edit" aria-label="Edit" :disable="busy" @click="begin"><q-tooltip>Edit</q-tooltip></q-btn>
+        <q-btn flat dense round size="sm" :icon="copied ? 'check' : 'content_copy'" title="Copy" aria-label="Copy text" @click="copyAll" />
+        <q-btn v-if="message.role === 'user'" flat dense round size="sm" icon="edit" title="Edit" aria-label="Edit" :disable="busy" @click="begin" />
         <template v-else>
-          <q-btn flat dense round size="sm" icon="refresh" aria-label="Regenerate" :disable="busy" @click="$emit('again')"><q-tooltip>Regenerate</q-tooltip></q-btn>
+          <q-btn v-if="unfinished" flat dense round size="sm" icon="play_arrow" title="Continue" aria-label="Continue" :disable="busy" @click="$emit('more')" />
+          <q-btn flat dense round size="sm" icon="refresh" title="Regenerate" aria-label="Regenerate" :disable="busy" @click="$emit('again')" />
           <template v-if="message.response">
-            <q-btn flat dense round size="sm" icon="thumb_up" aria-label="Good answer" :aria-pressed="message.rating === 'up'" :color="message.rating === 'up' ? 'positive' : null" @click="$emit('rate', 'up')" />
-            <q-btn flat dense round size="sm" icon="thumb_down" aria-label="Bad answer" :aria-pressed="message.rating === 'down'" :color="message.rating === 'down' ? 'negative' : null" @click="$emit('rate', 'down')" />
+            <q-btn flat dense round size="sm" icon="thumb_up" title="Good answer" aria-label="Good answer" :aria-pressed="message.rating === 'up'" :color="message.rating === 'up' ? 'positive' : null" @click="$emit('rate', 'up')" />
+            <q-btn flat dense round size="sm" icon="thumb_down" title="Bad answer" aria-label="Bad answer" :aria-pressed="message.rating === 'down'" :color="message.rating === 'down' ? 'negative' : null" @click="$emit('rate', 'down')" />
           </template>
         </template>
       </div>
@@ -69,6 +72,10 @@ export default {
       const known = new Set((sources.length ? sources : citations).map((one) => one.n));
       return known.size ? { cite: (n) => known.has(n) } : {};
     },
+    // It broke off before its end, and can go on.
+    unfinished() {
+      return ["length", "stopped", "broken"].includes(this.message.facts?.finish) && Boolean(this.message.content) && !this.message.tools.length;
+    },
     cited() {
       const found = new Map();
       for (const one of this.message.citations) found.set(one.n, { n: one.n, title: one.url_citation?.title || one.document || one.chunk_id });
@@ -76,8 +83,7 @@ export default {
     },
     end() {
       const { finish, limit } = this.message.facts;
-      if (finish === "length" && limit) return `ended by the limit: ${limit}`;
-      return ENDS[finish] || "";
+      return (finish === "length" && limit && (LIMITS[limit] || `ended by the limit ${limit}`)) || ENDS[finish] || "";
     },
   },
   methods: {

@@ -4,6 +4,7 @@ const NUMBERS = [
   { name: "temperature", label: "Temperature", step: 0.1, min: 0, max: 2 },
   { name: "top_p", label: "Top p", step: 0.05, min: 0, max: 1 },
   { name: "top_k", label: "Top k", step: 1, min: 0 },
+  { name: "min_p", label: "Min p", step: 0.05, min: 0, max: 1 },
   { name: "max_tokens", label: "Max tokens", step: 1, min: 1 },
   { name: "frequency_penalty", label: "Frequency penalty", step: 0.1, min: -2, max: 2 },
   { name: "presence_penalty", label: "Presence penalty", step: 0.1, min: -2, max: 2 },

@@ -40,14 +40,14 @@ export default {
           <q-btn flat dense :round="narrow" no-caps icon="code" :label="narrow ? '' : 'Code'" aria-label="Code" :disable="!chat.model" @click="showCode" />
           <q-btn flat dense :round="narrow" no-caps icon="tune" :label="narrow ? '' : 'Settings'" aria-label="Settings" :aria-expanded="tuning" @click="tuning = !tuning"><q-badge v-if="changes" floating rounded color="primary" :label="changes" :aria-label="changes + ' changed'" /></q-btn>
         </div>
-        <div class="messages" ref="log" role="log" aria-live="polite" aria-label="Conversation" tabindex="-1" @scroll.passive="scrolled">
+        <div class="messages" ref="log" role="log" aria-live="polite" :aria-busy="!!running" aria-label="Conversation" tabindex="-1" @scroll.passive="scrolled">
           <div v-if="!messages.length" class="welcome">
             <img src="icon.svg" alt="" width="44" height="44" />
             <p>Send a message to <strong>{{ chat.model || 'a model' }}</strong>.</p>
             <div class="ideas"><q-btn v-for="idea in ideas" :key="idea" outline no-caps size="sm" color="primary" :label="idea" :disable="!chat.model" @click="send(idea)" /></div>
           </div>
           <div ref="inner"><chat-message v-for="message in messages" :key="message.id" :ref="'message-' + message.id" :message="message" :versions="versionsOf(message)" :running="running?.answer === message.id" :busy="!!running" :cost="costOf(message)"
-            @edit="(text) => edit(message, text)" @again="again(message)" @choose="pick" @cite="(n) => $refs.source.show(message, n)" @rate="(rating) => rate(message, rating)" /></div>
+            @edit="(text) => edit(message, text)" @again="again(message)" @more="more(message)" @choose="pick" @cite="(n) => $refs.source.show(message, n)" @rate="(rating) => rate(message, rating)" /></div>
         </div>
         <q-btn v-if="!following && messages.length" class="jump" round dense unelevated color="primary" icon="arrow_downward" aria-label="Go to the end" @click="follow" />
         <div class="composer">
@@ -57,13 +57,13 @@ export default {
               <span class="name">{{ file.name }}</span><small>{{ progress(file) }}</small><button type="button" :aria-label="'Remove ' + file.name" @click="unattach(file)">×</button></span></div>
             <q-input v-model="draft" type="textarea" autogrow borderless dense :input-style="{ maxHeight: '30vh', minHeight: '24px' }" :placeholder="chat.model ? 'Message ' + chat.model : 'Message'" aria-label="Message" @keydown="pressed" ref="input" />
             <div class="below">
-              <q-btn flat dense round icon="attach_file" aria-label="Attach files" :disable="!canAttach" @click="$refs.files.click()"><q-tooltip>{{ canAttach ? 'Attach files: answers will cite them' : 'This server has no collections, so no files' }}</q-tooltip></q-btn>
+              <q-btn flat dense round icon="attach_file" aria-label="Attach files" :disable="!canAttach" :title="canAttach ? 'Attach files: answers will cite them' : 'This server has no collections, so no files'" @click="$refs.files.click()" />
               <input ref="files" type="file" multiple hidden :accept="accepted" @change="chosen" />
               <q-select v-model="chat.model" :options="models" dense options-dense borderless emit-value map-options class="model" aria-label="Model" :label="chat.model ? undefined : 'Model'" />
               <q-space />
               <small v-if="spent" class="muted spent gt-xs" title="This chat, with all its versions">{{ spent }}</small>
-              <q-btn v-if="running" round dense unelevated icon="stop" color="negative" aria-label="Stop" @click="stop"><q-tooltip>Stop (Esc)</q-tooltip></q-btn>
-              <q-btn v-else round dense unelevated icon="arrow_upward" color="primary" aria-label="Send" :disable="!draft.trim() || !chat.model || reading" @click="send()"><q-tooltip>{{ reading ? 'The attached files are being read' : 'Send (Enter)' }}</q-tooltip></q-btn>
+              <q-btn v-if="running" round dense unelevated icon="stop" color="negative" aria-label="Stop" title="Stop (Esc)" @click="stop" />
+              <q-btn v-else round dense unelevated icon="arrow_upward" color="primary" aria-label="Send" :disable="!draft.trim() || !chat.model || reading" :title="reading ? 'The attached files are being read' : 'Send (Enter)'" @click="send()" />
             </div>
           </div>
         </div>
@@ -125,6 +125,11 @@ export default {
     },
     reading() {
       return this.chat.files.some((file) => !finished(file));
+    },
+    // Models of other servers, and routes that may lead to one, cannot go on after a broken connection.
+    resumable() {
+      const model = this.about(this.chat.model);
+      return model?.owned_by === "penstock" && !model.routes_to;
     },
     collection() {
       return this.chat.files.some(usable) ? this.chat.collection : this.chat.settings.collection;
@@ -336,20 +341,26 @@ export default {
       const before = this.chat.head;
       if (!(await this.answer(question, before))) this.retry = () => this.again(message);
     },
-    // Answers a question; false when the server refused it, and then nothing is left of the attempt.
-    async answer(question, before) {
+    // Goes on where an answer broke off, as another version of it.
+    async more(message) {
+      if (this.running) return;
+      if (!(await this.answer(this.chat.messages[message.parent], this.chat.head, message.content))) this.retry = () => this.more(message);
+    },
+    // Answers a question, or goes on with `begun`; false when the server refused it: then nothing is left of the attempt.
+    async answer(question, before, begun = "") {
       this.problem = "";
       this.retry = null;
       let body;
       try {
-        body = this.request(branch(this.chat, question.id));
+        body = this.request([...branch(this.chat, question.id), { role: "assistant", content: begun }]);
+        if (begun) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
       } catch (error) {
         this.chat.head = before;
         this.failed(error);
         return false;
       }
       const chat = this.chat;
-      const answer = add(chat, { ...newAnswer(), model: chat.model }, question.id);
+      const answer = add(chat, { ...newAnswer(), content: begun, model: chat.model }, question.id);
       const controller = new AbortController();
       this.running = { controller, answer: answer.id };
       this.following = true;
@@ -357,7 +368,7 @@ export default {
       this.$nextTick(this.follow);
       this.keep();
       try {
-        await stream(body, answer, controller.signal, this.keep);
+        await stream(body, answer, { signal: controller.signal, resumable: this.resumable, shown: this.keep });
       } catch (error) {
         if (error.name === "AbortError") answer.facts = { ...answer.facts, finish: "stopped" };
         else if (!answer.facts) {
@@ -371,7 +382,7 @@ export default {
         }
       } finally {
         this.running = null;
-        await this.saved(chat);
+        this.saved(chat); // tells by itself when it fails
         this.$nextTick(() => {
           if (this.following) this.follow();
           if (!this.narrow) this.$refs.input?.focus();
@@ -409,7 +420,7 @@ export default {
     async take(files) {
       const { chat } = this;
       for (const file of files) {
-        chat.files.push({ key: `${Date.now()}-${chat.files.length}`, id: null, name: file.name, status: "sending", error: null, chunks: 0, read: 0 });
+        chat.files.push({ key: `${Date.now()}-${chat.files.length}`, id: null, name: file.name, status: "sending", error: null, sent: 0, chunks: 0, read: 0 });
         await attach(chat, file, chat.files[chat.files.length - 1]);
       }
       await this.saved(chat);
@@ -427,7 +438,7 @@ export default {
     progress(file) {
       if (file.status === "failed") return file.error || "failed";
       if (usable(file)) return "";
-      return file.chunks ? `${Math.round((100 * file.read) / file.chunks)}%` : file.status === "sending" ? "sending" : "reading";
+      return file.chunks ? `${Math.round((100 * file.read) / file.chunks)}%` : file.status === "sending" ? `sending ${Math.round(100 * file.sent)}%` : "reading";
     },
 
     // ---- view and keyboard

@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.accounting.attribution import identify
+from penstock.gateway.api.openai.chat_store import ChatStore
+from penstock.gateway.api.openai.stored_chat import Keep, StoringRenderer, keeper
 from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation.assistant_message import merge_calls
@@ -18,7 +20,8 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import message_text, strip_parts, user_texts
 from penstock.gateway.generation.choice import CallPiece, Piece, TokenPiece
-from penstock.gateway.generation.logprobs import logprob_entries
+from penstock.gateway.generation.engine import EngineGeneration
+from penstock.gateway.generation.logprobs import logprob_entries, prompt_entries
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt_options import continues
 from penstock.gateway.generation.renderer import DONE
@@ -26,11 +29,11 @@ from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
-from penstock.gateway.generation.turn import Conversations, TurnRecorder
+from penstock.gateway.generation.spellings import respell
+from penstock.gateway.generation.turn import Conversations, TurnRecorder, UnstoredAnswer
 from penstock.gateway.server_tools.loop import ToolAnswers
 from penstock.gateway.server_tools.steps import StepsRenderer, StepTotals
 from penstock.protocol.errors import InvalidRequest
-from penstock.text import TextModel
 
 _decoder = RequestDecoder(ChatRequest, strip_parts)
 _unsupported = operator.attrgetter(*CHAT_UNSUPPORTED)
@@ -38,16 +41,26 @@ _NONE_GIVEN = (msgspec.UNSET,) * len(CHAT_UNSUPPORTED)
 
 
 class ChatEndpoints:
-    def __init__(self, pipeline: GenerationPipeline, conversations: Conversations, server_tools: ToolAnswers) -> None:
+    def __init__(
+        self,
+        pipeline: GenerationPipeline,
+        conversations: Conversations,
+        server_tools: ToolAnswers,
+        store: ChatStore | None,
+    ) -> None:
+        """`store`: where completions with `store: true` are kept."""
         self._pipeline = pipeline
         self._conversations = conversations
         self._server_tools = server_tools
+        self._store = store
 
     async def chat_completions(self, exchange: Exchange) -> None:
         pipeline, settings = self._pipeline, self._pipeline.settings
         request = _decoder(exchange, await exchange.body(settings.body_limit))
         identify(exchange, request.user or request.safety_identifier, request.metadata)
+        respell(request)
         _check(request)
+        keep = self._keep(exchange, request)
         asked, param = _max_tokens(request)
         limit = token_limit(asked, settings, default=settings.default_max_tokens, param=param)
         resumption = asked_for(
@@ -64,16 +77,42 @@ class ChatEndpoints:
                 if attempt.model != request.model:
                     chat = msgspec.structs.replace(request, model=attempt.model)
                 if chat.server_tools:
-                    render = functools.partial(ChatRenderer, chat)
+                    render = functools.partial(_renderer, keep, chat)
                     await self._server_tools.answer(attempt, chat, limit, turn, render)
                     return
                 attempt.resumption = resumption
                 generation = await pipeline.chat(attempt, chat, limit, turn)
-                renderer = ChatRenderer(chat, generation, turn.recorder(attempt, generation))
+                renderer = _renderer(keep, chat, generation, turn.recorder(attempt, generation))
                 await pipeline.respond(attempt, generation, renderer, stream=bool(chat.stream))
 
             texts = functools.partial(user_texts, request.messages)
             await pipeline.answer(exchange, request.model, answer, texts, limit.max_tokens)
+
+    def _keep(self, exchange: Exchange, request: ChatRequest) -> Keep | None:
+        if not request.store:
+            return None
+        if self._store is None:
+            raise InvalidRequest(
+                "`store` needs a store, and this gateway stores no completions.",
+                param="store",
+                code="unsupported_parameter",
+            )
+        return keeper(self._store, exchange, request)
+
+
+def _renderer(
+    keep: Keep | None,
+    request: ChatRequest,
+    generation: Generation,
+    recorder: TurnRecorder,
+    totals: StepTotals | None = None,
+) -> StepsRenderer:
+    renderer = ChatRenderer(request, generation, recorder, totals)
+    if keep is None:
+        return renderer
+    unstreamed = msgspec.structs.replace(request, stream=None, stream_options=None)
+    plain = ChatRenderer(unstreamed, generation, UnstoredAnswer(generation), totals)
+    return StoringRenderer(renderer, plain, len(generation.choices), keep)
 
 
 def _check(request: ChatRequest) -> None:
@@ -83,8 +122,9 @@ def _check(request: ChatRequest) -> None:
                 raise not_supported(name)
     if given(request.modalities) and _plain(request.modalities) != ["text"]:
         raise not_supported("modalities")
-    if request.store:
-        raise not_supported("store")
+    if request.server_tools and (request.return_token_ids or request.prompt_logprobs is not None):
+        param = "return_token_ids" if request.return_token_ids else "prompt_logprobs"
+        raise InvalidRequest(f"With `server_tools` an answer has several prompts; leave `{param}` out.", param=param)
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("`top_logprobs` needs `logprobs: true`.", param="top_logprobs")
 
@@ -122,8 +162,12 @@ class ChatRenderer(StepsRenderer):
         self._text = generation.text
         self._logprobs = bool(request.logprobs)
         self._top = request.top_logprobs or 0
+        self._prompt_top = request.prompt_logprobs
+        self._ids = bool(request.return_token_ids)
+        self._as_ids = bool(request.return_tokens_as_token_ids)
         self._echoed = continued_text(request) if request.echo else ""
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._continuous = bool(request.stream_options and request.stream_options.continuous_usage_stats)
         self._head: dict[str, Any] = {
             "id": f"chatcmpl-{generation.id}",
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
@@ -144,36 +188,42 @@ class ChatRenderer(StepsRenderer):
             return b"".join(self._chunk(choice.index, delta) for choice in self._generation.choices)
         first, *others = self._generation.choices
         choice = {"index": first.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        usage = {"usage": None} if self._usage else {}
+        usage = {"usage": self._used()} if self._continuous else {"usage": None} if self._usage else {}
         opening = b"data: %b\n\n" % encode_json({**self._head, "choices": [choice], **about, **usage})
         return opening + b"".join(self._chunk(other.index, delta) for other in others)
 
     def event(self, piece: Piece) -> bytes:
         data = b""
         self._recorder.add(piece)
+        ids = piece.token_ids
         if piece.text or piece.tokens:
-            if not piece.tokens:
+            if not piece.tokens and ids is None:
                 data = b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
                     self._before,
                     piece.index,
                     encode_json(piece.text),
-                    self._after,
+                    self._end(),
                 )
             else:
-                logprobs = _logprobs(self._text, piece.tokens, self._top)
-                data = self._chunk(piece.index, {"content": piece.text}, logprobs=logprobs)
+                logprobs = self._shown_logprobs(piece.tokens)
+                data = self._chunk(piece.index, {"content": piece.text}, logprobs=logprobs, token_ids=ids)
+                ids = None
         if piece.citations:
             data += self._chunk(piece.index, {"annotations": self._annotations([piece])})
         for delta in _call_deltas(piece.calls or ()):
             data += self._chunk(piece.index, {"tool_calls": [delta]})
         if piece.finish_reason is not None:
-            data += self._chunk(piece.index, {}, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason)
+            data += self._chunk(
+                piece.index, {}, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason, token_ids=ids
+            )
+        elif ids is not None:
+            data += self._chunk(piece.index, {}, token_ids=ids)
         return data
 
     def tool_event(self, event: dict[str, Any]) -> bytes:
         # An ordinary chunk, so that clients which do not know the field ignore it.
         choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
-        return self._before + encode_json(choice) + b'],"tool_event":' + encode_json(event) + self._after[1:]
+        return self._before + encode_json(choice) + b'],"tool_event":' + encode_json(event) + self._end()[1:]
 
     def closing(self) -> bytes:
         if not self._usage:
@@ -197,11 +247,13 @@ class ChatRenderer(StepsRenderer):
             choice: dict[str, Any] = {
                 "index": index,
                 "message": message,
-                "logprobs": _logprobs(self._text, tokens, self._top) if self._logprobs else None,
+                "logprobs": self._shown_logprobs(tokens) if self._logprobs else None,
                 "finish_reason": parts[-1].finish_reason,
             }
             if parts[-1].stop_reason is not None:
                 choice["stop_reason"] = parts[-1].stop_reason
+            if self._ids:
+                choice["token_ids"] = [id for part in parts for id in part.token_ids or ()]
             choices.append(choice)
         body = {**self._head, "choices": choices, "usage": self._used()}
         if self._totals is not None:
@@ -210,6 +262,12 @@ class ChatRenderer(StepsRenderer):
             self._recorder.add(piece)
         return encode_json({**body, **self._about()})
 
+    def _shown_logprobs(self, tokens: list[TokenPiece]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        assert self._text is not None, "log-probabilities come from models whose tokens are known"
+        return {"content": logprob_entries(self._text, tokens, self._top, as_ids=self._as_ids), "refusal": None}
+
     def _used(self) -> dict[str, object]:
         return self._generation.usage() if self._totals is None else self._totals.usage()
 
@@ -217,8 +275,15 @@ class ChatRenderer(StepsRenderer):
         await self._recorder.store()
 
     def _about(self) -> dict[str, Any]:
-        """What the answer says about its conversation and its sources."""
-        about = {"conversation": self._recorder.report} if self._recorder.report else {}
+        """What the answer says about its conversation, its prompt and its sources."""
+        about: dict[str, Any] = {"conversation": self._recorder.report} if self._recorder.report else {}
+        if isinstance(self._generation, EngineGeneration) and (self._ids or self._prompt_top is not None):
+            prompt, text = self._generation.spec.prompts[0].tokens, self._generation.model.text
+            if self._prompt_top is not None:
+                scores = self._generation.choices[0].prompt_logprobs
+                about["prompt_logprobs"] = prompt_entries(text, prompt, scores, self._prompt_top)
+            if self._ids:
+                about["prompt_token_ids"] = prompt
         sources = self._generation.sources
         return about if sources is None else {**about, "rag": sources.report()}
 
@@ -236,11 +301,18 @@ class ChatRenderer(StepsRenderer):
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
+        token_ids: list[int] | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         if stop_reason is not None:
             choice["stop_reason"] = stop_reason
-        return self._before + encode_json(choice) + self._after
+        if token_ids is not None:
+            choice["token_ids"] = token_ids
+        return self._before + encode_json(choice) + self._end()
+
+    def _end(self) -> bytes:
+        """The end of a chunk."""
+        return b'],"usage":%b}\n\n' % encode_json(self._used()) if self._continuous else self._after
 
 
 def continued_text(request: ChatRequest) -> str:
@@ -267,8 +339,3 @@ def _call_deltas(calls: Iterable[CallPiece]) -> Iterator[dict[str, Any]]:
             arguments = {"index": call.index, "function": {"arguments": call.arguments}}
     if arguments is not None:
         yield arguments
-
-
-def _logprobs(text: TextModel | None, tokens: list[TokenPiece], top: int) -> dict[str, Any]:
-    assert text is not None, "log-probabilities come from models whose tokens are known"
-    return {"content": logprob_entries(text, tokens, top), "refusal": None}

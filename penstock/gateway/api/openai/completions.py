@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from penstock.engine.request import TokenLogprob
 from penstock.gateway.accounting.attribution import identify
-from penstock.gateway.app.decoding import not_supported
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.choice import Choice, Piece
 from penstock.gateway.generation.engine import EngineGeneration
-from penstock.gateway.generation.logprobs import finite
+from penstock.gateway.generation.logprobs import finite, id_name, prompt_entries
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.renderer import DONE, Renderer
 from penstock.gateway.generation.request_decoder import RequestDecoder
@@ -20,6 +20,7 @@ from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import check_choices, token_limit
 from penstock.gateway.generation.schemas import CompletionRequest
 from penstock.gateway.generation.spec import TokenPrompt
+from penstock.gateway.generation.spellings import respell
 from penstock.protocol.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -34,10 +35,11 @@ class CompletionEndpoints:
         pipeline, settings = self._pipeline, self._pipeline.settings
         request = _decoder(exchange, await exchange.body(settings.body_limit))
         identify(exchange, request.user or request.safety_identifier, request.metadata)
+        respell(request)
         n = request.n or 1
         _check(request, n)
         prompts = _prompts(request)
-        check_choices(len(prompts), n, settings)
+        check_choices(len(prompts), max(n, request.best_of or 1), settings)
         asked = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         limit = token_limit(asked or 1, settings, default=None, param="max_tokens")
 
@@ -57,8 +59,10 @@ class CompletionEndpoints:
 
 
 def _check(request: CompletionRequest, n: int) -> None:
-    if request.best_of is not None and request.best_of != n:
-        raise not_supported("best_of")
+    if request.best_of is not None and request.best_of < n:
+        raise InvalidRequest(f"`best_of` ({request.best_of}) must be at least `n` ({n}).", param="best_of")
+    if request.best_of is not None and request.best_of > n and request.stream:
+        raise InvalidRequest("`best_of` chooses among finished texts; it cannot be streamed.", param="best_of")
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("`max_tokens` must be at least 1, or 0 together with `echo: true`.", param="max_tokens")
 
@@ -87,9 +91,17 @@ class CompletionRenderer(Renderer):
         self._model = model = generation.model
         self._logprobs = request.logprobs
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._continuous = bool(request.stream_options and request.stream_options.continuous_usage_stats)
         self._echo = bool(request.echo)
         self._n = request.n or 1
+        self._made = max(request.best_of or 1, self._n)
+        """Choices per prompt, of which `n` are shown."""
+        self._prompt_top = request.prompt_logprobs
+        self._ids = bool(request.return_token_ids)
+        self._as_ids = bool(request.return_tokens_as_token_ids)
         self._echoed: dict[int, int] = {}
+        self._told: set[int] = set()
+        """Choices whose prompt's token ids have been sent."""
         self._head: dict[str, Any] = {
             "id": f"cmpl-{generation.id}",
             "object": "text_completion",
@@ -106,7 +118,10 @@ class CompletionRenderer(Renderer):
         return b""
 
     def event(self, piece: Piece) -> bytes:
-        return self._before + encode_json(self._choice(piece.index, [piece])) + self._after
+        chunk = self._before + encode_json(self._choice(piece.index, [piece]))
+        if not self._continuous:
+            return chunk + self._after
+        return chunk + b'],"usage":%b}\n\n' % encode_json(self._generation.usage())
 
     def closing(self) -> bytes:
         if not self._usage:
@@ -115,7 +130,8 @@ class CompletionRenderer(Renderer):
         return b"data: " + usage + b"\n\n" + DONE
 
     def whole(self, pieces: list[list[Piece]]) -> bytes:
-        choices = [self._choice(index, parts) for index, parts in enumerate(pieces)]
+        shown = range(len(pieces)) if self._made == self._n else self._best()
+        choices = [{**self._choice(made, pieces[made]), "index": index} for index, made in enumerate(shown)]
         return encode_json({**self._head, "choices": choices, "usage": self._generation.usage()})
 
     def _choice(self, index: int, parts: list[Piece]) -> dict[str, Any]:
@@ -125,7 +141,7 @@ class CompletionRenderer(Renderer):
         rows: list[_Row] = []
         shift = self._echoed.get(index, 0)
         if self._echo and index not in self._echoed:
-            prompt = self._generation.spec.prompts[index // self._n]
+            prompt = self._generation.spec.prompts[index // self._made]
             prefix = prompt.text
             if prefix is None:
                 prefix = self._model.text.decode(prompt.tokens, skip_special=False)
@@ -140,7 +156,29 @@ class CompletionRenderer(Renderer):
         choice["finish_reason"] = parts[-1].finish_reason if parts else None
         if parts and parts[-1].stop_reason is not None:
             choice["stop_reason"] = parts[-1].stop_reason
+        if self._ids or self._prompt_top is not None:
+            self._add_tokens(choice, index, parts)
         return choice
+
+    def _best(self) -> Iterator[int]:
+        """Of each prompt's choices, the `n` with the highest mean log-probability per token, the best first."""
+        choices = self._generation.choices
+        for first in range(0, len(choices), self._made):
+            made = choices[first : first + self._made]
+            made = sorted(made, key=lambda choice: choice.logprob / max(choice.completion_tokens, 1), reverse=True)
+            yield from (choice.index for choice in made[: self._n])
+
+    def _add_tokens(self, choice: dict[str, Any], index: int, parts: list[Piece]) -> None:
+        first = index - index % self._made
+        prompt = self._generation.spec.prompts[index // self._made]
+        if self._prompt_top is not None:
+            scores = self._generation.choices[first].prompt_logprobs
+            choice["prompt_logprobs"] = prompt_entries(self._model.text, prompt.tokens, scores, self._prompt_top)
+        if self._ids:
+            choice["token_ids"] = [id for part in parts for id in part.token_ids or ()]
+            if index not in self._told:
+                self._told.add(index)
+                choice["prompt_token_ids"] = prompt.tokens
 
     def _prompt_rows(self, prompt: TokenPrompt, choice: Choice) -> list[_Row]:
         logprobs = choice.prompt_logprobs or [None] * len(prompt.tokens)
@@ -171,6 +209,8 @@ class CompletionRenderer(Renderer):
 
     def _token(self, id: int) -> str:
         """A token that is not whole characters is written as its bytes, so that tokens remain distinguishable."""
+        if self._as_ids:
+            return id_name(id)
         data = self._model.text.token_bytes(id)
         try:
             return data.decode()

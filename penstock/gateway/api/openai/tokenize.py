@@ -1,12 +1,15 @@
 """POST /v1/tokenize and /v1/detokenize: the tokens and cost of a prompt, without inference. `/tokenize` and
-`/detokenize` are the same under vLLM's paths."""
+`/detokenize` are the same under vLLM's paths. GET /tokenizer_info: what a client needs to know of the tokenizer."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from msgspec import Struct
+
 from penstock.gateway.accounting.attribution import find_model
 from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import strip_parts, template_messages
 from penstock.gateway.generation.prompt_options import prompt_options
@@ -28,6 +31,11 @@ from penstock.routing.registry import ModelRegistry, ServedModel
 _tokenize = RequestDecoder(TokenizeRequest, strip_parts)
 CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "documents")
 _detokenize = RequestDecoder(DetokenizeRequest)
+
+
+class TokenizerQuery(Struct, forbid_unknown_fields=True):
+    model: str | None = None
+    """The first model when not given."""
 
 
 class TokenEndpoints:
@@ -107,6 +115,21 @@ class TokenEndpoints:
             )
         check_counted(len(tokens), most, "prompt" if request.messages is None else "messages")
         return tokens
+
+    async def tokenizer_info(self, exchange: Exchange) -> None:
+        asked = decode_query(TokenizerQuery, exchange.scope)
+        model = find_model(self._registry, exchange, asked.model or self._registry.first.name)
+        text = model.text
+        await exchange.reply_json(
+            {
+                "object": "tokenizer",
+                "model": model.name,
+                **text.special_tokens,
+                "chat_template": text.template_source or None,
+                "vocab_size": text.vocab_size,
+                "model_max_length": model.context_window,
+            }
+        )
 
     async def detokenize(self, exchange: Exchange) -> None:
         request = _detokenize(exchange, await exchange.body(self._body_limit))
