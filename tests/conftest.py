@@ -30,6 +30,7 @@ LONG = (
     "tests/engine/parallel/",
     "tests/engine/test_sliding_window.py",
     "tests/console/",
+    "tests/compat/",
 )
 """The longest first: a process takes whole files, and one that begins a long file last keeps the others waiting."""
 
@@ -56,6 +57,8 @@ class FileScheduling(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
+        if file.startswith("tests/compat/"):
+            return "compat server"
         return "one server" if file in ONE_SERVER else file
 
 

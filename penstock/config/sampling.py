@@ -23,7 +23,9 @@ class SamplingDefaults:
     top_k: int | None = setting(
         None, doc="top_k of requests that give none; 0: no limit.", least=0, most=2**31 - 1, example="40"
     )
-    min_p: float | None = setting(None, doc="min_p of requests that give none.", least=0, most=1, example="0.05")
+    min_p: float | None = setting(
+        None, doc="min_p of requests that give neither it nor a temperature.", least=0, most=1, example="0.05"
+    )
     typical_p: float | None = setting(None, doc="typical_p of requests that give none.", least=0, most=1, example="1")
     presence_penalty: float | None = setting(
         None, doc="presence_penalty of requests that give none.", least=-2, most=2, example="0"

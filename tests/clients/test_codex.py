@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tests.clients.environment import Environment
 from tests.clients.scripted_server import Prompt, ScriptedServer, call, scripted_server
 
+KNOWN = "gpt-6.1-sol"
 PATCH = """*** Begin Patch
 *** Update File: greet.py
 @@
@@ -25,6 +27,13 @@ name = "Penstock"
 base_url = "{url}"
 wire_api = "responses"
 """
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[ScriptedServer]:
+    """The second name is one that Codex knows, and treats differently."""
+    with scripted_server(aliases=(KNOWN,)) as server:
+        yield server
 
 
 def session(client: Environment, server: ScriptedServer, folder: Path, model: str) -> list[dict[str, Any]]:
@@ -78,7 +87,7 @@ def test_a_session_with_functions(client: Environment, scripted: ScriptedServer,
 
 
 @pytest.mark.clients("codex", "a session with free-text tools in namespaces")
-def test_a_session_with_free_text_tools(client: Environment, tmp_path: Path) -> None:
+def test_a_session_with_free_text_tools(client: Environment, scripted: ScriptedServer, tmp_path: Path) -> None:
     """As Codex works with models that it knows: tools come as input items, and take code instead of JSON."""
     quoted = json.dumps(PATCH)
     steps = [
@@ -94,11 +103,10 @@ def test_a_session_with_free_text_tools(client: Environment, tmp_path: Path) -> 
             return call("functions__exec", input=steps[done])
         return "It prints: hello, penstock" if "hello, penstock" in prompt.results[-1] else "It failed."
 
-    with scripted_server(aliases=("gpt-6.1-sol",)) as server:
-        server.answer(work)
-        reported = session(client, server, tmp_path, "gpt-6.1-sol")
-        assert not server.failures()
-        said = [event["item"]["text"] for event in reported if event.get("item", {}).get("type") == "agent_message"]
-        assert said[-1] == "It prints: hello, penstock"
-        outputs = [item for one in server.posted("/v1/responses") for item in one.body["input"]]
-        assert any(item["type"] == "custom_tool_call" and item["namespace"] == "functions" for item in outputs)
+    scripted.answer(work)
+    reported = session(client, scripted, tmp_path, KNOWN)
+    assert not scripted.failures()
+    said = [event["item"]["text"] for event in reported if event.get("item", {}).get("type") == "agent_message"]
+    assert said[-1] == "It prints: hello, penstock"
+    outputs = [item for one in scripted.posted("/v1/responses") for item in one.body["input"]]
+    assert any(item["type"] == "custom_tool_call" and item["namespace"] == "functions" for item in outputs)

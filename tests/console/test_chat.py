@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,10 +13,13 @@ from typing import Any
 import pytest
 from playwright.async_api import Locator, Page, expect
 
+from penstock.backends.native import NativeBackend
 from penstock.console.app import Console
 from penstock.engine.request import Request
 from penstock.gateway.process.settings import ModelSettings
+from penstock.routing.replicas import ReplicaSet
 from penstock.text import TextModel
+from tests.backends.test_native import RunningEngine
 from tests.gateway.accounting.test_quotas import sign_in
 from tests.gateway.conftest import Running, Serving
 from tests.gateway.rag.test_collections import encoders, say
@@ -323,6 +328,58 @@ async def test_a_page_that_could_not_load_whole_begins_again(
         await expect(page.get_by_role("alert")).to_contain_text("Trying again")
         await page.unroute("**/main.js")
         await expect(composer(page)).to_be_visible()
+
+
+class Wire:
+    """A port that leads to another one, and whose connections can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._ends: set[asyncio.StreamWriter] = set()
+
+    async def join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to)
+        self._ends |= {writer, far_writer}
+        await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
+
+    def cut(self) -> None:
+        for end in self._ends:
+            end.transport.abort()
+        self._ends.clear()
+
+
+@pytest.mark.slow
+async def test_an_answer_goes_on_after_its_connection_broke(
+    serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
+) -> None:
+    said = " ".join(map(str, range(500)))
+    scripted = ScriptedEngine(wide_text, said, step_s=0.003, max_model_len=16_384)
+    engine = RunningEngine(scripted, f"ipc://{tmp_path}/engine")
+    backend = ReplicaSet("tiny", [NativeBackend(engine.listener.endpoint)])
+    try:
+        async with chat(serving, wide_text, page, tmp_path, backend=backend) as gateway:
+            wire = Wire(gateway.port)
+            async with await asyncio.start_server(wire.join, "127.0.0.1", 0) as proxy:
+                await page.goto(f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}/console/")
+                await composer(page).fill("Count")
+                await page.keyboard.press("Enter")
+                answer = answers(page).first
+                for seen in ("20 21 22", "120 121 122"):
+                    await expect(answer.locator(".rich")).to_contain_text(seen)
+                    wire.cut()
+                await expect(answer.get_by_role("button", name="Regenerate")).to_be_enabled()
+                await expect(answer.locator(".rich")).to_have_text(said)
+                assert await answer.get_by_role("alert").count() == 0 and len(scripted.aborted) == 2
+                wire.cut()
+    finally:
+        engine.close()
 
 
 @pytest.mark.slow

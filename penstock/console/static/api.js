@@ -46,12 +46,12 @@ async function refused(response) {
   return new ApiError(response.status, wait ? `${text} Try again in ${wait} s.` : text, said.code);
 }
 
-export async function call(method, path, body, { signal, type } = {}) {
+export async function call(method, path, body, { signal, type, more = {} } = {}) {
   const raw = type !== undefined || body instanceof FormData;
   const typed = body === undefined || body instanceof FormData ? {} : { "content-type": raw ? type : "application/json" };
   let response;
   try {
-    response = await fetch(path, { method, signal, headers: headers(typed), body: body === undefined || raw ? body : JSON.stringify(body) });
+    response = await fetch(path, { method, signal, headers: headers({ ...typed, ...more }), body: body === undefined || raw ? body : JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     lost();
@@ -95,23 +95,25 @@ export const patch = async (path, body) => (await call("PATCH", path, body)).jso
 export const remove = async (path) => (await call("DELETE", path)).json();
 export const text = async (path) => (await call("GET", path, undefined, { signal: AbortSignal.timeout(PATIENCE_MS) })).text();
 
-// Events of a stream as they arrive: {event, data, comment} with data parsed, until [DONE].
+// Events of a stream as they arrive: {event, id, data, comment} with data parsed, until [DONE]. A stream that ends before it is
+// broken, like one whose connection fails.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   while (true) {
     const { value, done } = await reader.read();
-    if (done) return;
+    if (done) throw new TypeError("the connection was closed before the end");
     rest += value;
     let end;
     while ((end = rest.indexOf("\n\n")) >= 0) {
       const lines = rest.slice(0, end).split("\n");
       rest = rest.slice(end + 2);
       const event = lines.filter((line) => line.startsWith("event:")).map((line) => line.slice(6).trim())[0] || "";
+      const id = lines.filter((line) => line.startsWith("id:")).map((line) => line.slice(3).trim())[0] || null;
       const data = lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart()).join("\n");
       if (data === "[DONE]") return;
       const comment = lines.filter((line) => line.startsWith(":")).map((line) => line.slice(1).trim()).join("\n");
-      if (data || comment) yield { event, data: data ? JSON.parse(data) : {}, comment };
+      if (data || comment) yield { event, id, data: data ? JSON.parse(data) : {}, comment };
     }
   }
 }

@@ -46,8 +46,15 @@ const length = (trace) => Math.max(trace.total_latency_ms, ...trace.phases.map((
 // One thin bar, for a row of a table.
 export const MiniBar = {
   props: { trace: Object },
-  template: `<div class="phases" aria-hidden="true"><span v-for="(phase, index) in trace.phases" :key="index" :style="place(phase, total)" :title="phase.name + ' ' + phase.duration_ms + ' ms'"></span></div>`,
-  computed: { total() { return length(this.trace); } },
+  template: `<div class="phases" aria-hidden="true"><span v-for="(phase, index) in layered" :key="index" :style="place(phase, total)" :title="phase.name + ' ' + phase.duration_ms + ' ms'"></span></div>`,
+  computed: {
+    total() {
+      return length(this.trace);
+    },
+    layered() {
+      return [...this.trace.phases.filter((phase) => !byEngine(phase)), ...this.trace.phases.filter(byEngine)];
+    },
+  },
   methods: { place },
 };
 
@@ -62,7 +69,7 @@ export const TimelineChart = {
   props: { trace: Object },
   template: `
     <div data-test="timeline">
-      <div class="whole-bar" role="img" :aria-label="said"><span v-for="(phase, index) in shown" :key="index" :style="place(phase, total)" :title="phase.name + ' ' + took(phase)">{{ share(phase) > 0.09 ? phase.name : '' }}</span></div>
+      <div class="whole-bar" role="img" :aria-label="said"><span v-for="(phase, index) in layered" :key="index" :style="place(phase, total)" :title="phase.name + ' ' + took(phase)">{{ share(phase) > 0.09 ? phase.name : '' }}</span></div>
       <div class="axis"><span v-for="tick in ticks" :key="tick">{{ tick }}</span></div>
       <div class="spans q-mt-md">
         <template v-for="(phase, index) in shown" :key="index">
@@ -77,6 +84,10 @@ export const TimelineChart = {
   computed: {
     shown() {
       return this.trace.phases;
+    },
+    // What the engine does is drawn over what the gateway does meanwhile.
+    layered() {
+      return [...this.shown.filter((phase) => !byEngine(phase)), ...this.shown.filter(byEngine)];
     },
     total() {
       return length(this.trace);

@@ -73,7 +73,7 @@ const PageState = {
   props: { page: Object },
   setup: () => ({ connection }),
   template: `
-    <q-banner v-if="page.problem" rounded class="problem q-mb-md" role="alert"><template #avatar><q-icon name="error_outline" /></template>{{ page.problem }}
+    <q-banner v-if="page.problem" rounded inline-actions class="problem q-my-md" role="alert"><q-icon name="error_outline" size="20px" class="q-mr-sm" />{{ page.problem }}
       <template #action><q-btn flat no-caps label="Try again" @click="page.refresh()" /></template></q-banner>
     <div v-else-if="!page.loaded" class="waiting" role="status">
       <q-spinner size="28px" color="primary" /><span>{{ connection.down ? 'Waiting for the server.' : 'Loading' }}</span>

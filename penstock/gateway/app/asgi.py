@@ -20,7 +20,7 @@ from penstock.gateway.app.exchange import ClientDisconnected, Exchange, Receive,
 from penstock.gateway.app.router import Router
 from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.http.request import Message, Scope
-from penstock.protocol.errors import ApiError, MethodNotAllowed, NotFound, ServerError
+from penstock.protocol.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, ServerError
 from penstock.telemetry.context import current
 from penstock.telemetry.logging import RequestRecord, log_request
 from penstock.telemetry.metrics import Metrics
@@ -154,7 +154,7 @@ class App:
         """Run `work` and render what it raises; only a cancellation passes through."""
         try:
             try:
-                await work
+                await _bounded(exchange, work)
             except ApiError as error:
                 if error.reason is not None:
                     self._metrics.rejected(error.reason)
@@ -209,6 +209,27 @@ class App:
             problem = NotFound(f"There is no {where} here. The endpoints are listed at /docs.")
             await self._guarded(exchange, _fail(problem))
         self._finish(exchange, logged=False)
+
+
+async def _bounded(exchange: Exchange, work: Awaitable[None]) -> None:
+    """Run `work`. JSON that can be decoded may be nested too deeply for what walks through it later."""
+    try:
+        await work
+    except RecursionError as error:
+        if exchange.response_started:
+            raise
+        about = {"request_id": exchange.request_id, "route": exchange.route}
+        log.warning("a request is nested too deeply", extra={**about, "where": _innermost(error)})
+        forget_frames(error)
+        raise InvalidRequest("The request body is nested too deeply.", code="invalid_json") from None
+
+
+def _innermost(error: BaseException) -> str:
+    """Where an error was raised."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return "" if frame is None else f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
 
 
 def forget_frames(error: BaseException) -> None:

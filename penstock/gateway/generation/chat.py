@@ -24,6 +24,7 @@ from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.sampling import (
     TokenLimit,
     check_choices,
+    check_foreign_tokens,
     check_prompt_scores,
     choice_params,
     fit,
@@ -192,6 +193,8 @@ class ChatGenerations(GenerationFactory):
         exchange = attempt.exchange
         stops = stop_strings(request)
         priority = self.admissions.priority(exchange, request.service_tier, request.priority)
+        if attempt.is_fallback:
+            check_foreign_tokens(request)
         model, info = await self.models.open(attempt, request.model, limit)
         limit = limit.lowered(model.sampling.max_tokens, "sampling.max_tokens")
         toolbox = toolbox_of(request, model)
@@ -226,7 +229,9 @@ class ChatGenerations(GenerationFactory):
         if request.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=request.prompt_logprobs)
         # A stored conversation, tool results and sources are not part of the request: equal requests differ in them.
-        comparable = not (turn.stored or following or sources)
+        # What is said about the prompt's tokens holds for that very prompt.
+        about_prompt = request.prompt_logprobs is not None or request.return_token_ids
+        comparable = not (turn.stored or following or sources or about_prompt)
         spec = request_spec(
             attempt,
             self.settings,

@@ -14,6 +14,7 @@ from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt_options import kept_tokens
 from penstock.gateway.generation.sampling import (
     TokenLimit,
+    check_foreign_tokens,
     check_prompt_scores,
     check_token_ids,
     choice_params,
@@ -49,6 +50,8 @@ class CompletionGenerations(GenerationFactory):
         exchange = attempt.exchange
         stops = stop_strings(request)
         priority = self.admissions.priority(exchange, request.service_tier, request.priority)
+        if attempt.is_fallback:
+            check_foreign_tokens(request)
         if attempt.is_fallback and not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
         model, info = await self.models.open(attempt, attempt.model, limit)

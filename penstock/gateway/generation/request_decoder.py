@@ -51,6 +51,9 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     # Where and with what it runs
     "lora_path": ANY,
     "thread": ANY,
+    # Tools, where an endpoint has none of these
+    "tool_choice": (None, "auto"),
+    "parallel_tool_calls": (None, True),
     # Honoured where the endpoint has them
     "structured_outputs": (None, {}),
     "grammar": (None, ""),

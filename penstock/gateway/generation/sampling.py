@@ -73,7 +73,8 @@ def sampling_params(
         top_k=max(first_given(request.top_k, defaults.top_k, 0), 0),
         # 0 keeps the most likely token only, which any tiny mass does.
         top_p=max(first_given(request.top_p, defaults.top_p, 1.0), 1e-9),
-        min_p=first_given(request.min_p, defaults.min_p, 0.0),
+        # It was chosen for the default temperature: one that asks for variety must not be filtered back to none.
+        min_p=first_given(request.min_p, defaults.min_p if request.temperature is None else None, 0.0),
         typical_p=first_given(request.typical_p, defaults.typical_p, 1.0),
         presence_penalty=first_given(request.presence_penalty, defaults.presence_penalty, 0.0),
         frequency_penalty=first_given(request.frequency_penalty, defaults.frequency_penalty, 0.0),
@@ -190,6 +191,13 @@ def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
         raise InvalidRequest(
             f"`{param}` contains token id {worst}; this model's ids are 0 to {vocab_size - 1}.", param=param
         )
+
+
+def check_foreign_tokens(request: Sampling) -> None:
+    """Before another model answers: ids mean other tokens there."""
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        if getattr(request, name):
+            raise InvalidRequest("Token ids are those of the model that was asked for.", param=name)
 
 
 def check_choices(prompts: int, n: int, settings: GenerationSettings) -> None:

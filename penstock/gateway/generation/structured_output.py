@@ -1,6 +1,6 @@
 """The ways in which other servers spell `response_format`, mapped onto it.
 
-Invariant: a request names one constraint, whatever it calls it; two are a 400, never one of them.
+Invariant: a request names one constraint, whatever it calls it; two that differ are a 400, never one of them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def with_response_format(request: T) -> T:
     wanted = request.response_format
     if not found:
         return request
-    names = [name for name, _, _ in found]
+    name, kind, value = found[0]
+    # The same constraint by several names, for servers of different age, is one.
+    names = [name, *(also for also, as_kind, same in found[1:] if (as_kind, same) != (kind, value))]
     if wanted is not None and not isinstance(wanted, TextFormat):
         names.insert(0, "response_format")
     if len(names) > 1:
@@ -66,7 +68,6 @@ def with_response_format(request: T) -> T:
             f"{' and '.join(f'`{name}`' for name in names)} each prescribe the answer; send one of them.",
             param=names[1],
         )
-    name, kind, value = found[0]
     cleared: dict[str, Any] = dict.fromkeys((*SPELLINGS, "structured_outputs"))
     return msgspec.structs.replace(request, **cleared, response_format=_format(name, kind, value))
 

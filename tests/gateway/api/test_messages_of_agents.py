@@ -376,3 +376,18 @@ async def test_structured_output_with_the_helper_of_the_sdk(serving: Serving, te
         assert final.parsed_output == Colour(name="red", warm=True)
         older = await create(running, output_format={"type": "json_schema", "schema": {"type": "object"}})
         assert older.status_code == 200 and running.engine.seen[-1].params.grammar
+
+
+async def test_json_that_is_nested_too_deeply_is_refused(serving: Serving) -> None:
+    async with serving() as running:
+        for depth in (100, 500, 900):
+            schema: Any = {}
+            for _ in range(depth):
+                schema = {"a": schema}
+            tools = [{"name": "f", "input_schema": {"type": "object", "properties": schema}}]
+            content = json.dumps({"model": "tiny", "messages": HI, "max_tokens": 5, "tools": tools})
+            reply = await running.client.post(
+                "/v1/messages", content=content, headers={"content-type": "application/json"}
+            )
+            assert reply.status_code == 400, reply.text
+            assert ("nested too deeply" in reply.text) == (depth > 100)  # the other is too long for the window

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+from penstock.config.routing import AdmissionConfig
 from penstock.config.sampling import SamplingDefaults
+from penstock.config.schema import TierConfig
 from penstock.engine.request import Request, SamplingParams, TokenLogprob
+from penstock.gateway.accounting.admission import Admissions
+from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.engine import AT_ONCE
 from penstock.gateway.generation.logprobs import prompt_entries
 from penstock.gateway.generation.sampling import choice_params, forbidden_words
 from penstock.gateway.generation.schemas import ChatRequest
+from penstock.identity import Caller
+from penstock.routing.registry import ModelRegistry
+from penstock.telemetry.metrics import Metrics
 from penstock.text import TextModel
 from tests.gateway.conftest import Serving, events
 from tests.scripted import ScriptedEngine
@@ -140,6 +148,26 @@ async def test_many_prompts_reach_the_engine_a_few_at_a_time(serving: Serving, t
         streamed = await gateway.complete(prompt=prompts[:40], stream=True)
         ends = [c for data in events(streamed.text)[:-1] for c in json.loads(data)["choices"] if c["finish_reason"]]
         assert sorted(c["index"] for c in ends) == list(range(40))
+
+
+def test_a_key_is_never_above_its_tier() -> None:
+    tiers = [TierConfig(name="slow", priority=2), TierConfig(name="fast", priority=0), TierConfig(name="usual")]
+    admissions = Admissions(AdmissionConfig(enabled=False), tiers, {}, ModelRegistry([]), cast(Metrics, None))
+
+    def of(tier: str, asked: int | None, key: str = "k") -> tuple[int, list[str]]:
+        exchange = SimpleNamespace(
+            caller=Caller("t", key=key, tier=tier),
+            scope={},
+            ignored=[],
+            refuses_unknown=False,
+            header=lambda name: None,
+        )
+        return admissions.priority(cast(Exchange, exchange), None, asked), exchange.ignored
+
+    assert [of(tier, 0)[0] for tier in ("fast", "usual", "slow")] == [-1, 0, 1]
+    assert of("usual", -3) == (0, ["priority"]) and of("fast", -3) == (-1, ["priority"])
+    assert of("usual", 2) == (2, []) and of("fast", 1) == (0, []) and of("slow", 99) == (17, [])
+    assert of("usual", -3, key="") == (-1, [])
 
 
 async def test_salt_priority_and_defaults(serving: Serving, text: TextModel) -> None:

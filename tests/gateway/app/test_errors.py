@@ -40,7 +40,7 @@ def tool(name: str, **definition: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
     ({"tool_choice": "auto"}, "tool_choice"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
     ({"response_format": {}}, "response_format.type"),
     ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ({"response_format": {"type": "regex", "regex": "(a"}}, "response_format"),
@@ -64,7 +64,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"audio": {"voice": "x"}}, "audio"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"store": True}, "store"),
-    ({"guided_regex": "a+"}, "guided_regex"),
+    ({"stop_regex": "a+"}, "stop_regex"),
     ({"best_of": 2}, "best_of"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),

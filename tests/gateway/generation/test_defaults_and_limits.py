@@ -40,6 +40,7 @@ def test_values_that_a_request_does_not_give_are_the_models_own() -> None:
     assert (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty) == (0.0, 0.25, 1.0)
     assert params(top_k=-1).top_k == 0
     assert params(temperature=0.0).greedy
+    assert (params(temperature=1.5).min_p, params(temperature=1.5).top_p) == (0.0, 0.9)
 
 
 LIMITS: list[tuple[TokenLimit, int | None, int, str]] = [

@@ -41,6 +41,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"grammar": GBNF}, {"type": "grammar", "grammar": GBNF}),
     ({"ebnf": GBNF}, {"type": "grammar", "grammar": GBNF}),
     ({"structured_outputs": {"grammar": GBNF}}, {"type": "grammar", "grammar": GBNF}),
+    ({"guided_grammar": GBNF, "structured_outputs": {"grammar": GBNF}}, {"type": "grammar", "grammar": GBNF}),
     ({"structural_tag": json.dumps(TAG)}, {"type": "structural_tag", **TAG}),
     ({"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", **TAG})}},
      {"type": "structural_tag", **TAG}),

@@ -1,8 +1,9 @@
 // One answer as it streams in: its text, reasoning, tool calls and citations, and what it took.
 
-import { call, events } from "../api.js";
+import { ApiError, call, events, Unreachable } from "../api.js";
 
 const REFRESH_MS = 40; // how often the page sees what arrived
+const PAUSES_MS = [0, 500, 1000, 2000, 4000]; // before each try to resume; the engine keeps an answer for 10 s
 const OPEN = "<think>";
 const CLOSE = "</think>";
 
@@ -27,13 +28,42 @@ export function cost(usage, pricing, recalled = false) {
   return ((usage.prompt_tokens - cached) * prices[0] + cached * prices[1] + usage.completion_tokens * prices[2]) / 1e6;
 }
 
+// The events of an answer. Where the server can resume it, a broken connection is made anew and nothing is lost.
+async function* chunks(body, signal, resumable, opened) {
+  let last = resumable ? "new" : null;
+  let tries = 0;
+  while (true) {
+    try {
+      const response = await call("POST", "/v1/chat/completions", body, { signal, more: last ? { "last-event-id": last } : {} });
+      opened(response);
+      for await (const one of events(response)) {
+        if (one.id) {
+          last = one.id;
+          tries = 0;
+        }
+        yield one;
+      }
+      return;
+    } catch (error) {
+      if (error instanceof ApiError && tries) throw new Error("the connection was lost, and the server no longer has the rest.");
+      const broken = error instanceof TypeError || error instanceof Unreachable;
+      if (!broken || !last || last === "new" || tries === PAUSES_MS.length) throw error;
+      await new Promise((resolve) => setTimeout(resolve, PAUSES_MS[tries++]));
+      signal.throwIfAborted();
+    }
+  }
+}
+
 // Adds what streams in to `answer`, after the text that it may have already. `shown` is called whenever the page sees
 // something new.
-export async function stream(body, answer, signal, shown = () => {}) {
+export async function stream(body, answer, { signal, resumable = false, shown = () => {} }) {
   const began = performance.now();
-  const response = await call("POST", "/v1/chat/completions", { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } }, { signal });
-  const header = (name) => response.headers.get(`x-penstock-${name}`);
-  const facts = { model: header("model") || body.model, route: header("route"), replica: header("replica"), limit: null, recalled: ["exact", "semantic"].includes(header("cache")), usage: null, finish: null };
+  let facts = null;
+  const opened = ({ headers }) => {
+    const header = (name) => headers.get(`x-penstock-${name}`);
+    facts ??= { model: header("model") || body.model, route: header("route"), recalled: ["exact", "semantic"].includes(header("cache")), limit: null, usage: null, finish: null };
+    facts.replica = header("replica");
+  };
   let text = answer.content;
   let thought = "";
   let first = null;
@@ -41,6 +71,7 @@ export async function stream(body, answer, signal, shown = () => {}) {
   let timer = null;
   const show = () => {
     timer = null;
+    if (!facts) return;
     const parts = split(text);
     answer.content = parts.content;
     answer.reasoning = thought || parts.reasoning;
@@ -51,7 +82,8 @@ export async function stream(body, answer, signal, shown = () => {}) {
     if (parts.content && answer.reasoning && answer.thought === undefined) answer.thought = seconds;
   };
   try {
-    for await (const { data, comment } of events(response)) {
+    const asked = { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+    for await (const { data, comment } of chunks(asked, signal, resumable, opened)) {
       facts.limit = /^x-penstock-limit: (\S+)/.exec(comment)?.[1] ?? facts.limit;
       if (data.error) throw new Error(data.error.message);
       if (data.id) answer.response = data.id;

@@ -33,6 +33,27 @@ const DEEPEST = 40;
 
 class Unknown extends Error {}
 
+// Without a mathematical font a browser cannot stretch brackets. Then they are written larger, by the height of what
+// they enclose (`--lines`). Found out once, with the first formula.
+let stretches = null;
+
+function testFont() {
+  if (stretches !== null || !document.body) return;
+  const bracket = math("mo", { stretchy: "true" }, "(");
+  const tall = math("math", { style: "position: absolute; visibility: hidden" }, math("mrow", {}, bracket, math("mspace", { height: "4em", depth: "4em" })));
+  document.body.append(tall);
+  stretches = bracket.getBoundingClientRect().height > 60;
+  tall.remove();
+  document.documentElement.classList.toggle("no-math-font", !stretches);
+}
+
+function linesOf(node) {
+  const rows = node.querySelectorAll("mtr").length;
+  return rows > 1 ? rows : node.localName === "mfrac" || node.querySelector("mfrac, munderover, munder") ? 2 : 1;
+}
+
+const fence = (text, inner) => math("mo", { stretchy: "true", fence: "true", style: `--lines: ${linesOf(inner)}` }, text);
+
 // Where each style of letter begins in Unicode's block of mathematical letters: capital A, small a, digit 0.
 const STARTS = { bold: [0x1d400, 0x1d41a, 0x1d7ce], "bold-italic": [0x1d468, 0x1d482, 0x1d7ce], sans: [0x1d5a0, 0x1d5ba, 0x1d7e2], mono: [0x1d670, 0x1d68a, 0x1d7f6], double: [0x1d538, 0x1d552, 0x1d7d8], script: [0x1d49c, 0x1d4b6, null], fraktur: [0x1d504, 0x1d51e, null] };
 const MOVED = { double: table("C=ℂ H=ℍ N=ℕ P=ℙ Q=ℚ R=ℝ Z=ℤ"), script: table("B=ℬ E=ℰ F=ℱ H=ℋ I=ℐ L=ℒ M=ℳ R=ℛ e=ℯ g=ℊ o=ℴ"), fraktur: table("C=ℭ H=ℌ I=ℑ R=ℜ Z=ℨ") };
@@ -216,11 +237,15 @@ class Parser {
         return math("mroot", {}, this.group(), index);
       }
       case "left": {
-        const open = this.delimiter();
-        const parts = [math("mo", { stretchy: "true", fence: "true" }, open), this.row(["\\right", "\\middle"])];
-        while (this.accept("\\middle")) parts.push(math("mo", { stretchy: "true", fence: "true" }, this.delimiter()), this.row(["\\right", "\\middle"]));
+        const marks = [this.delimiter()];
+        const parts = [this.row(["\\right", "\\middle"])];
+        while (this.accept("\\middle")) marks.push(this.delimiter()), parts.push(this.row(["\\right", "\\middle"]));
         this.next();
-        return math("mrow", {}, parts, math("mo", { stretchy: "true", fence: "true" }, this.delimiter()));
+        const all = math("mrow", {}, parts);
+        const last = fence(this.delimiter(), all);
+        marks.forEach((mark, index) => parts[index].before(fence(mark, all)));
+        all.append(last);
+        return all;
       }
       case "begin":
         return this.environment(this.raw());
@@ -304,12 +329,13 @@ class Parser {
         .map((cells) => math("mtr", {}, cells.map((cell, index) => math("mtd", sides[0] ? { style: `text-align: ${sides[index % sides.length]}` } : {}, cell)))),
     );
     const [open, close] = FENCES[name] ?? [];
-    return open ? math("mrow", {}, math("mo", { stretchy: "true", fence: "true" }, open), grid, close ? math("mo", { stretchy: "true", fence: "true" }, close) : []) : grid;
+    return open ? math("mrow", {}, fence(open, grid), grid, close ? fence(close, grid) : []) : grid;
   }
 }
 
 // A formula as MathML; its source where something in it is not known.
 export function maths(source, display = false) {
+  testFont();
   try {
     const parser = new Parser(source.trim());
     const row = parser.row();

@@ -23,7 +23,7 @@ export default {
   template: `
     <q-page class="page">
       <div class="head"><h1>Collections</h1></div>
-      <q-form class="row q-col-gutter-sm items-start" @submit="create">
+      <q-form v-if="loaded" class="row q-col-gutter-sm items-start" @submit="create">
         <q-input class="col-8 col-sm-4" v-model="fresh" label="New collection" outlined dense />
         <div class="col-4"><q-btn type="submit" color="primary" no-caps label="Create" :disable="!fresh" /></div>
       </q-form>

@@ -51,7 +51,7 @@ export default {
             <template #model="{ row }">{{ row.adapter || row.model }}</template>
             <template #tenant="{ row }">{{ row.tenant }}<span v-if="row.user" class="muted"> / {{ row.user }}</span></template>
             <template #comment="{ row }">{{ row.comment || '–' }}</template>
-            <template #response_id="{ row }"><copy-id :value="row.response_id" what="answer id" /></template>
+            <template #response_id="{ row }"><copy-id :value="row.response_id" what="answer id" /><q-btn flat dense round icon="timeline" :aria-label="'Request of ' + row.response_id" :href="'#requests/' + row.response_id" /></template>
           </data-table>
         </template>
       </template>

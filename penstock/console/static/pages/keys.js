@@ -33,7 +33,7 @@ const KEYS = [
 export default {
   name: "Keys",
   components: { LimitForm },
-  mixins: [refreshed(10)],
+  mixins: [refreshed(30)],
   template: `
     <q-page class="page">
       <div class="head"><h1>Tenants and keys</h1></div>

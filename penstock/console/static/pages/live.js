@@ -8,6 +8,7 @@ import { MiniBar, PhaseLegend } from "../timeline.js";
 import { refreshed } from "../widgets.js";
 
 const KEPT = 120;
+const WINDOW_S = 10;
 const REPLICAS = [
   { name: "id", label: "Replica", main: true },
   { name: "role", label: "Role" },
@@ -42,8 +43,8 @@ export default {
       </div>
       <div class="charts" :key="$q.dark.isActive">
         <chart title="Tokens per second" :option="charts.tokens" label="Chart of prompt and output tokens per second over the last two minutes" />
-        <chart title="Time to first token" :option="charts.ttft" label="Chart of median and 95th percentile time to first token" />
-        <chart title="Inter-token latency" :option="charts.itl" label="Chart of median and 95th percentile inter-token latency" />
+        <chart title="Time to first token, last 10 s" :option="charts.ttft" label="Chart of median and 95th percentile time to first token" />
+        <chart title="Inter-token latency, last 10 s" :option="charts.itl" label="Chart of median and 95th percentile inter-token latency" />
         <chart title="Requests" :option="charts.requests" label="Chart of running and waiting requests" />
         <chart title="KV cache usage" :option="charts.kv" label="Chart of KV cache usage" />
         <chart title="Engine steps" :option="charts.steps" label="Chart of engine steps per second and tokens per step" />
@@ -113,13 +114,15 @@ export default {
       this.add(parse(exposed.value), performance.now() / 1000);
     },
     add(reading, at) {
-      const before = this.last;
-      this.last = { reading, at };
+      const before = this.readings?.at(-1);
+      this.readings = [...(this.readings || []).filter((one) => one.at > at - WINDOW_S), { reading, at }];
       if (!before) return;
+      // Quantiles and shares of a single second would be mostly gaps.
+      const earlier = this.readings.length > 1 ? this.readings[0].reading : before.reading;
       const seconds = at - before.at;
       const rate = (name, where) => grown(before.reading, reading, name, where) / seconds;
       const kv = (reading.get("vllm:kv_cache_usage_perc") || []).map((one) => one.value);
-      const queries = grown(before.reading, reading, "vllm:prefix_cache_queries_total");
+      const queries = grown(earlier, reading, "vllm:prefix_cache_queries_total");
       const output = rate("vllm:generation_tokens_total");
       const steps = rate("penstock_engine_steps_total");
       this.history = [
@@ -128,14 +131,14 @@ export default {
           time: new Date().toLocaleTimeString("en-GB"),
           output,
           prompt: rate("vllm:prompt_tokens_total"),
-          ttft50: quantile(before.reading, reading, "vllm:time_to_first_token_seconds", 0.5),
-          ttft95: quantile(before.reading, reading, "vllm:time_to_first_token_seconds", 0.95),
-          itl50: quantile(before.reading, reading, "vllm:inter_token_latency_seconds", 0.5),
-          itl95: quantile(before.reading, reading, "vllm:inter_token_latency_seconds", 0.95),
+          ttft50: quantile(earlier, reading, "vllm:time_to_first_token_seconds", 0.5),
+          ttft95: quantile(earlier, reading, "vllm:time_to_first_token_seconds", 0.95),
+          itl50: quantile(earlier, reading, "vllm:inter_token_latency_seconds", 0.5),
+          itl95: quantile(earlier, reading, "vllm:inter_token_latency_seconds", 0.95),
           running: total(reading, "vllm:num_requests_running"),
           waiting: total(reading, "vllm:num_requests_waiting"),
           kv: kv.length ? Math.max(...kv) : null,
-          hits: queries ? grown(before.reading, reading, "vllm:prefix_cache_hits_total") / queries : null,
+          hits: queries ? grown(earlier, reading, "vllm:prefix_cache_hits_total") / queries : null,
           errors: rate("penstock_http_requests_total", (labels) => Number(labels.status) >= 500),
           steps,
           perStep: steps ? output / steps : null,

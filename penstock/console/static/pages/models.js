@@ -2,7 +2,7 @@
 // unloading while the server runs. A key without the scope admin sees what it may use.
 
 import { ApiError, get, post, remove, session } from "../api.js";
-import { bytes, number, percent } from "../format.js";
+import { bytes, money, number, percent, span } from "../format.js";
 import { refreshed } from "../widgets.js";
 
 const REPLICAS = [
@@ -14,6 +14,17 @@ const REPLICAS = [
   { name: "memory", label: "Memory", text: true },
   { name: "actions", label: "" },
 ];
+// The limits of the caller, as /v1/models has them.
+const SAID = {
+  tier: (name) => `tier ${name}`,
+  requests_per_minute: (count) => `${number(count)} requests a minute`,
+  tokens_per_minute: (count) => `${number(count)} tokens a minute`,
+  concurrent_requests: (count) => `${number(count)} requests at one time`,
+  context_tokens: (count) => `${number(count)} tokens of context`,
+  time_limit_s: (seconds) => `${span(seconds)} for an answer`,
+  daily_budget: (dollars) => `${money(dollars)} a day`,
+  monthly_budget: (dollars) => `${money(dollars)} a month`,
+};
 const can = (model) => Object.entries(model.capabilities || {}).filter(([, yes]) => yes).map(([name]) => name.replace("_", " "));
 
 export default {
@@ -98,7 +109,7 @@ export default {
     own: (model) => model.owned_by === "penstock" && !model.parent && !model.routes_to && Boolean(model.capabilities?.completions),
     priced: (price) => `$${price.input_per_million} input${price.output_per_million == null ? "" : `, $${price.output_per_million} output`} per million tokens`,
     sampled: (values) => Object.entries(values).map(([name, value]) => `${name.replaceAll("_", " ")} ${value}`).join(", ") || "the engine's defaults",
-    limited: (limits) => Object.entries(limits).filter(([, value]) => value != null && typeof value !== "object" && value !== false).map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? number(value) : value}`).join(", "),
+    limited: (limits) => Object.entries(SAID).filter(([name]) => limits[name] != null).map(([name, say]) => say(limits[name])).join(", "),
     held: (memory) => (memory ? [memory.weights_bytes && `${bytes(memory.weights_bytes)} weights`, memory.kv_cache_bytes && `${bytes(memory.kv_cache_bytes)} KV cache`, memory.kv_cache_tokens && `room for ${number(memory.kv_cache_tokens)} tokens in ${memory.sequences} sequences`, memory.dtype && memory.dtype !== "none" && `computes in ${memory.dtype}`, memory.devices > 1 && `on each of ${memory.devices} devices`].filter(Boolean).join(", ") : "–"),
     async read() {
       const nothing = { data: [], autoscale: [] };

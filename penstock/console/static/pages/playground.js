@@ -126,6 +126,11 @@ export default {
     reading() {
       return this.chat.files.some((file) => !finished(file));
     },
+    // Models of other servers, and routes that may lead to one, cannot go on after a broken connection.
+    resumable() {
+      const model = this.about(this.chat.model);
+      return model?.owned_by === "penstock" && !model.routes_to;
+    },
     collection() {
       return this.chat.files.some(usable) ? this.chat.collection : this.chat.settings.collection;
     },
@@ -363,7 +368,7 @@ export default {
       this.$nextTick(this.follow);
       this.keep();
       try {
-        await stream(body, answer, controller.signal, this.keep);
+        await stream(body, answer, { signal: controller.signal, resumable: this.resumable, shown: this.keep });
       } catch (error) {
         if (error.name === "AbortError") answer.facts = { ...answer.facts, finish: "stopped" };
         else if (!answer.facts) {

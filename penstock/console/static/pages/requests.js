@@ -14,6 +14,7 @@ const PERIODS = [
 ];
 const ENDS = ["stop", "length", "tool_calls", "content_filter", "error", "abort"];
 const PAGE = 100;
+const ANSWER = /^(chatcmpl-|cmpl-|resp_|msg_)/;
 const bad = (end) => ["error", "abort", "timeout"].includes(end);
 
 const Detail = {
@@ -21,7 +22,7 @@ const Detail = {
   mixins: [refreshed()],
   props: { id: String, known: Object },
   template: `
-    <div class="head"><q-btn flat round dense icon="arrow_back" aria-label="All requests" href="#requests" /><h1>Request</h1><copy-id :value="id" what="request id" /><q-space />
+    <div class="head"><q-btn flat round dense icon="arrow_back" aria-label="All requests" href="#requests" /><h1>Request</h1><copy-id :value="entry?.request_id || id" what="request id" /><q-space />
       <q-badge v-if="entry" :color="bad(entry.finish_reason) ? 'negative' : 'positive'" :label="entry.finish_reason || 'ended'" data-test="end" /><q-badge v-if="trace" outline :color="trace.status < 400 ? 'positive' : 'negative'" :label="'HTTP ' + trace.status" /></div>
     <page-state v-if="!loaded" :page="page" />
     <template v-else>
@@ -77,7 +78,9 @@ const Detail = {
     number,
     async read() {
       try {
-        this.trace = await get(`/v1/traces/${encodeURIComponent(this.id)}`);
+        // The id of an answer will do, too.
+        const answered = ANSWER.test(this.id) && (await get("/v1/traces?limit=1000")).data.find((one) => one.response_id === this.id);
+        this.trace = await get(`/v1/traces/${encodeURIComponent(answered ? answered.request_id : this.id)}`);
       } catch (error) {
         if (!(error instanceof ApiError && [403, 404].includes(error.status))) throw error;
         this.logged = this.known || (await this.find());
@@ -108,7 +111,7 @@ export default {
           <q-select v-if="admin" class="col-6 col-sm-3 col-md-2" v-model="tenant" :options="tenants" clearable dense outlined options-dense label="Tenant" @update:model-value="refresh" />
           <q-select class="col-6 col-sm-3 col-md-2" v-model="model" :options="models" clearable dense outlined options-dense label="Model" @update:model-value="refresh" />
           <q-select class="col-6 col-sm-3 col-md-2" v-model="end" :options="ends" clearable dense outlined options-dense label="Finish reason" @update:model-value="refresh" />
-          <q-input class="col-12 col-sm-6 col-md-4" v-model="wanted" dense outlined clearable label="Request id" @keydown.enter="wanted && go(wanted)"><template #after><q-btn round dense flat icon="search" aria-label="Open the request" :disable="!wanted" @click="go(wanted)" /></template></q-input>
+          <q-input class="col-12 col-sm-6 col-md-4" v-model="wanted" dense outlined clearable label="Id of a request or answer" @keydown.enter="wanted && go(wanted)"><template #after><q-btn round dense flat icon="search" aria-label="Open the request" :disable="!wanted" @click="go(wanted)" /></template></q-input>
         </div>
         <page-state :page="page" />
         <template v-if="loaded">

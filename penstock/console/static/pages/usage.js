@@ -77,7 +77,7 @@ export default {
     // The ledger groups by hours and days of UTC; they are shown in local time.
     local(time) {
       const at = new Date(this.unit === "hour" ? `${time.replace(" ", "T")}Z` : `${time}T00:00Z`);
-      return this.unit === "hour" ? at.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" }) : time.slice(5);
+      return this.unit === "hour" ? at.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" }) : time.slice(5);
     },
     overTime(figures) {
       return stacks(this.times.map((row) => this.local(row[this.unit])), figures.map((figure) => ({ name: named(figure), data: this.times.map((row) => Number(row[figure])) })), (value) => this.shown(figures[0], value));
