@@ -58,9 +58,10 @@ def remote_spec(
     fields = msgspec.to_builtins(request)
     body: dict[str, Any] = {name: fields[name] for name in PASSED_ON if fields.get(name) is not None}
     body |= {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
-    for tool in body.get("tools", ()):  # how the text of a free-text tool is constrained has no name there
+    for tool in body.get("tools", ()):  # the grammar of a free-text tool is only part of its description there
         tool["function"].pop("syntax", None)
-        tool["function"].pop("grammar", None)
+        if tool["function"].pop("grammar", None):
+            ignore_advice(attempt.exchange, "tools.format")
     if continues(request):
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     elif request.add_generation_prompt is False:
