@@ -121,7 +121,7 @@ async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str
         assert str(tmp_path) not in answer.text, "clients need not know where it lies"
         assert (await client.get("/v1/admin/adapters")).json()["data"][0]["state"] == "failed"
         for body, status, sentence in (
-            ({"name": "x", "source": str(tmp_path / "nowhere")}, 400, "nor a path that exists"),
+            ({"name": "x", "source": str(tmp_path / "nowhere")}, 400, "There is no adapter folder"),
             ({"name": "tiny"}, 400, "already the name of another model"),
             ({"name": "small"}, 400, "already the name of another model"),
             ({"name": "-"}, 400, "begins with a letter or digit"),
