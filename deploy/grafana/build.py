@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import ENGINE
+from features import FEATURES
 from overview import OVERVIEW
 from panels import Board, Panel
 from router import ROUTER
@@ -20,7 +21,13 @@ from tenants import TENANTS_AND_COST
 FOLDER = Path(__file__).resolve().parent
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH = 24
-BOARDS = {"overview": OVERVIEW, "engine": ENGINE, "tenants-and-cost": TENANTS_AND_COST, "router-and-queue": ROUTER}
+BOARDS = {
+    "overview": OVERVIEW,
+    "engine": ENGINE,
+    "tenants-and-cost": TENANTS_AND_COST,
+    "router-and-queue": ROUTER,
+    "features": FEATURES,
+}
 
 
 def panel(item: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.schema import LimitConfig, TelemetryConfig
@@ -55,7 +56,9 @@ def expressions() -> dict[str, str]:
 
 
 def test_the_files_are_what_the_script_writes(build: dict[str, Any]) -> None:
-    assert sorted(build["BOARDS"]) == NAMES == ["engine", "overview", "router-and-queue", "tenants-and-cost"]
+    assert (
+        sorted(build["BOARDS"]) == NAMES == ["engine", "features", "overview", "router-and-queue", "tenants-and-cost"]
+    )
     for name, written in build["BOARDS"].items():
         assert (FOLDER / f"{name}.json").read_text() == build["render"](written), "run deploy/grafana/build.py"
 
@@ -152,3 +155,13 @@ async def test_every_expression_has_a_result(
 
 def schema(i: int) -> dict[str, Any]:
     return {"name": "s", "schema": {"type": "object", "properties": {f"p{i}": {"type": "string"}}}}
+
+
+def test_provisioning_names_what_is_shipped() -> None:
+    folder = FOLDER / "provisioning"
+    (source,) = yaml.safe_load((folder / "datasources/prometheus.yml").read_text())["datasources"]
+    (provider,) = yaml.safe_load((folder / "dashboards/penstock.yml").read_text())["providers"]
+    assert source["type"] == "prometheus" and source["url"].startswith("http://")
+    scrape = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())["global"]["scrape_interval"]
+    assert source["jsonData"]["timeInterval"] == scrape
+    assert provider["type"] == "file" and provider["options"]["path"]
