@@ -17,6 +17,7 @@ from tests.e2e.conftest import MODEL, Server
 def tokenizer(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     write_text_files(default_model, folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
     return folder
 
 
@@ -50,6 +51,7 @@ def test_aiperf(client: Environment, served: Server, tokenizer: Path, tmp_path: 
         *("--artifact-dir", tmp_path / "artifacts", "--ui", "none"),
         cwd=tmp_path,
         timeout=600,
+        env={"HF_HUB_OFFLINE": ""},  # when it is set, aiperf takes a folder for the name of a repository
     )
     (found,) = (tmp_path / "artifacts").rglob("profile_export_aiperf.json")
     report = json.loads(found.read_text())
