@@ -8,6 +8,9 @@ clients are in `penstock.protocol.errors`.
 class PenstockError(Exception):
     """Base of every error raised on purpose; the message is written for a person."""
 
+    exit_status = 2
+    """Of a command that it ends."""
+
 
 class ConfigError(PenstockError):
     """An invalid configuration file, flag or environment variable."""

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.app import app
 
+pytestmark = pytest.mark.slow
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "planning.md").read_text()
 FENCES = re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.S | re.M)
 COMMANDS = [shlex.split(line, comments=True) for block in FENCES for line in block.splitlines() if line.strip()]

@@ -23,7 +23,7 @@ ENGINE = Board(
                 Panel(
                     "Waiting in the engine",
                     "Sequences without a row or KV blocks yet.",
-                    {"{{model_name}} {{engine}}": f"vllm:num_requests_waiting{{{M}}}"},
+                    {"{{model_name}} {{engine}}": f"penstock_engine_requests_waiting{{{M}}}"},
                 ),
                 Panel(
                     "Steps",

@@ -68,7 +68,7 @@ ERROR_RATIO = (
     f'(sum(rate(penstock_errors_total{{{V1}, status=~"5.."}}[{RATE}])) or vector(0))'
     f" / sum(rate(penstock_http_requests_total{{{V1}}}[{RATE}]))"
 )
-WAITING = f'sum by (model_name) ({{__name__=~"vllm:num_requests_waiting|penstock_queue_depth", {M}}})'
+WAITING = total("vllm:num_requests_waiting", "model_name")
 KV = "vllm:kv_cache_usage_perc"
 U = f'tenant=~"$tenant", {M}'
 COST = total("penstock_engine_cost_dollars_per_second")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from panels import RATE, TTFT, Board, M, Panel, quantiles, rate, total
 
-REQUESTS = f'{{__name__=~"vllm:num_requests_running|vllm:num_requests_waiting", {M}}}'
+REQUESTS = f'{{__name__=~"vllm:num_requests_running|penstock_engine_requests_waiting", {M}}}'
 
 ROUTER = Board(
     "penstock-router",

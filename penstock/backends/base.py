@@ -33,6 +33,9 @@ from penstock.protocol.messages import (
     UnloadAdapter,
     Wake,
 )
+from penstock.telemetry.exposition import Buckets
+
+STEP_TOKENS = tuple(float(1 << power) for power in range(15))
 
 Clock = Callable[[], float]
 
@@ -132,6 +135,8 @@ class EngineClient(ABC):
         self._ready = asyncio.Event()
         self._waiters = 0
         self._load = EngineLoad()
+        self.step_tokens = Buckets(STEP_TOKENS)
+        """How many tokens the engine's steps computed."""
         self._progress_at = clock()
         self._token_at = float("-inf")
         self._state: EngineState = "awake"
@@ -368,6 +373,9 @@ class EngineClient(ABC):
             self._progress_at = self._clock()
         if output.load.generation_tokens > self._load.generation_tokens:
             self._token_at = self._clock()
+        steps = output.load.steps - self._load.steps
+        if steps > 0:  # several, where only the last one had something to say
+            self.step_tokens.observe((output.load.step_tokens - self._load.step_tokens) / steps, steps)
         self._load = output.load
         for delta in output.deltas:
             route = self._routes.get(delta.request_id)

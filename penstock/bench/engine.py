@@ -23,6 +23,8 @@ from penstock.errors import PenstockError
 class BenchError(PenstockError):
     """The measured system did not do all of its work."""
 
+    exit_status = 1
+
 
 class Steppable(Protocol):
     """The part of `penstock.engine.core.Engine` that a benchmark drives."""

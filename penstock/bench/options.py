@@ -90,7 +90,7 @@ def stderr() -> Console:
 
 
 def reported(command: Callable[P, None]) -> Callable[P, None]:
-    """An error raised on purpose is one red line and exit status 2, not a traceback."""
+    """An error raised on purpose is one red line and its exit status, not a traceback."""
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -98,6 +98,6 @@ def reported(command: Callable[P, None]) -> Callable[P, None]:
             command(*args, **kwargs)
         except PenstockError as error:
             typer.secho(f"error: {error}", fg="red", err=True)
-            raise typer.Exit(2) from None
+            raise typer.Exit(error.exit_status) from None
 
     return run

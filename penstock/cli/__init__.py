@@ -16,4 +16,4 @@ def main() -> None:
         from penstock.cli.terminal import show_error
 
         show_error(str(error))
-        sys.exit(2)
+        sys.exit(error.exit_status)

@@ -42,7 +42,7 @@ class Screen:
 
 def _totals(interval: Interval) -> Table:
     now = interval.after
-    waiting = now.sum("vllm:num_requests_waiting") + now.sum("penstock_queue_depth")
+    waiting = now.sum("vllm:num_requests_waiting")
     errors = sum(
         rate for status, rate in interval.rates("penstock_errors_total", "status").items() if status.startswith("5")
     )
@@ -96,7 +96,7 @@ def _replicas(interval: Interval) -> Table:
             labels["engine"],
             Text(state + breaker, style="green" if state == "up" and not breaker else "red"),
             f"{now.sum('vllm:num_requests_running', **where):,.0f}",
-            f"{now.sum('vllm:num_requests_waiting', **where):,.0f}",
+            f"{now.sum('penstock_engine_requests_waiting', **where):,.0f}",
             share(now.most("vllm:kv_cache_usage_perc", **where)),
             f"{interval.rate('vllm:generation_tokens_total', **where):,.0f}",
             duration(interval.quantile(0.95, TTFT, **where)),

@@ -96,6 +96,7 @@ class Engine:
         """Gives KV blocks to other engines, or takes theirs; None when its role is to do everything itself."""
         self.clock = clock
         self.steps = 0
+        self._step_tokens = 0
         self._depth = 1 if overlap else 0
         self._constraints = Constraints(grammars, info.vocab_size)
         self._in_flight: deque[PendingStep] = deque()
@@ -199,6 +200,7 @@ class Engine:
             cached_blocks=pool.cached,
             total_blocks=pool.capacity,
             steps=self.steps,
+            step_tokens=self._step_tokens,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_query_tokens=scheduler.prefix_query_tokens,
@@ -220,7 +222,7 @@ class Engine:
 
     def reset_counters(self) -> None:
         """Forget what was counted and cached so far (the warm-up)."""
-        self.steps = self._prompt_tokens = self._generation_tokens = 0
+        self.steps = self._step_tokens = self._prompt_tokens = self._generation_tokens = 0
         self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = self.scheduler.host_hit_tokens = 0
         self.scheduler.allocator.pool.forget_all()
         if self.speculation is not None:
@@ -288,6 +290,7 @@ class Engine:
         """Turn a finished step into deltas, and finish the sequences that end here."""
         done = step.wait()
         self.steps += 1
+        self._step_tokens += step.batch.num_tokens
         for chunk, tokens, logprobs in done:
             seq = chunk.seq
             if seq.finish_reason is not None:

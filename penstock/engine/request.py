@@ -229,6 +229,8 @@ class EngineLoad:
     """None on CPU."""
     handover: HandoverLoad | None = None
     """None when the engine's role is `both`."""
+    step_tokens: int = 0
+    """Tokens computed by all steps together: of prompts, decodes and drafts."""
 
 
 @dataclass(slots=True)

@@ -43,6 +43,7 @@ _VERSIONS = (
         "LEFT JOIN charges_settled s ON s.id = o.id WHERE s.id IS NULL ON CONFLICT (id) DO NOTHING",
         "DELETE FROM charges_progress WHERE id IN (SELECT id FROM charges_settled)",
     ),
+    ("ALTER TABLE charges_opened ADD COLUMN selection TEXT NOT NULL DEFAULT ''",),
 )
 
 _FORGOTTEN_S = 86_400.0
@@ -85,6 +86,8 @@ class Charge(msgspec.Struct, frozen=True):
     price_input: int
     price_cached: int
     price_output: int
+    selection: str = ""
+    """What led it to its model, and in which arm of a route: `auto/control`, `auto/routed`, `direct/`."""
 
 
 class Settlement(msgspec.Struct, frozen=True):
@@ -133,8 +136,8 @@ class Total:
 
 _OPENED = (
     "INSERT INTO charges_opened (id, request_id, gateway, opened_at, tenant, user_id, key_id, feature, model, adapter, "
-    "tier, prompt_tokens, percent, price_input, price_cached, price_output) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+    "tier, prompt_tokens, percent, price_input, price_cached, price_output, "
+    "selection) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
 )
 _SETTLED = (
     "INSERT INTO charges_settled (id, settled_at, tenant, user_id, key_id, feature, model, adapter, tier, "

@@ -17,7 +17,7 @@ Rates = Callable[[], Iterable[tuple[tuple[str], float]]]
 class AdmissionMetrics:
     """Waits, sheds and downgrades of admission."""
 
-    def __init__(self, registry: MetricRegistry, depths: Depths, rates: Rates, merge: Merge) -> None:
+    def __init__(self, registry: MetricRegistry, depths: Depths, rates: Rates, limits: Rates, merge: Merge) -> None:
         """`merge`: how the values of several gateway processes combine: sum if each has its own queue, max if they
         share one."""
         self._waits = registry.histogram(
@@ -30,6 +30,9 @@ class AdmissionMetrics:
             ("model_name",),
         )
         registry.sampled("gauge", "penstock_queue_depth", "Requests waiting.", LABELS, depths, merge=merge)
+        registry.sampled(
+            "gauge", "penstock_queue_limit", "Requests that may wait.", ("model_name",), limits, merge=merge
+        )
         registry.sampled(
             "gauge",
             "penstock_queue_drain_rate",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.telemetry.exposition import Readings
+from penstock.telemetry.exposition import Readings, with_added
 
 
 def merged(processes: Iterable[list[Readings]]) -> list[Readings]:
@@ -19,9 +19,15 @@ def merged(processes: Iterable[list[Readings]]) -> list[Readings]:
             found = families.get(family.head)
             if found is None:
                 families[family.head] = Readings(
-                    family.head, family.kind, family.merge, dict(family.samples), dict(family.exemplars)
+                    family.head,
+                    family.kind,
+                    family.merge,
+                    dict(family.samples),
+                    dict(family.exemplars),
+                    dict(family.added),
                 )
                 continue
+            with_added(found.added, family.added)
             found.exemplars.update(family.exemplars)
             if family.merge == "sum":
                 for prefix, value in family.samples.items():
@@ -29,6 +35,9 @@ def merged(processes: Iterable[list[Readings]]) -> list[Readings]:
             else:
                 for prefix, value in family.samples.items():
                     found.samples[prefix] = max(found.samples.get(prefix, value), value)
+    for family in families.values():
+        with_added(family.samples, family.added)
+        family.added.clear()
     return list(families.values())
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.engine.request import DeviceLoad, EngineInfo, EngineLoad
 from penstock.telemetry.adapter_metrics import add_adapter_samples
-from penstock.telemetry.exposition import MetricRegistry
+from penstock.telemetry.exposition import Buckets, MetricRegistry
 from penstock.telemetry.handover_metrics import add_handover_samples
 
 ENGINE_LABELS = ("model_name", "engine")
@@ -30,13 +30,15 @@ class EngineView:
     awake: bool = True
     cost_per_hour: float = 0.0
     """Hardware cost in dollars."""
+    step_tokens: Buckets | None = None
+    """How many tokens its steps computed."""
 
 
 Engines = Callable[[], Iterable[EngineView]]
 
 _LOADS: tuple[tuple[str, str, str, Callable[[EngineLoad], float]], ...] = (
     ("gauge", "vllm:num_requests_running", "Requests in the running batch.", lambda load: load.running),
-    ("gauge", "vllm:num_requests_waiting", "Requests waiting in the engine.", lambda load: load.waiting),
+    ("gauge", "penstock_engine_requests_waiting", "Requests waiting in the engine.", lambda load: load.waiting),
     ("gauge", "vllm:kv_cache_usage_perc", "Used share of the KV cache, 0 to 1.", lambda load: _usage(load)),
     (
         "counter",
@@ -51,6 +53,12 @@ _LOADS: tuple[tuple[str, str, str, Callable[[EngineLoad], float]], ...] = (
         lambda load: load.prefix_hit_tokens,
     ),
     ("counter", "vllm:prompt_tokens_total", "Prompt tokens processed.", lambda load: load.prompt_tokens),
+    (
+        "counter",
+        "vllm:prompt_tokens_cached_total",
+        "Prompt tokens that need not be computed.",
+        lambda load: load.prefix_hit_tokens,
+    ),
     ("counter", "vllm:generation_tokens_total", "Tokens generated.", lambda load: load.generation_tokens),
     ("counter", "vllm:num_preemptions_total", "Sequences preempted.", lambda load: load.preemptions),
     (
@@ -165,6 +173,37 @@ def add_engine_metrics(registry: MetricRegistry, engines: Engines) -> None:
         devices(*device)
     add_adapter_samples(registry, ENGINE_LABELS, engines)
     add_handover_samples(registry, ENGINE_LABELS, engines)
+    registry.sampled_buckets(
+        "vllm:iteration_tokens_total",
+        "Tokens computed per engine step.",
+        ENGINE_LABELS,
+        lambda: [((view.model, view.engine), view.step_tokens) for view in engines() if view.step_tokens is not None],
+    )
+    registry.sampled(
+        "counter",
+        "vllm:prompt_tokens_by_source_total",
+        "Prompt tokens by where their keys and values came from.",
+        (*ENGINE_LABELS, "source"),
+        lambda: [
+            ((view.model, view.engine, source), value)
+            for view in engines()
+            for source, value in (
+                ("local_compute", max(view.load.prompt_tokens - view.load.prefix_hit_tokens, 0)),
+                ("local_cache_hit", view.load.prefix_hit_tokens),
+            )
+        ],
+    )
+    registry.sampled(
+        "gauge",
+        "vllm:engine_sleep_state",
+        "1 for the state that an engine is in.",
+        (*ENGINE_LABELS, "sleep_state"),
+        lambda: [
+            ((view.model, view.engine, state), value)
+            for view in engines()
+            for state, value in (("awake", int(view.awake)), ("weights_offloaded", int(not view.awake)))
+        ],
+    )
     registry.sampled(
         "gauge",
         "vllm:cache_config_info",

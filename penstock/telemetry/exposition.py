@@ -107,6 +107,8 @@ class Readings(msgspec.Struct, frozen=True, array_like=True):
     samples: dict[str, float]
     exemplars: dict[str, str] = {}
     """Exemplars of histogram buckets by the same text, as OpenMetrics text."""
+    added: dict[str, float] = {}
+    """What this process alone adds to samples that are merged by maximum."""
 
 
 class Family(ABC):
@@ -124,6 +126,9 @@ class Family(ABC):
     def samples(self) -> Iterable[tuple[str, float]]: ...
 
     def exemplars(self) -> dict[str, str]:
+        return {}
+
+    def added(self) -> dict[str, float]:
         return {}
 
     def lines(self, openmetrics: bool) -> Iterable[str]:
@@ -258,21 +263,76 @@ class Sampled(Family):
         labels: Sequence[str],
         read: Callable[[], Iterable[tuple[tuple[str, ...], float]]],
         merge: Merge = "max",
+        own: Callable[[], Iterable[tuple[tuple[str, ...], float]]] | None = None,
     ) -> None:
+        """`own`: what this process alone adds to samples that are merged by maximum."""
         self.kind = kind
         self.merge = merge
         super().__init__(name, help, labels)
         self._read = read
+        self._own = own
         self._rendered: dict[tuple[str, ...], str] = {}
 
     def samples(self) -> Iterable[tuple[str, float]]:
-        for values, value in self._read():
+        return self._prefixed(self._read())
+
+    def added(self) -> dict[str, float]:
+        return {} if self._own is None else dict(self._prefixed(self._own()))
+
+    def lines(self, openmetrics: bool) -> Iterable[str]:
+        if self._own is None:
+            return super().lines(openmetrics)
+        found = with_added(dict(self.samples()), self.added())
+        return [f"{prefix}{number(value)}\n" for prefix, value in found.items()]
+
+    def _prefixed(self, read: Iterable[tuple[tuple[str, ...], float]]) -> Iterator[tuple[str, float]]:
+        for values, value in read:
             prefix = self._rendered.get(values)
             if prefix is None:
                 if len(self._rendered) >= _MOST_RENDERED:
                     self._rendered.clear()  # labels that keep changing must not accumulate
                 prefix = self._rendered[values] = f"{self.name}{render_labels(self.labels, values)} "
             yield prefix, value
+
+
+class SampledBuckets(Family):
+    """Histograms that others keep: `read` yields (label values, buckets). All processes see the same ones."""
+
+    kind = "histogram"
+    merge: Merge = "max"
+
+    def __init__(
+        self,
+        name: str,
+        help: str,
+        labels: Sequence[str],
+        read: Callable[[], Iterable[tuple[tuple[str, ...], Buckets]]],
+    ) -> None:
+        super().__init__(name, help, labels)
+        self._read = read
+        self._rendered: dict[tuple[str, ...], tuple[Buckets, _HistogramText]] = {}
+
+    def samples(self) -> Iterable[tuple[str, float]]:
+        return (sample for text in self._texts() for sample in text.samples())
+
+    def lines(self, openmetrics: bool) -> Iterable[str]:
+        return [text.text(openmetrics) for text in self._texts()]
+
+    def _texts(self) -> Iterator[_HistogramText]:
+        for values, buckets in self._read():
+            known = self._rendered.get(values)
+            if known is None or known[0] is not buckets:
+                if len(self._rendered) >= _MOST_RENDERED:
+                    self._rendered.clear()
+                known = self._rendered[values] = (buckets, _HistogramText(self.name, self.labels, values, buckets))
+            yield known[1]
+
+
+def with_added(samples: dict[str, float], added: dict[str, float]) -> dict[str, float]:
+    """Samples with what processes add to them."""
+    for prefix, value in added.items():
+        samples[prefix] = samples.get(prefix, 0) + value
+    return samples
 
 
 def openmetrics_head(head: str, kind: str) -> str:
@@ -323,8 +383,18 @@ class MetricRegistry:
         read: Callable[[], Iterable[tuple[tuple[str, ...], float]]],
         *,
         merge: Merge = "max",
+        own: Callable[[], Iterable[tuple[tuple[str, ...], float]]] | None = None,
     ) -> None:
-        self._add(Sampled(kind, name, help, labels, read, merge))
+        self._add(Sampled(kind, name, help, labels, read, merge, own))
+
+    def sampled_buckets(
+        self,
+        name: str,
+        help: str,
+        labels: Sequence[str],
+        read: Callable[[], Iterable[tuple[tuple[str, ...], Buckets]]],
+    ) -> None:
+        self._add(SampledBuckets(name, help, labels, read))
 
     def once(self, read: Callable[[], Iterable[T]]) -> Callable[[], Sequence[T]]:
         """Wraps `read` so that it is called at most once per scrape, however many families use it."""
@@ -357,7 +427,7 @@ class MetricRegistry:
         """The values of this process, to be merged with those of others: of all families, or of those in `only`."""
         self._round += 1
         return [
-            Readings(family.head, family.kind, family.merge, dict(family.samples()), family.exemplars())
+            Readings(family.head, family.kind, family.merge, dict(family.samples()), family.exemplars(), family.added())
             for name, family in self._families.items()
             if only is None or name in only
         ]

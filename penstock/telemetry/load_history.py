@@ -30,7 +30,7 @@ PROMPT, OUTPUT = "vllm:prompt_tokens_total", "vllm:generation_tokens_total"
 PREFILL, DECODE = "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds"
 FINISHED = "vllm:request_generation_tokens"
 ADMITTED, REFUSED = "penstock_queue_wait_seconds", "penstock_sheds_total"
-RUNNING, WAITING, QUEUED = "vllm:num_requests_running", "vllm:num_requests_waiting", "penstock_queue_depth"
+RUNNING, WAITING, QUEUED = "vllm:num_requests_running", "penstock_engine_requests_waiting", "penstock_queue_depth"
 KV_USE, UP = "vllm:kv_cache_usage_perc", "penstock_engine_up"
 _COUNTED = {
     PROMPT: PROMPT,

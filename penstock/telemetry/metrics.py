@@ -19,6 +19,7 @@ from penstock.telemetry.context_metrics import ContextMetrics
 from penstock.telemetry.engine_metrics import ENGINE_LABELS, Engines, EngineView, add_engine_metrics
 from penstock.telemetry.exposition import Buckets, MetricRegistry, Value
 from penstock.telemetry.usage_metrics import UsageMetrics
+from penstock.telemetry.waiting_metrics import WaitingMetrics
 
 __all__ = ["EngineView", "Metrics", "RequestMetrics"]
 
@@ -26,6 +27,8 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.0, 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 600.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+
+CHOICES = (1, 2, 5, 10, 20)
 
 MOST_SERIES = 1000
 """Maximum of separate series by tenant, model, adapter and feature."""
@@ -44,6 +47,11 @@ class RequestMetrics:
     decode: Buckets
     prompt_tokens: Buckets
     generation_tokens: Buckets
+    inference: Buckets
+    computed_tokens: Buckets
+    most_generation_tokens: Buckets
+    n: Buckets
+    max_tokens: Buckets
 
 
 class Metrics:
@@ -53,6 +61,7 @@ class Metrics:
         self.registry = registry = MetricRegistry()
         self._requests: dict[tuple[str, str], RequestMetrics] = {}
         add_engine_metrics(registry, engines)
+        self.waiting = WaitingMetrics(registry, engines)
 
         def histogram(name: str, help: str, bounds: tuple[float, ...]) -> Callable[[str, str], Buckets]:
             return registry.histogram(name, help, bounds, ENGINE_LABELS).child
@@ -67,6 +76,11 @@ class Metrics:
             histogram("vllm:request_decode_time_seconds", "Time from first to last token.", LONG),
             histogram("vllm:request_prompt_tokens", "Prompt tokens per request.", TOKENS),
             histogram("vllm:request_generation_tokens", "Generated tokens per request.", TOKENS),
+            histogram("vllm:request_inference_time_seconds", "Time from the first step to the last token.", LONG),
+            histogram("vllm:request_prefill_kv_computed_tokens", "Prompt tokens computed per request.", TOKENS),
+            histogram("vllm:request_max_num_generation_tokens", "Tokens of a request's longest answer.", TOKENS),
+            histogram("vllm:request_params_n", "The parameter n.", CHOICES),
+            histogram("vllm:request_params_max_tokens", "The most tokens that a request may generate.", TOKENS),
         )
         self._success = registry.counter(
             "vllm:request_success_total", "Finished requests.", (*ENGINE_LABELS, "finished_reason")

@@ -60,5 +60,5 @@ def test_small_gaps_are_ties() -> None:
 def test_without_transformers_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = CliRunner().invoke(app, ["compare"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "pip install transformers" in result.output

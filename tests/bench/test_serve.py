@@ -182,6 +182,6 @@ def test_nobody_there_is_one_readable_line() -> None:
         probe.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     result = CliRunner().invoke(app, ["serve", "--url", url])
-    assert result.exit_code == 1
-    assert "Error: connection to 127.0.0.1" in result.output
+    assert result.exit_code == 2
+    assert "error: no connection to 127.0.0.1" in result.output
     assert "Traceback" not in result.output

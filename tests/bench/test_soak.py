@@ -42,6 +42,7 @@ def test_a_short_soak_of_everything() -> None:
     assert report.ties <= 2
 
 
+@pytest.mark.slow
 def test_the_command_shows_and_writes_its_figures(tmp_path: Path) -> None:
     file = tmp_path / "soak.json"
     command = ["bench", "soak", "--rounds", "1", "--start", "1", "--requests", "6", "--json", str(file)]

@@ -83,6 +83,7 @@ def test_long_texts_are_read_in_linear_time(text: str) -> None:
     assert time.process_time() - begin < 5  # minutes, if anything were quadratic
 
 
+@pytest.mark.slow
 async def test_the_adversarial_set_on_its_held_out_part(encoder_endpoint: str) -> None:
     pairs = [pair for pair in load_pairs() if pair.held_out]
     adversarial = [pair for pair in pairs if pair.kind != "paraphrase"]

@@ -33,6 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_model_is_quantized_measured_and_served(model: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     command = [sys.executable, "-m", "penstock", "quantize", str(model), "--to", "gptq-int4", *ONE_THREAD]

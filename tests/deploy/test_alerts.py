@@ -29,6 +29,8 @@ from tests.deploy.prometheus import (
 from tests.gateway.conftest import Running, Serving
 from tests.scripted import ScriptedEngine
 
+OUTSIDE = {"PenstockGatewayGone", "PenstockRemoteDown", "PenstockBreakerOpen"}
+"""Alerts about more than one gateway and its engine; promtool alone makes them fire."""
 TESTS = ROOT / "deploy/prometheus/rules_test.yml"
 ALERTS = {
     rule["alert"]: rule
@@ -67,6 +69,7 @@ def test_the_rules_and_the_scrape_configuration_are_valid() -> None:
         ("[5m]))) > 3", "[5m]))) > 8"),
         ("> 0.9", "> 0.89"),
         ("> 1000", "> 1001"),
+        ("> 0.5 * sum", "> 0.51 * sum"),
         ("< 0.8 * avg", "< 0.4 * avg"),
         ("[15m]) < 0.5", "[15m]) < 0.2"),
         ("ratio5m > 0.01", "ratio5m > 0.03"),
@@ -140,12 +143,14 @@ async def test_each_alert_fires_under_a_load_that_deserves_it_and_clears_afterwa
 
                     engine.troubled = True
                     trouble = asyncio.create_task(_stutter(gateway, engine))
-                    await _until(prometheus, lambda seen, now: seen == set(ALERTS), within=90)
+                    await _until(prometheus, lambda seen, now: seen == set(ALERTS) - OUTSIDE, within=90)
                     engine.troubled = False
                     await trouble
                     await _until(prometheus, lambda seen, now: not now, within=60)
                 for severity, receiver in (("page", "page"), ("warning", "chat")):
-                    expected = {name for name, rule in ALERTS.items() if rule["labels"]["severity"] == severity}
+                    expected = {
+                        name for name, rule in ALERTS.items() if rule["labels"]["severity"] == severity
+                    } - OUTSIDE
                     # What is inhibited by something worse may have been heard before that fired, or not at all.
                     assert expected - {"PenstockFirstTokenSlow"} <= heard[receiver] <= expected
         finally:

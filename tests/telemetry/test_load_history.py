@@ -26,7 +26,7 @@ class Server:
         self.admissions = []
         if admission:
             depths = lambda: [((NAME, "standard"), float(self.queued))]  # noqa: E731
-            self.admissions = [AdmissionMetrics(one.registry, depths, list, "sum") for one in self.gateways]
+            self.admissions = [AdmissionMetrics(one.registry, depths, list, list, "sum") for one in self.gateways]
             for one in self.admissions:
                 one.waits(NAME, "standard")
         self.history = LoadHistory()

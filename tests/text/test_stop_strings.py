@@ -23,7 +23,7 @@ def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(LETTERS, STOPS, st.lists(st.integers(0, 12), max_size=6))
 @example("abcd", ["bcd", "c"], [])
 @example("aab", ["aab", "ab"], [1, 2])

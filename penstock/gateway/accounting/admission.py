@@ -134,6 +134,10 @@ class Admissions:
             )
         )
 
+    def depths(self) -> list[tuple[str, int]]:
+        """The requests that wait for each model."""
+        return [] if self._admission is None else [(model.name, self.waiting(model)) for model in self._registry]
+
     def waiting(self, model: ServedModel) -> int:
         """The number of requests of this gateway that wait for a model."""
         if self._admission is None:

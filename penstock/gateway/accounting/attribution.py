@@ -12,6 +12,19 @@ def identify(exchange: Exchange, user: str | None, metadata: dict[str, str] | No
     exchange.record.metadata = metadata
 
 
+def route_name(why: str) -> str:
+    """What led a request to its model, without the explanation: the name of a route, `direct`, `alias`, `adapter`,
+    `fallback`, ... A bounded set, so it may be a label."""
+    return why.partition(";")[0]
+
+
+def route_arm(why: str) -> str:
+    """Of a request that named a route: `control` if it is in the control group, `off` if the route is switched off,
+    otherwise `routed`. Empty for all others."""
+    rule = why.partition("; rule=")[2].partition(";")[0]
+    return "" if not rule else rule if rule in ("control", "off") else "routed"
+
+
 def note_model(exchange: Exchange, asked: str, name: str, why: str, *, base_name: str = "", adapter: str = "") -> None:
     """Record that the model `name` answers a request for `asked`, and tell the client which one it is and why."""
     exchange.timeline.asked_model = asked[:256]

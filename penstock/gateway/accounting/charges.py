@@ -25,6 +25,7 @@ from typing import Protocol
 
 import msgspec
 
+from penstock.gateway.accounting.attribution import route_arm, route_name
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.metered import Metered
 from penstock.gateway.app.exchange import Exchange
@@ -283,6 +284,7 @@ class Accounts:
         price = price.recalled() if generation.from_cache else price
         sent = exchange.header(b"x-feature")
         named = sent.decode("latin-1") if sent is not None else (record.metadata or {}).get("feature", "")
+        why = exchange.timeline.selection
         charge = Charge(
             id=generation.id,
             request_id=exchange.request_id,
@@ -300,6 +302,7 @@ class Accounts:
             price_input=price.input,
             price_cached=price.cached,
             price_output=price.output,
+            selection=_storable(f"{route_name(why)}/{route_arm(why)}"),
         )
         if in_batch:
             return LineAccount(self.journal, charge, generation, self._metrics)

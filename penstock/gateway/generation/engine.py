@@ -374,6 +374,23 @@ class EngineGeneration(Generation):
         if choice.first_at is not None:
             decode_s = at - choice.first_at if choice.decode_s is None else choice.decode_s
             self._observed.decode.observe(decode_s)
+            if choice.prefill_s is not None:
+                self._observed.inference.observe(choice.prefill_s + decode_s)
             if tokens > 1:
                 self._observed.per_token.observe(decode_s / (tokens - 1))
         self._count_outcome(choice)
+        if not self._unfinished:
+            self._observe_parameters()
+
+    def _observe_parameters(self) -> None:
+        """What was asked for, once for each prompt."""
+        observed, first = self._observed, 0
+        for prompt in self.spec.prompts:
+            n = len(prompt.params)
+            observed.n.observe(n)
+            observed.max_tokens.observe(prompt.params[0].max_tokens)
+            observed.computed_tokens.observe(max(len(prompt.tokens) - self.mailbox.cached.get(first, 0), 0))
+            observed.most_generation_tokens.observe(
+                max(choice.completion_tokens for choice in self.choices[first : first + n])
+            )
+            first += n

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from penstock.backends.base import EngineClient
 from penstock.conversations import Sessions
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.charges import Accounts, NoAccounts
@@ -95,6 +96,7 @@ from penstock.protocol.errors import KeyStoreUnavailable, NotFound, ServiceUnava
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.replica_metrics import add_replica_metrics
+from penstock.routing.replicas import ReplicaSet
 from penstock.routing.time_slice_groups import TimeSlices
 from penstock.storage import Database, open_database
 from penstock.storage.watch import DatabaseWatch
@@ -240,6 +242,8 @@ async def compose(
         await routes.start(database)
         downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
         admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
+        metrics.waiting.add(admissions.depths, "capacity", shared=bool(settings.admission.url))
+        metrics.waiting.add(partial(_without_replica, registry), "deferred")
         await admissions.start()
         closing(admissions.close)
         slices = TimeSlices(registry, settings.time_slice_s)
@@ -443,5 +447,20 @@ def _engine_views(registry: ModelRegistry) -> Iterator[EngineView]:
         for backend in model.backend.replicas:
             awake = backend.state in ("awake", "drowsy")
             yield EngineView(
-                model.name, backend.name, backend.ready, backend.info, backend.load, awake, model.cost_per_hour
+                model.name,
+                backend.name,
+                backend.ready,
+                backend.info,
+                backend.load,
+                awake,
+                model.cost_per_hour,
+                backend.step_tokens if isinstance(backend, EngineClient) else None,
             )
+
+
+def _without_replica(registry: ModelRegistry) -> Iterator[tuple[str, int]]:
+    """Admitted requests that no replica can take yet."""
+    for model in registry:
+        if isinstance(model.backend, ReplicaSet):
+            held = 0 if model.backend.hold is None else model.backend.hold.waiting
+            yield model.name, model.backend.dispatcher.parked + held

@@ -35,6 +35,8 @@ class FeedbackQuery(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     model: str | None = None
     route: str | None = None
     rating: Rating | None = None
+    via: str | None = None
+    arm: str | None = None
     limit: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 100
 
 
@@ -75,7 +77,7 @@ class FeedbackEndpoints:
         store = self._feedback
         try:
             since = None if asked.since is None else moment(asked.since)
-            only = Selection(since, asked.tenant, asked.model, asked.route, asked.rating)
+            only = Selection(since, asked.tenant, asked.model, asked.route, asked.rating, asked.via, asked.arm)
             votes, totals = await store.votes(only, asked.limit), await store.totals(only)
         except LedgerError as error:
             message = str(error)

@@ -26,7 +26,7 @@ ROUTES = {
     "ollama-generate-": "/api/generate",
 }
 _ID = re.compile(f"({'|'.join(ROUTES)})([0-9a-f]{{32}})")
-_COLUMNS = "response_id, tenant, user_id, model, adapter, route, rating, comment, created_at"
+_COLUMNS = "response_id, tenant, user_id, model, adapter, route, rating, comment, created_at, via, arm"
 _VERSIONS = (
     (
         "CREATE TABLE IF NOT EXISTS feedback (response_id TEXT PRIMARY KEY, tenant TEXT NOT NULL, "
@@ -34,6 +34,10 @@ _VERSIONS = (
         "rating TEXT NOT NULL, comment TEXT NOT NULL, created_at DOUBLE PRECISION NOT NULL)",
         "CREATE INDEX IF NOT EXISTS feedback_by_time ON feedback (created_at)",
         "CREATE INDEX IF NOT EXISTS feedback_by_tenant ON feedback (tenant, created_at)",
+    ),
+    (
+        "ALTER TABLE feedback ADD COLUMN via TEXT NOT NULL DEFAULT ''",
+        "ALTER TABLE feedback ADD COLUMN arm TEXT NOT NULL DEFAULT ''",
     ),
 )
 
@@ -47,9 +51,14 @@ class Vote(msgspec.Struct, frozen=True):
     model: str
     adapter: str
     route: str
+    """The endpoint that answered."""
     rating: Rating
     comment: str
     created_at: float
+    via: str = ""
+    """What led to the model: the name of a route, or `direct`, `alias`, `fallback`, ..."""
+    arm: str = ""
+    """Of a route: `routed`, `control` or `off`."""
 
     def shown(self) -> dict[str, Any]:
         return {"object": "feedback", **msgspec.to_builtins(self)}
@@ -63,6 +72,8 @@ class Selection(msgspec.Struct, frozen=True):
     model: str | None = None
     route: str | None = None
     rating: Rating | None = None
+    via: str | None = None
+    arm: str | None = None
 
 
 class Feedback:
@@ -71,7 +82,9 @@ class Feedback:
     def __init__(self, database: Database, metrics: MetricRegistry, clock: Callable[[], float] = time.time) -> None:
         self._database = database
         self._clock = clock
-        self._votes = metrics.counter("penstock_feedback_total", "Votes on answers.", ("model_name", "route", "rating"))
+        self._votes = metrics.counter(
+            "penstock_feedback_total", "Votes on answers.", ("model_name", "endpoint", "route", "arm", "rating")
+        )
 
     async def prepare(self) -> None:
         await self._database.migrate("feedback", _VERSIONS)
@@ -92,19 +105,24 @@ class Feedback:
         if match is None:
             return None
         rows = await self._database.fetch(
-            "SELECT model, adapter, user_id FROM charges_opened WHERE id = ? AND tenant = ?", match[2], tenant
+            "SELECT model, adapter, user_id, selection FROM charges_opened WHERE id = ? AND tenant = ?",
+            match[2],
+            tenant,
         )
         if not rows or only_user not in (None, rows[0][2]):
             return None
-        model, adapter, _ = rows[0]
-        vote = Vote(response_id, tenant, user, model, adapter, ROUTES[match[1]], rating, comment, self._clock())
+        model, adapter, _, selection = rows[0]
+        via, _, arm = selection.partition("/")
+        vote = Vote(
+            response_id, tenant, user, model, adapter, ROUTES[match[1]], rating, comment, self._clock(), via, arm
+        )
         await self._database.execute(
-            f"INSERT INTO feedback ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (response_id) DO UPDATE "
-            "SET user_id = excluded.user_id, rating = excluded.rating, comment = excluded.comment, "
+            f"INSERT INTO feedback ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (response_id) DO "
+            "UPDATE SET user_id = excluded.user_id, rating = excluded.rating, comment = excluded.comment, "
             "created_at = excluded.created_at",
             *msgspec.structs.astuple(vote),
         )
-        self._votes.child(vote.model, vote.route, rating).inc()
+        self._votes.child(vote.model, vote.route, via, arm, rating).inc()
         return vote
 
     async def votes(self, only: Selection, limit: int) -> list[Vote]:
@@ -119,13 +137,23 @@ class Feedback:
         """Votes up and down by model and route, and the share of votes up."""
         where, values = _where(only)
         rows = await self._database.fetch(
-            "SELECT model, adapter, route, CAST(SUM(CASE WHEN rating = 'up' THEN 1 ELSE 0 END) AS BIGINT), COUNT(*) "
-            f"FROM feedback WHERE {where} GROUP BY model, adapter, route ORDER BY model, adapter, route",
+            "SELECT model, adapter, route, via, arm, CAST(SUM(CASE WHEN rating = 'up' THEN 1 ELSE 0 END) AS BIGINT), "
+            f"COUNT(*) FROM feedback WHERE {where} GROUP BY model, adapter, route, via, arm "
+            "ORDER BY model, adapter, route, via, arm",
             *values,
         )
         return [
-            {"model": model, "adapter": adapter, "route": route, "up": up, "down": count - up, "share_up": up / count}
-            for model, adapter, route, up, count in rows
+            {
+                "model": model,
+                "adapter": adapter,
+                "route": route,
+                "via": via,
+                "arm": arm,
+                "up": up,
+                "down": count - up,
+                "share_up": up / count,
+            }
+            for model, adapter, route, via, arm, up, count in rows
         ]
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from penstock.config.context import JudgeConfig
 from penstock.engine.request import Request, SamplingParams
+from penstock.gateway.accounting.attribution import route_name
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
@@ -124,7 +125,7 @@ class Judge:
             texts[0][1],
             _sources(generation, texts[0][1]),
             generation.model.name,
-            attempt.route,
+            route_name(attempt.route),
             self._settings.cache_salt(attempt.exchange.caller),
         )
         try:

@@ -25,6 +25,7 @@ from penstock.routing.admission.queue import (
     QueueEntry,
     ReadCapacity,
     cost_of,
+    max_waiting,
 )
 from penstock.routing.admission.triage import AdmissionRequest, Triage
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -71,6 +72,10 @@ class AdmissionController:
         state = self.queue.state("", 0)
         wait = sum(state.work) / state.rates[0] if state.rates is not None and state.rates[0] > 0 else 0.0
         return state.depth, wait, bool(self.config.url)
+
+    def most_waiting(self) -> int:
+        """How many requests may wait."""
+        return max_waiting(self.config, self.capacity())
 
     def saturated(self) -> bool:
         """Whether best-effort callers should be sent to a smaller model."""
@@ -153,7 +158,9 @@ class Admission:
     """The admission controllers of one gateway, by model."""
 
     def __init__(self, config: AdmissionConfig, models: ModelRegistry, metrics: MetricRegistry) -> None:
-        self.metrics = AdmissionMetrics(metrics, self._depths, self._rates, "max" if config.url else "sum")
+        self.metrics = AdmissionMetrics(
+            metrics, self._depths, self._rates, self._limits, "max" if config.url else "sum"
+        )
         self._config = config
         self._controllers = {model.name: AdmissionController(model, config, self.metrics) for model in models}
 
@@ -184,6 +191,9 @@ class Admission:
             for model, controller in self._controllers.items()
             for name, count in zip(CLASSES, controller.queue.state("", 0).queued, strict=True)
         ]
+
+    def _limits(self) -> list[tuple[tuple[str], float]]:
+        return [((model,), controller.most_waiting()) for model, controller in self._controllers.items()]
 
     def _rates(self) -> list[tuple[tuple[str], float]]:
         return [((model,), controller.queue.rate()) for model, controller in self._controllers.items()]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from penstock.bench.knowledge.corpus import corpus
 from penstock.bench.knowledge.questions import DESCRIBED, NAMED, QUESTIONS
 from penstock.bench.knowledge.retrieval import Answer, figures
 
 
+@pytest.mark.slow
 def test_most_questions_have_an_answer_in_the_documents_of_this_python() -> None:
     entries = {title for _, text in corpus() for title in re.findall(r"^## (\S+)$", text, re.MULTILINE)}
     answered = [question for question, right in QUESTIONS if entries & set(right)]

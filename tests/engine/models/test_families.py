@@ -184,6 +184,7 @@ def test_the_decoder_of_a_model_that_also_sees(tmp_path: Path) -> None:
         assert generate(make_engine(folder), greedy("a", prompt, 10)) == expected
 
 
+@pytest.mark.slow
 def test_a_window_at_the_end_of_128k(tmp_path: Path) -> None:
     """Behind 131,000 tokens, with positions to match: what the windows of three layers reach decides, as it should."""
     config = transformers.MistralConfig(**{**COMMON, "max_position_embeddings": 131_072, "sliding_window": 32})

@@ -83,6 +83,8 @@ async def test_premium_goes_first_and_nothing_beyond_the_slots_reaches_the_engin
         assert len(engine.seen) == 1
         assert await r.metric('penstock_queue_depth{model_name="tiny",class="premium"}') == 1
         assert await r.metric('penstock_queue_depth{model_name="tiny",class="batch"}') == 1
+        assert await r.metric('vllm:num_requests_waiting{model_name="tiny",engine="0"}') == 4, "as autoscalers see it"
+        assert await r.metric('penstock_queue_limit{model_name="tiny"}') == 256
         engine.hold = False
         replies = await asyncio.gather(*tasks)
         assert [reply.status_code for reply in replies] == [200] * 5

@@ -168,8 +168,20 @@ async def test_metrics_under_the_names_autoscalers_scrape(serving: Serving) -> N
             "request_prompt_tokens",
             "request_generation_tokens",
             "request_time_per_output_token_seconds",
+            "request_inference_time_seconds",
+            "request_prefill_kv_computed_tokens",
+            "request_max_num_generation_tokens",
+            "request_params_n",
+            "request_params_max_tokens",
         ):
             assert samples[f"vllm:{name}_count", labels] == 1, name
+        assert samples["vllm:request_params_n_sum", labels] == 1
+        assert samples["vllm:request_max_num_generation_tokens_sum", labels] == 14
+        assert samples["vllm:request_prefill_kv_computed_tokens_sum", labels] == 5 - 3
+        for reason in ("capacity", "deferred"):
+            assert samples["vllm:num_requests_waiting_by_reason", (*labels, ("reason", reason))] == 0
+        assert samples["vllm:engine_sleep_state", (*labels, ("sleep_state", "awake"))] == 1
+        assert samples["vllm:iteration_tokens_total_count", labels] >= 14
         gaps = samples["vllm:inter_token_latency_seconds_count", labels]
         assert 10 <= gaps <= 13, "tokens that arrive together have no gap between them"
         info = (("block_size", "16"), *labels, ("num_gpu_blocks", "64"))

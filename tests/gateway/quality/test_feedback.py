@@ -51,7 +51,8 @@ async def test_every_kind_of_answer_can_be_voted_on(serving: Serving, store_url:
         only = (await running.client.get("/v1/admin/feedback?rating=down&route=/v1/messages&limit=1")).json()["data"]
         assert [entry["response_id"] for entry in only] == [message]
         assert (await running.client.get("/v1/admin/feedback?since=never")).status_code == 400
-        labels = 'model_name="tiny",route="/v1/chat/completions",rating="up"'
+        assert (changed["via"], changed["arm"]) == ("direct", "")
+        labels = 'model_name="tiny",endpoint="/v1/chat/completions",route="direct",arm="",rating="up"'
         assert await running.metric(f"penstock_feedback_total{{{labels}}}") == 1
 
 

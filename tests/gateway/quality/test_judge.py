@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from penstock.config.context import JudgeConfig
+from penstock.config.routing import RouteConfig
 from penstock.engine.request import Request
 from penstock.gateway.quality.judge import PRIORITY, SAMPLES, Judge, NoJudge
 from penstock.text import TextModel
@@ -67,6 +69,32 @@ async def test_answers_are_graded_per_model_and_route(serving: Serving, text: Te
         assert await running.metric("penstock_answer_relevance_sum" + LABELS % "direct") == 2
         assert await running.metric("penstock_answer_relevance_count" + LABELS % "direct") == 2
         assert await running.metric("penstock_answer_relevance_count" + LABELS % "alias") == 1
+
+
+async def test_grades_and_votes_know_the_route_and_its_arm_but_not_the_explanation(
+    serving: Serving, text: TextModel, tmp_path: Path
+) -> None:
+    routes = (
+        RouteConfig(name="auto", small="tiny", large="small"),
+        RouteConfig(name="held", small="tiny", large="small", share=0),
+    )
+    store = f"sqlite:///{tmp_path / 'store.db'}"
+    async with serving(Grader(text).engine, judge=JudgeConfig(rate=1.0), routes=routes, store_url=store) as running:
+        for route, arm in (("auto", "routed"), ("held", "control")):
+            answers = [
+                await running.chat(model=route, messages=[{"role": "user", "content": content}])
+                for content in ("hi", "Prove that 2 is prime, step by step, and write the code for it in Rust.")
+            ]
+            assert len({answer.headers["x-penstock-route"] for answer in answers}) == (2 if arm == "routed" else 1)
+            for answer in answers:
+                vote = {"response_id": answer.json()["id"], "rating": "up"}
+                voted = (await running.client.post("/v1/feedback", json=vote)).json()
+                assert (voted["via"], voted["arm"]) == (route, arm)
+            await until_judged(running, route, 2)
+            labels = f'endpoint="/v1/chat/completions",route="{route}",arm="{arm}",rating="up"'
+            assert await running.metric(f'penstock_feedback_total{{model_name="tiny",{labels}}}') == 2
+        totals = (await running.client.get("/v1/admin/feedback?arm=control")).json()["totals"]
+        assert [(total["via"], total["up"]) for total in totals] == [("held", 2)]
 
 
 async def test_groundedness_is_graded_against_the_sources(serving: Serving, text: TextModel) -> None:

@@ -20,7 +20,7 @@ from tests.gateway.conftest import until
 class Worker:
     def __init__(self, path: Path, number: int, load: EngineLoad) -> None:
         self.metrics = Metrics(lambda: [EngineView("tiny", "0", True, None, load)])
-        self.admission = AdmissionMetrics(self.metrics.registry, list, list, "sum")
+        self.admission = AdmissionMetrics(self.metrics.registry, list, list, list, "sum")
         self.waits = self.admission.waits("tiny", "standard")
         self.client = CoordinatorClient(
             path, number, readings=self.metrics.registry.readings, changed=lambda: None, traces=lambda query: []

@@ -60,6 +60,7 @@ class RecordRenderer(Renderer):
         self._sent = 0
         """How many of the calls the client has."""
         self._last: Piece | None = None
+        self._limit: str | None = None
         self._head = {"id": f"{'ollama-chat-' if chat else 'ollama-generate-'}{generation.id}"}
         # There are no comments in this format: a record without text.
         self.keep_alive = self._line(self._record(""))
@@ -86,6 +87,11 @@ class RecordRenderer(Renderer):
         text = "".join(piece.text for piece in pieces[0])
         tokens = [token for piece in pieces[0] for token in piece.tokens]
         return encode_json({**self._record(text, calls=self._calls, tokens=tokens), **self._end()})
+
+    def limit_reached(self, limit: str) -> bytes:
+        """There are no comments in this format: the last record says it."""
+        self._limit = limit
+        return b""
 
     def failure(self, error: ApiError) -> bytes:
         return self._line(OLLAMA.error(error, ""))
@@ -132,6 +138,7 @@ class RecordRenderer(Renderer):
             elif first is not None and last is not None:
                 decode = last - first
         return {
+            **({} if self._limit is None else {"x_penstock_limit": self._limit}),
             "id": self.response_id,
             "done": True,
             "done_reason": _REASONS.get(reason, reason),
