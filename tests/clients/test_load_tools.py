@@ -40,7 +40,7 @@ def test_guidellm(client: Environment, served: Server, tokenizer: Path, tmp_path
     assert requests["errored"] == 0 and requests["successful"] >= 6
 
 
-@pytest.mark.clients("aiperf", "a profile of streamed chats with usage from the server")
+@pytest.mark.clients("aiperf", "a profile of streamed chats")
 def test_aiperf(client: Environment, served: Server, tokenizer: Path, tmp_path: Path) -> None:
     client.run(
         client.program("aiperf"),
