@@ -28,6 +28,8 @@ from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
 from penstock.gateway.generation.schemas import ChatRequest, CompletionRequest
 from penstock.planning.catalogue import SECTIONS, catalogue_of
 from penstock.telemetry.metrics import Metrics
+from tests.clients.environment import clients
+from tests.clients.report import read
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "penstock"
@@ -360,3 +362,16 @@ def test_python_examples_parse(page: Path) -> None:
 def test_every_workload_is_documented() -> None:
     page = page_text("benchmarks.md")
     assert not [name for name in WORKLOADS if f"`{name}`" not in page]
+
+
+def test_every_client_has_been_run() -> None:
+    rows = read(page_text("clients.md"))
+    assert {row.client for row in rows} == set(clients()), "run `make test-clients`, which writes the table"
+    assert not [row for row in rows if row.result != "works"]
+    asked = (
+        "claude-code codex opencode aider vercel-ai litellm outlines guidance guidellm lm-eval inference-perf aiperf"
+    )
+    assert {*asked.split(), "aiperf"} <= set(clients())
+    pinned = {name: client.python[:1] or client.npm[:1] for name, client in clients().items()}
+    for row in rows:
+        assert not pinned[row.client] or pinned[row.client][0].endswith(row.version), row

@@ -147,6 +147,7 @@ def test_any_object_and_constants(client: openai.OpenAI) -> None:
     assert free.choices[0].message.content.lstrip().startswith("{")
 
 
+@pytest.mark.slow
 def test_structure_in_text_completions_too(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt="Yes or no?", max_tokens=5, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
