@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from penstock.storage import open_database
+
 
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
@@ -21,6 +23,16 @@ def postgres_url() -> Iterator[str]:
             yield server.get_uri()
         finally:
             server.cleanup()
+
+
+async def emptied(url: str) -> None:
+    """Drops every table: tests of one process share a server, and a table must not outlive its schema's version."""
+    database = await open_database(url)
+    try:
+        for (table,) in await database.fetch("SELECT tablename FROM pg_tables WHERE schemaname = 'public'"):
+            await database.execute(f'DROP TABLE IF EXISTS "{table}" CASCADE')
+    finally:
+        await database.close()
 
 
 @pytest.fixture

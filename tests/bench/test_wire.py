@@ -113,7 +113,7 @@ async def test_nobody_listening_is_a_readable_error() -> None:
     port = listener.sockets[0].getsockname()[1]
     listener.close()
     await listener.wait_closed()
-    with pytest.raises(WireError, match=f"connection to 127.0.0.1:{port} failed"):
+    with pytest.raises(WireError, match=f"no connection to 127.0.0.1:{port}"):
         await Connection(Target.parse(f"http://127.0.0.1:{port}")).request("GET", "/v1/models")
 
 
@@ -121,5 +121,6 @@ def test_urls() -> None:
     assert Target.parse("https://example.com/base/v1/").prefix == "/base"
     assert Target.parse("https://example.com").port == 443
     assert b"Authorization: Bearer k" in Target.parse("http://h", "k").head("GET", "/", 0)
+    assert Target.parse("localhost:8000").port == 8000
     with pytest.raises(ConfigError, match="should look like"):
-        Target.parse("localhost:8000")
+        Target.parse("ftp://localhost:8000")

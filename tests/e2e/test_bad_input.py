@@ -38,7 +38,7 @@ FIELDS = {
     "stream": ["x", 1, []],
     "presence_penalty": ["x", 5, -5, []],
     "stop_token_ids": ["x", [-1], [10**9], ["x"], [1.5]],
-    "guided_regex": [1, "x", []],
+    "guided_regex": [1, "(", []],
 }
 
 

@@ -25,7 +25,7 @@ def line(id: str, model: str = MODEL, **body: object) -> str:
 
 def test_the_sdk_and_the_command_line(server: Server, tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
-    questions.write_text(line("a", temperature=0, max_tokens=12) + line("b", max_tokens=4) + line("c", n=99))
+    questions.write_text(line("a", temperature=0, max_tokens=12) + line("b", max_tokens=4) + line("c", n=999))
 
     def run(*arguments: str) -> str:
         result = CliRunner().invoke(app, ["batch", *arguments, "--url", server.url])

@@ -16,6 +16,7 @@ from penstock.identity.store import IdentityError
 from penstock.protocol.errors import AuthenticationError, KeyStoreUnavailable
 from penstock.storage import Database, DatabaseError, open_database
 from penstock.storage.postgres import local_name
+from tests.services import emptied
 
 
 class Clock:
@@ -31,9 +32,8 @@ async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     url = f"sqlite:///{tmp_path / 'test.db'}"
     if request.param == "postgres":
         url = request.getfixturevalue("postgres_url")
+        await emptied(url)
     opened = await open_database(url)
-    for table in ("keys", "tenants", "schema_versions"):
-        await opened.execute(f"DROP TABLE IF EXISTS {table}")
     marker = opened.beside("has-keys")
     assert marker is not None
     marker.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from penstock.metering.ledger import Charge, Ledger, LedgerError, Settlement, co
 from penstock.metering.prices import Price, PriceBook, PriceEntry, Usage, dollars
 from penstock.storage import Database, DatabaseError, Statement, open_database
 from tests.gateway.conftest import eventually, until
+from tests.services import emptied
 from tests.virtual_time import run_in_virtual_time
 
 
@@ -22,9 +23,8 @@ async def database(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     url = f"sqlite:///{tmp_path / 'test.db'}"
     if request.param == "postgres":
         url = request.getfixturevalue("postgres_url")
+        await emptied(url)
     opened_database = await open_database(url)
-    for table in ("charges_opened", "charges_progress", "charges_settled", "ledger_gateways", "schema_versions"):
-        await opened_database.execute(f"DROP TABLE IF EXISTS {table}")
     yield opened_database
     await opened_database.close()
 

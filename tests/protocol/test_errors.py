@@ -64,7 +64,8 @@ def test_no_error_class_is_missing_from_the_table() -> None:
     def leaves(cls: type[ApiError]) -> set[type[ApiError]]:
         return {cls}.union(*(leaves(sub) for sub in cls.__subclasses__()))
 
-    assert leaves(ApiError) - {ApiError, errors.ServiceUnavailable} == {type(error) for error, *_ in EVERY}
+    here = {cls for cls in leaves(ApiError) if cls.__module__ == errors.__name__}  # dialects have some of their own
+    assert here - {ApiError, errors.ServiceUnavailable} == {type(error) for error, *_ in EVERY}
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True))

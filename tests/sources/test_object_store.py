@@ -129,5 +129,5 @@ def test_no_network_is_clear_and_nobody_hangs(monkeypatch: pytest.MonkeyPatch, t
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(SourceError, match=r"pip install 'penstock\[s3\]'"):
+    with pytest.raises(SourceError, match="make extras EXTRAS=s3"):
         fetch_files("s3://bucket/a/b", NAMES, Slot(tmp_path, "x"))

@@ -53,8 +53,8 @@ async def test_streams_role_first_usage_and_done_last(serving: Serving) -> None:
         assert chunks[-1]["usage"]["completion_tokens"] == 14
 
 
-async def test_every_chunk_has_the_usage_so_far_if_asked_for(serving: Serving) -> None:
-    async with serving() as gateway:
+async def test_every_chunk_has_the_usage_so_far_if_asked_for(serving: Serving, text: TextModel) -> None:
+    async with serving(ScriptedEngine(text, step_s=0.03)) as gateway:  # slow enough for more than one chunk
         options = {"include_usage": True, "continuous_usage_stats": True}
         for ask in (gateway.chat, gateway.complete):
             reply = await ask(stream=True, stream_options=options)

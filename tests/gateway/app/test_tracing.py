@@ -25,7 +25,7 @@ from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, events, eventually, until
 from tests.scripted import ScriptedEngine
 
-pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install penstock[otel] to test traces")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="make extras EXTRAS=otel to test traces")
 from tests.telemetry.collector import attributes, collector
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -24,6 +24,7 @@ from penstock.identity import IdentityStore
 from penstock.storage import Database, open_database
 from tests.gateway.conftest import Running, Serving
 from tests.scripted import ScriptedEngine
+from tests.services import emptied
 
 ANSWER = len("Hello, world!") + 1
 
@@ -46,13 +47,7 @@ async def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'batches.db'}"
     url: str = request.getfixturevalue("postgres_url")
-    database = await open_database(url)
-    for table in ("files", "file_parts", "batches", "batch_answers", "responses"):
-        await database.execute(f"DROP TABLE IF EXISTS {table}")
-    for table in ("charges_opened", "charges_settled", "charges_progress"):
-        await database.execute(f"DROP TABLE IF EXISTS {table}")
-    await database.execute("DROP TABLE IF EXISTS schema_versions")
-    await database.close()
+    await emptied(url)
     return url
 
 
