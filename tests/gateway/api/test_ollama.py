@@ -102,6 +102,11 @@ async def test_options_are_honoured_refused_or_named(serving: Serving) -> None:
         assert params.repetition_penalty == 1.0 and params.max_tokens > 400
         await ask(running, options={"num_predict": 100_000})
         assert running.engine.seen[-1].params.max_tokens < 512, "the answer ends where the window does"
+        within = {"top_p": 0.9, "typical_p": 0.8}
+        await ask(running, temperature=0.5, top_p=0.7, max_tokens=4, stop="zz", options=within)
+        params = running.engine.seen[-1].params
+        assert (params.temperature, params.top_p, params.max_tokens) == (0.5, 0.9, 4), "options go first"
+        assert params.typical_p == 0.8
         for wrong, word in (
             ({"options": {"mirostat": 2}}, "options.mirostat"),
             ({"options": {"temperature": -1}}, "options.temperature"),

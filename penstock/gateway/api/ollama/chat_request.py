@@ -15,6 +15,7 @@ from penstock.gateway.api.ollama.schemas import (
     OllamaGenerateRequest,
     OllamaMessage,
     Options,
+    Sampled,
 )
 from penstock.gateway.app.decoding import not_supported
 from penstock.gateway.app.exchange import Exchange
@@ -83,9 +84,11 @@ def completion_request(exchange: Exchange, request: OllamaGenerateRequest) -> Co
     return completion
 
 
-def asked_tokens(options: Options | None) -> int | None:
+def asked_tokens(request: Answered) -> int | None:
     """How many tokens are wanted; None: as many as fit."""
-    wanted = None if options is None else options.num_predict
+    wanted = None if request.options is None else request.options.num_predict
+    if wanted is None:
+        wanted = request.max_tokens or request.max_output_tokens
     return wanted if wanted is not None and wanted > 0 else None
 
 
@@ -142,12 +145,11 @@ def _sample(chat: ChatRequest | CompletionRequest, request: Answered) -> None:
     elif request.format:
         assert isinstance(request.format, dict)
         chat.response_format = JsonSchemaFormat(JsonSchema(name="format", schema=request.format))
-    options = request.options
-    if options is None:
-        return
-    for name in ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty"):
-        setattr(chat, name, getattr(options, name))
-    chat.stop = options.stop
+    options = request.options or Options()
+    for name in Sampled.__struct_fields__:
+        within = getattr(options, name)
+        setattr(chat, name, getattr(request, name) if within is None else within)
+    chat.typical_p = options.typical_p
     if options.repeat_last_n != 0:
         chat.repetition_penalty = options.repeat_penalty
 

@@ -127,7 +127,7 @@ class OllamaEndpoints:
 
     def _limit(self, request: Answered) -> TokenLimit:
         settings = self._pipeline.settings
-        asked = asked_tokens(request.options)
+        asked = asked_tokens(request)
         return token_limit(asked, settings, default=settings.default_max_tokens, param="options.num_predict", clip=True)
 
     async def _load(self, exchange: Exchange, request: Answered, name: str, *, chat: bool) -> None:

@@ -12,28 +12,33 @@ from penstock.gateway.generation.schemas import INT64, FunctionDefinition, Name
 KeepAlive = str | int | float
 
 
-class Options(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Sampling, and advice for loading."""
+class Sampled(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Sampling under the names that Ollama and OpenAI share. It belongs into `options`; some clients send it beside."""
 
-    num_predict: Annotated[int, Meta(ge=-2, le=INT64)] | None = None
-    """0 and less: as many as fit."""
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-INT64 - 1, le=INT64)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     stop: (
         Annotated[str, Meta(max_length=1024)]
         | Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=16)]
         | None
     ) = None
+
+
+class Options(Sampled, kw_only=True):
+    """Sampling, and advice for loading."""
+
+    num_predict: Annotated[int, Meta(ge=-2, le=INT64)] | None = None
+    """0 and less: as many as fit."""
     repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     repeat_last_n: Annotated[int, Meta(ge=-1, le=INT64)] | None = None
     """0: no repeat penalty. The penalty looks at everything before, whatever else is asked for."""
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     # Refused unless neutral: no sampler here does it.
-    typical_p: float | None = None
     tfs_z: float | None = None
     mirostat: int | None = None
     mirostat_tau: float | None = None
@@ -55,7 +60,7 @@ class Options(Struct, forbid_unknown_fields=True, kw_only=True):
     draft_num_predict: int | None = None
 
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {"typical_p": (1,), "tfs_z": (1,), "mirostat": (0,)}
+NEUTRAL: dict[str, tuple[Any, ...]] = {"tfs_z": (1,), "mirostat": (0,)}
 ADVICE = (
     "mirostat_tau",
     "mirostat_eta",
@@ -108,7 +113,7 @@ class OllamaTool(Struct, forbid_unknown_fields=True, kw_only=True):
 Think = bool | Literal["high", "medium", "low", "max"]
 
 
-class Answered(Struct, forbid_unknown_fields=True, kw_only=True):
+class Answered(Sampled, kw_only=True):
     """What both kinds of generation take."""
 
     model: Name
@@ -117,6 +122,8 @@ class Answered(Struct, forbid_unknown_fields=True, kw_only=True):
     format: Literal["", "json"] | dict[str, Any] | None = None
     """`json`, or the JSON schema of the answer."""
     options: Options | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=INT64)] | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=INT64)] | None = None
     keep_alive: KeepAlive | None = None
     think: Think | None = None
     logprobs: bool | None = None

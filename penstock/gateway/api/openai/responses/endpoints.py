@@ -219,6 +219,8 @@ def _check(request: ResponsesRequest, *, can_store: bool) -> None:
     if request.stream_options is not None:
         if request.stream_options.include_obfuscation:
             raise not_supported("stream_options.include_obfuscation")
+        if request.stream_options.continuous_usage_stats:
+            raise not_supported("stream_options.continuous_usage_stats")
         if not request.stream:
             raise InvalidRequest("`stream_options` is only allowed with `stream: true`.", param="stream_options")
     if request.conversation is not None and request.previous_response_id is not None:
