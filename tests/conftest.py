@@ -42,6 +42,7 @@ ONE_SERVER = frozenset(
         "bad_input",
         "batches",
         "conversations",
+        "defaults",
         "knowledge",
         "loading",
         "openai_sdk",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from penstock.bench import adapter_cost
@@ -29,6 +30,7 @@ def test_both_sides_and_their_ratio(tmp_path: Path) -> None:
     assert load is not None and load.copies == 3, "the requests of one side used the adapters"
 
 
+@pytest.mark.slow
 def test_the_cost_of_every_mixture_beside_its_bound(tmp_path: Path) -> None:
     base = write_checkpoint("llama-gqa", tmp_path / "base")
     console = Console(record=True, width=160)

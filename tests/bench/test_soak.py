@@ -75,6 +75,7 @@ def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "blocks leaked" in result.output and "To repeat it: penstock bench soak --seed 3" in result.output
 
 
+@pytest.mark.slow
 def test_sequences_that_stay_in_memory_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = []
     finish = Scheduler.finish

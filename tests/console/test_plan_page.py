@@ -6,6 +6,7 @@ import re
 import time
 from pathlib import Path
 
+import pytest
 from playwright.async_api import Page, expect
 
 from penstock.console.app import Console
@@ -50,6 +51,7 @@ async def test_headroom_cost_and_charts_of_the_running_server(
         await page.wait_for_function("document.documentElement.scrollWidth <= 390")  # charts follow a moment later
 
 
+@pytest.mark.slow
 async def test_what_if_form_plans_as_the_command_does(serving: Serving, page: Page, tmp_path: Path) -> None:
     async with serving(wrap=Console, **store(tmp_path)) as gateway:
         await page.goto(f"http://127.0.0.1:{gateway.port}/console/#plan")

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.cli.command import penstock
 from tests.engine_host.client import eventually
@@ -19,6 +20,7 @@ def new_key(file: Path) -> str:
     return penstock("engine", "--make-curve-key", str(file)).stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_gateway_reaches_its_engine_over_curve_and_a_stranger_does_not(default_model: Path, tmp_path: Path) -> None:
     engine_public = new_key(tmp_path / "engine.key")
     (tmp_path / "clients.txt").write_text(new_key(tmp_path / "gateway.key") + "\n")

@@ -39,6 +39,7 @@ def reference(default_model: Path) -> transformers.PreTrainedModel:
     return model.eval()
 
 
+@pytest.mark.slow
 def test_greedy_tokens_equal_the_reference(
     engine: Engine, reference: transformers.PreTrainedModel, default_model: Path
 ) -> None:

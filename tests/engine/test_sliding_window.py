@@ -109,6 +109,7 @@ def test_one_layer_that_sees_everything_keeps_everything(tmp_path: Path) -> None
     assert engine.info.max_model_len == 12 * 16
 
 
+@pytest.mark.slow
 def test_128k_tokens_in_the_memory_of_a_window(tmp_path: Path) -> None:
     """Over three layers a token hears of the 3 x 39 tokens before it: a reference of the last 400 is exact."""
     folder = write_checkpoint("mistral-window", tmp_path, spread=0.5)
