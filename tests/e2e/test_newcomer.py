@@ -80,7 +80,7 @@ def test_it_shows_progress_and_names_the_console_first(newcomer: FirstMinutes) -
     assert "Installing Penstock into .venv" in said
     named = re.findall(rf"{re.escape(newcomer.url)}(/\S*)\s", said)
     assert named[:3] == ["/", "/v1", "/docs"], named
-    page = httpx.get(f"{newcomer.url}/")
+    page = httpx.get(f"{newcomer.url}/", headers={"accept": "text/html"}, follow_redirects=True)  # as a browser asks
     assert page.status_code == 200 and "<title>" in page.text
 
 
