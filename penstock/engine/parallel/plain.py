@@ -1,7 +1,8 @@
 """Values between ranks as bytes: numbers, text, containers, arrays, tensors and a few records; never code.
 
 Rank 0 and a rank on another machine trust each other with the model, not with running whatever they are sent, so
-nothing between them is pickled. What is decoded consists of the types below; a record must be listed in `RECORDS`.
+nothing between them is pickled. What is decoded consists of the types below; a record is a dataclass that is listed
+here or marked (`record`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ import dataclasses
 import math
 import struct
 from collections.abc import Callable
-from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
+from penstock.engine.config import EngineConfig
+from penstock.engine.parallel.layout import Place
 from penstock.errors import PenstockError
+
+T = TypeVar("T")
 
 _SIZE = struct.Struct("<Q")
 _INT = struct.Struct("<q")
@@ -29,14 +35,13 @@ class NotPlain(PenstockError):
     """A value that cannot be sent, or bytes that are no value."""
 
 
-@cache
-def _records() -> dict[str, type[Any]]:
-    """The dataclasses that may be sent, by name."""
-    from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
-    from penstock.engine.config import EngineConfig
-    from penstock.engine.parallel.layout import Place
+_RECORDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (AdapterSpec, AdapterStatus, EngineConfig, Place)}
 
-    return {record.__name__: record for record in (AdapterSpec, AdapterStatus, EngineConfig, Place)}
+
+def record(kind: type[T]) -> type[T]:
+    """Let a dataclass be sent, as its fields; decorate those whose constructors only store them."""
+    _RECORDS[kind.__name__] = kind
+    return kind
 
 
 def encode(value: Any) -> bytes:
@@ -53,6 +58,15 @@ def decode(data: bytes) -> Any:
     if end != len(data):
         raise NotPlain("these bytes are more than one value")
     return value
+
+
+def send(connection: Connection, value: Any) -> None:
+    connection.send_bytes(encode(value))
+
+
+def receive(connection: Connection) -> Any:
+    """The next value; EOFError when the other end is gone."""
+    return decode(connection.recv_bytes())
 
 
 def _write(value: Any, put: Callable[[bytes], None]) -> None:
@@ -81,7 +95,7 @@ def _write(value: Any, put: Callable[[bytes], None]) -> None:
             _write(item, put)
     elif isinstance(value, np.ndarray):
         _write_array(value, put)
-    elif dataclasses.is_dataclass(value) and _records().get(type(value).__name__) is type(value):
+    elif dataclasses.is_dataclass(value) and _RECORDS.get(type(value).__name__) is type(value):
         put(b"c")
         _write(type(value).__name__, put)
         _write({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, put)
@@ -166,7 +180,7 @@ def _read(data: memoryview, at: int) -> tuple[Any, int]:
     if tag == b"c":
         name, at = _read(data, at)
         fields, at = _read(data, at)
-        return _records()[name](**fields), at
+        return _RECORDS[name](**fields), at
     if tag in (b"a", b"x"):
         (kind, shape), at = _read(data, at)
         content, at = _read(data, at)
