@@ -49,13 +49,13 @@ def make_moe(
         return CudaLinear.fp8(weight, None) if dtype == FP8 else CudaLinear(weight, None)
 
     activation = "gelu_tanh" if gelu else "silu"
-    mlps = tuple(
+    mlps = [
         GatedMlp(ops, activation, linear(2 * ffn, hidden), linear(hidden, ffn))  # type: ignore[arg-type]
         for _ in range(experts)
-    )
+    ]
     # As wide a spread of scores as trained routers have: some experts get most tokens, some none.
     router = CudaLinear(rand(experts, hidden, dtype=dense, scale=3 * hidden**-0.5), None)
-    return ExpertMlp(ops, Router(router, top_k, normalize), mlps)
+    return ExpertMlp(ops, Router(router, top_k, normalize), mlps, mlps.__getitem__)
 
 
 def wide(linear: CudaLinear) -> Tensor:
