@@ -17,7 +17,8 @@ from penstock.engine.backends.reference.linear import DenseLinear
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.sleep.offload import offload, storages_of, walk
+from penstock.engine.sleep.memory import storages_of, walk
+from penstock.engine.sleep.offload import offload
 from penstock.engine.sleep.sleep import EngineSleep
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
