@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from penstock.engine.backends.backend import Backend
 from penstock.engine.parallel.channel import Call, Forward, Head, Reply, receive
 from penstock.engine.parallel.decoder import Stage
 from penstock.engine.parallel.launch import Report, Setup
@@ -39,9 +38,8 @@ class Worker(Member):
         super().__init__(setup.place, setup.store, setup.config.watchdog_s)
         self._connection = connection
 
-    def meet(self, backend: Backend) -> None:
+    def _announce(self) -> None:
         self._connection.send(Report())
-        super().meet(backend)
 
     def least(self, count: int) -> int:
         self._connection.send(Report(count))
