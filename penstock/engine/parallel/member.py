@@ -66,7 +66,7 @@ class Member(ABC):
             fused_up_to=0,
         )
 
-    def _announce(self) -> None:
+    def _announce(self) -> None:  # noqa: B027 - some have nobody to tell
         """Before the first collective: this rank is up and has found its device."""
 
     @abstractmethod

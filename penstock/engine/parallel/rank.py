@@ -25,6 +25,7 @@ from penstock.engine.parallel.decoder import Stage
 from penstock.engine.parallel.launch import Report, Setup
 from penstock.engine.parallel.member import Member
 from penstock.engine.process import die_with_parent
+from penstock.engine.sleep.rank import RankSleep
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
@@ -78,6 +79,7 @@ class RankServer:
         """What calls may name. A handler that returns a future is answered when that is done."""
         self._connection = connection
         self._sends = threading.Lock()
+        self.handlers |= RankSleep(self, models[0].part.backend).handlers
 
     @torch.inference_mode()
     def serve(self) -> None:

@@ -13,10 +13,8 @@ from typing import Any
 
 from penstock.engine.core import Engine
 from penstock.engine.sleep.memory import OffloadedMemory, offload_memory
+from penstock.engine.sleep.rank import RESUME, SLEEP, WAKE
 from penstock.errors import ReplicaLost
-
-SLEEP, WAKE, RESUME = "sleep", "wake", "resume"
-"""Calls to the other ranks; see `parallel.rank`."""
 
 
 @dataclass(frozen=True, slots=True)

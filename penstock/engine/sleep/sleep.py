@@ -1,7 +1,7 @@
 """Putting an engine to sleep and waking it: its process stays, its memory is free for others.
 
-On CUDA the weights move to host memory and back, on every rank; the KV cache is dropped. On CPU, where the weights are in
-host memory already, the whole engine is dropped with its ranks and loaded again on waking, when the checkpoint is in
+On CUDA the weights move to host memory and back, on every rank; the KV cache is dropped. On CPU, where the weights are
+in host memory already, the whole engine is dropped with its ranks and loaded again on waking, when the checkpoint is in
 the page cache. Either way caches and counters start anew.
 """
 
