@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.backends.select import rank_device
+from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model_config import ModelConfig
@@ -63,6 +67,12 @@ class Member(ABC):
             # The fused path adds to the residual stream inside the linears, before there is a sum.
             fused_up_to=0,
         )
+
+    def forward_of(self, decoder: Decoder) -> Callable[[Tensor, AttentionBatch, KVCache], Tensor]:
+        """A pass through the parts of all ranks, of which this one's is `decoder`; every rank calls it with the same."""
+        from penstock.engine.parallel.decoder import Stage
+
+        return Stage(self.connect(decoder), self.groups).forward
 
     @abstractmethod
     def least(self, count: int) -> int:

@@ -139,9 +139,10 @@ def load_part(
             head_rows=head_rows,
             progress=lambda fraction: phases.report("weights", fraction),
         )
-    if backend.calibrates and member is None:
+    if backend.calibrates and (kv_dtype == INT8 or plan.quantize is not None):
         with phases("calibration"):
-            decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8)
+            together = None if member is None else member.forward_of(decoder)
+            decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
     adapters = make_adapters(config, backend, decoder, find_adapter, dtype=dtype)
     if backend.compiles:
         with phases("compile"):
@@ -182,8 +183,6 @@ def check_deterministic(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError("deterministic: true is not available for mixture-of-experts models")
     if config.adapters or config.adapter_slots:
         raise ConfigError("deterministic: true is not available with adapters")
-    if config.ranks > 1:
-        raise ConfigError("deterministic: true works on one device; leave out tensor_parallel and pipeline_parallel")
 
 
 def check_stateful(config: EngineConfig) -> None:
