@@ -266,9 +266,7 @@ def _cut_groups(groups: IntGroups, cut: Cut, name: str) -> IntGroups | None:
         return None
     size = math.gcd(begin, end, groups.group)
     if size % LEAST_GROUP:
-        _log.warning(
-            "%s is dense on each shard: a cut at inputs %d and %d leaves groups of %d", name, begin, end, size
-        )
+        _log.warning("%s is dense on each shard: a cut at inputs %d and %d leaves groups of %d", name, begin, end, size)
         return None
     groups = groups.in_groups_of(size)
     columns = slice(begin // size, end // size)
