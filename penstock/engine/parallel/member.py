@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from penstock.engine.backends.backend import Backend
-from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.backends.select import rank_device
-from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.groups import Group, Groups
-from penstock.engine.parallel.layout import Place, check_layout, local_config
+from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear
 from penstock.engine.parallel.shards import head_rows, shard
 
@@ -50,8 +46,15 @@ class Member(ABC):
         """Connect with the other ranks."""
         self._groups = Groups(self.place, self._store, backend, self._timeout_s)
 
-    def cut(self, weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfig, int]:
-        """This rank's part of a checkpoint, the configuration that describes it, and its rows of the head."""
+    def cut(
+        self, weights: Weights, model: ModelConfig, expert_copies: int | None = None
+    ) -> tuple[Weights, ModelConfig, int]:
+        """This rank's part of a checkpoint, the configuration that describes it, and its rows of the head.
+
+        `expert_copies`: experts are whole, with that many copies on each shard; None: they are cut like all else.
+        """
+        if expert_copies is not None:
+            model = place_experts(model, self.place.tensor, expert_copies)
         check_layout(model, self.place.tensor, self.place.pipeline)
         return shard(weights, model, self.place), local_config(model, self.place), head_rows(model, self.place)
 
@@ -67,12 +70,6 @@ class Member(ABC):
             # The fused path adds to the residual stream inside the linears, before there is a sum.
             fused_up_to=0,
         )
-
-    def forward_of(self, decoder: Decoder) -> Callable[[Tensor, AttentionBatch, KVCache], Tensor]:
-        """A pass through the parts of all ranks, of which this one's is `decoder`; every rank calls it with the same."""
-        from penstock.engine.parallel.decoder import Stage
-
-        return Stage(self.connect(decoder), self.groups).forward
 
     @abstractmethod
     def least(self, count: int) -> int:

@@ -24,7 +24,7 @@ from penstock.engine.backends.select import pick_backend, pick_device, pick_dtyp
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import build_decoder
-from penstock.engine.models.calibration import calibrate
+from penstock.engine.models.calibration import Forward, calibrate
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
@@ -141,7 +141,7 @@ def load_part(
         )
     if backend.calibrates and (kv_dtype == INT8 or plan.quantize is not None):
         with phases("calibration"):
-            together = None if member is None else member.forward_of(decoder)
+            together = None if member is None else _together(member, decoder)
             decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
     adapters = make_adapters(config, backend, decoder, find_adapter, dtype=dtype)
     if backend.compiles:
@@ -175,6 +175,13 @@ def load_part(
             wanted_len,
         )
     return Part(backend, model, decoder, kv, max_running, budget, max_model_len, adapters)
+
+
+def _together(member: Member, decoder: Decoder) -> Forward:
+    """A pass through the parts of all ranks, of which this one has `decoder`."""
+    from penstock.engine.parallel.decoder import Stage
+
+    return Stage(member.connect(decoder), member.groups).forward
 
 
 def check_deterministic(config: EngineConfig, model: ModelConfig) -> None:
