@@ -26,13 +26,21 @@ class Group:
     resident = True
     """See `Groups`."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
+    def __init__(self, group: Any, rank: int, size: int, in_order: bool = False) -> None:
+        """`in_order`: sums are made in the order of ranks. An all-reduce chooses the order of each element by its place
+        in the tensor, and so by what else is in the step."""
         self._group = group
         self.rank = rank
         self.size = size
+        self.in_order = in_order
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every member's `x`, in place."""
+        if self.in_order:
+            first, *others = self.gather(x)
+            for other in others:
+                first += other
+            return x.copy_(first)
         self._group.allreduce([x]).wait()
         return x
 
@@ -83,4 +91,9 @@ class Groups:
         if size == 1:
             return None
         apart = dist.PrefixStore(name, self._meeting)  # type: ignore[attr-defined]
-        return Group(self._backend.process_group(apart, rank, size, self._deadline), rank, size)
+        return Group(
+            self._backend.process_group(apart, rank, size, self._deadline),
+            rank,
+            size,
+            self._backend.ops.batch_invariant,
+        )
