@@ -43,6 +43,8 @@ def load_engine(
 ) -> Engine:
     """See `Engine.load`."""
     if config.ranks == 1:
+        if config.expert_parallel:
+            raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), None)
     if config.host_memory:
         raise ConfigError("host_memory works on one device; leave out tensor_parallel and pipeline_parallel, or it")
