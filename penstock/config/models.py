@@ -164,7 +164,7 @@ class ModelConfig:
 
     def engine_config(self, path: str) -> EngineConfig:
         """Settings of the engine; `path` is the resolved source."""
-        names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "role"}
+        names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "role", "machines"}
         return EngineConfig(model=path, **{name: getattr(self, name) for name in names})
 
     @property

@@ -1,8 +1,8 @@
 """Whether two machines have the same checkpoint, without reading all of it.
 
 The weights' digest covers the size of every weight file, its beginning (which names the tensors and their shapes) and
-samples spread over the rest: another model, revision, fine-tune or quantization differs in all of them. It does not find
-a few changed bytes between two samples; that is what the hashes of a download are for. File names do not count.
+samples spread over the rest: another model, revision, fine-tune or quantization differs in all of them. It does not
+find a few changed bytes between two samples; that is what the hashes of a download are for. File names do not count.
 """
 
 from __future__ import annotations

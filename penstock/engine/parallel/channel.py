@@ -8,7 +8,7 @@ collectives, so that an idle rank sleeps without a deadline and notices at once 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from multiprocessing.connection import Connection
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.interface import AttentionBatch, Ints
+from penstock.engine.config import EngineConfig
 from penstock.engine.parallel import plain
 
 
@@ -142,9 +144,19 @@ class Report:
     """A rank's message while it starts: a number to agree on, or why it cannot go on."""
 
     count: int = 0
+    limits: dict[str, Any] = field(default_factory=dict)
+    """Its own, which must be those of rank 0."""
     problem: str = ""
     on_purpose: bool = False
     """Whether the problem is a `PenstockError`, to be shown to the operator, and not a bug."""
+
+
+def limits(config: EngineConfig, backend: Backend) -> dict[str, Any]:
+    """What all ranks must have in common, and would not where a default is that of another device."""
+    return {
+        "max_running": config.max_running or backend.defaults.max_running,
+        "token_budget": config.token_budget or backend.defaults.token_budget,
+    }
 
 
 @plain.record

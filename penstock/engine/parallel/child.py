@@ -1,4 +1,4 @@
-"""Starting the process of a rank, from rank 0's process or from the one that joined on another machine."""
+"""Starting the process of a rank: from rank 0's process, or from the one that joined an engine on another machine."""
 
 from __future__ import annotations
 
@@ -7,23 +7,32 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from penstock.engine.parallel.machines import RankProcess
+RANK = "penstock.engine.parallel.rank"
 
 
-@dataclass(frozen=True, slots=True)
-class StartedRank:
-    """A rank's process, and this side of its connections."""
-
-    process: RankProcess
-    control: Connection
-    link: Connection
+def connection_pair() -> tuple[Connection, Connection]:
+    """Both ends of a local connection."""
+    ours, theirs = socket.socketpair()
+    return Connection(ours.detach()), Connection(theirs.detach())
 
 
-def start_rank(module: str = "penstock.engine.parallel.rank", link: Connection | None = None) -> StartedRank:
-    raise NotImplementedError
+def start_rank(link: Connection | None = None, module: str = RANK) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A rank's process and the connection to it. `link`: the rank's end of that for tensors between machines, which is
+    given away. `module`: what to run."""
+    ours, theirs = connection_pair()
+    given = [theirs] if link is None else [theirs, link]
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *(str(end.fileno()) for end in given)],
+            stdin=subprocess.PIPE,
+            pass_fds=[end.fileno() for end in given],
+        )
+    finally:
+        for end in given:
+            end.close()
+    return process, ours
 
 
 def describe_exit(code: int) -> str:

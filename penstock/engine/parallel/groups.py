@@ -8,8 +8,9 @@ is an error, not a hang.
 from __future__ import annotations
 
 import copy
+import zlib
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from penstock.engine.backends.backend import Backend
 from penstock.engine.parallel.layout import Place
+from penstock.engine.parallel.meeting import Meeting
 
 
 class Group:
@@ -70,27 +72,37 @@ class Groups:
     resident = True
     """Its memory may be known to other processes: it stays on the device while the engine sleeps."""
 
-    def __init__(self, place: Place, store: Path, backend: Backend, timeout_s: float) -> None:
+    def __init__(self, place: Place, meeting: Meeting, backend: Backend) -> None:
         self.place = place
         self._backend = backend
-        self._meeting = dist.FileStore(str(store), place.world)  # type: ignore[attr-defined]
-        self._deadline = timedelta(seconds=timeout_s)
-        self.tensor = self._group(f"tensor/{place.stage}", place.shard, place.tensor)
-        self.pipeline = self._group(f"pipeline/{place.shard}", place.stage, place.pipeline)
+        self._meeting = meeting
+        here = len(meeting.beside(place.rank))
+        self._store = dist.FileStore(str(meeting.store), here)  # type: ignore[attr-defined]
+        self._deadline = timedelta(seconds=meeting.timeout_s)
+        shards = range(place.stage * place.tensor, (place.stage + 1) * place.tensor)
+        self.tensor = self._group(f"tensor/{place.stage}", shards)
+        self.pipeline = self._group(f"pipeline/{place.shard}", range(place.shard, place.world, place.tensor))
 
     def of_first(self, shards: int) -> Groups:
         """For a model that only the first `shards` of the first stage hold, which all call this."""
         first = copy.copy(self)
         first.place = Place(self.place.rank, shards, 1)
         if shards != self.place.tensor:
-            first.tensor = self._group("tensor/first", first.place.rank, shards)
+            first.tensor = self._group("tensor/first", range(shards))
         first.pipeline = None
         return first
 
-    def _group(self, name: str, rank: int, size: int) -> Group | None:
-        if size == 1:
+    def _group(self, name: str, members: Sequence[int]) -> Group | None:
+        """Of the ranks `members`, of which this is one; they all call it the same."""
+        if len(members) == 1:
             return None
-        apart = dist.PrefixStore(name, self._meeting)  # type: ignore[attr-defined]
+        if self._meeting.spans(members):
+            from penstock.engine.parallel.link_group import LinkGroup
+
+            assert self._meeting.link is not None, "ranks on several machines have a link"
+            return LinkGroup(self._meeting.link, members, zlib.crc32(name.encode()) >> 1, self._meeting.timeout_s)
+        rank, size = members.index(self.place.rank), len(members)
+        apart = dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
         return Group(
             self._backend.process_group(apart, rank, size, self._deadline),
             rank,

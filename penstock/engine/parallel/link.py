@@ -3,9 +3,6 @@
 Every rank of an engine that spans machines has one connection for this, to a switch on its own machine (`engine_host`);
 a message says which rank it is for. Messages from one rank arrive in order; those that nobody has asked for yet wait
 here, so that the connection is always read and no two ranks block each other by sending at the same time.
-
-Collectives between machines take one path, through the group's first member: right, and slow. What is meant to cross a
-network is a pipeline, which only sends and receives.
 """
 
 from __future__ import annotations
@@ -14,13 +11,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
-
-import torch
-from torch import Tensor
-
-from penstock.engine.parallel.plain import tensor_bytes
 
 HEADER = struct.Struct("<iii")
 """Before each message: the rank it is for, the rank it is from, and the group it belongs to."""
@@ -70,57 +61,3 @@ class Link:
             with self._arrived:
                 self._lost = True
                 self._arrived.notify_all()
-
-
-class LinkGroup:
-    """A `Group` whose members are on several machines."""
-
-    def __init__(self, link: Link, members: Sequence[int], number: int, timeout_s: float) -> None:
-        self._link = link
-        self._members = members
-        self._number = number
-        self._timeout_s = timeout_s
-        self.rank = members.index(link.rank)
-        self.size = len(members)
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of every member's `x`, in place; the same bits everywhere."""
-        if self.rank:
-            self.send(x, 0)
-            return self.receive(x, 0)
-        part = torch.empty_like(x)
-        for member in range(1, self.size):
-            x += self.receive(part, member)
-        for member in range(1, self.size):
-            self.send(x, member)
-        return x
-
-    def gather(self, x: Tensor) -> list[Tensor]:
-        """Every member's `x`, in order; all of one shape."""
-        others = [member for member in range(self.size) if member != self.rank]
-        for member in others:
-            self.send(x, member)
-        parts = [x if member == self.rank else torch.empty_like(x) for member in range(self.size)]
-        for member in others:
-            self.receive(parts[member], member)
-        return parts
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        """The first member's `x`, written over those of all others."""
-        if self.rank:
-            return self.receive(x, 0)
-        for member in range(1, self.size):
-            self.send(x, member)
-        return x
-
-    def send(self, x: Tensor, to: int) -> None:
-        self._link.send(self._members[to], self._number, tensor_bytes(x))
-
-    def receive(self, x: Tensor, source: int) -> Tensor:
-        """What `source` sent, written into `x`."""
-        data = self._link.receive(self._members[source], self._number, self._timeout_s)
-        if len(data) != x.nbytes:
-            raise ConnectionError(f"rank {self._members[source]} sent {len(data)} bytes instead of {x.nbytes}")
-        if data:
-            x.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(x.dtype).view(x.shape))
-        return x

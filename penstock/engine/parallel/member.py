@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from pathlib import Path
 
 import torch
 
@@ -21,16 +20,16 @@ from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear
+from penstock.engine.parallel.meeting import Meeting
 from penstock.engine.parallel.shards import head_rows, shard
 
 
 class Member(ABC):
     """One rank of several."""
 
-    def __init__(self, place: Place, store: Path, timeout_s: float) -> None:
+    def __init__(self, place: Place, meeting: Meeting) -> None:
         self.place = place
-        self._store = store
-        self._timeout_s = timeout_s
+        self.meeting = meeting
         self._groups: Groups | None = None
 
     @property
@@ -38,15 +37,21 @@ class Member(ABC):
         assert self._groups is not None, "the ranks have not met yet"
         return self._groups
 
+    @property
+    def neighbours(self) -> int:
+        """Ranks on this machine, itself included."""
+        return len(self.meeting.beside(self.place.rank))
+
     def device(self, first: torch.device) -> torch.device:
-        """This rank's device, when rank 0 has `first`."""
-        return rank_device(first, self.place.rank, self.place.world)
+        """This rank's device, when the first rank on its machine has `first`."""
+        beside = self.meeting.beside(self.place.rank)
+        return rank_device(first, beside.index(self.place.rank), len(beside))
 
     def meet(self, backend: Backend) -> None:
         """Connect with the other ranks, once."""
         if self._groups is None:
-            self._announce()
-            self._groups = Groups(self.place, self._store, backend, self._timeout_s)
+            self._announce(backend)
+            self._groups = Groups(self.place, self.meeting, backend)
 
     def cut(
         self, weights: Weights, model: ModelConfig, expert_copies: int | None = None
@@ -73,7 +78,7 @@ class Member(ABC):
             fused_up_to=0,
         )
 
-    def _announce(self) -> None:  # noqa: B027 - some have nobody to tell
+    def _announce(self, backend: Backend) -> None:  # noqa: B027 - some have nobody to tell
         """Before the first collective: this rank is up and has found its device."""
 
     @abstractmethod
@@ -85,7 +90,7 @@ class DraftMember(Member):
     """A rank's membership among those that have a part of the draft model: the first few shards of the first stage."""
 
     def __init__(self, whole: Member, shards: int) -> None:
-        super().__init__(Place(whole.place.rank, shards, 1), whole._store, whole._timeout_s)
+        super().__init__(Place(whole.place.rank, shards, 1), whole.meeting)
         self._whole = whole
 
     def device(self, first: torch.device) -> torch.device:

@@ -1,8 +1,9 @@
 """A worker rank: loads its part of the model and runs it when rank 0 says so, until rank 0 is gone.
 
-Started by `launch` as `python -m penstock.engine.parallel.rank FD`, with one end of a socket. It decides nothing: no
-scheduling, no sampling. If it fails it reports why and exits; rank 0 then gives up the whole engine. A call that is
-refused (a `PenstockError`) is answered with the reason, and the rank goes on.
+Started by `child` as `python -m penstock.engine.parallel.rank FD...`, with one end of a socket, and of another in an
+engine that spans machines. It decides nothing: no scheduling, no sampling. If it fails it reports why and exits; rank 0
+then gives up the whole engine. A call that is refused (a `PenstockError`) is answered with the reason, and the rank
+goes on.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from typing import Any
 
 import torch
 
+from penstock.engine.backends.backend import Backend
 from penstock.engine.parallel import plain
-from penstock.engine.parallel.channel import Call, Forward, Head, Reply, Report, receive
+from penstock.engine.parallel.channel import Call, Forward, Head, Reply, Report, limits, receive
 from penstock.engine.parallel.decoder import Stage
+from penstock.engine.parallel.link import Link
+from penstock.engine.parallel.meeting import Meeting
 from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
@@ -36,12 +40,14 @@ EXIT_FAILED = 1
 class Worker(Member):
     """A worker's membership: rank 0 sends it what was agreed on."""
 
-    def __init__(self, setup: Setup, connection: Connection) -> None:
-        super().__init__(setup.place, setup.store, setup.config.watchdog_s)
+    def __init__(self, setup: Setup, connection: Connection, link: Connection | None) -> None:
+        linked = None if link is None else Link(link, setup.place.rank)
+        super().__init__(setup.place, Meeting.of(setup.config, setup.store, linked))
+        self._config = setup.config
         self._connection = connection
 
-    def _announce(self) -> None:
-        plain.send(self._connection, Report())
+    def _announce(self, backend: Backend) -> None:
+        plain.send(self._connection, Report(limits=limits(self._config, backend)))
 
     def least(self, count: int) -> int:
         plain.send(self._connection, Report(count))
@@ -120,11 +126,11 @@ def _outcome(number: int, done: Future[Any]) -> Reply:
     return Reply(number, problem=str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}")
 
 
-def run(connection: Connection) -> int:
-    """Load, serve, and return the exit code."""
+def run(connection: Connection, link: Connection | None = None) -> int:
+    """Load, serve, and return the exit code. `link`: for tensors to and from ranks on other machines."""
     try:
         setup = Setup.receive(connection)
-        member = Worker(setup, connection)
+        member = Worker(setup, connection, link)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
         RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection).serve()
     except (EOFError, ConnectionError):
@@ -144,7 +150,7 @@ def main() -> int:
     die_with_parent()
     # Signals are for rank 0; the others exit with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return run(Connection(int(sys.argv[1])))
+    return run(*(Connection(int(number)) for number in sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
+    from penstock.engine.parallel.machines import Machines
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ def load_engine(
     checkpoint: object | None,
     grammars: MakeCompiler | None = None,
     find_adapter: Callable[[str], Path] = Path,
+    machines: Machines | None = None,
 ) -> Engine:
     """See `Engine.load`."""
     if config.ranks == 1:
@@ -52,7 +54,7 @@ def load_engine(
         raise ConfigError(f"role: {config.role} works on one device; leave out tensor_parallel and pipeline_parallel")
     from penstock.engine.parallel.launch import Ranks
 
-    ranks = Ranks(config, checkpoint)
+    ranks = Ranks(config, checkpoint, machines)
     try:
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), ranks)
     except BaseException:
