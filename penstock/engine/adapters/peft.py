@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +18,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, uncut
+from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.engine.loading.keys import KeyRules
 from penstock.errors import CheckpointError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:.*\.)?layers\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
 RULES = KeyRules(
     reader="LoRA adapters",
@@ -188,14 +187,6 @@ def read_adapter(
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{WEIGHTS} is damaged or incomplete ({error}): fetch it again") from error
     return LoadedAdapter(name, config.rank, packer.version, data, ranks.pin_memory() if pin else ranks)
-
-
-def stored_rank(folder: Path) -> int | None:
-    """The rank of the adapter in `folder`; None where it has none that could be read."""
-    try:
-        return LoraConfig.read(folder, max_rank=sys.maxsize).rank
-    except CheckpointError:
-        return None  # reading the adapter itself will say why
 
 
 class _Packer:
