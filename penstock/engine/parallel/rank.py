@@ -23,6 +23,7 @@ import torch
 from penstock.engine.backends.backend import Backend
 from penstock.engine.parallel.channel import Call, Forward, Head, Reply, receive
 from penstock.engine.parallel.decoder import Stage
+from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.launch import Report, Setup
 from penstock.engine.parallel.member import Member
 from penstock.engine.process import die_with_parent
@@ -125,7 +126,9 @@ def run(connection: Connection) -> int:
         setup: Setup = connection.recv()
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
-        RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection).serve()
+        server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
+        server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
+        server.serve()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:
