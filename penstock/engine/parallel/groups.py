@@ -23,13 +23,21 @@ from penstock.engine.parallel.layout import Place
 class Group:
     """Ranks that hold parts of the same thing. All members call the same methods in the same order."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
+    def __init__(self, group: Any, rank: int, size: int, in_order: bool = False) -> None:
+        """`in_order`: sums are made in the order of ranks. An all-reduce chooses the order of each element by its place
+        in the tensor, and so by what else is in the step."""
         self._group = group
         self.rank = rank
         self.size = size
+        self.in_order = in_order
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every member's `x`, in place."""
+        if self.in_order:
+            first, *others = self.gather(x)
+            for other in others:
+                first += other
+            return x.copy_(first)
         self._group.allreduce([x]).wait()
         return x
 
@@ -76,7 +84,7 @@ class Groups:
             if size == 1:
                 return None
             apart = dist.PrefixStore(name, meeting)  # type: ignore[attr-defined]
-            return Group(backend.process_group(apart, rank, size, deadline), rank, size)
+            return Group(backend.process_group(apart, rank, size, deadline), rank, size, backend.ops.batch_invariant)
 
         self.tensor = group(f"tensor/{place.stage}", place.shard, place.tensor)
         self.pipeline = group(f"pipeline/{place.shard}", place.stage, place.pipeline)
