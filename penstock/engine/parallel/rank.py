@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from penstock.engine.backends.backend import Backend
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.channel import Call, Forward, Head, Reply, Report, receive
 from penstock.engine.parallel.decoder import Stage
@@ -28,6 +27,7 @@ from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
+from penstock.engine.sleep.rank import RankSleep
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
@@ -41,9 +41,8 @@ class Worker(Member):
         super().__init__(setup.place, setup.store, setup.config.watchdog_s)
         self._connection = connection
 
-    def meet(self, backend: Backend) -> None:
+    def _announce(self) -> None:
         plain.send(self._connection, Report())
-        super().meet(backend)
 
     def least(self, count: int) -> int:
         plain.send(self._connection, Report(count))
@@ -82,6 +81,7 @@ class RankServer:
         """What calls may name. A handler that returns a future is answered when that is done."""
         self._connection = connection
         self._sends = threading.Lock()
+        self.handlers |= RankSleep(self, models[0].part.backend).handlers
 
     @torch.inference_mode()
     def serve(self) -> None:
