@@ -254,7 +254,7 @@ class _Packer:
         first, last = self.cut.layers
         if not first <= layer < last:
             return
-        a, rows = a[:, slice(*self.cut.inputs[index])], b.split([whole.sizes[part] for part in parts])
+        a, rows = a[:, slice(*self.cut.inputs[index])], torch.split(b, [whole.sizes[part] for part in parts])
         spans = self.cut.outputs[index]
         ups = [row[slice(*spans[part])].float() * self.config.scale for part, row in zip(parts, rows, strict=True)]
         if not all(bool(each.to(self.data.dtype).isfinite().all()) for each in (a, *ups)):

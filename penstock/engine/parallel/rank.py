@@ -21,13 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.engine.backends.backend import Backend
+from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
-from penstock.engine.parallel.channel import Call, Forward, Head, Reply, receive
+from penstock.engine.parallel.channel import Call, Forward, Head, Reply, Report, receive
 from penstock.engine.parallel.decoder import Stage
-from penstock.engine.parallel.launch import Report, Setup
+from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.member import Member
+from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
+from penstock.engine.sleep.rank import RankSleep
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
@@ -41,13 +43,12 @@ class Worker(Member):
         super().__init__(setup.place, setup.store, setup.config.watchdog_s)
         self._connection = connection
 
-    def meet(self, backend: Backend) -> None:
-        self._connection.send(Report())
-        super().meet(backend)
+    def _announce(self) -> None:
+        plain.send(self._connection, Report())
 
     def least(self, count: int) -> int:
-        self._connection.send(Report(count))
-        agreed: int = self._connection.recv()
+        plain.send(self._connection, Report(count))
+        agreed: int = plain.receive(self._connection)
         return agreed
 
 
@@ -94,6 +95,7 @@ class RankServer:
         """What calls may name. A handler that returns a future is answered when that is done."""
         self._connection = connection
         self._sends = threading.Lock()
+        self.handlers |= RankSleep(self, models[0].part.backend).handlers
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -123,7 +125,7 @@ class RankServer:
 
     def _reply(self, reply: Reply) -> None:
         with self._sends, suppress(OSError):  # rank 0 may be gone; `serve` notices
-            self._connection.send(reply)
+            plain.send(self._connection, reply)
 
 
 def _outcome(number: int, done: Future[Any]) -> Reply:
@@ -136,10 +138,11 @@ def _outcome(number: int, done: Future[Any]) -> Reply:
 def run(connection: Connection) -> int:
     """Load, serve, and return the exit code."""
     try:
-        setup: Setup = connection.recv()
+        setup = Setup.receive(connection)
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
         server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
+        server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
         if part.adapters is not None:
             server.handlers |= FollowingAdapters(part.adapters).handlers()
         server.serve()
@@ -151,7 +154,7 @@ def run(connection: Connection) -> int:
             traceback.print_exc()
         with suppress(OSError):  # rank 0 may be gone too
             problem = str(error) if on_purpose else f"{type(error).__name__}: {error}"
-            connection.send(Report(problem=problem, on_purpose=on_purpose))
+            plain.send(connection, Report(problem=problem, on_purpose=on_purpose))
         return EXIT_FAILED
     return 0
 
