@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.engine.backends.backend import Backend
 from penstock.engine.parallel.layout import Place
-from penstock.engine.parallel.meeting import Meeting
+from penstock.engine.parallel.rendezvous import Rendezvous
 
 
 class Group:
@@ -57,6 +57,17 @@ class Group:
         self._group.broadcast(x, 0).wait()
         return x
 
+    def exchange(self, x: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Rows of `x` to the members: the first `counts[0]` to the first, and so on. The rows that came from them,
+        `sizes` of each, in order."""
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        self._group.alltoall_base(out, x.contiguous(), list(sizes), list(counts)).wait()
+        return out
+
+    def exchange_counts(self, counts: Tensor) -> list[int]:
+        """`counts` int64 [size] of rows for each member; how many each of them has for this one."""
+        return self.exchange(counts, [1] * self.size, [1] * self.size).tolist()
+
     def send(self, x: Tensor, to: int) -> None:
         self._group.send([x], to, 0).wait()
 
@@ -72,13 +83,13 @@ class Groups:
     resident = True
     """Its memory may be known to other processes: it stays on the device while the engine sleeps."""
 
-    def __init__(self, place: Place, meeting: Meeting, backend: Backend) -> None:
+    def __init__(self, place: Place, rendezvous: Rendezvous, backend: Backend) -> None:
         self.place = place
         self._backend = backend
-        self._meeting = meeting
-        here = len(meeting.beside(place.rank))
-        self._store = dist.FileStore(str(meeting.store), here)  # type: ignore[attr-defined]
-        self._deadline = timedelta(seconds=meeting.timeout_s)
+        self._rendezvous = rendezvous
+        here = len(rendezvous.beside(place.rank))
+        self._store = dist.FileStore(str(rendezvous.store), here)  # type: ignore[attr-defined]
+        self._deadline = timedelta(seconds=rendezvous.timeout_s)
         shards = range(place.stage * place.tensor, (place.stage + 1) * place.tensor)
         self.tensor = self._group(f"tensor/{place.stage}", shards)
         self.pipeline = self._group(f"pipeline/{place.shard}", range(place.shard, place.world, place.tensor))
@@ -96,11 +107,11 @@ class Groups:
         """Of the ranks `members`, of which this is one; they all call it the same."""
         if len(members) == 1:
             return None
-        if self._meeting.spans(members):
+        if self._rendezvous.spans(members):
             from penstock.engine.parallel.link_group import LinkGroup
 
-            assert self._meeting.link is not None, "ranks on several machines have a link"
-            return LinkGroup(self._meeting.link, members, zlib.crc32(name.encode()) >> 1, self._meeting.timeout_s)
+            assert self._rendezvous.link is not None, "ranks on several machines have a link"
+            return LinkGroup(self._rendezvous.link, members, zlib.crc32(name.encode()) >> 1, self._rendezvous.timeout_s)
         rank, size = members.index(self.place.rank), len(members)
         apart = dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
         return Group(

@@ -11,25 +11,27 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from penstock.engine.adapters.layout import AdapterCut
 from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.select import rank_device
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
+from penstock.engine.parallel.adapters import adapter_cut
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear
-from penstock.engine.parallel.meeting import Meeting
+from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.shards import head_rows, shard
 
 
 class Member(ABC):
     """One rank of several."""
 
-    def __init__(self, place: Place, meeting: Meeting) -> None:
+    def __init__(self, place: Place, rendezvous: Rendezvous) -> None:
         self.place = place
-        self.meeting = meeting
+        self.rendezvous = rendezvous
         self._groups: Groups | None = None
 
     @property
@@ -40,18 +42,18 @@ class Member(ABC):
     @property
     def neighbours(self) -> int:
         """Ranks on this machine, itself included."""
-        return len(self.meeting.beside(self.place.rank))
+        return len(self.rendezvous.beside(self.place.rank))
 
     def device(self, first: torch.device) -> torch.device:
         """This rank's device, when the first rank on its machine has `first`."""
-        beside = self.meeting.beside(self.place.rank)
+        beside = self.rendezvous.beside(self.place.rank)
         return rank_device(first, beside.index(self.place.rank), len(beside))
 
     def meet(self, backend: Backend) -> None:
         """Connect with the other ranks, once."""
         if self._groups is None:
             self._announce(backend)
-            self._groups = Groups(self.place, self.meeting, backend)
+            self._groups = Groups(self.place, self.rendezvous, backend)
 
     def cut(
         self, weights: Weights, model: ModelConfig, expert_copies: int | None = None
@@ -64,6 +66,10 @@ class Member(ABC):
             model = place_experts(model, self.place.tensor, expert_copies)
         check_layout(model, self.place.tensor, self.place.pipeline)
         return shard(weights, model, self.place), local_config(model, self.place), head_rows(model, self.place)
+
+    def adapter_cut(self, model: ModelConfig) -> AdapterCut:
+        """This rank's part of every adapter."""
+        return adapter_cut(model, self.place)
 
     def connect(self, decoder: Decoder) -> Decoder:
         """Put the sums and gathers between shards into a decoder made of parts."""
@@ -90,7 +96,7 @@ class DraftMember(Member):
     """A rank's membership among those that have a part of the draft model: the first few shards of the first stage."""
 
     def __init__(self, whole: Member, shards: int) -> None:
-        super().__init__(Place(whole.place.rank, shards, 1), whole.meeting)
+        super().__init__(Place(whole.place.rank, shards, 1), whole.rendezvous)
         self._whole = whole
 
     def device(self, first: torch.device) -> torch.device:

@@ -11,7 +11,7 @@ from penstock.engine.parallel.link import Link
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """What every group of a rank is made with."""
 
     store: Path
@@ -24,7 +24,7 @@ class Meeting:
     """To ranks on other machines, where there are any."""
 
     @classmethod
-    def of(cls, config: EngineConfig, store: Path, link: Link | None) -> Meeting:
+    def of(cls, config: EngineConfig, store: Path, link: Link | None) -> Rendezvous:
         machines = tuple(config.machine(rank) for rank in range(config.ranks))
         return cls(store, config.watchdog_s, machines, link)
 
