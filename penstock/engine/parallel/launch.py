@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -112,11 +112,16 @@ class Ranks(Member):
     def call(self, name: str, *args: Any) -> list[Future[Any]]:
         """Have every other rank do something between two steps; what it came to on each, as they answer. A refusal is a
         `ConfigError` in the future; a rank that fails otherwise is lost."""
-        message = Call(next(self._calls), name, args)
-        encoded, answers = message.encode(), []
-        for other in self._ranks:
+        return self.call_each(name, itertools.repeat(args, len(self._ranks)))
+
+    def call_each(self, name: str, args: Iterable[tuple[Any, ...]]) -> list[Future[Any]]:
+        """The same with arguments for each of them, in the order of their ranks."""
+        number, last, encoded, answers = next(self._calls), None, b"", list[Future[Any]]()
+        for other, own in zip(self._ranks, args, strict=True):
+            if own is not last:
+                encoded, last = Call(number, name, own).encode(), own
             answer: Future[Any] = Future()
-            other.calls[message.number] = answer
+            other.calls[number] = answer
             answers.append(answer)
             if other.reader is None:
                 read = threading.Thread(target=self._read, args=(other,), name=f"replies of {other.place}", daemon=True)

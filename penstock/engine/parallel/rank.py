@@ -15,17 +15,21 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
 from penstock.engine.backends.backend import Backend
-from penstock.engine.parallel.channel import Call, Forward, Head, Reply, receive
+from penstock.engine.kv.mover import BlockMover
+from penstock.engine.parallel.blocks import RankSlots, block_part
+from penstock.engine.parallel.channel import Call, Forward, Head, Move, Reply, receive
 from penstock.engine.parallel.decoder import Stage
 from penstock.engine.parallel.launch import Report, Setup
 from penstock.engine.parallel.member import Member
 from penstock.engine.process import die_with_parent
+from penstock.engine.startup.offload import open_host_pool
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
@@ -78,6 +82,8 @@ class RankServer:
         """The target, and the draft model where there is one."""
         self.handlers: dict[str, Callable[..., Any]] = {}
         """What calls may name. A handler that returns a future is answered when that is done."""
+        self.mover: BlockMover | None = None
+        """For the host tier, where there is one."""
         self._connection = connection
         self._sends = threading.Lock()
 
@@ -93,6 +99,9 @@ class RankServer:
                 self.models[message.model].forward(message)
             elif isinstance(message, Head):
                 self.models[message.model].head(message)
+            elif isinstance(message, Move):
+                assert self.mover is not None
+                self.mover.run(message.transfers)
             else:
                 self._answer(message)
 
@@ -125,7 +134,12 @@ def run(connection: Connection) -> int:
         setup: Setup = connection.recv()
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
-        RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection).serve()
+        _, mover = open_host_pool(setup.config, part, member)
+        server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
+        server.mover = mover
+        slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
+        server.handlers |= slots.handlers()
+        server.serve()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:
