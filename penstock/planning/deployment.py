@@ -126,8 +126,6 @@ class Deployment:
             raise ConfigError(f"{self.device.name} has no FP8 units; use int8 or int4 weights and a bf16 or int8 cache")
         if self.weights.compute == "fp4":
             raise ConfigError("the engine has no FP4 weights; use int4, fp8 or bf16")
-        if self.devices > 1 and self.host_memory:
-            raise ConfigError("host_memory is for replicas of one device; leave it out, or use one larger device")
         if self.devices > 1 and self.speculation is not None and self.speculation.form == "draft":
             raise ConfigError("a draft model is for replicas of one device; use ngram speculation with several")
 

@@ -87,7 +87,6 @@ def test_expected_tokens_of_a_verified_step() -> None:
         ({"shared_prefix": 4096, "max_model_len": 4096}, "shared_prefix: 4096 tokens do not fit"),
         ({"kv_memory": 0}, "kv_memory: 0 must be 1 or more"),
         ({"host_memory": -1}, "host_memory: -1 must be 0 or more"),
-        ({"host_memory": 1, "tensor_parallel": 2}, "host_memory is for replicas of one device"),
         ({"on": "a100-80", "weight_dtype": "fp8"}, "a100-80 has no FP8 units"),
         ({"on": "a100-80", "kv_dtype": "fp8"}, "a100-80 has no FP8 units"),
         ({"on": "cpu-64", "tensor_parallel": 2}, "cpu-64: tensor_parallel and pipeline_parallel are for GPUs"),

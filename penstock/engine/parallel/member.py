@@ -19,7 +19,7 @@ from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.groups import Group, Groups
-from penstock.engine.parallel.layout import Place, check_layout, local_config
+from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear
 from penstock.engine.parallel.shards import head_rows, shard
 
@@ -46,8 +46,15 @@ class Member(ABC):
         """Connect with the other ranks."""
         self._groups = Groups(self.place, self._store, backend, self._timeout_s)
 
-    def cut(self, weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfig, int]:
-        """This rank's part of a checkpoint, the configuration that describes it, and its rows of the head."""
+    def cut(
+        self, weights: Weights, model: ModelConfig, expert_copies: int | None = None
+    ) -> tuple[Weights, ModelConfig, int]:
+        """This rank's part of a checkpoint, the configuration that describes it, and its rows of the head.
+
+        `expert_copies`: experts are whole, with that many copies on each shard; None: they are cut like all else.
+        """
+        if expert_copies is not None:
+            model = place_experts(model, self.place.tensor, expert_copies)
         check_layout(model, self.place.tensor, self.place.pipeline)
         return shard(weights, model, self.place), local_config(model, self.place), head_rows(model, self.place)
 

@@ -23,11 +23,12 @@ import torch
 
 from penstock.engine.backends.backend import Backend
 from penstock.engine.kv.mover import BlockMover
+from penstock.engine.parallel import plain
 from penstock.engine.parallel.blocks import RankSlots, block_part
-from penstock.engine.parallel.channel import Call, Forward, Head, Move, Reply, receive
+from penstock.engine.parallel.channel import Call, Forward, Head, Move, Reply, Report, receive
 from penstock.engine.parallel.decoder import Stage
-from penstock.engine.parallel.launch import Report, Setup
 from penstock.engine.parallel.member import Member
+from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
 from penstock.engine.startup.offload import open_host_pool
 from penstock.engine.startup.part import Part, Phases, load_part
@@ -44,12 +45,12 @@ class Worker(Member):
         self._connection = connection
 
     def meet(self, backend: Backend) -> None:
-        self._connection.send(Report())
+        plain.send(self._connection, Report())
         super().meet(backend)
 
     def least(self, count: int) -> int:
-        self._connection.send(Report(count))
-        agreed: int = self._connection.recv()
+        plain.send(self._connection, Report(count))
+        agreed: int = plain.receive(self._connection)
         return agreed
 
 
@@ -118,7 +119,7 @@ class RankServer:
 
     def _reply(self, reply: Reply) -> None:
         with self._sends, suppress(OSError):  # rank 0 may be gone; `serve` notices
-            self._connection.send(reply)
+            plain.send(self._connection, reply)
 
 
 def _outcome(number: int, done: Future[Any]) -> Reply:
@@ -131,7 +132,7 @@ def _outcome(number: int, done: Future[Any]) -> Reply:
 def run(connection: Connection) -> int:
     """Load, serve, and return the exit code."""
     try:
-        setup: Setup = connection.recv()
+        setup = Setup.receive(connection)
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
         _, mover = open_host_pool(setup.config, part, member)
@@ -148,7 +149,7 @@ def run(connection: Connection) -> int:
             traceback.print_exc()
         with suppress(OSError):  # rank 0 may be gone too
             problem = str(error) if on_purpose else f"{type(error).__name__}: {error}"
-            connection.send(Report(problem=problem, on_purpose=on_purpose))
+            plain.send(connection, Report(problem=problem, on_purpose=on_purpose))
         return EXIT_FAILED
     return 0
 

@@ -83,6 +83,8 @@ class Cuts:
         expert = (*tensors.expert_gate_up, tensors.fused_gate_up, tensors.expert_down)
         self._dense = self._gated(model.ffn_size, *dense)
         self._experts = self._dense if model.moe is None else self._gated(model.moe.ffn_size, *expert)
+        if model.moe is not None and model.moe.placement:
+            self._experts = {}  # whole experts, each on some shards
         rows = head_rows(model, place)
         begin = min(place.shard * rows, model.vocab_size)
         end = min(begin + rows, model.vocab_size)

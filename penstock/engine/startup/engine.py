@@ -45,6 +45,8 @@ def load_engine(
 ) -> Engine:
     """See `Engine.load`."""
     if config.ranks == 1:
+        if config.expert_parallel:
+            raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), None)
     from penstock.engine.parallel.launch import Ranks
 

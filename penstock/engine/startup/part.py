@@ -104,7 +104,9 @@ def load_part(
         model = local = read_config(weights.config)
         head_rows = None
         if member is not None:
-            weights, local, head_rows = member.cut(weights, model)
+            weights, local, head_rows = member.cut(
+                weights, model, config.expert_copies if config.expert_parallel else None
+            )
     with phases("kernels"):
         backend = backend or pick_backend(device, threads)
         if config.deterministic:
