@@ -8,11 +8,7 @@ collectives, so that an idle rank sleeps without a deadline and notices at once 
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 import itertools
-import pickle
-=======
->>>>>>> main
 from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing.connection import Connection
@@ -22,11 +18,8 @@ import numpy as np
 import torch
 
 from penstock.engine.backends.interface import AttentionBatch, Ints
-<<<<<<< HEAD
 from penstock.engine.kv.host import Transfers
-=======
 from penstock.engine.parallel import plain
->>>>>>> main
 
 
 class Op(IntEnum):
