@@ -224,9 +224,15 @@ class Engine:
         """Forget what was counted and cached so far (the warm-up)."""
         self.steps = self._step_tokens = self._prompt_tokens = self._generation_tokens = 0
         self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = self.scheduler.host_hit_tokens = 0
-        self.scheduler.allocator.pool.forget_all()
+        self.forget_caches()
         if self.speculation is not None:
             self.speculation.reset_counters()
+
+    def forget_caches(self) -> None:
+        """Nothing of the KV caches may be used again; no sequence is running."""
+        self.scheduler.allocator.pool.forget_all()
+        if self.speculation is not None:
+            self.speculation.forget_caches()
 
     def _drafts(self) -> dict[Sequence, list[int]]:
         """Draft tokens to verify in the next step; if there are any, steps in flight are collected first."""

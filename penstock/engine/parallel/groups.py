@@ -7,6 +7,7 @@ is an error, not a hang.
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,24 @@ from penstock.engine.parallel.layout import Place
 class Group:
     """Ranks that hold parts of the same thing. All members call the same methods in the same order."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
+    resident = True
+    """See `Groups`."""
+
+    def __init__(self, group: Any, rank: int, size: int, in_order: bool = False) -> None:
+        """`in_order`: sums are made in the order of ranks. An all-reduce chooses the order of each element by its place
+        in the tensor, and so by what else is in the step."""
         self._group = group
         self.rank = rank
         self.size = size
+        self.in_order = in_order
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every member's `x`, in place."""
+        if self.in_order:
+            first, *others = self.gather(x)
+            for other in others:
+                first += other
+            return x.copy_(first)
         self._group.allreduce([x]).wait()
         return x
 
@@ -55,16 +67,33 @@ class Group:
 class Groups:
     """The groups of one rank; None where it would be alone."""
 
+    resident = True
+    """Its memory may be known to other processes: it stays on the device while the engine sleeps."""
+
     def __init__(self, place: Place, store: Path, backend: Backend, timeout_s: float) -> None:
         self.place = place
-        meeting = dist.FileStore(str(store), place.world)  # type: ignore[attr-defined]
-        deadline = timedelta(seconds=timeout_s)
+        self._backend = backend
+        self._meeting = dist.FileStore(str(store), place.world)  # type: ignore[attr-defined]
+        self._deadline = timedelta(seconds=timeout_s)
+        self.tensor = self._group(f"tensor/{place.stage}", place.shard, place.tensor)
+        self.pipeline = self._group(f"pipeline/{place.shard}", place.stage, place.pipeline)
 
-        def group(name: str, rank: int, size: int) -> Group | None:
-            if size == 1:
-                return None
-            apart = dist.PrefixStore(name, meeting)  # type: ignore[attr-defined]
-            return Group(backend.process_group(apart, rank, size, deadline), rank, size)
+    def of_first(self, shards: int) -> Groups:
+        """For a model that only the first `shards` of the first stage hold, which all call this."""
+        first = copy.copy(self)
+        first.place = Place(self.place.rank, shards, 1)
+        if shards != self.place.tensor:
+            first.tensor = self._group("tensor/first", first.place.rank, shards)
+        first.pipeline = None
+        return first
 
-        self.tensor = group(f"tensor/{place.stage}", place.shard, place.tensor)
-        self.pipeline = group(f"pipeline/{place.shard}", place.stage, place.pipeline)
+    def _group(self, name: str, rank: int, size: int) -> Group | None:
+        if size == 1:
+            return None
+        apart = dist.PrefixStore(name, self._meeting)  # type: ignore[attr-defined]
+        return Group(
+            self._backend.process_group(apart, rank, size, self._deadline),
+            rank,
+            size,
+            self._backend.ops.batch_invariant,
+        )

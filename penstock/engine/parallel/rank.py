@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from penstock.engine.backends.backend import Backend
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.blocks import RankSlots, block_part
@@ -30,6 +29,7 @@ from penstock.engine.parallel.decoder import Stage
 from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
+from penstock.engine.sleep.rank import RankSleep
 from penstock.engine.startup.offload import open_host_pool
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
@@ -44,9 +44,8 @@ class Worker(Member):
         super().__init__(setup.place, setup.store, setup.config.watchdog_s)
         self._connection = connection
 
-    def meet(self, backend: Backend) -> None:
+    def _announce(self) -> None:
         plain.send(self._connection, Report())
-        super().meet(backend)
 
     def least(self, count: int) -> int:
         plain.send(self._connection, Report(count))
@@ -87,6 +86,7 @@ class RankServer:
         """For the host tier, where there is one."""
         self._connection = connection
         self._sends = threading.Lock()
+        self.handlers |= RankSleep(self, models[0].part.backend).handlers
 
     @torch.inference_mode()
     def serve(self) -> None:
