@@ -63,7 +63,7 @@ class LeadMover(BlockMover):
 
     def run(self, transfers: Transfers) -> None:
         with self._ranks.lost_if_it_fails():
-            self._ranks.tell(Move(transfers).encode())
+            self._ranks.tell(Move(transfers).encode(), self._ranks.place.world)
             self._own.run(transfers)
 
 

@@ -47,7 +47,7 @@ def test_copies_arrive_as_they_were_sent() -> None:
         assert Move.decode(np.frombuffer(Move(sent).encode(), np.int64)).transfers == sent
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (4, 1)])
+@pytest.mark.parametrize(("tensor", "pipeline"), [slow(2, 1), (1, 2), slow(4, 1)])
 def test_a_conversation_leaves_all_ranks_and_comes_back(
     folder: Path, alone: Engine, tensor: int, pipeline: int
 ) -> None:
