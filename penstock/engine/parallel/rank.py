@@ -26,6 +26,7 @@ from penstock.engine.parallel import plain
 from penstock.engine.parallel.blocks import RankSlots, block_part
 from penstock.engine.parallel.channel import Call, Forward, Head, Move, Reply, Report, receive
 from penstock.engine.parallel.decoder import Stage
+from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
@@ -135,11 +136,16 @@ def run(connection: Connection) -> int:
         setup = Setup.receive(connection)
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
+<<<<<<< HEAD
         _, mover = open_host_pool(setup.config, part, member)
         server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
         server.mover = mover
         slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
         server.handlers |= slots.handlers()
+=======
+        server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
+        server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
+>>>>>>> main
         server.serve()
     except (EOFError, ConnectionError):
         return 0
