@@ -136,16 +136,12 @@ def run(connection: Connection) -> int:
         setup = Setup.receive(connection)
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
-<<<<<<< HEAD
         _, mover = open_host_pool(setup.config, part, member)
         server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
         server.mover = mover
         slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
         server.handlers |= slots.handlers()
-=======
-        server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
->>>>>>> main
         server.serve()
     except (EOFError, ConnectionError):
         return 0

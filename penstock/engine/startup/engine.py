@@ -172,19 +172,15 @@ def _lead(part: Part, ranks: Ranks) -> Decoder:
     return lead(part.decoder, ranks, part.max_running + 1, -(-part.max_model_len // part.kv.block_size))
 
 
-<<<<<<< HEAD
-def _host_tier(
-    config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phases
-) -> tuple[HostTier | None, BlockMover | None]:
-=======
 def _balancer(config: EngineConfig, part: Part, ranks: Ranks) -> Balancer:
     from penstock.engine.parallel.experts import make_balancer
 
     return make_balancer(part.decoder, part.model, ranks, config.expert_copies, config.expert_rebalance_s)
 
 
-def _host_tier(config: EngineConfig, part: Part, phases: Phases) -> tuple[HostTier | None, BlockMover | None]:
->>>>>>> main
+def _host_tier(
+    config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phases
+) -> tuple[HostTier | None, BlockMover | None]:
     """The second tier of the KV cache, when one is configured."""
     if config.host_memory == 0:
         return None, None
