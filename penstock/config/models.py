@@ -8,6 +8,7 @@ from typing import Literal
 
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.fields import setting
+from penstock.config.placement import PlacementConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, Role, SpeculationForm, WeightForm
@@ -90,6 +91,10 @@ class ModelConfig:
     pipeline_parallel: int = setting(
         1, doc="Pipeline stages, each with some of the layers; times tensor_parallel devices in all.", least=1
     )
+    placement: PlacementConfig | None = setting(  # noqa: RUF009
+        None, doc="Ranks on other machines: which, and where they join.",
+        example="{machines: [local, host-b], listen: tcp://127.0.0.1:7001}",
+    )  # fmt: skip
     expert_parallel: bool = setting(
         False, doc="Place experts whole on the tensor_parallel devices instead of cutting each of them."
     )
@@ -140,9 +145,10 @@ class ModelConfig:
         example="20",
     )
     adapter_host_slots: int = setting(100, doc="Adapters in host memory.", least=1)
-    adapter_rank: int = setting(
-        16, doc="Maximum rank of an adapter; device memory is reserved for it.", least=1, most=512
-    )
+    adapter_rank: int | None = setting(
+        None, doc="Maximum rank of an adapter; device memory is reserved for it. When not set, that of the listed "
+        "adapters, and at least 16.", least=1, most=512, example="64",
+    )  # fmt: skip
 
     fallback: tuple[str, ...] = setting(
         (), doc="Models or remotes that answer when no replica of this model can, in order.", example="[small, api]"
@@ -170,7 +176,10 @@ class ModelConfig:
     def engine_config(self, path: str) -> EngineConfig:
         """Settings of the engine; `path` is the resolved source."""
         names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "role", "machines"}
-        return EngineConfig(model=path, **{name: getattr(self, name) for name in names})
+        machines: tuple[str, ...] = ()
+        if self.placement is not None:
+            machines = self.placement.ranks(self.tensor_parallel, self.pipeline_parallel)
+        return EngineConfig(model=path, machines=machines, **{name: getattr(self, name) for name in names})
 
     @property
     def first_replicas(self) -> int:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from penstock.engine.adapters.layout import AdapterCut, layout_of
 from penstock.engine.adapters.peft import LoadedAdapter
@@ -21,9 +21,6 @@ from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 from penstock.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from penstock.engine.parallel.launch import Ranks
 
 READ, PUT, DROP = "read_adapter", "put_adapter", "drop_adapter"
 
@@ -48,10 +45,16 @@ def _times(span: Span, size: int) -> Span:
     return span[0] * size, span[1] * size
 
 
+class Caller(Protocol):
+    """What is needed of `Ranks`."""
+
+    def call(self, name: str, *args: Any) -> list[Future[Any]]: ...
+
+
 class LeadAdapters:
     """Rank 0's side: the other ranks do as it does. See `OtherRanks`."""
 
-    def __init__(self, ranks: Ranks, model: AdaptedModel, find: Callable[[str], Path]) -> None:
+    def __init__(self, ranks: Caller, model: AdaptedModel, find: Callable[[str], Path]) -> None:
         self._ranks = ranks
         self._model = model
         self._find = find

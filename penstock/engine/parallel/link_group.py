@@ -56,6 +56,19 @@ class LinkGroup(Group):
             self.send(x, member)
         return x
 
+    def exchange(self, x: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """See `Group.exchange`."""
+        for member, rows in enumerate(torch.split(x, list(counts))):
+            if member != self.rank:
+                self.send(rows, member)
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        for member, part in enumerate(torch.split(out, list(sizes))):
+            if member == self.rank:
+                part.copy_(torch.split(x, list(counts))[member])
+            else:
+                self.receive(part, member)
+        return out
+
     def send(self, x: Tensor, to: int) -> None:
         self._link.send(self._members[to], self._number, tensor_bytes(x))
 

@@ -16,24 +16,29 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from penstock.engine.backends.backend import Backend
+from penstock.engine.kv.mover import BlockMover
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
-from penstock.engine.parallel.channel import Call, Forward, Head, Reply, Report, limits, receive
+from penstock.engine.parallel.blocks import RankSlots, block_part
+from penstock.engine.parallel.channel import Call, Forward, Head, Move, Reply, Report, limits, receive
 from penstock.engine.parallel.decoder import Stage
 from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.link import Link
-from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.member import Member
+from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
 from penstock.engine.sleep.rank import RankSleep
+from penstock.engine.startup.offload import open_host_pool
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
@@ -99,6 +104,8 @@ class RankServer:
         """The target, and the draft model where there is one."""
         self.handlers: dict[str, Callable[..., Any]] = {}
         """What calls may name. A handler that returns a future is answered when that is done."""
+        self.mover: BlockMover | None = None
+        """For the host tier, where there is one."""
         self._connection = connection
         self._sends = threading.Lock()
         self.handlers |= RankSleep(self, models[0].part.backend).handlers
@@ -115,6 +122,9 @@ class RankServer:
                 self.models[message.model].forward(message)
             elif isinstance(message, Head):
                 self.models[message.model].head(message)
+            elif isinstance(message, Move):
+                assert self.mover is not None
+                self.mover.run(message.transfers)
             else:
                 self._answer(message)
 
@@ -141,16 +151,21 @@ def _outcome(number: int, done: Future[Any]) -> Reply:
     return Reply(number, problem=str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}")
 
 
-def run(connection: Connection, link: Connection | None = None) -> int:
-    """Load, serve, and return the exit code. `link`: for tensors to and from ranks on other machines."""
+def run(connection: Connection, link: Connection | None = None, find_adapter: Callable[[str], Path] = Path) -> int:
+    """Load, serve, and return the exit code. `link`: for tensors to and from ranks on other machines. `find_adapter`:
+    see `Engine.load`."""
     try:
         setup = Setup.receive(connection)
         member = Worker(setup, connection, link)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
+        _, mover = open_host_pool(setup.config, part, member)
         server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
+        server.mover = mover
+        slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
+        server.handlers |= slots.handlers()
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
         if part.adapters is not None:
-            server.handlers |= FollowingAdapters(part.adapters).handlers()
+            server.handlers |= FollowingAdapters(part.adapters, find_adapter).handlers()
         server.serve()
     except (EOFError, ConnectionError):
         return 0
@@ -165,15 +180,17 @@ def run(connection: Connection, link: Connection | None = None) -> int:
     return 0
 
 
-def main() -> int:
+def main(find_adapter: Callable[[str], Path] = Path) -> NoReturn:
+    """The process of a rank."""
     die_with_parent()
     # Signals are for rank 0; the others exit with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return run(*(Connection(int(number)) for number in sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    code = main()
+    control, *links = (Connection(int(number)) for number in sys.argv[1:])
+    code = run(control, links[0] if links else None, find_adapter)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # taking NCCL's groups down can wait for peers that are gone
+
+
+if __name__ == "__main__":
+    main()
