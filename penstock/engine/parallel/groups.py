@@ -7,6 +7,8 @@ is an error, not a hang.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from penstock.engine.parallel.layout import Place
 
 class Group:
     """Ranks that hold parts of the same thing. All members call the same methods in the same order."""
+
+    resident = True
+    """See `Groups`."""
 
     def __init__(self, group: Any, rank: int, size: int, in_order: bool = False) -> None:
         """`in_order`: sums are made in the order of ranks. An all-reduce chooses the order of each element by its place
@@ -51,6 +56,17 @@ class Group:
         self._group.broadcast(x, 0).wait()
         return x
 
+    def exchange(self, x: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Rows of `x` to the members: the first `counts[0]` to the first, and so on. The rows that came from them,
+        `sizes` of each, in order."""
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        self._group.alltoall_base(out, x.contiguous(), list(sizes), list(counts)).wait()
+        return out
+
+    def exchange_counts(self, counts: Tensor) -> list[int]:
+        """`counts` int64 [size] of rows for each member; how many each of them has for this one."""
+        return self.exchange(counts, [1] * self.size, [1] * self.size).tolist()
+
     def send(self, x: Tensor, to: int) -> None:
         self._group.send([x], to, 0).wait()
 
@@ -63,16 +79,33 @@ class Group:
 class Groups:
     """The groups of one rank; None where it would be alone."""
 
+    resident = True
+    """Its memory may be known to other processes: it stays on the device while the engine sleeps."""
+
     def __init__(self, place: Place, store: Path, backend: Backend, timeout_s: float) -> None:
         self.place = place
-        meeting = dist.FileStore(str(store), place.world)  # type: ignore[attr-defined]
-        deadline = timedelta(seconds=timeout_s)
+        self._backend = backend
+        self._meeting = dist.FileStore(str(store), place.world)  # type: ignore[attr-defined]
+        self._deadline = timedelta(seconds=timeout_s)
+        self.tensor = self._group(f"tensor/{place.stage}", place.shard, place.tensor)
+        self.pipeline = self._group(f"pipeline/{place.shard}", place.stage, place.pipeline)
 
-        def group(name: str, rank: int, size: int) -> Group | None:
-            if size == 1:
-                return None
-            apart = dist.PrefixStore(name, meeting)  # type: ignore[attr-defined]
-            return Group(backend.process_group(apart, rank, size, deadline), rank, size, backend.ops.batch_invariant)
+    def of_first(self, shards: int) -> Groups:
+        """For a model that only the first `shards` of the first stage hold, which all call this."""
+        first = copy.copy(self)
+        first.place = Place(self.place.rank, shards, 1)
+        if shards != self.place.tensor:
+            first.tensor = self._group("tensor/first", first.place.rank, shards)
+        first.pipeline = None
+        return first
 
-        self.tensor = group(f"tensor/{place.stage}", place.shard, place.tensor)
-        self.pipeline = group(f"pipeline/{place.shard}", place.stage, place.pipeline)
+    def _group(self, name: str, rank: int, size: int) -> Group | None:
+        if size == 1:
+            return None
+        apart = dist.PrefixStore(name, self._meeting)  # type: ignore[attr-defined]
+        return Group(
+            self._backend.process_group(apart, rank, size, self._deadline),
+            rank,
+            size,
+            self._backend.ops.batch_invariant,
+        )

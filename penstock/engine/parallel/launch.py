@@ -25,7 +25,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.channel import Call, Report
@@ -75,9 +74,8 @@ class Ranks(Member):
             self.close(grace_s=0.0)
             raise
 
-    def meet(self, backend: Backend) -> None:
-        self._gather()  # every rank is up and has found its device
-        super().meet(backend)
+    def _announce(self) -> None:
+        self._gather()
 
     def least(self, count: int) -> int:
         count = min([count, *(report.count for report in self._gather())])
@@ -85,11 +83,10 @@ class Ranks(Member):
             plain.send(other.connection, count)
         return count
 
-    def tell(self, message: bytes, first_stage_only: bool = False) -> None:
-        """One message to every rank, or to the shards that have a part of the head."""
-        for other in self._ranks:
-            if not first_stage_only or other.place.first:
-                other.connection.send_bytes(message)
+    def tell(self, message: bytes, below: int) -> None:
+        """One message to every rank whose number is smaller."""
+        for other in self._ranks[: below - 1]:
+            other.connection.send_bytes(message)
 
     def call(self, name: str, *args: Any) -> list[Future[Any]]:
         """Have every other rank do something between two steps; what it came to on each, as they answer. A refusal is a

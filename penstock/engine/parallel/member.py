@@ -43,8 +43,10 @@ class Member(ABC):
         return rank_device(first, self.place.rank, self.place.world)
 
     def meet(self, backend: Backend) -> None:
-        """Connect with the other ranks."""
-        self._groups = Groups(self.place, self._store, backend, self._timeout_s)
+        """Connect with the other ranks, once."""
+        if self._groups is None:
+            self._announce()
+            self._groups = Groups(self.place, self._store, backend, self._timeout_s)
 
     def cut(
         self, weights: Weights, model: ModelConfig, expert_copies: int | None = None
@@ -71,9 +73,31 @@ class Member(ABC):
             fused_up_to=0,
         )
 
+    def _announce(self) -> None:  # noqa: B027 - some have nobody to tell
+        """Before the first collective: this rank is up and has found its device."""
+
     @abstractmethod
     def least(self, count: int) -> int:
         """The smallest `count` of all ranks; every rank calls this at the same point."""
+
+
+class DraftMember(Member):
+    """A rank's membership among those that have a part of the draft model: the first few shards of the first stage."""
+
+    def __init__(self, whole: Member, shards: int) -> None:
+        super().__init__(Place(whole.place.rank, shards, 1), whole._store, whole._timeout_s)
+        self._whole = whole
+
+    def device(self, first: torch.device) -> torch.device:
+        return self._whole.device(first)
+
+    def meet(self, backend: Backend) -> None:
+        self._whole.meet(backend)
+        self._groups = self._whole.groups.of_first(self.place.tensor)
+
+    def least(self, count: int) -> int:
+        """Its cache has the target's number of blocks, on which the ranks agree."""
+        return count
 
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:

@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 
-from penstock.engine.backends.backend import Backend
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.channel import Call, Forward, Head, Reply, Report, receive
 from penstock.engine.parallel.decoder import Stage
+from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
+from penstock.engine.sleep.rank import RankSleep
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
@@ -40,9 +41,8 @@ class Worker(Member):
         super().__init__(setup.place, setup.store, setup.config.watchdog_s)
         self._connection = connection
 
-    def meet(self, backend: Backend) -> None:
+    def _announce(self) -> None:
         plain.send(self._connection, Report())
-        super().meet(backend)
 
     def least(self, count: int) -> int:
         plain.send(self._connection, Report(count))
@@ -81,6 +81,7 @@ class RankServer:
         """What calls may name. A handler that returns a future is answered when that is done."""
         self._connection = connection
         self._sends = threading.Lock()
+        self.handlers |= RankSleep(self, models[0].part.backend).handlers
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -126,7 +127,9 @@ def run(connection: Connection) -> int:
         setup = Setup.receive(connection)
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
-        RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection).serve()
+        server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
+        server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
+        server.serve()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:
