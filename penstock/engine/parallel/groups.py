@@ -1,4 +1,5 @@
-"""Collectives between ranks; the backend supplies the groups (gloo between CPUs, NCCL between CUDA devices).
+"""Collectives between ranks; the backend supplies the groups (gloo between CPUs, NCCL between CUDA devices) and, where
+ranks can see each other's memory, collectives of its own.
 
 A rank belongs to at most two groups: the shards of its stage, and the stages of its shard. Groups are objects, not
 torch's global ones, so that several engines can live in one process. Every call has the same deadline: a missing peer
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.backend import Backend, PeerGroup
+from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.parallel.layout import Place
 
 
@@ -27,16 +29,26 @@ class Group:
     resident = True
     """See `Groups`."""
 
-    def __init__(self, group: Any, rank: int, size: int, in_order: bool = False) -> None:
+    def __init__(
+        self, group: Any, rank: int, size: int, in_order: bool = False, peers: PeerGroup | None = None
+    ) -> None:
         """`in_order`: sums are made in the order of ranks. An all-reduce chooses the order of each element by its place
-        in the tensor, and so by what else is in the step."""
+        in the tensor, and so by what else is in the step. `peers`: for what the members can exchange without a host."""
         self._group = group
         self.rank = rank
         self.size = size
         self.in_order = in_order
+        self.peers = peers
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a host takes part in some exchange, so that steps cannot be captured."""
+        return self._group.name() == "gloo" and self.peers is None
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every member's `x`, in place."""
+        if self.peers is not None and (self.in_order or self.peers.takes(x)):
+            return self.peers.sum(x)
         if self.in_order:
             first, *others = self.gather(x)
             for other in others:
@@ -44,6 +56,24 @@ class Group:
             return x.copy_(first)
         self._group.allreduce([x]).wait()
         return x
+
+    def add_rms_norm(
+        self, ops: ActivationOps, x: Any, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None
+    ) -> Any:
+        """`ops.add_rms_norm` of the sum of every member's `x`."""
+        if self.peers is not None:
+            done = self.peers.add_rms_norm(ops, x, residual, weight, eps, x_weight)
+            if done is not None:
+                return done
+        return ops.add_rms_norm(self.sum(x), residual, weight, eps, x_weight)
+
+    def join(self, x: Tensor, outputs: int) -> Tensor:
+        """Every member's `x` [T, n] side by side, the first `outputs` columns of that."""
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.gather(x, outputs)
+        size = x.shape[-1]
+        parts = (part[..., : max(0, outputs - i * size)] for i, part in enumerate(self.gather(x)))
+        return torch.cat(list(parts), dim=-1)
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Every member's `x`, in order; all of one shape."""
@@ -53,6 +83,8 @@ class Group:
 
     def broadcast(self, x: Tensor) -> Tensor:
         """The first member's `x`, written over those of all others."""
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.broadcast(x)
         self._group.broadcast(x, 0).wait()
         return x
 
@@ -102,10 +134,15 @@ class Groups:
     def _group(self, name: str, rank: int, size: int) -> Group | None:
         if size == 1:
             return None
-        apart = dist.PrefixStore(name, self._meeting)  # type: ignore[attr-defined]
+        backend = self._backend
+
+        def apart(kind: str) -> Any:
+            return dist.PrefixStore(f"{kind}/{name}", self._meeting)  # type: ignore[attr-defined]
+
         return Group(
-            self._backend.process_group(apart, rank, size, self._deadline),
+            backend.process_group(apart("torch"), rank, size, self._deadline),
             rank,
             size,
-            self._backend.ops.batch_invariant,
+            backend.ops.batch_invariant,
+            backend.peer_group(apart("peers"), rank, size) if name.startswith("tensor/") else None,
         )

@@ -60,7 +60,7 @@ class Ranks(Member):
             raise ConfigError("adapters run on one device only; remove them, or tensor_parallel and pipeline_parallel")
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
         place = Place(0, config.tensor_parallel, config.pipeline_parallel)
-        super().__init__(place, self._folder / "store", config.watchdog_s)
+        super().__init__(place, self._folder / "store", config.watchdog_s, config.devices)
         self._ranks: list[_Rank] = []
         self._lost: str | None = None
         self._closing = False

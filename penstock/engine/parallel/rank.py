@@ -38,7 +38,7 @@ class Worker(Member):
     """A worker's membership: rank 0 sends it what was agreed on."""
 
     def __init__(self, setup: Setup, connection: Connection) -> None:
-        super().__init__(setup.place, setup.store, setup.config.watchdog_s)
+        super().__init__(setup.place, setup.store, setup.config.watchdog_s, setup.config.devices)
         self._connection = connection
 
     def _announce(self) -> None:

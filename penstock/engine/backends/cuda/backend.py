@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.adapters.runtime import AdapterRuntime
-from penstock.engine.backends.backend import Backend, WeightPlan
+from penstock.engine.backends.backend import Backend, PeerGroup, WeightPlan
 from penstock.engine.backends.cuda.device import TorchCudaBackend
 from penstock.engine.backends.cuda.experts import group
 from penstock.engine.backends.cuda.fp8_quantizer import Fp8Activations, Fp8Quantizer
@@ -22,6 +22,7 @@ from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.cuda.peer_group import CudaPeerGroup
 from penstock.engine.backends.cuda.warmup import compile_kernels
 from penstock.engine.backends.interface import Ops, StepLimits
 from penstock.engine.config import EngineConfig
@@ -79,6 +80,9 @@ class CudaBackend(TorchCudaBackend):
 
     def executor(self, resources: RunnerResources) -> Executor:
         return GraphExecutor(resources)
+
+    def peer_group(self, store: Any, rank: int, size: int) -> PeerGroup | None:
+        return CudaPeerGroup.meet(store, rank, size, self.device)
 
     def compile(
         self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdapterRuntime | None

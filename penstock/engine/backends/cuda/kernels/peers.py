@@ -272,9 +272,8 @@ def _sum(
 def all_reduce(peers: Peers, x: Tensor | Addends, *, two_shot: bool = False) -> Tensor:
     """The sum over all ranks; a new tensor, or `x` itself."""
     base = x if isinstance(x, Tensor) else x.base
-    base_cols = base.shape[-1] if isinstance(x, Addends) else PIECE // base.element_size()
     assert base.is_contiguous()
-    _sum(peers, x, base, min(base_cols, next_power_of_2(base.numel())), two_shot)
+    _sum(peers, x, base, base.shape[-1] if fits_norm(base) else PIECE // base.element_size(), two_shot)
     return base
 
 
@@ -320,7 +319,8 @@ def _gather(peers: Peers, x: Tensor, out: Tensor, rows: int, outputs: int, first
     if x.numel() == 0:
         return
     cols = x.numel() // rows
-    block = min(next_power_of_2(cols), PIECE // x.element_size())
+    # Few sizes, because each is compiled.
+    block = PIECE // x.element_size() if cols > 1024 else 1024
     launch(
         _gather_kernel,
         (min(rows * -(-cols // block), PROGRAMS),),
