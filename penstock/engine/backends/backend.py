@@ -36,6 +36,7 @@ from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Quantizer, Weights
 from penstock.engine.runner.executor import Executor
+from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.runner.resources import RunnerResources
 from penstock.errors import ConfigError
 
@@ -168,6 +169,10 @@ class Backend(DeviceAccess, LayerFactory, ABC):
     def executor(self, resources: RunnerResources) -> Executor:
         """The fastest executor of a model on this device alone."""
 
+    def follower(self, resources: FollowerResources) -> Follower:
+        """For a rank whose groups need no host; see `Followers`."""
+        raise NotImplementedError("this backend captures no steps")
+
     def compile(
         self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None
     ) -> None:
@@ -186,6 +191,6 @@ class Backend(DeviceAccess, LayerFactory, ABC):
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         """A `torch.distributed` group for collectives between ranks on such devices."""
 
-    def peer_group(self, store: Any, rank: int, size: int) -> PeerGroup | None:
+    def peer_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> PeerGroup | None:
         """Collectives over shared device memory; None where there is none. `store` is not that of `process_group`."""
         return None

@@ -122,6 +122,11 @@ class Groups:
         self.tensor = self._group(f"tensor/{place.stage}", place.shard, place.tensor)
         self.pipeline = self._group(f"pipeline/{place.shard}", place.stage, place.pipeline)
 
+    @property
+    def capturable(self) -> bool:
+        """Whether steps can be captured with the exchanges in them. A pipeline's stages take turns instead."""
+        return self.place.pipeline == 1 and self.tensor is not None and not self.tensor.needs_host
+
     def of_first(self, shards: int) -> Groups:
         """For a model that only the first `shards` of the first stage hold, which all call this."""
         first = copy.copy(self)
@@ -144,5 +149,5 @@ class Groups:
             rank,
             size,
             backend.ops.batch_invariant,
-            backend.peer_group(apart("peers"), rank, size) if name.startswith("tensor/") else None,
+            backend.peer_group(apart("peers"), rank, size, self._deadline) if name.startswith("tensor/") else None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from penstock.engine.backends.backend import Backend, PeerGroup, WeightPlan
 from penstock.engine.backends.cuda.device import TorchCudaBackend
 from penstock.engine.backends.cuda.experts import group
 from penstock.engine.backends.cuda.fp8_quantizer import Fp8Activations, Fp8Quantizer
-from penstock.engine.backends.cuda.graphs import GraphExecutor
+from penstock.engine.backends.cuda.graphs import GraphExecutor, GraphFollower
 from penstock.engine.backends.cuda.group_quantizer import GroupQuantizer
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
@@ -32,6 +33,7 @@ from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.quantization.batch_invariant import BatchInvariantLinears
 from penstock.engine.runner.executor import Executor
+from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.runner.resources import RunnerResources
 from penstock.errors import ConfigError
 
@@ -81,8 +83,11 @@ class CudaBackend(TorchCudaBackend):
     def executor(self, resources: RunnerResources) -> Executor:
         return GraphExecutor(resources)
 
-    def peer_group(self, store: Any, rank: int, size: int) -> PeerGroup | None:
-        return CudaPeerGroup.meet(store, rank, size, self.device)
+    def follower(self, resources: FollowerResources) -> Follower:
+        return GraphFollower(resources)
+
+    def peer_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> PeerGroup | None:
+        return CudaPeerGroup.meet(store, rank, size, self.device, timeout.total_seconds())
 
     def compile(
         self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None

@@ -31,13 +31,15 @@ def is_two_shot(nbytes: int, ranks: int) -> bool:
 class CudaPeerGroup:
     """See `PeerGroup`."""
 
-    def __init__(self, regions: list[int], rank: int, device: torch.device, *, any_size: bool) -> None:
-        self._peers = peers.Peers(regions, rank, device)
+    def __init__(
+        self, regions: list[int], rank: int, device: torch.device, timeout_s: float, *, any_size: bool
+    ) -> None:
+        self._peers = peers.Peers(regions, rank, device, timeout_s)
         self._any_size = any_size
         self.size = len(regions)
 
     @classmethod
-    def meet(cls, store: Any, rank: int, size: int, device: torch.device) -> CudaPeerGroup | None:
+    def meet(cls, store: Any, rank: int, size: int, device: torch.device, timeout_s: float) -> CudaPeerGroup | None:
         """None where some ranks cannot see the memory of others."""
         if size > peers.MOST_RANKS:
             return None
@@ -46,7 +48,7 @@ class CudaPeerGroup:
             return None
         # NCCL wants a GPU for each rank: where some share one, these kernels carry everything.
         any_size = peer_memory.shared_devices(store, rank, size, device)
-        return cls(regions, rank, device, any_size=any_size)
+        return cls(regions, rank, device, timeout_s, any_size=any_size)
 
     def takes(self, x: Tensor | Addends) -> bool:
         base = x if isinstance(x, Tensor) else x.base
