@@ -23,7 +23,7 @@ from penstock.engine.models.layers.attention import Attention
 from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.speculative.setup import load_draft, make_speculation
+from penstock.engine.speculative.setup import load_draft, make_speculation, spread_draft
 from penstock.engine.startup.memory import count_host_blocks, sliding_window
 from penstock.engine.startup.part import Part, Phases, Progress, load_part
 from penstock.errors import ConfigError
@@ -42,6 +42,7 @@ def load_engine(
     find_adapter: Callable[[str], Path] = Path,
 ) -> Engine:
     """See `Engine.load`."""
+    config = spread_draft(config)
     if config.ranks == 1:
         if config.expert_parallel:
             raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
@@ -68,14 +69,14 @@ def _assemble(
     phases: Phases,
     ranks: Ranks | None,
 ) -> Engine:
-    draft = load_draft(config, phases)
+    draft = load_draft(config, phases, ranks)
     part = load_part(
         config,
         checkpoint,
         phases,
         ranks,
-        backend=None if draft is None else draft.backend,
-        beside=0 if draft is None else draft.kv.shape.block_bytes,
+        backend=None if draft is None else draft.part.backend,
+        beside=0 if draft is None else draft.block_bytes,
         find_adapter=find_adapter,
     )
     host, mover = _host_tier(config, part, phases)
@@ -120,7 +121,7 @@ def _assemble(
         kv_bytes=sum(tensor.nbytes for tensor in (*part.kv.tensors, *part.kv.states)),
     )
     overlap = part.backend.overlaps
-    speculation = make_speculation(config, part, draft, scheduler, overlap=overlap)
+    speculation = make_speculation(config, part, draft, scheduler, ranks, overlap=overlap)
     engine = Engine(
         config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation, ranks=ranks
     )
