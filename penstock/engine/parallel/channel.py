@@ -1,15 +1,18 @@
-"""Messages from rank 0 to the others: one per step, a few kilobytes of integers.
+"""Messages between rank 0 and the others: one per step, a few kilobytes of integers, and calls for all that is rare.
 
-The message carries the packed inputs of the step and the cells of the block tables that changed since the last
-message; a rank that receives it can run its part of the decoder without asking back. Messages go through a socket
-and not through the collectives, so that an idle rank sleeps without a deadline and notices at once when rank 0 is gone.
+A step's message carries its packed inputs and the cells of the block tables that changed since the last one; a rank
+that receives it can run its part of the decoder without asking back. A call names something else to do between two
+steps (copy blocks, bring in an adapter, fall asleep) and is answered. Messages go through a socket and not through the
+collectives, so that an idle rank sleeps without a deadline and notices at once when rank 0 is gone.
 """
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +25,14 @@ class Op(IntEnum):
     """Run the layers of a step."""
     HEAD = 2
     """Take part in the logits of some hidden states."""
+    CALL = 3
+    """Do something else."""
 
 
-_HEADER = 8
-"""Integers before the arrays: operation, three lengths, three bounds, one unused."""
+TARGET, DRAFT = 0, 1
+"""Which model of the engine a message is about."""
+_HEADER = 10
+"""Integers before the arrays: operation, model, three lengths, three bounds, adapters, one unused."""
 
 
 @dataclass(slots=True)
@@ -43,25 +50,48 @@ class Forward:
     num_decodes: int
     max_query: int
     max_context: int
+    model: int = TARGET
+    adapter_slots: Ints | None = None
+    """Of each token, -1 where there is none; None when no sequence of the step uses an adapter."""
+    narrow: bool = False
+    """Whether all adapters of the step are; see `LoadedAdapter`."""
 
     def encode(self) -> bytes:
+        adapted = 0 if self.adapter_slots is None else 2 - self.narrow
         header = np.array(
             [
-                Op.FORWARD, len(self.token_ids), len(self.rows), self.cells.shape[1],
-                self.num_decodes, self.max_query, self.max_context, 0,
+                Op.FORWARD, self.model, len(self.token_ids), len(self.rows), self.cells.shape[1],
+                self.num_decodes, self.max_query, self.max_context, adapted, 0,
             ],
             np.int64,
         )  # fmt: skip
-        arrays = (self.token_ids, self.positions, self.slots, self.query_starts, self.context_lens, self.rows)
-        return np.concatenate((header, *arrays, self.cells.reshape(-1)), dtype=np.int64).tobytes()
+        arrays = [self.token_ids, self.positions, self.slots, self.query_starts, self.context_lens, self.rows]
+        arrays.append(self.cells.reshape(-1))
+        if self.adapter_slots is not None:
+            arrays.append(self.adapter_slots)
+        return np.concatenate((header, *arrays), dtype=np.int64).tobytes()
 
     @classmethod
     def decode(cls, data: Ints) -> Forward:
-        _, tokens, sequences, cells, decodes, max_query, max_context, _ = map(int, data[:_HEADER])
+        _, model, tokens, sequences, cells, decodes, max_query, max_context, adapted, _ = map(int, data[:_HEADER])
         lengths = (tokens, tokens, tokens, sequences + 1, sequences, sequences, 3 * cells)
-        ids, positions, slots, starts, contexts, rows, flat = np.split(data[_HEADER:], np.cumsum(lengths)[:-1])
-        changed = flat.reshape(3, cells)
-        return cls(ids, positions, slots, starts, contexts, rows, changed, decodes, max_query, max_context)
+        parts = np.split(data[_HEADER:], np.cumsum(lengths))
+        ids, positions, slots, starts, contexts, rows, flat, adapters = parts
+        return cls(
+            ids,
+            positions,
+            slots,
+            starts,
+            contexts,
+            rows,
+            flat.reshape(3, cells),
+            decodes,
+            max_query,
+            max_context,
+            model=model,
+            adapter_slots=adapters if adapted else None,
+            narrow=adapted == 1,
+        )
 
     def batch(self, block_tables: torch.Tensor) -> AttentionBatch:
         """The step on the device of `block_tables`, which must hold the new cells already."""
@@ -88,13 +118,40 @@ class Head:
     """Logits of `count` hidden states."""
 
     count: int
+    model: int = TARGET
 
     def encode(self) -> bytes:
-        return np.array([Op.HEAD, self.count, 0, 0, 0, 0, 0, 0], np.int64).tobytes()
+        return np.array([Op.HEAD, self.model, self.count], np.int64).tobytes()
 
 
-def receive(connection: Connection) -> Forward | Head:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Something to do between two steps, by name; see `rank.RankServer`."""
+
+    number: int
+    name: str
+    args: tuple[Any, ...]
+
+    def encode(self) -> bytes:
+        return np.int64(Op.CALL).tobytes() + pickle.dumps((self.number, self.name, self.args))
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a call came to on one rank."""
+
+    number: int
+    value: Any = None
+    problem: str = ""
+    """Why it was refused; empty when it was not."""
+
+
+def receive(connection: Connection) -> Forward | Head | Call:
     """The next message; EOFError when rank 0 is gone."""
+    raw = connection.recv_bytes()
+    operation = int(np.frombuffer(raw, np.int64, 1)[0])
+    if operation == Op.CALL:
+        return Call(*pickle.loads(raw[8:]))
     # A copy, because the arrays are written to devices and must not be read-only.
-    data = np.frombuffer(connection.recv_bytes(), np.int64).copy()
-    return Forward.decode(data) if data[0] == Op.FORWARD else Head(int(data[1]))
+    data = np.frombuffer(raw, np.int64).copy()
+    return Forward.decode(data) if operation == Op.FORWARD else Head(int(data[2]), int(data[1]))

@@ -7,6 +7,7 @@ collective and their caches no longer agree. The supervisor starts it again.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -17,13 +18,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
+from penstock.engine.parallel.channel import Call
 from penstock.engine.parallel.layout import Place
 from penstock.engine.parallel.member import Member
 from penstock.errors import ConfigError, ReplicaLost
@@ -54,11 +58,17 @@ class Report:
     """Whether the problem is a `PenstockError`, to be shown to the operator, and not a bug."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Rank:
     place: Place
     process: subprocess.Popen[bytes]
     connection: Connection
+    calls: dict[int, Future[Any]] = field(default_factory=dict)
+    """Those it has not answered yet."""
+    reader: threading.Thread | None = None
+    """Takes its replies, once something was asked."""
+    last_words: str = ""
+    """Why it ended, where the reader was told."""
 
 
 class Ranks(Member):
@@ -73,6 +83,7 @@ class Ranks(Member):
         self._ranks: list[_Rank] = []
         self._lost: str | None = None
         self._closing = False
+        self._calls = itertools.count()
         try:
             for rank in range(1, place.world):
                 self._ranks.append(_spawn(Place(rank, place.tensor, place.pipeline)))
@@ -97,6 +108,39 @@ class Ranks(Member):
         for other in self._ranks:
             if not first_stage_only or other.place.first:
                 other.connection.send_bytes(message)
+
+    def call(self, name: str, *args: Any) -> list[Future[Any]]:
+        """Have every other rank do something between two steps; what it came to on each, as they answer. A refusal is a
+        `ConfigError` in the future; a rank that fails otherwise is lost."""
+        message = Call(next(self._calls), name, args)
+        encoded, answers = message.encode(), []
+        for other in self._ranks:
+            answer: Future[Any] = Future()
+            other.calls[message.number] = answer
+            answers.append(answer)
+            if other.reader is None:
+                read = threading.Thread(target=self._read, args=(other,), name=f"replies of {other.place}", daemon=True)
+                other.reader = read
+                read.start()
+            try:
+                other.connection.send_bytes(encoded)
+            except OSError as error:
+                raise ReplicaLost(self._why() or f"{other.place} is gone") from error
+        return answers
+
+    def _read(self, other: _Rank) -> None:
+        """Hand replies to those who asked, until the rank is gone."""
+        with suppress(EOFError, OSError):
+            while True:
+                reply = other.connection.recv()
+                if isinstance(reply, Report):
+                    other.last_words = reply.problem
+                elif reply.problem:
+                    other.calls.pop(reply.number).set_exception(ConfigError(f"{other.place}: {reply.problem}"))
+                else:
+                    other.calls.pop(reply.number).set_result(reply.value)
+        for answer in other.calls.values():
+            answer.set_exception(ReplicaLost(f"{other.place} is gone"))
 
     @contextmanager
     def lost_if_it_fails(self) -> Iterator[None]:
@@ -125,7 +169,7 @@ class Ranks(Member):
         """Stop every rank; those that have not exited after `grace_s` are killed."""
         self._closing = True
         for other in self._ranks:
-            other.connection.close()
+            _hang_up(other.connection)
             if other.process.stdin is not None:
                 other.process.stdin.close()
         deadline = time.monotonic() + grace_s
@@ -160,7 +204,7 @@ class Ranks(Member):
             for other in self._ranks:
                 code = other.process.poll()
                 if code is not None:
-                    self._lost = f"{other.place} is gone ({_describe(code)}){_last_report(other.connection)}"
+                    self._lost = f"{other.place} is gone ({_describe(code)}){_last_report(other)}"
                     break
             else:
                 time.sleep(0.02)
@@ -178,6 +222,13 @@ def _spawn(place: Place) -> _Rank:
     return _Rank(place, process, Connection(ours.detach()))
 
 
+def _hang_up(connection: Connection) -> None:
+    """Close a connection for good: closing alone would leave it open while a thread waits for a message from it."""
+    with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        end.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
 def _describe(code: int) -> str:
     if code < 0:
         with suppress(ValueError):
@@ -185,10 +236,13 @@ def _describe(code: int) -> str:
     return f"exit code {code}"
 
 
-def _last_report(connection: Connection) -> str:
+def _last_report(rank: _Rank) -> str:
+    if rank.reader is not None:
+        rank.reader.join(1.0)
+        return f": {rank.last_words}" if rank.last_words else ""
     with suppress(EOFError, OSError):
-        while connection.poll():
-            report = connection.recv()
+        while rank.connection.poll():
+            report = rank.connection.recv()
             if isinstance(report, Report) and report.problem:
                 return f": {report.problem}"
     return ""

@@ -1,7 +1,8 @@
 """A worker rank: loads its part of the model and runs it when rank 0 says so, until rank 0 is gone.
 
 Started by `launch` as `python -m penstock.engine.parallel.rank FD`, with one end of a socket. It decides nothing: no
-scheduling, no sampling. If it fails it reports why and exits; rank 0 then gives up the whole engine.
+scheduling, no sampling. If it fails it reports why and exits; rank 0 then gives up the whole engine. A call that is
+refused (a `PenstockError`) is answered with the reason, and the rank goes on.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
 from penstock.engine.backends.backend import Backend
-from penstock.engine.parallel.channel import Forward, receive
+from penstock.engine.parallel.channel import Call, Forward, Head, Reply, receive
 from penstock.engine.parallel.decoder import Stage
 from penstock.engine.parallel.launch import Report, Setup
 from penstock.engine.parallel.member import Member
@@ -44,24 +49,74 @@ class Worker(Member):
         return agreed
 
 
-@torch.inference_mode()
-def serve(part: Part, stage: Stage, connection: Connection) -> None:
-    """Run steps until rank 0 closes the connection."""
-    device, dtype = part.kv.device, part.decoder.embedding.dtype
-    width = -(-part.max_model_len // part.kv.block_size)
-    tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=device)
-    while True:
+class ServedModel:
+    """One model's part on this rank, and the block tables of its sequences."""
+
+    def __init__(self, part: Part, stage: Stage) -> None:
+        self.part = part
+        self.stage = stage
+        self.device = part.kv.device
+        width = -(-part.max_model_len // part.kv.block_size)
+        self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
+
+    def forward(self, message: Forward) -> None:
+        rows, columns, blocks = torch.from_numpy(message.cells).to(self.device, non_blocking=True)
+        self.tables[rows, columns] = blocks.to(torch.int32)
+        token_ids = torch.from_numpy(message.token_ids).to(self.device, non_blocking=True)
+        self.stage.forward(token_ids, message.batch(self.tables), self.part.kv)
+
+    def head(self, message: Head) -> None:
+        shape, dtype = (message.count, self.part.model.hidden_size), self.part.decoder.embedding.dtype
+        self.stage.head(torch.empty(shape, dtype=dtype, device=self.device))
+
+
+class RankServer:
+    """Does what rank 0 says, in its order: steps of the models, and calls."""
+
+    def __init__(self, models: list[ServedModel], connection: Connection) -> None:
+        self.models = models
+        """The target, and the draft model where there is one."""
+        self.handlers: dict[str, Callable[..., Any]] = {}
+        """What calls may name. A handler that returns a future is answered when that is done."""
+        self._connection = connection
+        self._sends = threading.Lock()
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """Until rank 0 closes the connection."""
+        while True:
+            try:
+                message = receive(self._connection)
+            except (EOFError, ConnectionError):
+                return
+            if isinstance(message, Forward):
+                self.models[message.model].forward(message)
+            elif isinstance(message, Head):
+                self.models[message.model].head(message)
+            else:
+                self._answer(message)
+
+    def _answer(self, call: Call) -> None:
         try:
-            message = receive(connection)
-        except (EOFError, ConnectionError):
+            value = self.handlers[call.name](*call.args)
+        except PenstockError as error:
+            self._reply(Reply(call.number, problem=str(error)))
             return
-        if isinstance(message, Forward):
-            rows, columns, blocks = torch.from_numpy(message.cells).to(device, non_blocking=True)
-            tables[rows, columns] = blocks.to(torch.int32)
-            token_ids = torch.from_numpy(message.token_ids).to(device, non_blocking=True)
-            stage.forward(token_ids, message.batch(tables), part.kv)
+        if isinstance(value, Future):
+            value.add_done_callback(lambda done: self._reply(_outcome(call.number, done)))
         else:
-            stage.head(torch.empty(message.count, part.model.hidden_size, dtype=dtype, device=device))
+            self._reply(Reply(call.number, value))
+
+    def _reply(self, reply: Reply) -> None:
+        with self._sends, suppress(OSError):  # rank 0 may be gone; `serve` notices
+            self._connection.send(reply)
+
+
+def _outcome(number: int, done: Future[Any]) -> Reply:
+    error = done.exception()
+    if error is None:
+        return Reply(number, done.result())
+    return Reply(number, problem=str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}")
 
 
 def run(connection: Connection) -> int:
@@ -70,7 +125,7 @@ def run(connection: Connection) -> int:
         setup: Setup = connection.recv()
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
-        serve(part, Stage(part.decoder, member.groups), connection)
+        RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection).serve()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:

@@ -11,13 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.backends.interface import Ints
 from penstock.engine.loading.checkpoint import GGUFCheckpoint, open_checkpoint
 from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.groups import IntGroups
 from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
-from penstock.engine.parallel.channel import Forward, Head, Op
 from penstock.engine.parallel.layout import Place, check_layout, head_span, kv_head_span, layer_span, local_config
 from penstock.engine.parallel.shards import HEAD, Cut, ShardedGGUF, _cut_groups, head_rows, shard
 from penstock.errors import ConfigError
@@ -141,18 +139,3 @@ def test_integers_in_groups_are_cut_with_their_scales(tmp_path: Path, bits: int)
     scattered = dataclasses.replace(whole, order=torch.arange(96))
     with pytest.raises(ConfigError, match="act-order"):
         _cut_groups(scattered, Cut(inputs=(0, 32)), "down", Place(0, 3, 1))
-
-
-def test_a_step_message_arrives_as_it_was_sent() -> None:
-    rng = torch.Generator().manual_seed(0)
-
-    def ints(*shape: int) -> Ints:
-        return torch.randint(0, 1000, shape, generator=rng).numpy()
-
-    sent = Forward(ints(7), ints(7), ints(7), ints(4), ints(3), ints(3), ints(3, 5), 2, 5, 64)
-    data = np.frombuffer(sent.encode(), np.int64).copy()
-    assert data[0] == Op.FORWARD
-    got = Forward.decode(data)
-    for field in dataclasses.fields(Forward):
-        assert np.array_equal(getattr(got, field.name), getattr(sent, field.name)), field.name
-    assert list(np.frombuffer(Head(9).encode(), np.int64)[:2]) == [Op.HEAD, 9]
