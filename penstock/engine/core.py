@@ -11,9 +11,9 @@ A step that verifies draft tokens (speculation) is not launched ahead either: it
 the next step needs to know how many were accepted.
 
 A pipeline has as many steps in flight as it has stages, with overlap one more. The scheduler gives them different
-sequences, so a step needs no token of those in flight: nothing is computed too far, and draft tokens are verified in any
-of them. Collecting a step then also samples: its hidden states come back from the last stage. Every stage runs the
-steps in the order of their launch, so blocks that an ended sequence had in a step in flight may go into the next.
+sequences, so a step needs no token of those in flight: nothing is computed too far, and any of them may verify draft
+tokens. Collecting a step then also samples: its hidden states come back from the last stage. Every stage runs the steps
+in the order of their launch, so blocks that an ended sequence has in a step in flight may be used in the next.
 
 A request that cannot be served fails alone: bad ones are refused on arrival, and when a step raises, its sequences are
 run again one by one so that only the one that raises again is failed.
@@ -307,10 +307,10 @@ class Engine:
 
     def _collect(self, step: PendingStep) -> None:
         """Turn a finished step into deltas, and finish the sequences that end here."""
-        if step.finish is not None:
+        if step.sampling is not None:
             with self._recovering(step.batch):
                 step.finish()
-            if step.finish is not None:
+            if step.sampling is not None:
                 return  # it raised
         done = step.wait()
         self.scheduler.landed(step.batch)

@@ -13,8 +13,8 @@ With speculation a decode may carry draft tokens behind its last real one. They 
 that no other sequence needs in this step.
 
 In a pipeline several steps are in flight, one for each stage (`batches`). A sequence is in at most one of them that
-samples, since the next needs its token; so running sequences take turns, and what there is to compute is divided evenly:
-a step that is larger than the others makes all stages wait for it, one after the other. The chunks of a long prompt
+samples, since the next needs its token; so running sequences take turns, and what there is to compute is divided
+evenly: a step larger than the others makes all stages wait for it, one after the other. The chunks of a long prompt
 follow each other in flight: a chunk needs the keys and values of those before it, which every stage computes in order.
 """
 

@@ -1,6 +1,7 @@
 """Collectives between ranks; the backend supplies the groups (gloo between CPUs, NCCL between CUDA devices).
 
-A rank belongs to at most two groups: the shards of its stage, and the stages of its shard. Groups are objects, not
+A rank belongs to a group of the shards of its stage and one of the stages of its shard; one more, over the stages of
+shard 0, is for the way back from the last stage to rank 0. Groups are objects, not
 torch's global ones, so that several engines can live in one process. Every call has the same deadline: a missing peer
 is an error, not a hang.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,12 @@ from torch import Tensor
 
 from penstock.engine.backends.backend import Backend
 from penstock.engine.parallel.layout import Place
+
+
+class Transfer(Protocol):
+    """A tensor on its way. What is sent must stay as it is, and what is received is there, once `wait` has returned."""
+
+    def wait(self) -> object: ...
 
 
 class Group:
@@ -43,13 +50,15 @@ class Group:
         self._group.broadcast(x, 0).wait()
         return x
 
-    def send(self, x: Tensor, to: int) -> None:
-        self._group.send([x], to, 0).wait()
+    def begin_send(self, x: Tensor, to: int) -> Transfer:
+        """Does not wait for the receiver."""
+        transfer: Transfer = self._group.send([x], to, 0)
+        return transfer
 
-    def receive(self, x: Tensor, source: int) -> Tensor:
-        """What `source` sent, written into `x`."""
-        self._group.recv([x], source, 0).wait()
-        return x
+    def begin_receive(self, x: Tensor, source: int) -> Transfer:
+        """What `source` sends, written into `x`. Several may be under way; they come in the order of the calls."""
+        transfer: Transfer = self._group.recv([x], source, 0)
+        return transfer
 
 
 class Groups:
@@ -68,3 +77,5 @@ class Groups:
 
         self.tensor = group(f"tensor/{place.stage}", place.shard, place.tensor)
         self.pipeline = group(f"pipeline/{place.shard}", place.stage, place.pipeline)
+        # The way back is a group of its own: what NCCL does in one group waits for what was begun there before.
+        self.back = group("back", place.stage, place.pipeline) if place.shard == 0 else None

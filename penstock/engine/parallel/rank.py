@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,8 +22,9 @@ from typing import Any
 import torch
 
 from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.host_memory import is_host
 from penstock.engine.parallel.channel import Call, Forward, Head, Reply, receive
-from penstock.engine.parallel.decoder import Stage
+from penstock.engine.parallel.decoder import Arriving, Stage
 from penstock.engine.parallel.launch import Report, Setup
 from penstock.engine.parallel.member import Member
 from penstock.engine.process import die_with_parent
@@ -59,11 +61,15 @@ class ServedModel:
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
 
-    def forward(self, message: Forward) -> None:
+    def expect(self, message: Forward) -> Arriving | None:
+        """Begin to receive what a step needs from the stage before this one."""
+        return self.stage.expect(len(message.token_ids), self.device)
+
+    def forward(self, message: Forward, arriving: Arriving | None) -> None:
         rows, columns, blocks = torch.from_numpy(message.cells).to(self.device, non_blocking=True)
         self.tables[rows, columns] = blocks.to(torch.int32)
         token_ids = torch.from_numpy(message.token_ids).to(self.device, non_blocking=True)
-        self.stage.forward(token_ids, message.batch(self.tables), self.part.kv)
+        self.stage.forward(token_ids, message.batch(self.tables), self.part.kv, arriving)
 
     def head(self, message: Head) -> None:
         shape, dtype = (message.count, self.part.model.hidden_size), self.part.decoder.embedding.dtype
@@ -84,13 +90,21 @@ class RankServer:
     @torch.inference_mode()
     def serve(self) -> None:
         """Until rank 0 closes the connection."""
+        waiting: deque[tuple[Forward | Head | Call, Arriving | None]] = deque()
+        # Receives for the steps to come are begun before the next one is run, so that it hides their time. Not on
+        # devices, where a receive that waits takes room from the layers.
+        ahead = is_host(self.models[0].device)
         while True:
             try:
-                message = receive(self._connection)
+                while not waiting or (ahead and self._connection.poll()):
+                    message = receive(self._connection)
+                    expects = isinstance(message, Forward)
+                    waiting.append((message, self.models[message.model].expect(message) if expects else None))
             except (EOFError, ConnectionError):
                 return
+            message, arriving = waiting.popleft()
             if isinstance(message, Forward):
-                self.models[message.model].forward(message)
+                self.models[message.model].forward(message, arriving)
             elif isinstance(message, Head):
                 self.models[message.model].head(message)
             else:

@@ -77,6 +77,7 @@ def _assemble(
         find_adapter=find_adapter,
     )
     host, mover = _host_tier(config, part, phases)
+    pipelined = config.pipeline_parallel > 1
     pool = BlockPool(part.kv.num_blocks, host)
     window = sliding_window(part.model, part.token_budget)
     scheduler = Scheduler(
@@ -85,6 +86,7 @@ def _assemble(
         token_budget=part.token_budget,
         max_model_len=part.max_model_len,
         adapters=part.adapters.pool if part.adapters is not None else None,
+        batches=config.pipeline_parallel + part.backend.overlaps if pipelined else 1,
     )
     runner = Runner(
         part.backend,
@@ -96,6 +98,7 @@ def _assemble(
         max_verified=config.max_verified(part.max_running),
         adapters=part.adapters,
         several_ranks=ranks is not None,
+        deferred=pipelined,
         deterministic=config.deterministic,
         mover=mover,
     )
@@ -118,7 +121,8 @@ def _assemble(
         kv_bytes=sum(tensor.nbytes for tensor in (*part.kv.tensors, *part.kv.states)),
     )
     overlap = part.backend.overlaps
-    speculation = make_speculation(config, part, draft, scheduler, overlap=overlap)
+    # In a pipeline no step waits for another's tokens, whether it verifies or not.
+    speculation = make_speculation(config, part, draft, scheduler, overlap=overlap and not pipelined)
     engine = Engine(
         config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation, ranks=ranks
     )
