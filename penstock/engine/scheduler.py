@@ -124,8 +124,10 @@ class Scheduler:
         self._rows = list(range(max_running - 1, -1, -1))
         self._parked: dict[Sequence, int] = {}
         """Rows of sequences that were stopped while a step samples for them in flight: it still needs them."""
+        self._in_flight = 0
+        """Steps that were scheduled and have not landed."""
         self._prompts_in_flight = 0
-        """Prompt tokens of the steps in flight."""
+        """Their prompt tokens."""
         self.preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -204,7 +206,8 @@ class Scheduler:
         """Running sequences of which the next step computes one token."""
         if self._suspects:
             return []
-        return [seq for seq in self.running if self._remaining(seq) == 1][: self._decode_share()]
+        ready = [seq for seq in self.running if self._remaining(seq) == 1]
+        return ready if self.batches == 1 else ready[: self._decode_share(len(ready))]
 
     def reserve(self, seq: Sequence, drafts: int) -> int:
         """Take blocks for draft tokens behind a sequence's last token; returns how many fit without costing others."""
@@ -243,6 +246,7 @@ class Scheduler:
 
     def landed(self, batch: Batch) -> None:
         """A step is over, or was never launched. Every scheduled step lands once."""
+        self._in_flight -= 1
         self._prompts_in_flight -= batch.num_tokens - batch.num_decodes
         if self._parked:
             self._rows.extend(self._parked.pop(c.seq) for c in batch.chunks if c.samples and c.seq in self._parked)
@@ -269,17 +273,15 @@ class Scheduler:
             return 0  # what its grammar allows next, or all of its next step, depends on a token that is not known yet
         return length - seq.computed
 
-    def _decode_share(self) -> int:
-        """Most sequences that decode in one step: an equal part of all, those in flight included."""
-        if self.batches == 1:
-            return self.max_running
+    def _decode_share(self, ready: int) -> int:
+        """Most of the `ready` sequences to decode in one step: an equal part of all, those in flight included, and of
+        those that are ready one for every step that may still join those in flight."""
         decoding = sum(len(seq.tokens) + seq.pending - seq.computed <= 1 for seq in self.running)
-        return -(-decoding // self.batches)
+        free = max(self.batches - self._in_flight, 1)
+        return min(-(-decoding // self.batches), -(-ready // free))
 
     def _prompt_share(self, remaining: int) -> int:
         """Most prompt tokens in one step: an equal part of those that run (`remaining`), wait or are in flight."""
-        if self.batches == 1:
-            return self.token_budget
         total, enough = self._prompts_in_flight + remaining, self.batches * self.token_budget
         for _, seq in self._waiting:
             if total >= enough:
@@ -331,7 +333,7 @@ class Scheduler:
                 prefills.append((seq, remaining))
         budget = self.token_budget
         if in_turns:
-            del decodes[self._decode_share() :]
+            del decodes[self._decode_share(len(decodes)) :]
             budget = min(budget, len(decodes) + self._prompt_share(sum(remaining for _, remaining in prefills)))
         spare = budget - len(decodes)
         chunks: dict[Sequence, Chunk] = {}
@@ -450,5 +452,6 @@ class Scheduler:
             if chunk.samples:
                 chunk.seq.pending += 1
         batch = Batch.of(chunks, self.allocator.take_transfers())
+        self._in_flight += 1
         self._prompts_in_flight += batch.num_tokens - batch.num_decodes
         return batch
