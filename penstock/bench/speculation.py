@@ -118,6 +118,9 @@ class Replay:
     def forget(self, seq: Sequence) -> None:
         """Nothing is kept."""
 
+    def forget_caches(self) -> None:
+        """Nor anything computed."""
+
     def _draft(self, seq: Sequence, depth: int) -> list[int]:
         at = len(seq.tokens) - seq.prompt_len
         known = self.texts[_name(seq.id)][at : at + depth]

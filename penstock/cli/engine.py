@@ -13,6 +13,7 @@ import typer
 from penstock.cli.options import (
     ConfigFile,
     Device,
+    ExpertParallel,
     LogLevel,
     PipelineParallel,
     Resolved,
@@ -47,6 +48,7 @@ def engine(
     device: Device = None,
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
+    expert_parallel: ExpertParallel = None,
     role: Annotated[
         _Role, typer.Option(help="prefill: computes prompts for decode engines; both: does everything itself.")
     ] = _Role.both,
@@ -119,6 +121,7 @@ def engine(
                 models__each__device=device,
                 models__each__tensor_parallel=tensor_parallel,
                 models__each__pipeline_parallel=pipeline_parallel,
+                models__each__expert_parallel=expert_parallel,
                 logging__level=log_level,
             )
             config = resolve_drafts(load(config_file, models=[model], flags=given), stderr())

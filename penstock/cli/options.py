@@ -17,6 +17,9 @@ Settings = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N, for every model.")]
 TensorParallel = Annotated[int | None, typer.Option(help="Devices that split every layer, for every model.")]
+ExpertParallel = Annotated[
+    bool | None, typer.Option(help="Place experts whole on the devices that split a layer, for every model.")
+]
 PipelineParallel = Annotated[int | None, typer.Option(help="Pipeline stages of consecutive layers, for every model.")]
 Workers = Annotated[int | None, typer.Option(help="Gateway processes that share the port.")]
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]

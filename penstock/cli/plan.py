@@ -79,9 +79,21 @@ def plan(
     acceptance: Annotated[
         float | None,
         typer.Option(
-            rich_help_panel=_HARDWARE, help="N-gram speculation: chance that a draft token is accepted; off by default."
+            rich_help_panel=_HARDWARE, help="Speculation: chance that a draft token is accepted; off by default."
         ),
     ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", rich_help_panel=_HARDWARE, help="Draft model for --acceptance, instead of n-grams."
+        ),
+    ] = None,
+    adapters: Annotated[
+        int, typer.Option(min=0, rich_help_panel=_HARDWARE, help="LoRA adapters in device memory at the same time.")
+    ] = 0,
+    adapter_rank: Annotated[
+        int, typer.Option(min=1, max=512, rich_help_panel=_HARDWARE, help="Largest rank of these adapters.")
+    ] = 16,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -191,9 +203,12 @@ def plan(
 
         penstock plan llama-3-8b --gpu l4 --turns 6 --input 100 --output 200 --api-price groq/llama-3.1-8b
 
+        penstock plan llama-3-70b --gpu h100 --tp 8 --adapters 20 --adapter-rank 64 --draft llama-3-8b --acceptance 0.7
+
         penstock plan --hardware list -o csv
     """
     from penstock.cli.terminal import stdout
+    from penstock.errors import ConfigError
     from penstock.planning.candidate import Options
     from penstock.planning.capacity import Slo
     from penstock.planning.catalogue import THIS_MACHINE, load_catalogue
@@ -213,6 +228,11 @@ def plan(
     hardware = _hardware(known, asked or [ALL if model else THIS_MACHINE])
     own = all(device.name == THIS_MACHINE for device in hardware)
     slow = all(device.kind == "cpu" for device in hardware)
+    if draft is not None and acceptance is None:
+        raise ConfigError("--draft needs --acceptance, the chance that one of its tokens is accepted")
+    speculation = None if acceptance is None else Speculation("ngram", acceptance)
+    if draft is not None and acceptance is not None:
+        speculation = Speculation("draft", acceptance, draft=_shape(draft))
     options = Options(
         tensor_parallel=tuple(tp or ()),
         pipeline_parallel=tuple(pp or ()),
@@ -220,7 +240,9 @@ def plan(
         kv_dtypes=_kv_formats(kv),
         context=context,
         host_memory=_size(host_memory),
-        speculation=None if acceptance is None else Speculation("ngram", acceptance),
+        speculation=speculation,
+        adapter_slots=adapters,
+        adapter_rank=adapter_rank,
         headroom=Headroom(utilisation, _or(spares, 0 if own else 1)),
         mix=PriceMix(1 - reserved - spot, reserved, spot),
         overheads=Overheads(

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from penstock.planning.candidate import Candidate
     from penstock.planning.deployment import Deployment
+    from penstock.planning.memory import MemoryPlan
     from penstock.planning.plan import ApiComparison, Plan
 
 _SHOWN = 8
@@ -123,8 +124,8 @@ def summary(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
         ),
         (
             "memory per device",
-            f"weights {memory.weights / GIB:.1f} GiB, KV cache {memory.kv_room / GIB:.1f}, runtime and activations "
-            f"{(memory.runtime + memory.activations) / GIB:.1f}, of {memory.capacity / GIB:.1f}",
+            f"weights {memory.weights / GIB:.1f} GiB, {_adapters(memory)}KV cache {memory.kv_room / GIB:.1f}, runtime "
+            f"and activations {(memory.runtime + memory.activations) / GIB:.1f}, of {memory.capacity / GIB:.1f}",
         ),
         ("KV cache of a replica", f"{memory.kv_tokens:,} tokens; sequences at a context length: {concurrency}"),
         (
@@ -149,6 +150,11 @@ def summary(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
     if best.deployment.host_memory:
         rows.append(("host memory", f"{memory.host_sequences(average):,} more of them kept for their next turn"))
     return rows
+
+
+def _adapters(memory: MemoryPlan) -> str:
+    slots = memory.deployment.adapter_slots
+    return f"{slots} adapters {memory.adapters / GIB:.1f}, " if slots else ""
 
 
 def counted(count: int, noun: str) -> str:

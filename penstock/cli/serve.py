@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import ConfigFile, Device, LogLevel, PipelineParallel, Settings, TensorParallel, Workers
+from penstock.cli.options import (
+    ConfigFile,
+    Device,
+    ExpertParallel,
+    LogLevel,
+    PipelineParallel,
+    Settings,
+    TensorParallel,
+    Workers,
+)
 
 
 def serve(
@@ -21,6 +30,7 @@ def serve(
     device: Device = None,
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
+    expert_parallel: ExpertParallel = None,
     max_model_len: Annotated[int | None, typer.Option(help="Context window in tokens, for every model.")] = None,
     log_level: LogLevel = None,
     settings: Settings = None,
@@ -70,6 +80,7 @@ def serve(
             models__each__device=device,
             models__each__tensor_parallel=tensor_parallel,
             models__each__pipeline_parallel=pipeline_parallel,
+            models__each__expert_parallel=expert_parallel,
             models__each__max_model_len=max_model_len,
             logging__level=log_level,
         ),

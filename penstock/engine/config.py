@@ -71,6 +71,12 @@ class EngineConfig:
     """Devices that share the work of every layer. Memory settings are per device."""
     pipeline_parallel: int = 1
     """Groups of devices that have some of the layers each; `tensor_parallel * pipeline_parallel` devices in all."""
+    expert_parallel: bool = False
+    """Experts are placed whole on the `tensor_parallel` devices of a stage instead of being cut by width."""
+    expert_copies: int = 0
+    """With `expert_parallel`: experts that each device holds beyond its part, copies of those with the most tokens."""
+    expert_rebalance_s: float = 60.0
+    """With `expert_parallel`: how often experts may move to even out the load of the devices; 0: never."""
     max_waiting: int = 4096
     """Requests beyond this are refused at once instead of queueing without bound."""
     threads: int | None = None

@@ -73,6 +73,16 @@ class DeviceMeter(Protocol):
     def close(self) -> None: ...
 
 
+class Balancer(Protocol):
+    """Evens out the load of ranks between steps."""
+
+    def tick(self, now: float) -> None:
+        """A step is about to be scheduled."""
+        ...
+
+    def report(self, load: EngineLoad) -> None: ...
+
+
 class Engine:
     """One model. Not thread-safe: one thread owns it."""
 
@@ -100,6 +110,8 @@ class Engine:
         """Reads its GPUs; set by the process that hosts the engine."""
         self.exchange: BlockExchange | None = None
         """Gives KV blocks to other engines, or takes theirs; None when its role is to do everything itself."""
+        self.balancer: Balancer | None = None
+        """Moves experts between ranks; None when they are not spread over any."""
         self.clock = clock
         self.steps = 0
         self._step_tokens = 0
@@ -186,6 +198,8 @@ class Engine:
             self._finish(seq, "timeout")
         if self.adapters is not None:
             self._take_adapters(self.adapters, now)
+        if self.balancer is not None:
+            self.balancer.tick(now)
         batch = self.scheduler.schedule(now, self._drafts())
         if batch is not None:
             self._launch(batch)
@@ -219,7 +233,7 @@ class Engine:
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
             devices=None if self.meter is None else self.meter.latest,
         )
-        for part in (pool.host, self.speculation, self.exchange):
+        for part in (pool.host, self.speculation, self.exchange, self.balancer):
             if part is not None:
                 part.report(load)
         return load
@@ -233,9 +247,15 @@ class Engine:
         """Forget what was counted and cached so far (the warm-up)."""
         self.steps = self._step_tokens = self._prompt_tokens = self._generation_tokens = 0
         self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = self.scheduler.host_hit_tokens = 0
-        self.scheduler.allocator.pool.forget_all()
+        self.forget_caches()
         if self.speculation is not None:
             self.speculation.reset_counters()
+
+    def forget_caches(self) -> None:
+        """Nothing of the KV caches may be used again; no sequence is running."""
+        self.scheduler.allocator.pool.forget_all()
+        if self.speculation is not None:
+            self.speculation.forget_caches()
 
     def _drafts(self) -> dict[Sequence, list[int]]:
         """Draft tokens to verify in the next step; if there are any, steps in flight are collected first, unless they

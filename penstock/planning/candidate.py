@@ -38,6 +38,8 @@ class Options:
     host_memory: int = 0
     """Bytes per device for blocks that leave the KV cache."""
     speculation: Speculation | None = None
+    adapter_slots: int = 0
+    adapter_rank: int = 16
     headroom: Headroom = field(default_factory=Headroom)
     mix: PriceMix = field(default_factory=PriceMix)
     overheads: Overheads = field(default_factory=Overheads)
@@ -125,6 +127,7 @@ def deployments(
                         shape=shape, device=device, tensor_parallel=tensor, pipeline_parallel=stages,
                         weight_dtype=weights, kv_dtype=kv, max_model_len=context, host_memory=options.host_memory,
                         shared_prefix=shared_prefix, speculation=options.speculation,
+                        adapter_slots=options.adapter_slots, adapter_rank=options.adapter_rank,
                     )  # fmt: skip
                 except ConfigError as error:
                     yield Rejected(f"{device.name}, TP {tensor}, PP {stages}", "layout", str(error), float("inf"))

@@ -79,11 +79,16 @@ class Deployment:
     shared_prefix: int = 0
     """Tokens at the beginning of all prompts that are the same (a system prompt): held once."""
     speculation: Speculation | None = None
+    adapter_slots: int = 0
+    """LoRA adapters in device memory at the same time."""
+    adapter_rank: int = 16
+    """Largest rank of an adapter: memory is reserved for it."""
 
     def __post_init__(self) -> None:
         for name, least in (
             ("tensor_parallel", 1), ("pipeline_parallel", 1), ("max_model_len", 1), ("max_running", 1),
             ("token_budget", 1), ("block_size", 1), ("kv_memory", 1), ("host_memory", 0), ("shared_prefix", 0),
+            ("adapter_slots", 0), ("adapter_rank", 1),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
@@ -112,11 +117,11 @@ class Deployment:
             self._check_served()
 
     def _check_served(self) -> None:
-        """What the engine refuses or cannot do for a model of several devices."""
-        if self.nodes > 1:
+        """What the engine refuses, or nobody would want, for a model of several devices."""
+        if self.tensor_parallel > self.device.devices_per_node:
             raise ConfigError(
-                f"{self.devices} devices are more than the {self.device.devices_per_node} of one machine with "
-                f"{self.device.name}, and a replica runs on one machine; use fewer bits or larger devices"
+                f"tensor_parallel: {self.tensor_parallel} is more than the {self.device.devices_per_node} devices of "
+                f"one machine with {self.device.name}; between machines use pipeline_parallel"
             )
         if (
             self.device.kind == "gpu"
@@ -126,10 +131,6 @@ class Deployment:
             raise ConfigError(f"{self.device.name} has no FP8 units; use int8 or int4 weights and a bf16 or int8 cache")
         if self.weights.compute == "fp4":
             raise ConfigError("the engine has no FP4 weights; use int4, fp8 or bf16")
-        if self.devices > 1 and self.host_memory:
-            raise ConfigError("host_memory is for replicas of one device; leave it out, or use one larger device")
-        if self.devices > 1 and self.speculation is not None and self.speculation.form == "draft":
-            raise ConfigError("a draft model is for replicas of one device; use ngram speculation with several")
 
     @property
     def devices(self) -> int:
@@ -137,8 +138,11 @@ class Deployment:
 
     @property
     def nodes(self) -> int:
-        """Machines that hold the devices."""
-        return -(-self.devices // self.device.devices_per_node)
+        """Machines that hold the devices; a pipeline stage is never spread over two of them."""
+        stages_per_node = self.device.devices_per_node // self.tensor_parallel
+        if not stages_per_node:
+            return -(-self.devices // self.device.devices_per_node)
+        return -(-self.pipeline_parallel // stages_per_node)
 
     @property
     def activation_dtype(self) -> str:
@@ -193,6 +197,24 @@ class Deployment:
     def kv_heads_per_device(self) -> int:
         """With more shards than KV heads each shard has one, and several shards have the same."""
         return max(1, self.shape.kv_heads // self.tensor_parallel)
+
+    @property
+    def draft(self) -> Deployment | None:
+        """The draft model, spread over the devices of the first stage: as many of them as divide it."""
+        shape = None if self.speculation is None else self.speculation.draft
+        if shape is None:
+            return None
+        tensor = max(size for size in possible_tensor_parallel(shape) if self.tensor_parallel % size == 0)
+        return replace(
+            self,
+            shape=shape,
+            tensor_parallel=tensor,
+            pipeline_parallel=1,
+            speculation=None,
+            max_model_len=None,
+            shared_prefix=0,
+            adapter_slots=0,
+        )
 
     @property
     def label(self) -> str:

@@ -6,11 +6,10 @@ what is free; the device of the fullest pipeline stage decides. Figures are per 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.engine.parallel.layout import Place, Span, layer_span
 from penstock.planning.deployment import Deployment
-from penstock.planning.shape import ModelShape
 
 GIB = 1 << 30
 CONTEXTS = tuple(1024 << power for power in range(8))
@@ -50,13 +49,16 @@ class MemoryPlan:
     """For the KV cache; negative where not even the weights fit."""
     kv_bytes_per_token: float
     """On this device."""
+    adapters: int
+    """The slots of LoRA adapters."""
     blocks: int
     """KV blocks that fit, at most as many as all running sequences can use."""
 
     @property
     def reserve(self) -> int:
         """What the cache leaves free: CUDA graphs, the sampler, fragmentation."""
-        return max(0, self.capacity - self.weights - self.runtime - self.activations - self.kv_room)
+        taken = self.weights + self.adapters + self.runtime + self.activations + self.kv_room
+        return max(0, self.capacity - taken)
 
     @property
     def kv_tokens(self) -> int:
@@ -161,7 +163,7 @@ class MemoryPlan:
                 f"one sequence of {deployment.context_len:,} tokens does not fit: {deployment.label} holds "
                 f"{self.kv_tokens:,} tokens of {deployment.shape.name}"
             )
-        needed = self.weights + self.runtime + self.activations
+        needed = self.weights + self.adapters + self.runtime + self.activations
         return (
             f"{deployment.shape.name} does not fit: {deployment.weights.name} weights take {_gb(self.weights)} of each "
             f"{name} (with runtime and activations {_gb(needed)}), which has {_gb(self.capacity)}"
@@ -195,7 +197,10 @@ def device_weights(deployment: Deployment, stage: int = 0) -> int:
 def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     """Bytes of one block on each device of a stage."""
     first, last = _span(deployment, stage)
-    return _layers_block_bytes(deployment, deployment.shape, last - first)
+    shape = deployment.shape
+    # With latent attention every shard has the whole latent.
+    elements = shape.mla.cached if shape.mla else 2 * deployment.kv_heads_per_device * shape.head_dim
+    return (last - first) * round(elements * deployment.block_size * deployment.kv_bytes)
 
 
 def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
@@ -203,23 +208,38 @@ def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
     weights = device_weights(deployment, stage)
     block = kv_block_bytes(deployment, stage)
     per_block = block
-    draft = deployment.speculation.draft if deployment.speculation is not None else None
+    draft = deployment.draft if stage == 0 else None
     if draft is not None:
-        weights += _draft_weights(deployment, draft)
-        per_block += _layers_block_bytes(deployment, draft, draft.layers)
+        weights += device_weights(draft)
+        per_block += kv_block_bytes(draft)
     runtime = RUNTIME_BYTES[kind] + (COLLECTIVE_BYTES if deployment.devices > 1 else 0)
     activations = activation_bytes(deployment) if kind == "gpu" else 0
-    free = capacity - runtime - weights - activations
+    adapters = adapter_bytes(deployment, stage)
+    free = capacity - runtime - weights - adapters - activations
     room = free if free < 0 else int(free * SHARE_OF_FREE[kind])
     if deployment.kv_memory is not None:
         room = min(deployment.kv_memory, free)
     elif deployment.memory_share is not None:
-        rest = int(capacity * deployment.memory_share) - runtime - weights - activations
+        rest = int(capacity * deployment.memory_share) - runtime - weights - adapters - activations
         room = min(int(rest * SHARE_OF_REST[kind]), free)
     useful = deployment.most_running * -(-deployment.context_len // deployment.block_size)
     blocks = max(0, min(room // per_block, useful))
     per_token = block / deployment.block_size
-    return MemoryPlan(deployment, capacity, weights, runtime, activations, room, per_token, blocks)
+    return MemoryPlan(deployment, capacity, weights, runtime, activations, room, per_token, adapters, blocks)
+
+
+def adapter_bytes(deployment: Deployment, stage: int = 0) -> int:
+    """Bytes of the adapter slots on each device of a stage. Where a linear is split by outputs its A is whole on every
+    device, where it is split by inputs its B is (`engine.adapters.layout`): of a rank, little gets smaller."""
+    shape, tensor = deployment.shape, deployment.tensor_parallel
+    queries = shape.heads * shape.head_dim // tensor
+    keys = deployment.kv_heads_per_device * shape.head_dim
+    per_rank = 3 * shape.hidden + queries + 2 * keys + queries + shape.hidden
+    if shape.moe is None:
+        per_rank += 2 * shape.hidden + 2 * shape.ffn // tensor + shape.ffn // tensor + shape.hidden
+    first, last = _span(deployment, stage)
+    elements = deployment.adapter_slots * deployment.adapter_rank * (last - first) * per_rank
+    return elements * (2 if deployment.device.kind == "gpu" else 4)
 
 
 def activation_bytes(deployment: Deployment) -> int:
@@ -245,20 +265,6 @@ def activation_bytes(deployment: Deployment) -> int:
 def _span(deployment: Deployment, stage: int) -> Span:
     tensor, pipeline = deployment.tensor_parallel, deployment.pipeline_parallel
     return layer_span(deployment.shape.layers, Place(stage * tensor, tensor, pipeline))
-
-
-def _layers_block_bytes(deployment: Deployment, shape: ModelShape, layers: int) -> int:
-    if shape.mla is None:
-        heads = deployment.kv_heads_per_device if shape is deployment.shape else shape.kv_heads
-        elements = 2 * heads * shape.head_dim
-    else:
-        elements = shape.mla.cached  # every shard has the whole latent
-    return layers * round(elements * deployment.block_size * deployment.kv_bytes)
-
-
-def _draft_weights(deployment: Deployment, draft: ModelShape) -> int:
-    alone = replace(deployment, shape=draft, speculation=None, max_model_len=None, shared_prefix=0)
-    return device_weights(alone)
 
 
 def _weights_source(deployment: Deployment) -> str:

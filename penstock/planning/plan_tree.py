@@ -81,6 +81,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
             "weight_bytes_per_device": memory.weights,
             "runtime_bytes_per_device": memory.runtime,
             "activation_bytes_per_device": memory.activations,
+            "adapter_bytes_per_device": memory.adapters,
             "kv_bytes_per_device": memory.kv_room,
             "reserve_bytes_per_device": memory.reserve,
             "kv_tokens": memory.kv_tokens,

@@ -65,7 +65,7 @@ def _larger(deployment: Deployment) -> Iterator[Deployment]:
     most = deployment.device.devices_per_node
     for tensor in possible_tensor_parallel(deployment.shape):
         if deployment.devices < tensor <= most:
-            for wide in _with(deployment, tensor_parallel=tensor, pipeline_parallel=1, host_memory=0):
+            for wide in _with(deployment, tensor_parallel=tensor, pipeline_parallel=1):
                 if _fits(wide):
                     yield wide
 

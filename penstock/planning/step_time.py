@@ -125,9 +125,8 @@ class StepTime:
         self._launch = counts.layers * calibration.launch_layer_s if deployment.devices > 1 else 0.0
         self._speculation = deployment.speculation
         self._draft = None
-        if self._speculation is not None and self._speculation.draft is not None:
-            drafts = replace(deployment, shape=self._speculation.draft, weight_dtype="auto", speculation=None)
-            self._draft = StepTime(drafts, calibration)
+        if (draft := deployment.draft) is not None:
+            self._draft = StepTime(replace(draft, weight_dtype="auto"), calibration)
 
     def _share(self, deployment: Deployment, counts: ModelCounts, calibration: Calibration) -> None:
         """What devices send each other: two ring all-reduces per layer between shards, the residual stream from stage

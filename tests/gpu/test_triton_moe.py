@@ -30,7 +30,7 @@ from penstock.engine.backends.cuda.kernels.moe import GroupedConfig
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import FP8
-from penstock.engine.models.layers.experts import ExpertMlp, Router
+from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router
 from penstock.engine.models.layers.feed_forward import GatedMlp
 
 BF16 = torch.bfloat16
@@ -49,13 +49,13 @@ def make_moe(
         return CudaLinear.fp8(weight, None) if dtype == FP8 else CudaLinear(weight, None)
 
     activation = "gelu_tanh" if gelu else "silu"
-    mlps = tuple(
+    mlps = [
         GatedMlp(ops, activation, linear(2 * ffn, hidden), linear(hidden, ffn))  # type: ignore[arg-type]
         for _ in range(experts)
-    )
+    ]
     # As wide a spread of scores as trained routers have: some experts get most tokens, some none.
     router = CudaLinear(rand(experts, hidden, dtype=dense, scale=3 * hidden**-0.5), None)
-    return ExpertMlp(ops, Router(router, top_k, normalize), mlps)
+    return ExpertMlp(ops, Router(router, top_k, normalize), mlps, ExpertSource(mlps.__getitem__, lambda _: None))
 
 
 def wide(linear: CudaLinear) -> Tensor:
@@ -148,6 +148,31 @@ def test_every_tile_shape_gives_the_same_product() -> None:
                 got = moe.combine(pairs, top_k)
             if want is not None:
                 check(f"tiles {shape} of {tokens}", got, want, 3e-2)
+
+
+def test_shards_with_some_of_the_experts_sum_to_all_of_them() -> None:
+    """Three shards of three slots for seven experts: two have a copy; choices of experts elsewhere add nothing."""
+    experts, top_k, hidden, ffn = 7, 3, 64, 48
+    table = ((0, 1, 2), (3, 4, 0), (5, 6, 1))
+    for dtype in (torch.float32, BF16, FP8):
+        mlp = make_moe(experts, top_k, hidden, ffn, dtype)
+        x = rand(29, hidden, dtype=BF16 if dtype == FP8 else dtype)
+        total = torch.zeros(29, hidden, dtype=torch.float64, device=DEVICE)
+        for shard, held in enumerate(table):
+            slots = ExpertSlots(table, shard, experts, torch.device(DEVICE))
+            mine = [mlp.experts[expert] for expert in held]
+            grouped = group(ExpertMlp(ops, mlp.router, mine, mlp.source, slots))
+            assert grouped is not None
+            if shard == 1:  # another expert and back
+                grouped.replace(0, mlp.source.make(6))
+                grouped.replace(0, mlp.source.make(3))
+            with poisoned_outputs():
+                total += grouped.forward(x).double()
+        if MODE == "compile":
+            continue
+        weights, chosen = moe.route(mlp.router.linear(x), top_k, mlp.router.normalize)
+        want = moe64(mlp, x, weights, chosen)
+        check(f"sum over shards {dtype}", total, want, 1e-4 if dtype == torch.float32 else 3e-2)
 
 
 def test_graph_replay_with_new_tokens() -> None:

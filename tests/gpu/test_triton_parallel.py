@@ -151,7 +151,7 @@ def bench_sleep() -> Iterator[Row]:
         begin = time.perf_counter()
         offloaded = offload(engine)
         slept = time.perf_counter()
-        executors = offloaded.executors
+        executors = offloaded.memory.executors
         engine = offloaded.restore()
         woke = time.perf_counter()
         for executor, capture in executors:

@@ -77,7 +77,7 @@ def test_expected_tokens_of_a_verified_step() -> None:
         ({"tensor_parallel": 3}, r"tensor_parallel: 3 cannot split 32 heads.*llama-3.1-8b allows 1, 2, 4, 8"),
         ({"tensor_parallel": 0}, "tensor_parallel: 0 must be 1 or more"),
         ({"pipeline_parallel": 33}, "pipeline_parallel: 33 is more than the 32 layers"),
-        ({"tensor_parallel": 16}, "16 devices are more than the 8 of one machine with h100"),
+        ({"tensor_parallel": 16}, "16 is more than the 8 devices of one machine with h100"),
         ({"weight_dtype": "int3"}, "weight_dtype: 'int3' must be one of auto, fp32, bf16"),
         ({"kv_dtype": "int4"}, "kv_dtype: 'int4' must be one of auto"),
         ({"weight_dtype": "fp4"}, "the engine has no FP4 weights"),
@@ -87,7 +87,8 @@ def test_expected_tokens_of_a_verified_step() -> None:
         ({"shared_prefix": 4096, "max_model_len": 4096}, "shared_prefix: 4096 tokens do not fit"),
         ({"kv_memory": 0}, "kv_memory: 0 must be 1 or more"),
         ({"host_memory": -1}, "host_memory: -1 must be 0 or more"),
-        ({"host_memory": 1, "tensor_parallel": 2}, "host_memory is for replicas of one device"),
+        ({"adapter_slots": -1}, "adapter_slots: -1 must be 0 or more"),
+        ({"adapter_rank": 0}, "adapter_rank: 0 must be 1 or more"),
         ({"on": "a100-80", "weight_dtype": "fp8"}, "a100-80 has no FP8 units"),
         ({"on": "a100-80", "kv_dtype": "fp8"}, "a100-80 has no FP8 units"),
         ({"on": "cpu-64", "tensor_parallel": 2}, "cpu-64: tensor_parallel and pipeline_parallel are for GPUs"),
@@ -103,9 +104,6 @@ def test_bad_speculation_is_refused() -> None:
         Speculation("ngram", acceptance=1.5)
     with pytest.raises(ConfigError, match="`draft` needs a draft model"):
         Speculation("draft", acceptance=0.5)
-    draft = Speculation("draft", acceptance=0.5, draft=model_shape("llama-1b"))
-    with pytest.raises(ConfigError, match="a draft model is for replicas of one device"):
-        deployed(tensor_parallel=2, speculation=draft)
 
 
 def test_families_that_the_engine_does_not_run_may_span_machines() -> None:

@@ -30,6 +30,7 @@ def deployed(shape: ModelShape = SMALL, on: str = "h100", **settings: Any) -> De
     [
         ("tensor_parallel", 1), ("pipeline_parallel", 1), ("max_model_len", 1), ("max_running", 1),
         ("token_budget", 1), ("block_size", 1), ("kv_memory", 1), ("host_memory", 0), ("shared_prefix", 0),
+        ("adapter_slots", 0), ("adapter_rank", 1),
     ],
 )  # fmt: skip
 def test_the_least_of_a_setting(name: str, least: int) -> None:
@@ -47,9 +48,7 @@ def test_the_least_of_a_setting(name: str, least: int) -> None:
         ({"memory_share": 1.0}, {"memory_share": 1.01}),
         ({"memory_share": 0.01}, {"memory_share": 0.0}),
         ({"pipeline_parallel": 5}, {"pipeline_parallel": 6}),
-        ({"tensor_parallel": 8}, {"tensor_parallel": 8, "pipeline_parallel": 2}),
-        ({"tensor_parallel": 2}, {"tensor_parallel": 2, "host_memory": 1}),
-        ({"host_memory": 1}, {"pipeline_parallel": 2, "host_memory": 1}),
+        ({"tensor_parallel": 8, "pipeline_parallel": 2}, {"on": "a10", "tensor_parallel": 8}),
         ({"on": "cpu-16"}, {"on": "cpu-16", "pipeline_parallel": 2}),
         ({"on": "a10", "kv_dtype": "int8"}, {"on": "a10", "kv_dtype": "fp8"}),
         ({"on": "a10", "weight_dtype": "int8"}, {"on": "a10", "weight_dtype": "fp8"}),
@@ -70,14 +69,18 @@ def test_families_that_are_planned_only_have_fewer_limits() -> None:
     assert deployed(planned, on="b200", weight_dtype="fp4").weights.compute == "fp4"
     assert deployed(planned, tensor_parallel=8, pipeline_parallel=2).nodes == 2
     assert deployed(planned, tensor_parallel=4, pipeline_parallel=3).nodes == 2
+    assert deployed(planned, on="a10", tensor_parallel=8, pipeline_parallel=2).nodes == 4
     assert deployed(planned, on="a10", tensor_parallel=2, host_memory=5).nodes == 1
 
 
-def test_a_draft_model_runs_on_one_device() -> None:
-    draft = Speculation("draft", 0.5, draft=SMALL)
-    assert deployed(speculation=draft).speculation is draft
-    with pytest.raises(ConfigError, match="a draft model is for replicas of one device"):
-        deployed(speculation=draft, pipeline_parallel=2)
+def test_a_draft_model_is_spread_over_the_first_stage() -> None:
+    """Over as many of its devices as divide the draft model."""
+    assert deployed().draft is None
+    draft = Speculation("draft", 0.5, draft=replace(SMALL, heads=2, kv_heads=1, ffn=6))
+    for tensor, spread in ((1, 1), (2, 2), (4, 2)):
+        found = deployed(speculation=draft, tensor_parallel=tensor, pipeline_parallel=2, max_model_len=9).draft
+        assert found is not None and found.speculation is None and found.context_len == 640
+        assert (found.tensor_parallel, found.pipeline_parallel, found.shape) == (spread, 1, draft.draft)
     ngram = Speculation("ngram", 0.5)
     assert deployed(speculation=ngram, tensor_parallel=2).devices == 2 and ngram.depth == 6
 

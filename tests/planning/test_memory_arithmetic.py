@@ -16,6 +16,7 @@ from penstock.planning.memory import (
     RUNTIME_BYTES,
     MemoryPlan,
     activation_bytes,
+    adapter_bytes,
     device_weights,
     kv_block_bytes,
     memory_plan,
@@ -246,6 +247,31 @@ def test_a_draft_model() -> None:
     weights = 2 * (2 * (2 * 24 * 48 + 2 * 24 * 8 + 3 * 24 * 60 + LAYER_SMALL) + 2 * 101 * 24 + 24)
     assert plan.weights == WEIGHTS + weights
     assert plan.blocks == BLOCK * 10 // (BLOCK + 2 * 2 * 8 * 16 * 2) and plan.kv_bytes_per_token == BLOCK / 16
+
+
+def test_a_draft_model_on_two_stages() -> None:
+    """The first stage has it; which then decides."""
+    draft = replace(SMALL, name="draft", layers=1, windows=(None,), heads=2, kv_heads=1)
+    plan = with_room(BLOCK * 100, speculation=Speculation("draft", 0.5, draft=draft), pipeline_parallel=2)
+    assert plan.weights == device_weights(deployed(pipeline_parallel=2)) + device_weights(deployed(draft))
+    assert plan.kv_bytes_per_token == 2 * 2 * 3 * 8 * 2
+
+
+def test_adapters() -> None:
+    """Per rank and layer: A of q, k, v, gate and up whole, those of o and down split; B the other way round."""
+    alone = 3 * 24 + 48 + 2 * 24 + 48 + 24 + 2 * 24 + 2 * 60 + 60 + 24
+    assert adapter_bytes(deployed()) == 0
+    assert adapter_bytes(deployed(adapter_slots=3, adapter_rank=4)) == 3 * 4 * 5 * alone * 2
+    assert adapter_bytes(deployed(adapter_slots=3, adapter_rank=4, on="cpu-16")) == 3 * 4 * 5 * alone * 4
+    split = 3 * 24 + 16 + 2 * 8 + 16 + 24 + 2 * 24 + 2 * 20 + 20 + 24
+    assert adapter_bytes(deployed(adapter_slots=1, adapter_rank=1, tensor_parallel=3)) == 5 * split * 2
+    stages = deployed(adapter_slots=1, adapter_rank=1, tensor_parallel=3, pipeline_parallel=2)
+    assert [adapter_bytes(stages, stage) for stage in (0, 1)] == [2 * split * 2, 3 * split * 2]
+    experts = adapter_bytes(deployed(replace(SMALL, moe=MOE), adapter_slots=1, adapter_rank=1))
+    assert experts == 5 * (3 * 24 + 48 + 2 * 24 + 48 + 24) * 2
+    plan = with_room(BLOCK * 100 + adapter_bytes(deployed(adapter_slots=2)), adapter_slots=2)
+    assert plan.blocks == 92 and plan.adapters == adapter_bytes(deployed(adapter_slots=2))
+    assert plan.capacity == plan.weights + plan.adapters + plan.runtime + plan.activations + plan.kv_room + plan.reserve
 
 
 def said(shape: ModelShape = SMALL, **settings: Any) -> dict[str, tuple[str, str]]:

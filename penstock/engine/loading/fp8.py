@@ -37,16 +37,6 @@ class Fp8Checkpoint:
         self._names = set(inner.names())
         self._tile = _tile(inner.config.get("quantization_config") or {})
 
-    @property
-    def scaled_by_rows(self) -> bool:
-        """Whether every scale belongs to a row or a whole matrix, not to a tile of one."""
-        return self._tile is None or not any(
-            name.endswith("weight_scale_inv") or self._is_tiled(name) for name in self._names
-        )
-
-    def _is_tiled(self, name: str) -> bool:
-        return name.endswith("weight_scale") and self.inner.tensor(name).squeeze().dim() > 1
-
     def names(self) -> Collection[str]:
         return {name for name in self._names if not name.endswith(_SUFFIXES)}
 

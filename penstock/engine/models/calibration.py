@@ -1,13 +1,15 @@
 """Calibration after loading: a prompt through the decoder shows the numbers that are about to be rounded.
 
 Keys of an int8 cache are smoothed (`key_smoothing`); a backend may adapt the linears it keeps in int8 to their inputs.
-Both depend on the weights alone: random tokens show them as well as a text.
+Both depend on the weights alone: random tokens show them as well as a text. Each of several ranks adapts its own part
+to its part of the same prompt, which all run together.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -24,15 +26,22 @@ from penstock.engine.models.layers.attention import Attention
 _TOKENS: Final = 128
 _BLOCK_SIZE: Final = 16
 
+Forward = Callable[[Tensor, AttentionBatch, KVCache], Tensor]
+"""See `Decoder.forward`."""
+
 
 @torch.inference_mode()
-def calibrate(decoder: Decoder, backend: Backend, *, int8_cache: bool) -> Decoder:
-    """The decoder with what calibration found; the same one where nothing is to be rounded."""
+def calibrate(decoder: Decoder, backend: Backend, *, int8_cache: bool, together: Forward | None = None) -> Decoder:
+    """The decoder with what calibration found; the same one where nothing is to be rounded.
+
+    `together`: runs the prompt through the parts that all ranks have, of which `decoder` is one. Then it runs in any
+    case, since another rank may have something to round.
+    """
     linears = (linear for part in (*(layer.linears for layer in decoder.layers), (decoder.head,)) for linear in part)
     observers = backend.input_observers(linears)
-    if not observers and not int8_cache:
+    if not observers and not int8_cache and together is None:
         return decoder
-    keys = _keys_of_a_prompt(decoder, observers)
+    keys = _keys_of_a_prompt(decoder, observers, together or decoder.forward)
     for observer in observers:
         observer.finish()
     if not int8_cache:
@@ -48,7 +57,7 @@ def _smoothed(layer: DecoderLayer, keys: Tensor | None) -> DecoderLayer:
     return dataclasses.replace(layer, mixer=mixer)
 
 
-def _keys_of_a_prompt(decoder: Decoder, observers: list[InputObserver]) -> list[Tensor | None]:
+def _keys_of_a_prompt(decoder: Decoder, observers: list[InputObserver], forward: Forward) -> list[Tensor | None]:
     """By layer: float32 [tokens, kv_heads, head_dim], None where a layer has no keys."""
     config, device = decoder.config, decoder.embedding.device
     tokens = min(_TOKENS, decoder.max_positions)
@@ -56,7 +65,7 @@ def _keys_of_a_prompt(decoder: Decoder, observers: list[InputObserver]) -> list[
     kv = KVCache(shape, -(-tokens // _BLOCK_SIZE) + 1, device, num_rows=1)
     chance = random.Random(0)
     ids = torch.tensor([chance.randrange(config.vocab_size) for _ in range(tokens)], device=device)
-    hidden = decoder.forward(ids, AttentionBatch.of_one(tokens, _BLOCK_SIZE, device), kv)
+    hidden = forward(ids, AttentionBatch.of_one(tokens, _BLOCK_SIZE, device), kv)
     for observer in observers:
         if observer.linear is decoder.head:
             observer.see(hidden)

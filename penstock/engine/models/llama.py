@@ -15,7 +15,7 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.layers.experts import ExpertMlp, Router
+from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router, held
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.weights import WeightReader
 
@@ -114,10 +114,16 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     block, ffn = context.prefix + names.moe, moe.ffn_size
     router = Router(read.dense().linear(block, {"gate": moe.experts}, hidden), moe.top_k, moe.normalize)
 
+    table = moe.placement[context.index] if moe.placement else None
+
     def experts(read: WeightReader) -> ExpertMlp:
-        prefixes = (f"{block}experts.{expert}." for expert in range(moe.experts))
-        parts = (gated(read, at, names.expert_gate_up, names.expert_down, ffn, backend.ops) for at in prefixes)
-        return ExpertMlp(backend.ops, router, tuple(parts))
+        def make(index: int) -> GatedMlp:
+            return gated(read, f"{block}experts.{index}.", names.expert_gate_up, names.expert_down, ffn, backend.ops)
+
+        source = ExpertSource(make, lambda index: read.touch(f"{block}experts.{index}."))
+        parts = [make(index) for index in held(table, moe.shard, moe.experts)]
+        slots = None if table is None else ExpertSlots(table, moe.shard, moe.experts, backend.device)
+        return ExpertMlp(backend.ops, router, parts, source, slots)
 
     return backend.experts(lambda: experts(read), lambda: experts(read.dense()))
 

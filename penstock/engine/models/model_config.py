@@ -10,6 +10,7 @@ from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
     from penstock.engine.backends.interface import Activation
+    from penstock.engine.models.layers.experts import LayerTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,10 @@ class MoeConfig:
     """Whether the weights of a token's experts are scaled to sum to one."""
     layers: tuple[bool, ...]
     """Which layers have experts; the others are dense."""
+    placement: tuple[LayerTable, ...] = ()
+    """Of each layer, which shard holds which experts; empty: every process has all of them, or parts of all."""
+    shard: int = 0
+    """Whose experts of `placement` this process holds."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:

@@ -8,7 +8,6 @@ collectives, so that an idle rank sleeps without a deadline and notices at once 
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing.connection import Connection
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from penstock.engine.backends.interface import AttentionBatch, Ints
+from penstock.engine.parallel import plain
 
 
 class Op(IntEnum):
@@ -133,9 +133,21 @@ class Call:
     args: tuple[Any, ...]
 
     def encode(self) -> bytes:
-        return np.int64(Op.CALL).tobytes() + pickle.dumps((self.number, self.name, self.args))
+        return np.int64(Op.CALL).tobytes() + plain.encode((self.number, self.name, self.args))
 
 
+@plain.record
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A rank's message while it starts: a number to agree on, or why it cannot go on."""
+
+    count: int = 0
+    problem: str = ""
+    on_purpose: bool = False
+    """Whether the problem is a `PenstockError`, to be shown to the operator, and not a bug."""
+
+
+@plain.record
 @dataclass(frozen=True, slots=True)
 class Reply:
     """What a call came to on one rank."""
@@ -151,7 +163,7 @@ def receive(connection: Connection) -> Forward | Head | Call:
     raw = connection.recv_bytes()
     operation = int(np.frombuffer(raw, np.int64, 1)[0])
     if operation == Op.CALL:
-        return Call(*pickle.loads(raw[8:]))
+        return Call(*plain.decode(raw[8:]))
     # A copy, because the arrays are written to devices and must not be read-only.
     data = np.frombuffer(raw, np.int64).copy()
     return Forward.decode(data) if operation == Op.FORWARD else Head(int(data[2]), int(data[1]))

@@ -27,7 +27,7 @@ from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.parallel.channel import Forward, Head
+from penstock.engine.parallel.channel import TARGET, Forward, Head
 from penstock.engine.parallel.groups import Group, Groups, Transfer
 from penstock.engine.parallel.launch import Ranks
 from penstock.errors import ReplicaLost
@@ -105,23 +105,25 @@ class Stage:
 class LeadHead:
     """Rank 0's head: makes the other shards run theirs."""
 
-    def __init__(self, stage: Stage, ranks: Ranks) -> None:
+    def __init__(self, stage: Stage, ranks: Ranks, model: int) -> None:
         self._stage = stage
         self._ranks = ranks
+        self._model = model
         self.weight_bytes = stage.decoder.head.weight_bytes
 
     def __call__(self, x: Any) -> Tensor:
         with self._ranks.lost_if_it_fails():
-            self._ranks.tell(Head(len(x)).encode(), first_stage_only=True)
+            self._ranks.tell(Head(len(x), self._model).encode(), self._stage.groups.place.tensor)
             return self._stage.head(x.contiguous())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeadDecoder(Decoder):
-    """Rank 0's decoder: looks like any other, and has every step run by all ranks."""
+    """Rank 0's decoder: looks like any other, and has every step run by all ranks that have a part of the model."""
 
     stage: Stage
     ranks: Ranks
+    model: int
     known: Ints
     """The block tables as the other ranks know them."""
 
@@ -132,7 +134,7 @@ class LeadDecoder(Decoder):
         if batch.host is None:
             raise ReplicaLost("a step came without the host's copy of its inputs, which other ranks need")
         with self.ranks.lost_if_it_fails():
-            self.ranks.tell(self._message(batch.host, batch).encode())
+            self.ranks.tell(self._message(batch.host, batch).encode(), self.stage.groups.place.world)
             arriving = self.stage.forward(token_ids, batch, kv)
         return partial(self._take, arriving)
 
@@ -155,6 +157,7 @@ class LeadDecoder(Decoder):
             batch.num_decodes,
             batch.max_query,
             batch.max_context,
+            model=self.model,
         )
 
     def _changes(self, host: HostBatch) -> Ints:
@@ -167,10 +170,12 @@ class LeadDecoder(Decoder):
         return np.stack((rows, columns, blocks)).astype(np.int64)
 
 
-def lead(decoder: Decoder, ranks: Ranks, max_rows: int, max_blocks: int) -> LeadDecoder:
-    """Rank 0's decoder over its own part."""
-    stage = Stage(decoder, ranks.groups)
-    head: Linear = decoder.head if ranks.place.tensor == 1 else LeadHead(stage, ranks)
+def lead(
+    decoder: Decoder, ranks: Ranks, max_rows: int, max_blocks: int, *, model: int = TARGET, groups: Groups | None = None
+) -> LeadDecoder:
+    """Rank 0's decoder over its own part of a model, which all ranks share, or those of `groups`."""
+    stage = Stage(decoder, groups or ranks.groups)
+    head: Linear = decoder.head if stage.groups.tensor is None else LeadHead(stage, ranks, model)
     fields = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
     known = np.zeros((max_rows, max_blocks), np.int64)
-    return LeadDecoder(**{**fields, "head": head}, stage=stage, ranks=ranks, known=known)
+    return LeadDecoder(**{**fields, "head": head}, stage=stage, ranks=ranks, model=model, known=known)

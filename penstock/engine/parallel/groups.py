@@ -8,6 +8,8 @@ is an error, not a hang.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,13 +31,24 @@ class Transfer(Protocol):
 class Group:
     """Ranks that hold parts of the same thing. All members call the same methods in the same order."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
+    resident = True
+    """See `Groups`."""
+
+    def __init__(self, group: Any, rank: int, size: int, in_order: bool = False) -> None:
+        """`in_order`: sums are made in the order of ranks. An all-reduce chooses the order of each element by its place
+        in the tensor, and so by what else is in the step."""
         self._group = group
         self.rank = rank
         self.size = size
+        self.in_order = in_order
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every member's `x`, in place."""
+        if self.in_order:
+            first, *others = self.gather(x)
+            for other in others:
+                first += other
+            return x.copy_(first)
         self._group.allreduce([x]).wait()
         return x
 
@@ -49,6 +62,17 @@ class Group:
         """The first member's `x`, written over those of all others."""
         self._group.broadcast(x, 0).wait()
         return x
+
+    def exchange(self, x: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Rows of `x` to the members: the first `counts[0]` to the first, and so on. The rows that came from them,
+        `sizes` of each, in order."""
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        self._group.alltoall_base(out, x.contiguous(), list(sizes), list(counts)).wait()
+        return out
+
+    def exchange_counts(self, counts: Tensor) -> list[int]:
+        """`counts` int64 [size] of rows for each member; how many each of them has for this one."""
+        return self.exchange(counts, [1] * self.size, [1] * self.size).tolist()
 
     def begin_send(self, x: Tensor, to: int) -> Transfer:
         """Does not wait for the receiver."""
@@ -64,18 +88,35 @@ class Group:
 class Groups:
     """The groups of one rank; None where it would be alone."""
 
+    resident = True
+    """Its memory may be known to other processes: it stays on the device while the engine sleeps."""
+
     def __init__(self, place: Place, store: Path, backend: Backend, timeout_s: float) -> None:
         self.place = place
-        meeting = dist.FileStore(str(store), place.world)  # type: ignore[attr-defined]
-        deadline = timedelta(seconds=timeout_s)
-
-        def group(name: str, rank: int, size: int) -> Group | None:
-            if size == 1:
-                return None
-            apart = dist.PrefixStore(name, meeting)  # type: ignore[attr-defined]
-            return Group(backend.process_group(apart, rank, size, deadline), rank, size)
-
-        self.tensor = group(f"tensor/{place.stage}", place.shard, place.tensor)
-        self.pipeline = group(f"pipeline/{place.shard}", place.stage, place.pipeline)
+        self._backend = backend
+        self._meeting = dist.FileStore(str(store), place.world)  # type: ignore[attr-defined]
+        self._deadline = timedelta(seconds=timeout_s)
+        self.tensor = self._group(f"tensor/{place.stage}", place.shard, place.tensor)
+        self.pipeline = self._group(f"pipeline/{place.shard}", place.stage, place.pipeline)
         # The way back is a group of its own: what NCCL does in one group waits for what was begun there before.
-        self.back = group("back", place.stage, place.pipeline) if place.shard == 0 else None
+        self.back = self._group("back", place.stage, place.pipeline) if place.shard == 0 else None
+
+    def of_first(self, shards: int) -> Groups:
+        """For a model that only the first `shards` of the first stage hold, which all call this."""
+        first = copy.copy(self)
+        first.place = Place(self.place.rank, shards, 1)
+        if shards != self.place.tensor:
+            first.tensor = self._group("tensor/first", first.place.rank, shards)
+        first.pipeline = first.back = None
+        return first
+
+    def _group(self, name: str, rank: int, size: int) -> Group | None:
+        if size == 1:
+            return None
+        apart = dist.PrefixStore(name, self._meeting)  # type: ignore[attr-defined]
+        return Group(
+            self._backend.process_group(apart, rank, size, self._deadline),
+            rank,
+            size,
+            self._backend.ops.batch_invariant,
+        )

@@ -25,37 +25,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
-from penstock.engine.parallel.channel import Call
+from penstock.engine.parallel import plain
+from penstock.engine.parallel.channel import Call, Report
 from penstock.engine.parallel.layout import Place
 from penstock.engine.parallel.member import Member
+from penstock.engine.parallel.setup import Setup
 from penstock.errors import ConfigError, ReplicaLost
 
 EXIT_RANK_LOST = 72
 _GRACE_S = 3.0
 """How long rank 0 may take to exit after another rank died; it may hang in a collective."""
 _LEAVE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The first message to a rank."""
-
-    config: EngineConfig
-    checkpoint: object | None
-    place: Place
-    store: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A rank's message while it starts: a number to agree on, or why it cannot go on."""
-
-    count: int = 0
-    problem: str = ""
-    on_purpose: bool = False
-    """Whether the problem is a `PenstockError`, to be shown to the operator, and not a bug."""
 
 
 @dataclass(slots=True)
@@ -88,26 +69,24 @@ class Ranks(Member):
             for rank in range(1, place.world):
                 self._ranks.append(_spawn(Place(rank, place.tensor, place.pipeline)))
             for other in self._ranks:
-                other.connection.send(Setup(config, checkpoint, other.place, self._store))
+                Setup(config, checkpoint, other.place, self._store).send(other.connection)
         except BaseException:
             self.close(grace_s=0.0)
             raise
 
-    def meet(self, backend: Backend) -> None:
-        self._gather()  # every rank is up and has found its device
-        super().meet(backend)
+    def _announce(self) -> None:
+        self._gather()
 
     def least(self, count: int) -> int:
         count = min([count, *(report.count for report in self._gather())])
         for other in self._ranks:
-            other.connection.send(count)
+            plain.send(other.connection, count)
         return count
 
-    def tell(self, message: bytes, first_stage_only: bool = False) -> None:
-        """One message to every rank, or to the shards that have a part of the head."""
-        for other in self._ranks:
-            if not first_stage_only or other.place.first:
-                other.connection.send_bytes(message)
+    def tell(self, message: bytes, below: int) -> None:
+        """One message to every rank whose number is smaller."""
+        for other in self._ranks[: below - 1]:
+            other.connection.send_bytes(message)
 
     def call(self, name: str, *args: Any) -> list[Future[Any]]:
         """Have every other rank do something between two steps; what it came to on each, as they answer. A refusal is a
@@ -132,7 +111,7 @@ class Ranks(Member):
         """Hand replies to those who asked, until the rank is gone."""
         with suppress(EOFError, OSError):
             while True:
-                reply = other.connection.recv()
+                reply = plain.receive(other.connection)
                 if isinstance(reply, Report):
                     other.last_words = reply.problem
                 elif reply.problem:
@@ -189,7 +168,7 @@ class Ranks(Member):
         reports = []
         for other in self._ranks:
             try:
-                report: Report = other.connection.recv()
+                report: Report = plain.receive(other.connection)
             except (EOFError, OSError):
                 raise ReplicaLost(self._why() or f"{other.place} ended while starting") from None
             if report.problem:
@@ -242,7 +221,7 @@ def _last_report(rank: _Rank) -> str:
         return f": {rank.last_words}" if rank.last_words else ""
     with suppress(EOFError, OSError):
         while rank.connection.poll():
-            report = rank.connection.recv()
+            report = plain.receive(rank.connection)
             if isinstance(report, Report) and report.problem:
                 return f": {report.problem}"
     return ""

@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.parallel.placement import place, slots_per_shard
 from penstock.errors import ConfigError
 
 Span = tuple[int, int]
@@ -46,6 +47,19 @@ class Place:
         return f"rank {self.rank} (shard {self.shard} of {self.tensor}, stage {self.stage} of {self.pipeline})"
 
 
+def place_experts(model: ModelConfig, shards: int, copies: int) -> ModelConfig:
+    """The model with its experts whole on shards, `copies` more on each than its part of them."""
+    moe = model.moe
+    if moe is None:
+        raise ConfigError("expert_parallel: this model has no experts; leave it out")
+    if shards == 1:
+        raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
+    if shards > moe.experts:
+        raise ConfigError(f"expert_parallel: {shards} devices are more than the {moe.experts} experts of a layer")
+    table = place([1.0] * moe.experts, shards, slots_per_shard(moe.experts, shards, copies))
+    return dataclasses.replace(model, moe=dataclasses.replace(moe, placement=(table,) * model.num_layers))
+
+
 def check_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
     """Raise `ConfigError` when the model cannot be split like that."""
     if not _splits(model, tensor):
@@ -61,7 +75,11 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
 def _splits(model: ModelConfig, tensor: int) -> bool:
     # With more shards than KV heads each shard has one, and several shards have the same.
     kv_fits = model.num_kv_heads % tensor == 0 or tensor % model.num_kv_heads == 0
-    widths = [model.ffn_size] if model.moe is None else [model.ffn_size, model.moe.ffn_size]
+    widths = [model.ffn_size]
+    if model.moe is not None:
+        cut = [] if model.moe.placement else [model.moe.ffn_size]
+        # Without a dense layer nothing has the dense width.
+        widths = cut if all(model.moe.layers) else [model.ffn_size, *cut]
     return model.num_heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
 
 
@@ -98,7 +116,13 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
     kv_first, kv_last = kv_head_span(model, place)
     moe = model.moe
     if moe is not None:
-        moe = dataclasses.replace(moe, ffn_size=moe.ffn_size // place.tensor, layers=moe.layers[first:last])
+        moe = dataclasses.replace(
+            moe,
+            ffn_size=moe.ffn_size if moe.placement else moe.ffn_size // place.tensor,
+            layers=moe.layers[first:last],
+            placement=moe.placement[first:last],
+            shard=place.shard,
+        )
     return dataclasses.replace(
         model,
         num_heads=model.num_heads // place.tensor,

@@ -19,7 +19,7 @@ from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.groups import Group, Groups
-from penstock.engine.parallel.layout import Place, check_layout, local_config
+from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear
 from penstock.engine.parallel.shards import head_rows, shard
 
@@ -43,11 +43,20 @@ class Member(ABC):
         return rank_device(first, self.place.rank, self.place.world)
 
     def meet(self, backend: Backend) -> None:
-        """Connect with the other ranks."""
-        self._groups = Groups(self.place, self._store, backend, self._timeout_s)
+        """Connect with the other ranks, once."""
+        if self._groups is None:
+            self._announce()
+            self._groups = Groups(self.place, self._store, backend, self._timeout_s)
 
-    def cut(self, weights: Weights, model: ModelConfig) -> tuple[Weights, ModelConfig, int]:
-        """This rank's part of a checkpoint, the configuration that describes it, and its rows of the head."""
+    def cut(
+        self, weights: Weights, model: ModelConfig, expert_copies: int | None = None
+    ) -> tuple[Weights, ModelConfig, int]:
+        """This rank's part of a checkpoint, the configuration that describes it, and its rows of the head.
+
+        `expert_copies`: experts are whole, with that many copies on each shard; None: they are cut like all else.
+        """
+        if expert_copies is not None:
+            model = place_experts(model, self.place.tensor, expert_copies)
         check_layout(model, self.place.tensor, self.place.pipeline)
         return shard(weights, model, self.place), local_config(model, self.place), head_rows(model, self.place)
 
@@ -64,9 +73,31 @@ class Member(ABC):
             fused_up_to=0,
         )
 
+    def _announce(self) -> None:  # noqa: B027 - some have nobody to tell
+        """Before the first collective: this rank is up and has found its device."""
+
     @abstractmethod
     def least(self, count: int) -> int:
         """The smallest `count` of all ranks; every rank calls this at the same point."""
+
+
+class DraftMember(Member):
+    """A rank's membership among those that have a part of the draft model: the first few shards of the first stage."""
+
+    def __init__(self, whole: Member, shards: int) -> None:
+        super().__init__(Place(whole.place.rank, shards, 1), whole._store, whole._timeout_s)
+        self._whole = whole
+
+    def device(self, first: torch.device) -> torch.device:
+        return self._whole.device(first)
+
+    def meet(self, backend: Backend) -> None:
+        self._whole.meet(backend)
+        self._groups = self._whole.groups.of_first(self.place.tensor)
+
+    def least(self, count: int) -> int:
+        """Its cache has the target's number of blocks, on which the ranks agree."""
+        return count
 
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:

@@ -21,17 +21,20 @@ from typing import Any
 
 import torch
 
-from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.host_memory import is_host
-from penstock.engine.parallel.channel import Call, Forward, Head, Reply, receive
+from penstock.engine.parallel import plain
+from penstock.engine.parallel.channel import Call, Forward, Head, Reply, Report, receive
 from penstock.engine.parallel.decoder import Arriving, Stage
-from penstock.engine.parallel.launch import Report, Setup
+from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.member import Member
+from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
+from penstock.engine.sleep.rank import RankSleep
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
 EXIT_FAILED = 1
+Message = Forward | Head | Call
 
 
 class Worker(Member):
@@ -41,13 +44,12 @@ class Worker(Member):
         super().__init__(setup.place, setup.store, setup.config.watchdog_s)
         self._connection = connection
 
-    def meet(self, backend: Backend) -> None:
-        self._connection.send(Report())
-        super().meet(backend)
+    def _announce(self) -> None:
+        plain.send(self._connection, Report())
 
     def least(self, count: int) -> int:
-        self._connection.send(Report(count))
-        agreed: int = self._connection.recv()
+        plain.send(self._connection, Report(count))
+        agreed: int = plain.receive(self._connection)
         return agreed
 
 
@@ -86,20 +88,19 @@ class RankServer:
         """What calls may name. A handler that returns a future is answered when that is done."""
         self._connection = connection
         self._sends = threading.Lock()
+        self.handlers |= RankSleep(self, models[0].part.backend).handlers
 
     @torch.inference_mode()
     def serve(self) -> None:
         """Until rank 0 closes the connection."""
-        waiting: deque[tuple[Forward | Head | Call, Arriving | None]] = deque()
+        waiting: deque[tuple[Message, Arriving | None]] = deque()
         # Receives for the steps to come are begun before the next one is run, so that it hides their time. Not on
         # devices, where a receive that waits takes room from the layers.
         ahead = is_host(self.models[0].device)
         while True:
             try:
                 while not waiting or (ahead and self._connection.poll()):
-                    message = receive(self._connection)
-                    expects = isinstance(message, Forward)
-                    waiting.append((message, self.models[message.model].expect(message) if expects else None))
+                    waiting.append(self._expect(receive(self._connection)))
             except (EOFError, ConnectionError):
                 return
             message, arriving = waiting.popleft()
@@ -109,6 +110,9 @@ class RankServer:
                 self.models[message.model].head(message)
             else:
                 self._answer(message)
+
+    def _expect(self, message: Message) -> tuple[Message, Arriving | None]:
+        return message, self.models[message.model].expect(message) if isinstance(message, Forward) else None
 
     def _answer(self, call: Call) -> None:
         try:
@@ -123,7 +127,7 @@ class RankServer:
 
     def _reply(self, reply: Reply) -> None:
         with self._sends, suppress(OSError):  # rank 0 may be gone; `serve` notices
-            self._connection.send(reply)
+            plain.send(self._connection, reply)
 
 
 def _outcome(number: int, done: Future[Any]) -> Reply:
@@ -136,10 +140,12 @@ def _outcome(number: int, done: Future[Any]) -> Reply:
 def run(connection: Connection) -> int:
     """Load, serve, and return the exit code."""
     try:
-        setup: Setup = connection.recv()
+        setup = Setup.receive(connection)
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
-        RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection).serve()
+        server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
+        server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
+        server.serve()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:
@@ -148,7 +154,7 @@ def run(connection: Connection) -> int:
             traceback.print_exc()
         with suppress(OSError):  # rank 0 may be gone too
             problem = str(error) if on_purpose else f"{type(error).__name__}: {error}"
-            connection.send(Report(problem=problem, on_purpose=on_purpose))
+            plain.send(connection, Report(problem=problem, on_purpose=on_purpose))
         return EXIT_FAILED
     return 0
 

@@ -5,10 +5,15 @@ are other ranks. What is cut: query, key, value, gate and up matrices by outputs
 down matrices by inputs; their bias stays whole on shard 0 and is zero elsewhere, because it is added to a sum. The
 head, tied or not, is cut by outputs under the name `lm_head`, the last part filled up with zeros. All else (norms,
 routers, the embedding) is everywhere.
+
+Few-bit matrices are cut as they are stored, and every weight keeps its value. Groups and blocks that a cut goes through
+are taken apart into smaller ones; a matrix where that leaves fewer than 32 inputs to a scale, or whose groups are
+scattered over the inputs of other shards, is dense on these ranks, which is logged.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Collection
@@ -20,20 +25,24 @@ import torch
 from torch import Tensor
 
 from penstock.engine.loading.checkpoint import GGUFCheckpoint
+from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.fp8 import Fp8Checkpoint
-from penstock.engine.loading.gguf import BLOCK, RawTensor
+from penstock.engine.loading.gguf import BLOCK, GGMLType, RawTensor
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.families import family_of
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
-from penstock.errors import ConfigError
 
 HEAD = "lm_head.weight"
 LEAST_GROUP = 32
 """Inputs that the kernels expect to share a scale."""
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
+_OF_THE_CACHE = (".k_scale", ".v_scale")
+"""How scales of an FP8 cache end. A layer has one for all its KV heads, so that ranks agree with one device."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,8 @@ class Cuts:
         expert = (*tensors.expert_gate_up, tensors.fused_gate_up, tensors.expert_down)
         self._dense = self._gated(model.ffn_size, *dense)
         self._experts = self._dense if model.moe is None else self._gated(model.moe.ffn_size, *expert)
+        if model.moe is not None and model.moe.placement:
+            self._experts = {}  # whole experts, each on some shards
         rows = head_rows(model, place)
         begin = min(place.shard * rows, model.vocab_size)
         end = min(begin + rows, model.vocab_size)
@@ -117,6 +128,11 @@ class Cuts:
         """What the whole checkpoint calls a tensor of this rank."""
         return self._names.get(name, name)
 
+    def original_prefix(self, prefix: str) -> str:
+        """The same of the beginning of a layer's names."""
+        found = _LAYER.fullmatch(prefix)
+        return prefix if found is None else f"{found[1]}{int(found[2]) + self.layers[0]}{found[3]}"
+
     def of(self, name: str) -> Cut:
         if name == HEAD:
             return self._head
@@ -127,7 +143,7 @@ class Cuts:
     def apply(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of a whole tensor: a matrix, a bias, or the scales of a quantized matrix's outputs."""
         cut = self.of(name)
-        if tensor.dim() == 0 or tensor.numel() == 1:
+        if tensor.dim() == 0 or tensor.numel() == 1 or name.endswith(_OF_THE_CACHE):
             return tensor
         if cut.inputs is not None and (tensor.dim() == 1 or tensor.shape[1] == 1):
             # One number per output: every shard needs a scale, but only one may add a bias.
@@ -146,8 +162,8 @@ def shard(weights: Weights, model: ModelConfig, place: Place) -> Weights:
         return ShardedGGUF(weights, model, place)
     if isinstance(weights, QuantizedCheckpoint):
         return ShardedQuantized(weights, model, place)
-    if isinstance(weights, Fp8Checkpoint) and weights.scaled_by_rows:
-        return Fp8Checkpoint(ShardedTensors(weights.inner, model, place))
+    if isinstance(weights, Fp8Checkpoint):
+        return ShardedFp8(weights, model, place)
     return ShardedTensors(weights, model, place)
 
 
@@ -176,11 +192,44 @@ class ShardedQuantized(_Sharded, QuantizedCheckpoint):
 
     def groups(self, name: str, device: str | torch.device = "cpu") -> IntGroups | None:
         found: IntGroups | None = self._whole.groups(self._cuts.original(name), device)
-        return None if found is None else _cut_groups(found, self._cuts.of(name), name, self._cuts.place)
+        return None if found is None else _cut_groups(found, self._cuts.of(name), name)
+
+    def kv_scale(self, attention: str) -> tuple[float, float]:
+        scale: tuple[float, float] = self._whole.kv_scale(self._cuts.original_prefix(attention))
+        return scale
+
+
+class ShardedFp8(_Sharded, Fp8Checkpoint):
+    """FP8 numbers and their scales: of rows, or of tiles."""
+
+    def stored(self, name: str, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
+        found: tuple[Tensor, Tensor] | None = self._whole.stored(self._cuts.original(name), device)
+        if found is None:
+            return None
+        weight, scale = found
+        cut = self._cuts.of(name)
+        return cut.apply(weight).contiguous(), scale if cut.inputs is not None else cut.apply(scale)
+
+    def grouped(self, name: str, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
+        found: tuple[Tensor, Tensor] | None = self._whole.grouped(self._cuts.original(name), device)
+        if found is None:
+            return None
+        weight, scale = found
+        cut = self._cuts.of(name)
+        if cut.inputs is None:
+            return cut.apply(weight).contiguous(), cut.apply(scale)
+        group = weight.shape[1] // scale.shape[1]
+        size = math.gcd(*cut.inputs, group)
+        columns = torch.arange(*cut.inputs, size, device=scale.device) // group
+        return cut.apply(weight).contiguous(), scale[:, columns].contiguous()
+
+    def kv_scale(self, attention: str) -> tuple[float, float]:
+        scale: tuple[float, float] = self._whole.kv_scale(self._cuts.original_prefix(attention))
+        return scale
 
 
 class ShardedGGUF(_Sharded, GGUFCheckpoint):
-    """A GGUF file whose stored blocks are cut without being decoded."""
+    """A GGUF file whose stored blocks are cut without being decoded, where the cut is between two of them."""
 
     def raw(self, name: str) -> RawTensor:
         raw: RawTensor = self._whole.raw(self._cuts.original(name))
@@ -192,28 +241,35 @@ class ShardedGGUF(_Sharded, GGUFCheckpoint):
             return RawTensor(raw.type, np.ascontiguousarray(data), (len(data), raw.shape[1]))
         weights, size = BLOCK[raw.type]
         begin, end = cut.inputs
-        if begin % weights or end % weights:
-            raise _inside(name, self._cuts.place, cut.inputs, f"a {raw.type.name} block of {weights}")
-        data = raw.data[:, begin // weights * size : end // weights * size]
-        return RawTensor(raw.type, np.ascontiguousarray(data), (raw.shape[0], end - begin))
+        first, last = begin // weights, -(-end // weights)
+        data = np.ascontiguousarray(raw.data[:, first * size : last * size])
+        if begin % weights == 0 and end % weights == 0:
+            return RawTensor(raw.type, data, (raw.shape[0], end - begin))
+        wide = dequantize(torch.from_numpy(data), raw.type, (raw.shape[0], (last - first) * weights))
+        inside = wide[:, begin - first * weights : end - first * weights].contiguous()
+        return RawTensor(GGMLType.F32, inside.numpy().view(np.uint8), (raw.shape[0], end - begin))
 
     def groups(self, name: str, device: str | torch.device = "cpu") -> IntGroups | None:
-        return from_gguf(self.raw(name), device)
+        raw = self.raw(name)
+        if raw.type != GGMLType.F32:
+            return from_gguf(raw, device)
+        found: IntGroups | None = self._whole.groups(self._cuts.original(name), device)
+        return None if found is None else _cut_groups(found, self._cuts.of(name), name)
 
 
-def _cut_groups(groups: IntGroups, cut: Cut, name: str, place: Place) -> IntGroups:
+def _cut_groups(groups: IntGroups, cut: Cut, name: str) -> IntGroups | None:
+    """A rank's part of integers in groups; None where it is better dense."""
     if cut.inputs is None:
         low = None if groups.minimum is None else cut.apply(groups.minimum)
         return replace(groups, quants=cut.apply(groups.quants), scale=cut.apply(groups.scale), minimum=low)
-    if groups.order is not None:
-        raise ConfigError(
-            f"tensor_parallel: {place.tensor} cannot cut {name}: its groups are scattered over the inputs (act-order); "
-            "use pipeline_parallel instead, or weights: dense"
-        )
     begin, end = cut.inputs
+    if groups.order is not None:
+        _log.warning("%s is dense on each shard: its groups are scattered over the inputs (act-order)", name)
+        return None
     size = math.gcd(begin, end, groups.group)
     if size % LEAST_GROUP:
-        raise _inside(name, place, cut.inputs, f"a group of {groups.group}")
+        _log.warning("%s is dense on each shard: a cut at inputs %d and %d leaves groups of %d", name, begin, end, size)
+        return None
     groups = groups.in_groups_of(size)
     columns = slice(begin // size, end // size)
     return replace(
@@ -221,13 +277,6 @@ def _cut_groups(groups: IntGroups, cut: Cut, name: str, place: Place) -> IntGrou
         quants=groups.quants[:, begin:end].contiguous(),
         scale=groups.scale[:, columns].contiguous(),
         minimum=None if groups.minimum is None else groups.minimum[:, columns].contiguous(),
-    )
-
-
-def _inside(name: str, place: Place, inputs: Span, what: str) -> ConfigError:
-    return ConfigError(
-        f"tensor_parallel: {place.tensor} cuts {name} at inputs {inputs[0]} and {inputs[1]}, inside {what}; "
-        "use fewer shards, pipeline_parallel, or weights: dense"
     )
 
 

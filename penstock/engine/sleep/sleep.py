@@ -1,8 +1,8 @@
 """Putting an engine to sleep and waking it: its process stays, its memory is free for others.
 
-On CUDA the weights move to host memory and back; the KV cache is dropped. On CPU, where the weights are in host memory
-already, and with several ranks, the whole engine is dropped and loaded again on waking, when the checkpoint is in the
-page cache. Either way caches and counters start anew.
+On CUDA the weights move to host memory and back, on every rank; the KV cache is dropped. On CPU, where the weights are
+in host memory already, the whole engine is dropped with its ranks and loaded again on waking, when the checkpoint is in
+the page cache. Either way caches and counters start anew.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class EngineSleep:
 
     def sleep(self, engine: Engine) -> SleepingEngine:
         """`engine` must have no work, and must not be used afterwards."""
-        if engine.runner.backend.offloads and engine.ranks is None:
+        if engine.runner.backend.offloads:
             return SleepingEngine(engine.info, offloaded=offload(engine))
         specs = None
         if engine.adapters is not None:

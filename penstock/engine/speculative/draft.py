@@ -86,6 +86,9 @@ class DraftProposer:
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq, None)
 
+    def forget_caches(self) -> None:
+        self._contents = [None] * len(self._contents)
+
     def _read_up(self, wanted: dict[Sequence, int]) -> dict[Sequence, int]:
         """Compute what is new, except a sequence's last few tokens; sequences that lack more get no draft yet."""
         chunks: list[Chunk] = []

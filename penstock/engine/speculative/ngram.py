@@ -68,6 +68,9 @@ class NgramProposer:
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq, None)
 
+    def forget_caches(self) -> None:
+        """It looks at tokens only."""
+
     def _score(self, state: _State, drafts: tuple[int, ...], tokens: list[int]) -> None:
         if drafts:
             accepted = len(tokens) - 1

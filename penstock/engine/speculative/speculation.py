@@ -18,6 +18,7 @@ from penstock.engine.request import EngineLoad
 from penstock.engine.scheduler import Batch, Chunk
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.gain import MARGIN, Balance, StepCosts, choose_depths
+from penstock.errors import ReplicaLost
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,10 @@ class Proposer(Protocol):
         ...
 
     def forget(self, seq: Sequence) -> None: ...
+
+    def forget_caches(self) -> None:
+        """What was computed for any sequence is gone."""
+        ...
 
 
 class Speculation:
@@ -133,6 +138,8 @@ class Speculation:
         begin = self._clock()
         try:
             drafts = self.proposer.propose(depths)
+        except ReplicaLost:
+            raise  # the ranks of a draft model cannot go on together, with the target neither
         except Exception:
             # Nothing depends on draft tokens: serving goes on without them.
             log.exception("making draft tokens failed; speculation is off until the engine restarts")
@@ -186,6 +193,10 @@ class Speculation:
 
     def forget(self, seq: Sequence) -> None:
         self.proposer.forget(seq)
+
+    def forget_caches(self) -> None:
+        """See `Proposer`."""
+        self.proposer.forget_caches()
 
     def report(self, load: EngineLoad) -> None:
         load.drafts, load.draft_tokens, load.accepted_tokens = self.drafts, self.draft_tokens, self.accepted_tokens

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.core import Engine
+from penstock.engine.core import Balancer, Engine
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.exchange import BlockExchange
@@ -43,6 +43,8 @@ def load_engine(
 ) -> Engine:
     """See `Engine.load`."""
     if config.ranks == 1:
+        if config.expert_parallel:
+            raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), None)
     if config.host_memory:
         raise ConfigError("host_memory works on one device; leave out tensor_parallel and pipeline_parallel, or it")
@@ -135,6 +137,8 @@ def _assemble(
             version=lambda name: None if scheduler.adapters is None else scheduler.adapters.version(name),
             flush=None if mover is None else mover.run,
         )
+    if ranks is not None and config.expert_parallel:
+        engine.balancer = _balancer(config, part, ranks)
     executor = runner.executor
     with phases(executor.phase) if executor.phase else nullcontext():
         executor.prepare(part.token_budget)
@@ -163,6 +167,12 @@ def _lead(part: Part, ranks: Ranks) -> Decoder:
     from penstock.engine.parallel.decoder import lead
 
     return lead(part.decoder, ranks, part.max_running + 1, -(-part.max_model_len // part.kv.block_size))
+
+
+def _balancer(config: EngineConfig, part: Part, ranks: Ranks) -> Balancer:
+    from penstock.engine.parallel.experts import make_balancer
+
+    return make_balancer(part.decoder, part.model, ranks, config.expert_copies, config.expert_rebalance_s)
 
 
 def _host_tier(config: EngineConfig, part: Part, phases: Phases) -> tuple[HostTier | None, BlockMover | None]:

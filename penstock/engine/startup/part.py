@@ -24,7 +24,7 @@ from penstock.engine.backends.select import pick_backend, pick_device, pick_dtyp
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.build import build_decoder
-from penstock.engine.models.calibration import calibrate
+from penstock.engine.models.calibration import Forward, calibrate
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
@@ -104,7 +104,9 @@ def load_part(
         model = local = read_config(weights.config)
         head_rows = None
         if member is not None:
-            weights, local, head_rows = member.cut(weights, model)
+            weights, local, head_rows = member.cut(
+                weights, model, config.expert_copies if config.expert_parallel else None
+            )
     with phases("kernels"):
         backend = backend or pick_backend(device, threads)
         if config.deterministic:
@@ -139,9 +141,10 @@ def load_part(
             head_rows=head_rows,
             progress=lambda fraction: phases.report("weights", fraction),
         )
-    if backend.calibrates and member is None:
+    if backend.calibrates and (kv_dtype == INT8 or plan.quantize is not None):
         with phases("calibration"):
-            decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8)
+            together = None if member is None else _together(member, decoder)
+            decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
     adapters = make_adapters(config, backend, decoder, find_adapter, dtype=dtype)
     if backend.compiles:
         with phases("compile"):
@@ -176,14 +179,19 @@ def load_part(
     return Part(backend, model, decoder, kv, max_running, budget, max_model_len, adapters)
 
 
+def _together(member: Member, decoder: Decoder) -> Forward:
+    """A pass through the parts of all ranks, of which this one has `decoder`."""
+    from penstock.engine.parallel.decoder import Stage
+
+    return Stage(member.connect(decoder), member.groups).forward
+
+
 def check_deterministic(config: EngineConfig, model: ModelConfig) -> None:
     """Refuse what has no batch-invariant kernels yet."""
     if model.moe is not None:
         raise ConfigError("deterministic: true is not available for mixture-of-experts models")
     if config.adapters or config.adapter_slots:
         raise ConfigError("deterministic: true is not available with adapters")
-    if config.ranks > 1:
-        raise ConfigError("deterministic: true works on one device; leave out tensor_parallel and pipeline_parallel")
 
 
 def check_stateful(config: EngineConfig) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,9 +19,13 @@ from penstock.engine.backends.reference.linear import DenseLinear
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.sleep.offload import offload, storages_of, walk
+from penstock.engine.parallel.rank import RankServer
+from penstock.engine.sleep.memory import storages_of, walk
+from penstock.engine.sleep.offload import offload
 from penstock.engine.sleep.sleep import EngineSleep
+from penstock.errors import ConfigError
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
+from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import write_checkpoint
 
 REQUEST = greedy("a", [5, 9, 2, 77, 31, 8, 8, 1, 4, 60, 61, 62, 63, 64, 65, 66, 67], 10)
@@ -49,19 +55,40 @@ def test_a_sleeping_engine_is_gone_and_a_woken_one_answers_the_same(folder: Path
 
 
 class PlainBackend(ReferenceBackend):
-    """As on CUDA: dense weights in ordinary tensors."""
+    """As on CUDA: dense weights in ordinary tensors, which sleep moves."""
+
+    offloads = True
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return DenseLinear(weight.clone(), bias)
 
 
 @pytest.fixture
-def plain_engine(folder: Path) -> Iterator[Engine]:
+def plain() -> Iterator[None]:
     with (
         patch("penstock.engine.startup.part.pick_backend", lambda device, threads: PlainBackend()),
         patch("penstock.engine.kv.kinds.zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype)),
     ):
-        yield make_engine(folder)
+        yield
+
+
+@pytest.fixture
+def plain_engine(folder: Path, plain: None) -> Engine:
+    return make_engine(folder)
+
+
+@contextmanager
+def seen_servers() -> Iterator[list[RankServer]]:
+    """The worker ranks of engines that are started meanwhile."""
+    found: list[RankServer] = []
+    serve = RankServer.serve
+
+    def noted(server: RankServer) -> None:
+        found.append(server)
+        serve(server)
+
+    with patch.object(RankServer, "serve", noted):
+        yield found
 
 
 def test_offloaded_memory_is_empty_and_comes_back_under_the_same_tensors(plain_engine: Engine) -> None:
@@ -92,3 +119,46 @@ def test_a_wake_without_room_takes_nothing_and_can_be_tried_again(plain_engine: 
         offloaded.restore()
     assert sum(storage.nbytes() for storage in storages_of(tensors).values()) == asleep
     assert generate(offloaded.restore(), REQUEST) == expected
+
+
+def test_every_rank_sleeps_and_wakes_with_what_it_knew(folder: Path, plain: None) -> None:
+    with seen_servers() as others, threaded_engine(folder, 2, 2) as engine:
+        expected = generate(engine, REQUEST)
+        tensors = [item for server in others for item in walk(server) if isinstance(item, Tensor)]
+        size = sum(storage.nbytes() for storage in storages_of(tensors).values())
+        assert len(others) == 3 and size
+        sleeper = EngineSleep(engine.config, Engine.load)
+        for _ in range(2):
+            sleeping = sleeper.sleep(engine)
+            assert sum(storage.nbytes() for storage in storages_of(tensors).values()) < size / 100
+            assert sleeper.wake(sleeping) is engine
+            assert sum(storage.nbytes() for storage in storages_of(tensors).values()) == size
+            for table in (server.models[0].tables for server in others):
+                assert torch.equal(table, engine.runner.rows.block_tables), "the ranks no longer agree on the tables"
+            assert generate(engine, REQUEST) == expected
+        assert_idle(engine)
+
+
+def test_without_room_on_one_rank_all_ranks_stay_asleep(folder: Path, plain: None) -> None:
+    with seen_servers() as others, threaded_engine(folder, 1, 3) as engine:
+        expected = generate(engine, REQUEST)
+        tensors = [item for root in (*others, engine) for item in walk(root) if isinstance(item, Tensor)]
+        offloaded = offload(engine)
+        asleep = sum(storage.nbytes() for storage in storages_of(tensors).values())
+        (lacking,) = (
+            one.part.backend for server in others for one in server.models if one.stage.groups.place.rank == 2
+        )
+        for moment in (1, 2):  # while memory comes back, and once it has
+            calls = itertools.count()
+
+            def synchronize(moment: int = moment, calls: Iterator[int] = calls) -> None:
+                if next(calls) == moment:
+                    raise MemoryError("no room")
+
+            with (
+                patch.object(lacking, "synchronize", synchronize),
+                pytest.raises(ConfigError, match=r"rank 2 .*there is no room to wake: no room"),
+            ):
+                offloaded.restore()
+            assert sum(storage.nbytes() for storage in storages_of(tensors).values()) == asleep
+        assert generate(offloaded.restore(), REQUEST) == expected

@@ -46,6 +46,9 @@ class Oracle:
     def forget(self, seq: Sequence) -> None:
         pass
 
+    def forget_caches(self) -> None:
+        pass
+
 
 def eager_engine(folder: Path, proposer: Callable[[Engine], Proposer] | None = None, **settings: Any) -> Engine:
     """An engine that verifies every draft token its proposer makes."""

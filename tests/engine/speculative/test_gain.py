@@ -132,6 +132,9 @@ class _FixedProposer:
     def forget(self, seq: Sequence) -> None:
         pass
 
+    def forget_caches(self) -> None:
+        pass
+
 
 class _Machine:
     """Steps on a clock of its own: `base + slope * tokens` seconds each; `true`: the real acceptance rate."""

@@ -63,7 +63,6 @@ class CpuBackend(ReferenceBackend):
             and model.head_dim % 64 == 0
             and model.num_heads <= 8 * model.num_kv_heads
             and config.block_size % 16 == 0
-            and config.ranks == 1
         )
         return INT8 if multiplies_bytes else dtype
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from penstock.engine.backends.cuda.kernels import moe
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.interface import Activation, Ops
-from penstock.engine.models.layers.experts import ExpertMlp, Router
+from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router
+from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -29,6 +30,13 @@ class Stack:
     def weight_bytes(self) -> int:
         return self.weight.numel() * self.weight.element_size()
 
+    def put(self, index: int, linear: Linear) -> None:
+        """Another expert's matrix, of the same form."""
+        assert isinstance(linear, CudaLinear)
+        self.weight.view(torch.uint8)[index].copy_(linear.weight.view(torch.uint8))
+        if self.scale is not None and linear.scale is not None:
+            self.scale[index].copy_(linear.scale)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupedExpertMlp:
@@ -39,6 +47,8 @@ class GroupedExpertMlp:
     activation: Activation
     gate_up: Stack
     down: Stack
+    source: ExpertSource
+    slots: ExpertSlots | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -49,14 +59,26 @@ class GroupedExpertMlp:
         return self.router.linear.weight_bytes + self.gate_up.weight_bytes + self.down.weight_bytes
 
     def forward(self, x: Tensor) -> Tensor:
-        top_k, gelu = self.router.top_k, self.activation == "gelu_tanh"
-        weights, chosen = moe.route(self.router.linear(x), top_k, self.router.normalize)
-        plan = moe.plan(chosen, self.gate_up.weight.shape[0])
+        weights, chosen = self.choose(x)
+        return self.apply(x, weights, chosen if self.slots is None else self.slots.here(chosen))
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return moe.route(self.router.linear(x), self.router.top_k, self.router.normalize)
+
+    def apply(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        top_k, gelu, chosen = chosen.shape[1], self.activation == "gelu_tanh", chosen.int()
+        experts = self.gate_up.weight.shape[0]
+        plan = moe.plan(chosen, experts)
         inner = moe.grouped_linear(x, self.gate_up.weight, plan, top_k, weight_scale=self.gate_up.scale, gelu=gelu)
         pairs = moe.grouped_linear(
             inner, self.down.weight, plan, top_k, weight_scale=self.down.scale, route_weights=weights
         )
-        return moe.combine(pairs, top_k)
+        return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
+
+    def replace(self, slot: int, expert: GatedMlp) -> None:
+        """In place: recorded steps read the stacks."""
+        for stack, linear in ((self.gate_up, expert.gate_up), (self.down, expert.down)):
+            stack.put(slot, linear)
 
 
 def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
@@ -65,7 +87,7 @@ def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
     down = _stack([expert.down for expert in mlp.experts])
     if gate_up is None or down is None:
         return None
-    return GroupedExpertMlp(mlp.ops, mlp.router, mlp.experts[0].activation, gate_up, down)
+    return GroupedExpertMlp(mlp.ops, mlp.router, mlp.experts[0].activation, gate_up, down, mlp.source, mlp.slots)
 
 
 def _stack(linears: list[Linear]) -> Stack | None:

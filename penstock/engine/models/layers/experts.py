@@ -2,18 +2,26 @@
 
 Here experts are ordinary linears, quantized ones too, computed one after another: right where a launch costs nothing
 (CPU). `backends.cuda.experts` computes all of them at once.
+
+With several processes each may hold some of the experts (`ExpertSlots`). `apply` then computes the part of the sum
+whose experts are here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import Ops
-from penstock.engine.models.layers.feed_forward import GatedMlp
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
+
+LayerTable = tuple[tuple[int, ...], ...]
+"""Which expert each slot of each shard holds: [shard][slot]. Every expert is somewhere, on a shard at most once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +38,97 @@ class Router:
         return (weights / weights.sum(-1, keepdim=True) if self.normalize else weights), experts
 
 
+class ExpertSlots:
+    """Where the experts of a layer are, and how many tokens chose each of them.
+
+    Slots are numbered through all shards, shard by shard. Tokens take the copies of an expert in turn, by their place
+    in the step: a choice that every process makes alike, and that never depends on what was computed before.
+    """
+
+    def __init__(self, table: LayerTable, shard: int, experts: int, device: torch.device) -> None:
+        self.shard = shard
+        self.size = len(table[0])
+        self.loads = torch.zeros(experts, dtype=torch.int64, device=device)
+        """Visits of each expert since the start, of the tokens that this process routed."""
+        self._copies = torch.ones(experts, dtype=torch.int64, device=device)
+        self._places = torch.zeros(experts, len(table), dtype=torch.int64, device=device)
+        self.put(table)
+
+    def put(self, table: LayerTable) -> None:
+        """Experts have moved. In place, so that recorded steps see it."""
+        self.table = table
+        places: list[list[int]] = [[] for _ in range(len(self.loads))]
+        for shard, held in enumerate(table):
+            for slot, expert in enumerate(held):
+                places[expert].append(shard * self.size + slot)
+        width = self._places.shape[1]
+        self._copies.copy_(torch.tensor([len(slots) for slots in places]))
+        self._places.copy_(torch.tensor([slots + [0] * (width - len(slots)) for slots in places]))
+
+    def of(self, chosen: Tensor) -> Tensor:
+        """The slot for each choice [T, top_k] of an expert, int64; counts the visits."""
+        chosen = chosen.long()
+        self.loads.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
+        token = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
+        return self._places[chosen, token % self._copies[chosen]]
+
+    def here(self, chosen: Tensor) -> Tensor:
+        """As `of`, counted from this shard's first slot; one past its last for those elsewhere."""
+        return self.on(self.shard, self.of(chosen))
+
+    def on(self, shard: Tensor | int, slots: Tensor) -> Tensor:
+        """Slots as `shard` counts them; one past its last for those elsewhere."""
+        local = slots - shard * self.size
+        return torch.where((local < 0) | (local >= self.size), self.size, local)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSource:
+    """A layer's experts in the checkpoint, to be read again when they move."""
+
+    make: Callable[[int], GatedMlp]
+    """One expert, as the others were made. On the thread that runs steps, since it may use their kernels."""
+    touch: Callable[[int], None]
+    """Read its tensors and forget them: what comes from a disk is then in memory. On any thread."""
+
+
+class Experts(FeedForward, Protocol):
+    """A feed-forward of experts, all or some of which this process holds."""
+
+    @property
+    def router(self) -> Router: ...
+
+    @property
+    def slots(self) -> ExpertSlots | None:
+        """None when all experts are here, in order."""
+        ...
+
+    @property
+    def source(self) -> ExpertSource: ...
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 and experts [T, top_k]."""
+        ...
+
+    def apply(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The weighted sum over each token's experts that are here. `chosen` [T, any]: slots of this process, counted
+        from 0; one past the last is elsewhere and adds nothing."""
+        ...
+
+    def replace(self, slot: int, expert: GatedMlp) -> None:
+        """Hold another expert from now on."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
     """Experts one by one, each over its own tokens."""
 
     ops: Ops
     router: Router
-    experts: tuple[GatedMlp, ...]
+    experts: list[GatedMlp]
+    source: ExpertSource
+    slots: ExpertSlots | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -48,13 +140,30 @@ class ExpertMlp:
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x)
-        top_k = self.router.top_k
+        return self.apply(x, weights, chosen if self.slots is None else self.slots.here(chosen))
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.router(x)
+
+    def apply(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        top_k = chosen.shape[1]
         # Pairs of token and expert, sorted by expert: one gather before and one after, none per expert.
         order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
+        *counts, elsewhere = torch.bincount(chosen.flatten(), minlength=len(self.experts) + 1).tolist()
+        order = order[: len(order) - elsewhere]
         runs = torch.split(x[order // top_k], counts)
-        outputs = torch.cat([expert.forward(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)])
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=x.device)
-        by_token = outputs[back].view(-1, top_k, x.shape[1])
+        outputs = x.new_zeros(len(x) * top_k, x.shape[1])
+        if len(order):
+            outputs[order] = torch.cat(
+                [expert.forward(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)]
+            )
+        by_token = outputs.view(-1, top_k, x.shape[1])
         return (by_token * weights.to(x.dtype).unsqueeze(-1)).sum(1)
+
+    def replace(self, slot: int, expert: GatedMlp) -> None:
+        self.experts[slot] = expert
+
+
+def held(table: LayerTable | None, shard: int, experts: int) -> Sequence[int]:
+    """The experts that a process holds, by slot."""
+    return range(experts) if table is None else table[shard]

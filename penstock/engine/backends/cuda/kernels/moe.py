@@ -128,18 +128,19 @@ def _plan_kernel(
         smaller += (tl.load(experts_ptr + i, mask=i < pairs, other=EXPERTS) < expert).to(tl.int32)
     at = tl.sum(smaller, axis=0)
     tl.store(starts_ptr + expert, at)
-    if expert == EXPERTS - 1:
-        tl.store(starts_ptr + EXPERTS, pairs)
     for chunk in range(0, pairs, BLOCK):
         i = chunk + lane
         mine = tl.load(experts_ptr + i, mask=i < pairs, other=EXPERTS) == expert
         rank = tl.cumsum(mine.to(tl.int32), axis=0)
         tl.store(order_ptr + at + rank - 1, i, mask=mine)
         at += tl.sum(mine.to(tl.int32), axis=0)
+    if expert == EXPERTS - 1:
+        tl.store(starts_ptr + EXPERTS, at)
 
 
 def plan(experts: Tensor, count: int, *, pdl: bool = False) -> Plan:
-    """Sort the pairs of `experts` int32 [T, top_k] by expert; those of one expert keep their order."""
+    """Sort the pairs of `experts` int32 [T, top_k] by expert; those of one expert keep their order. Choices of
+    `count` or more are of experts elsewhere: they are in no run."""
     pairs = experts.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
     starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
@@ -250,9 +251,12 @@ def _grouped_kernel(
 @triton.jit
 def _combine_kernel(
     pairs_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
     out_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SOME: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -263,7 +267,10 @@ def _combine_kernel(
     wait_for_inputs(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(TOP_K):
-        total += tl.load(pairs_ptr + (token * TOP_K + i) * HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
+        present = mask
+        if SOME:  # nothing was written for experts elsewhere
+            present = mask & (tl.load(chosen_ptr + token * TOP_K + i) < EXPERTS)
+        total += tl.load(pairs_ptr + (token * TOP_K + i) * HIDDEN + cols, mask=present, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * HIDDEN + cols, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -341,8 +348,9 @@ def grouped_linear(
     return out
 
 
-def combine(pairs: Tensor, top_k: int, *, pdl: bool = False) -> Tensor:
-    """[T * top_k, hidden] to [T, hidden]: the sum over each token's pairs."""
+def combine(pairs: Tensor, top_k: int, *, chosen: Tensor | None = None, experts: int = 0, pdl: bool = False) -> Tensor:
+    """[T * top_k, hidden] to [T, hidden]: the sum over each token's pairs; with `chosen`, of those whose expert is
+    below `experts`."""
     tokens, hidden = pairs.shape[0] // top_k, pairs.shape[1]
     out = torch.empty((tokens, hidden), dtype=pairs.dtype, device=pairs.device)
     if tokens:
@@ -351,9 +359,12 @@ def combine(pairs: Tensor, top_k: int, *, pdl: bool = False) -> Tensor:
             _combine_kernel,
             (tokens, ceil_div(hidden, block)),
             pairs,
+            pairs if chosen is None else chosen,
             out,
             HIDDEN=hidden,
             TOP_K=top_k,
+            EXPERTS=experts,
+            SOME=chosen is not None,
             BLOCK=block,
             num_warps=4,
             pdl=pdl,

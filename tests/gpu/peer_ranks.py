@@ -1,0 +1,245 @@
+"""Ranks as processes on one GPU, for the tests of peer memory: `spawn` starts them, the functions below run in them.
+
+    python tests/gpu/peer_ranks.py probe       # what this machine can do, and how long flags take from rank to rank
+
+Processes that share a GPU take turns of milliseconds on it; under NVIDIA's multi-process service (MPS) their kernels
+run side by side. `mps` starts it where it is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "gpu")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from penstock.engine.backends.cuda import peer_memory  # noqa: E402
+from penstock.engine.backends.cuda.kernels import peers as kernels  # noqa: E402
+
+SIZES = [(tokens, hidden) for tokens in (1, 2, 4, 8, 16, 32, 64) for hidden in (4096, 8192)]
+
+
+@contextlib.contextmanager
+def mps() -> Iterator[dict[str, str] | None]:
+    """The environment of processes that share the GPU through MPS; None where it is not installed."""
+    places = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/nvidia/bin", "/usr/bin", "/opt/bin"))
+    control = shutil.which("nvidia-cuda-mps-control", path=places)
+    if control is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        here = os.environ | environment
+        started = subprocess.run([control, "-d"], env=here, capture_output=True, text=True, timeout=20)
+        if started.returncode:
+            print(f"MPS does not start: {started.stdout}{started.stderr}", flush=True)
+            yield None
+            return
+        try:
+            yield environment
+        finally:
+            for log in Path(folder).glob("*.log"):
+                lines = [line for line in log.read_text().splitlines() if "rror" in line or "ail" in line]
+                print("\n".join(lines[-5:]), flush=True)
+            subprocess.run([control], input="quit\n", text=True, env=here, capture_output=True, timeout=20)
+
+
+def spawn(work: str, size: int, environment: dict[str, str] | None = None, timeout_s: float = 80) -> Any:
+    """Run `work` on `size` ranks, a process each; what rank 0 returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, work, folder, str(size)]
+        given = os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {})
+        ranks = [subprocess.Popen([*command, str(rank)], env=given) for rank in range(size)]
+        deadline = time.monotonic() + timeout_s
+        try:
+            for rank in ranks:
+                code = rank.wait(max(0.1, deadline - time.monotonic()))
+                assert code == 0, f"{work}: a rank of {size} ended with {code}"
+            return json.loads((Path(folder) / "result").read_text())
+        finally:
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.kill()
+
+
+class Meeting:
+    """A rank's peers, and a way to begin together."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.device = torch.device("cuda", 0)
+        torch.cuda.set_device(self.device)
+        regions = peer_memory.open_regions(store, rank, size, kernels.REGION_BYTES, self.device)
+        assert regions is not None, "the ranks cannot open each other's memory"
+        self.peers = kernels.Peers(regions, rank, self.device)
+        self._turns = 0
+
+    def together(self) -> None:
+        torch.cuda.synchronize()
+        self._turns += 1
+        self.store.add(f"turn/{self._turns}", 1)
+        while self.store.add(f"turn/{self._turns}", 0) < self.size:
+            time.sleep(0.0005)
+
+
+def latency(meeting: Meeting, sizes: list[tuple[int, int]] | None = None, each: int = 20) -> list[list[Any]]:
+    """Microseconds of an all-reduce with residual addition and norm inside a graph, by tokens, width and form."""
+    rows = []
+    for tokens, hidden in sizes or SIZES:
+        x = torch.randn(tokens, hidden, device=meeting.device, dtype=torch.bfloat16)
+        residual, weight = torch.randn_like(x), torch.randn(hidden, device=meeting.device, dtype=torch.bfloat16)
+        for two_shot in (False, True):
+
+            def work(
+                x: torch.Tensor = x,
+                residual: torch.Tensor = residual,
+                weight: torch.Tensor = weight,
+                two: bool = two_shot,
+            ) -> None:
+                kernels.all_reduce_add_norm(meeting.peers, x, residual, weight, 1e-6, two_shot=two)
+
+            rows.append([tokens, hidden, two_shot, timed(meeting, work, each)])
+    return rows
+
+
+def timed(meeting: Meeting, work: Callable[[], object], each: int) -> float:
+    """Microseconds of one `work` of `each` in a graph; every rank runs it at the same time."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(each):
+            work()
+    times = []
+    for _ in range(5):
+        meeting.together()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(stream):
+            begin.record()
+            graph.replay()
+            end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / each)
+    return statistics.median(times)
+
+
+def quick_latency(meeting: Meeting) -> list[list[Any]]:
+    return latency(meeting, [(1, 4096), (64, 8192)])
+
+
+def memory_operations(meeting: Meeting) -> float:
+    """Microseconds from a rank to another and back when streams wait for flags, not kernels."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    regions = [int(address) + 4096 for address in meeting.peers.regions.tolist()]
+    mine, theirs = regions[meeting.rank], regions[1 - meeting.rank]
+    rounds = 20
+    meeting.together()
+    begin = time.perf_counter()
+    for value in range(1, rounds + 1):
+        for step in range(2):
+            if step == meeting.rank:
+                assert driver.cuStreamWriteValue32_v2(stream, ctypes.c_uint64(theirs), ctypes.c_uint32(value), 0) == 0
+            else:  # 0: until the value is at least that
+                assert driver.cuStreamWaitValue32_v2(stream, ctypes.c_uint64(mine), ctypes.c_uint32(value), 0) == 0
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / rounds * 1e6
+
+
+def as_threads(size: int) -> list[list[Any]]:
+    """`quick_latency` of ranks that are threads of this process, on streams of their own."""
+    store = dist.HashStore()
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            meeting = Meeting(store, rank, size)
+            results[rank] = latency_without_graphs(meeting)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results.get(0, [])
+
+
+def latency_without_graphs(meeting: Meeting) -> list[list[Any]]:
+    rows = []
+    for tokens, hidden in ((1, 4096), (64, 8192)):
+        x = torch.randn(tokens, hidden, device=meeting.device, dtype=torch.bfloat16)
+        residual, weight = torch.randn_like(x), torch.randn(hidden, device=meeting.device, dtype=torch.bfloat16)
+        for two_shot in (False, True):
+            for count in (1, 20):
+                meeting.together()
+                begin = time.perf_counter()
+                for _ in range(count):
+                    kernels.all_reduce_add_norm(meeting.peers, x, residual, weight, 1e-6, two_shot=two_shot)
+                torch.cuda.current_stream().synchronize()
+                took = (time.perf_counter() - begin) / count * 1e6
+            rows.append([tokens, hidden, two_shot, took])
+    return rows
+
+
+def probe() -> None:
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name(0)}, {os.cpu_count()} CPUs", flush=True)
+    found = {name: shutil.which(name) for name in ("nvcc", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server")}
+    elsewhere = subprocess.run(
+        ["find", "/usr", "/opt", "-name", "nvidia-cuda-mps*"], capture_output=True, text=True, timeout=20
+    )
+    print(found, elsewhere.stdout.split(), flush=True)
+
+    def attempt(label: str, work: Callable[[], object]) -> None:
+        begin = time.perf_counter()
+        try:
+            print(f"{label}: {work()} ({time.perf_counter() - begin:.1f} s)", flush=True)
+        except Exception as error:
+            print(f"{label}: FAILED {type(error).__name__}: {error}", flush=True)
+
+    attempt("threads, 2 ranks", lambda: as_threads(2))
+    attempt("processes, stream waits", lambda: spawn("memory_operations", 2, timeout_s=20))
+    attempt("processes, 2 ranks", lambda: spawn("quick_latency", 2, timeout_s=40))
+    with mps() as environment:
+        if environment is None:
+            print("no MPS", flush=True)
+            return
+        attempt("MPS, stream waits", lambda: spawn("memory_operations", 2, environment, timeout_s=20))
+        attempt("MPS, 2 ranks", lambda: spawn("quick_latency", 2, environment, timeout_s=30))
+        attempt("MPS, 4 ranks", lambda: spawn("quick_latency", 4, environment, timeout_s=30))
+
+
+def main() -> None:
+    if sys.argv[1:] == ["probe"]:
+        probe()
+        return
+    work, folder, size, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        result = globals()[work](Meeting(store, rank, size))
+    torch.cuda.synchronize()
+    if rank == 0:
+        (Path(folder) / "result").write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
