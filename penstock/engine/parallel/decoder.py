@@ -89,6 +89,14 @@ class Stage:
             return Arriving(final, back.begin_receive(final, back.size - 1))
         return Arriving(hidden)
 
+    def whole(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        """A step that every rank calls by itself, waited for. In the first stage: the final hidden states."""
+        hidden = self.forward(token_ids, batch, kv, self.expect(len(token_ids), kv.device)).take()
+        while self._sent:
+            self._sent.popleft()[0].wait()
+        shards, place = self.groups.tensor, self.groups.place
+        return shards.broadcast(hidden) if shards is not None and place.first and place.pipeline > 1 else hidden
+
     def _send(self, x: Tensor, group: Group, to: int) -> None:
         """Rank 0 has at most a few steps in flight, so what was sent long before has arrived."""
         if len(self._sent) > 2 * group.size:
