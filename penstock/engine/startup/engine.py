@@ -47,7 +47,7 @@ def load_engine(
     find_adapter: Callable[[str], Path] = Path,
 ) -> Engine:
     """See `Engine.load`."""
-    config = replace(config, adapter_rank=adapter_rank(config))  # once: the same for every rank, and after a sleep
+    config = replace(config, adapter_rank=adapter_rank(config))  # once, for all ranks
     if config.ranks == 1:
         if config.expert_parallel:
             raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
