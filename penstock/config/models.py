@@ -95,6 +95,10 @@ class ModelConfig:
         None, doc="Ranks on other machines: which, and where they join.",
         example="{machines: [local, host-b], listen: tcp://127.0.0.1:7001}",
     )  # fmt: skip
+    devices: tuple[str, ...] = setting(
+        (), doc="Device of each rank; several may share one. Empty: consecutive ones from device on.",
+        example="[cuda:0, cuda:0]",
+    )  # fmt: skip
     expert_parallel: bool = setting(
         False, doc="Place experts whole on the tensor_parallel devices instead of cutting each of them."
     )

@@ -69,10 +69,16 @@ class EngineConfig:
     """Most draft tokens per sequence and step."""
     draft_model: str | None = None
     """Path of a smaller checkpoint with the same vocabulary, for `speculation: draft`."""
+    draft_tensor_parallel: int | None = None
+    """Devices that share the work of the draft model, the first ones of the first stage; as many of `tensor_parallel`
+    as split it evenly when not set."""
     tensor_parallel: int = 1
     """Devices that share the work of every layer. Memory settings are per device."""
     pipeline_parallel: int = 1
     """Groups of devices that have some of the layers each; `tensor_parallel * pipeline_parallel` devices in all."""
+    devices: tuple[str, ...] = ()
+    """The device of each rank, in their order; several may share one. Empty: rank r has the r-th, beginning at
+    `device`."""
     expert_parallel: bool = False
     """Experts are placed whole on the `tensor_parallel` devices of a stage instead of being cut by width."""
     expert_copies: int = 0
@@ -120,3 +126,8 @@ class EngineConfig:
     def ranks(self) -> int:
         """Devices, and processes, of this engine."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_per_device(self) -> int:
+        """Most ranks that share a device by the settings."""
+        return max((self.devices.count(device) for device in self.devices), default=1)

@@ -21,7 +21,7 @@ from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.adapters import adapter_cut
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
-from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear
+from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear, summing
 from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.shards import head_rows, shard
 
@@ -45,9 +45,10 @@ class Member(ABC):
         return len(self.rendezvous.beside(self.place.rank))
 
     def device(self, first: torch.device) -> torch.device:
-        """This rank's device, when the first rank on its machine has `first`."""
+        """This rank's device, when the first rank on its machine has `first` and none are named."""
         beside = self.rendezvous.beside(self.place.rank)
-        return rank_device(first, beside.index(self.place.rank), len(beside))
+        devices = [self.rendezvous.devices[rank] for rank in beside] if self.rendezvous.devices else ()
+        return rank_device(first, beside.index(self.place.rank), len(beside), devices)
 
     def meet(self, backend: Backend) -> None:
         """Connect with the other ranks, once."""
@@ -78,6 +79,7 @@ class Member(ABC):
             return decoder
         return dataclasses.replace(
             decoder,
+            ops=summing(decoder.ops, group),
             layers=[_summed(layer, group) for layer in decoder.layers],
             head=GatheredLinear(decoder.head, group, decoder.config.vocab_size),
             # The fused path adds to the residual stream inside the linears, before there is a sum.
@@ -113,5 +115,8 @@ class DraftMember(Member):
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
     assert isinstance(layer.mixer, Attention), "only attention is cut by heads"
-    mixer = dataclasses.replace(layer.mixer, output=SummedLinear(layer.mixer.output, group))
+    attention = layer.mixer
+    mixer = dataclasses.replace(
+        attention, ops=summing(attention.ops, group), output=SummedLinear(attention.output, group)
+    )
     return dataclasses.replace(layer, mixer=mixer, feed_forward=SummedFeedForward(layer.feed_forward, group))

@@ -13,10 +13,11 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,24 +26,29 @@ import numpy as np
 import torch
 
 from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.host_memory import is_host
+from penstock.engine.backends.interface import Ints
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.blocks import RankSlots, block_part
-from penstock.engine.parallel.channel import Call, Forward, Head, Move, Reply, Report, limits, receive
-from penstock.engine.parallel.decoder import Stage
+from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, limits, receive
+from penstock.engine.parallel.decoder import Arriving, Stage, part_of
 from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.link import Link
 from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
+from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.sleep.rank import RankSleep
+from penstock.engine.speculative.setup import load_draft
 from penstock.engine.startup.offload import open_host_pool
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
 EXIT_FAILED = 1
+Message = Forward | Head | Move | Call | Replay | Capture
 
 
 class Worker(Member):
@@ -77,11 +83,42 @@ class ServedModel:
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
 
-    def forward(self, message: Forward) -> None:
-        rows, columns, blocks = torch.from_numpy(message.cells).to(self.device, non_blocking=True)
-        self.tables[rows, columns] = blocks.to(torch.int32)
+    @cached_property
+    def follower(self) -> Follower:
+        """Runs the steps that rank 0 has captured."""
+        part, adapters, groups = self.part, self.part.adapters, self.stage.groups
+        narrow = None if adapters is None else adapters.narrow
+        return part.backend.follower(
+            FollowerResources(
+                part_of(self.stage),
+                part.kv,
+                self.tables,
+                part.max_model_len,
+                part.max_running,
+                lora=None if adapters is None else adapters.kernel,
+                adapted=None if adapters is None else part_of(Stage(adapters.decoder, groups)),
+                narrow=None if narrow is None else part_of(Stage(narrow, groups)),
+            )
+        )
+
+    def _note(self, cells: Ints) -> None:
+        """Bring the block tables up to date."""
+        if cells.shape[1]:
+            rows, columns, blocks = torch.from_numpy(cells).to(self.device, non_blocking=True)
+            self.tables[rows, columns] = blocks.to(torch.int32)
+
+    def replay(self, message: Replay) -> None:
+        self._note(message.cells)
+        self.follower.replay(message.kind, message.shape, message.inputs)
+
+    def expect(self, message: Forward) -> Arriving | None:
+        """Begin to receive what a step needs from the stage before this one."""
+        return self.stage.expect(len(message.token_ids), self.device)
+
+    def forward(self, message: Forward, arriving: Arriving | None) -> None:
+        self._note(message.cells)
         token_ids = torch.from_numpy(message.token_ids).to(self.device, non_blocking=True)
-        self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv)
+        self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv, arriving)
 
     def _stage_of(self, message: Forward) -> Stage:
         """The stage that runs a step, with the adapters of its tokens or without any."""
@@ -113,13 +150,23 @@ class RankServer:
     @torch.inference_mode()
     def serve(self) -> None:
         """Until rank 0 closes the connection."""
+        waiting: deque[tuple[Message, Arriving | None]] = deque()
+        # Receives for the steps to come are begun before the next one is run, so that it hides their time. Not on
+        # devices, where a receive that waits takes room from the layers.
+        ahead = is_host(self.models[0].device)
         while True:
             try:
-                message = receive(self._connection)
+                while not waiting or (ahead and self._connection.poll()):
+                    waiting.append(self._expect(receive(self._connection)))
             except (EOFError, ConnectionError):
                 return
+            message, arriving = waiting.popleft()
             if isinstance(message, Forward):
-                self.models[message.model].forward(message)
+                self.models[message.model].forward(message, arriving)
+            elif isinstance(message, Replay):
+                self.models[message.model].replay(message)
+            elif isinstance(message, Capture):
+                self.models[message.model].follower.capture(message.kind, message.shape)
             elif isinstance(message, Head):
                 self.models[message.model].head(message)
             elif isinstance(message, Move):
@@ -127,6 +174,9 @@ class RankServer:
                 self.mover.run(message.transfers)
             else:
                 self._answer(message)
+
+    def _expect(self, message: Message) -> tuple[Message, Arriving | None]:
+        return message, self.models[message.model].expect(message) if isinstance(message, Forward) else None
 
     def _answer(self, call: Call) -> None:
         try:
@@ -151,15 +201,33 @@ def _outcome(number: int, done: Future[Any]) -> Reply:
     return Reply(number, problem=str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}")
 
 
+def _load(setup: Setup, member: Worker) -> list[ServedModel]:
+    """This rank's part of the target, and of the draft model if it has one."""
+    draft = load_draft(setup.config, Phases(None), member)
+    part = load_part(
+        setup.config,
+        setup.checkpoint,
+        Phases(None),
+        member,
+        backend=None if draft is None else draft.part.backend,
+        beside=0 if draft is None else draft.block_bytes,
+    )
+    models = [ServedModel(part, Stage(part.decoder, member.groups))]
+    if draft is not None and draft.member is not None:
+        models.append(ServedModel(draft.sized_like(part), Stage(draft.part.decoder, draft.member.groups)))
+    return models
+
+
 def run(connection: Connection, link: Connection | None = None, find_adapter: Callable[[str], Path] = Path) -> int:
     """Load, serve, and return the exit code. `link`: for tensors to and from ranks on other machines. `find_adapter`:
     see `Engine.load`."""
     try:
         setup = Setup.receive(connection)
         member = Worker(setup, connection, link)
-        part = load_part(setup.config, setup.checkpoint, Phases(None), member)
+        models = _load(setup, member)
+        part = models[0].part
         _, mover = open_host_pool(setup.config, part, member)
-        server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
+        server = RankServer(models, connection)
         server.mover = mover
         slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
         server.handlers |= slots.handlers()

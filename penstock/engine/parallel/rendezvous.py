@@ -22,11 +22,13 @@ class Rendezvous:
     """The machine of each rank."""
     link: Link | None
     """To ranks on other machines, where there are any."""
+    devices: tuple[str, ...] = ()
+    """Those of all ranks, where they are named."""
 
     @classmethod
     def of(cls, config: EngineConfig, store: Path, link: Link | None) -> Rendezvous:
         machines = tuple(config.machine(rank) for rank in range(config.ranks))
-        return cls(store, config.watchdog_s, machines, link)
+        return cls(store, config.watchdog_s, machines, link, config.devices)
 
     def beside(self, rank: int) -> list[int]:
         """The ranks on the machine of `rank`, itself included."""
