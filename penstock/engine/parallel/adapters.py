@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.engine.adapters.layout import AdapterCut, layout_of
 from penstock.engine.adapters.peft import LoadedAdapter
@@ -45,17 +45,14 @@ def _times(span: Span, size: int) -> Span:
     return span[0] * size, span[1] * size
 
 
-class Caller(Protocol):
-    """What is needed of `Ranks`."""
-
-    def call(self, name: str, *args: Any) -> list[Future[Any]]: ...
-
-
 class LeadAdapters:
     """Rank 0's side: the other ranks do as it does. See `OtherRanks`."""
 
-    def __init__(self, ranks: Caller, model: AdaptedModel, find: Callable[[str], Path]) -> None:
-        self._ranks = ranks
+    def __init__(
+        self, call: Callable[..., list[Future[Any]]], model: AdaptedModel, find: Callable[[str], Path]
+    ) -> None:
+        """`call`: see `Ranks.call`."""
+        self._call = call
         self._model = model
         self._find = find
         self._counter = itertools.count()
@@ -66,7 +63,7 @@ class LeadAdapters:
         """Read an adapter on all ranks; see `loader.Read`. Runs on a loader thread."""
         folder = self._find(source)
         number = next(self._counter)
-        answers = self._ranks.call(READ, number, name, source, str(folder))
+        answers = self._call(READ, number, name, source, str(folder))
         try:
             try:
                 adapter = self._model.read(name, folder)
@@ -76,16 +73,16 @@ class LeadAdapters:
                 if answer.result() != adapter.version:
                     raise CheckpointError(f"{source} is not the same on rank {rank}, or its files are being replaced")
         except Exception:
-            self._ranks.call(DROP, number)
+            self._call(DROP, number)
             raise
         self._numbers[adapter] = number
         return adapter
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
-        self._ranks.call(PUT, slot, self._numbers[adapter])
+        self._call(PUT, slot, self._numbers[adapter])
 
     def drop(self, adapter: LoadedAdapter) -> None:
-        self._ranks.call(DROP, self._numbers.pop(adapter))
+        self._call(DROP, self._numbers.pop(adapter))
 
 
 class FollowingAdapters:
