@@ -130,6 +130,7 @@ class RankHub:
         self._digests: tuple[CheckpointDigest, CheckpointDigest | None] | None = None
         self._beaten = 0.0
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def gather(self, config: EngineConfig) -> None:
         """See `Machines`."""
@@ -162,11 +163,13 @@ class RankHub:
             for machine in self._board.joined.values():
                 self._send(machine, pack_struct(Bye("the engine has stopped")))
 
+        if self._closed:
+            return
+        self._closed = True
         if self._thread is not None:
             self._switch.call(leave)
             self._switch.stop()
             self._thread.join()
-            self._thread = None
         self._switch.close()
         self._listener.close()
         for connection in self._links.values():

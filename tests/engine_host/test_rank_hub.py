@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,15 +16,12 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.parallel import launch
 from penstock.engine.parallel.child import connection_pair
-from penstock.engine_host import rank_host
 from penstock.engine_host.rank_host import Offer, RankHost
 from penstock.engine_host.rank_hub import RankHub
-from penstock.errors import ConfigError, ReplicaLost
 from penstock.protocol.transport import CurveClient, CurveServer, generate_keypair
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.parallel.threads import ThreadProcess, _spawn
 from tests.engine.tiny import write_checkpoint
-from tests.engine_host.client import eventually
 
 PROMPT = [5, 3, 77, 12, 9, 41]
 HEAD, MACHINE, STRANGER = generate_keypair(), generate_keypair(), generate_keypair()
