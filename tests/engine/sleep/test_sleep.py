@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.backends.reference.linear import DenseLinear
 from penstock.engine.config import EngineConfig
@@ -24,6 +26,7 @@ from penstock.engine.sleep.memory import storages_of, walk
 from penstock.engine.sleep.offload import offload
 from penstock.engine.sleep.sleep import EngineSleep
 from penstock.errors import ConfigError
+from tests.engine.adapters.files import write_adapter
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import write_checkpoint
@@ -119,6 +122,20 @@ def test_a_wake_without_room_takes_nothing_and_can_be_tried_again(plain_engine: 
         offloaded.restore()
     assert sum(storage.nbytes() for storage in storages_of(tensors).values()) == asleep
     assert generate(offloaded.restore(), REQUEST) == expected
+
+
+@pytest.mark.slow
+def test_ranks_that_slept_still_have_their_adapters(folder: Path, plain: None, tmp_path: Path) -> None:
+    made = [write_adapter(tmp_path / f"a{rank}", folder, rank=rank, seed=rank) for rank in (4, 20)]
+    specs = tuple(AdapterSpec(path.name, str(path)) for path in made)
+    requests = [replace(REQUEST, request_id=spec.name, adapter=spec.name) for spec in specs]
+    with threaded_engine(folder, 2, 2, adapters=specs) as engine:
+        expected = generate(engine, REQUEST, *requests)
+        assert len(set(map(tuple, expected.values()))) == 3
+        sleeper = EngineSleep(engine.config, Engine.load)
+        for _ in range(2):
+            assert sleeper.wake(sleeper.sleep(engine)) is engine
+            assert generate(engine, REQUEST, *requests) == expected
 
 
 def test_every_rank_sleeps_and_wakes_with_what_it_knew(folder: Path, plain: None) -> None:
