@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
 import random
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +17,16 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 from penstock.bench import shapes  # noqa: E402
 from penstock.bench.shard import decode_s, shard_shape  # noqa: E402
+from penstock.engine.adapters.spec import AdapterSpec  # noqa: E402
 from penstock.engine.backends.cuda.graphs import GraphExecutor  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
+from tests.engine.adapters.files import ALL, MODULES  # noqa: E402
 from tests.engine.harness import assert_idle, generate, greedy  # noqa: E402
 
 SMALL: dict[str, Any] = {
@@ -73,6 +81,45 @@ def engine_tokens(ranks: int) -> dict[str, Any]:
     return {
         "expected": expected, "got": got, "again": again, "captured": captured, "replays": replays, "start_s": started,
     }  # fmt: skip
+
+
+def engine_adapters(ranks: int) -> dict[str, Any]:
+    """Requests with adapters on one rank and on several."""
+    small: dict[str, Any] = {"max_running": 8, "num_blocks": 200, "token_budget": 128}
+    with tempfile.TemporaryDirectory() as folder:
+        adapters = {"every": (24, ALL), "narrow": (3, ("q_proj", "v_proj")), "outputs": (8, ("o_proj", "down_proj"))}
+        for seed, (name, (rank, targets)) in enumerate(adapters.items()):
+            write_small_adapter(Path(folder) / name, rank, targets, seed)
+        specs = tuple(AdapterSpec(name, f"{folder}/{name}") for name in adapters)
+        chosen = zip(requests(), ("", *adapters, ""), strict=True)
+        together = [dataclasses.replace(request, adapter=name) for request, name in chosen]
+        alone = [dataclasses.replace(requests()[1], request_id="alone", adapter="narrow")]
+        results = []
+        for count in (1, ranks):
+            engine = load(SMALL, count, torch.float32, adapters=specs, **small)
+            results.append(generate(engine, *together) | generate(engine, *alone))
+            engine.close()
+    return {"expected": results[0], "got": results[1]}
+
+
+def write_small_adapter(folder: Path, rank: int, targets: Sequence[str], seed: int) -> None:
+    """An adapter for `SMALL`, as PEFT saves one."""
+    hidden, ffn = int(SMALL["hidden_size"]), int(SMALL["intermediate_size"])
+    sizes = {
+        "q_proj": (hidden, hidden), "k_proj": (hidden // 2, hidden), "v_proj": (hidden // 2, hidden),
+        "o_proj": (hidden, hidden), "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn),
+    }  # fmt: skip
+    noise = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer, target in itertools.product(range(int(SMALL["num_hidden_layers"])), targets):
+        outputs, inputs = sizes[target]
+        module = f"base_model.model.model.layers.{layer}.{MODULES[target]}"
+        tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inputs, generator=noise) * 0.1
+        tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=noise) * 0.1
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(targets)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def engine_steps(ranks: int, layers: int) -> dict[str, Any]:

@@ -187,14 +187,26 @@ def answer_like_one(size: int) -> None:
         return
     with peer_ranks.mps() as environment:
         found = peer_ranks.spawn("engine_tokens", 1, environment, 80, size)
-    expected, got = found["expected"], found["got"]
     assert found["captured"] and found["replays"] > 20, found["replays"]
-    assert got == found["again"], "the same twice: sums are made in one order"
+    assert found["got"] == found["again"], "the same twice: sums are made in one order"
+    assert_alike(found["got"], found["expected"])
+    print(f"  {size} ranks started in {found['start_s']:.1f} s, {found['replays']} steps replayed", flush=True)
+
+
+def test_two_ranks_on_one_gpu_serve_adapters_like_one() -> None:
+    """Several in a batch and one alone, on all linears and on query, key and value only."""
+    if not ON_DEVICE:
+        return
+    with peer_ranks.mps() as environment:
+        found = peer_ranks.spawn("engine_adapters", 1, environment, 80, 2)
+    assert_alike(found["got"], found["expected"])
+
+
+def assert_alike(got: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
     # Sums in another order than one rank's may break a tie differently, once, late.
     equal = sum(got[name] == tokens for name, tokens in expected.items())
     assert equal >= len(expected) - 1, (expected, got)
     assert all(got[name][:8] == tokens[:8] for name, tokens in expected.items())
-    print(f"  {size} ranks started in {found['start_s']:.1f} s, {found['replays']} steps replayed", flush=True)
 
 
 def bench_all_reduce() -> Iterator[Row]:
