@@ -93,10 +93,14 @@ class Stage:
     def whole(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """A step that every rank calls by itself, waited for. In the first stage: the final hidden states."""
         hidden = self.forward(token_ids, batch, kv, self.expect(len(token_ids), kv.device)).take()
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        self.settle()
         shards, place = self.groups.tensor, self.groups.place
         return shards.broadcast(hidden) if shards is not None and place.first and place.pipeline > 1 else hidden
+
+    def settle(self) -> None:
+        """Wait until everything sent has left, and keep nothing of it."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
 
     def _send(self, x: Tensor, group: Group, to: int) -> None:
         """Rank 0 has at most a few steps in flight, so what was sent long before has arrived."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,6 +28,15 @@ _PLAIN = (str, bytes, int, float, bool, type(None), type, torch.dtype, torch.dev
 
 Storages = dict[int, torch.UntypedStorage]
 """By identity."""
+
+
+@runtime_checkable
+class Settles(Protocol):
+    """An object that holds device memory for a while, for what was begun earlier."""
+
+    def settle(self) -> None:
+        """Wait for the end of it, and hold nothing."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,9 @@ class OffloadedMemory:
 def offload_memory(root: object, backend: Backend) -> OffloadedMemory:
     """Free the device memory of everything that `root` holds; nothing of it may be in use."""
     found = list(walk(root))
+    for item in found:
+        if isinstance(item, Settles):
+            item.settle()
     executors = [(item, item.release()) for item in found if isinstance(item, Executor)]
     caches = storages_of(
         [tensor for item in found if isinstance(item, KVCache) for tensor in (*item.tensors, *item.states)]
