@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,22 +21,13 @@ from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.copy_streams import to_device, to_host
 from penstock.engine.backends.host_memory import Slabs
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.runner.executor import Executor
+from penstock.engine.runner.executor import Releasable
 
 _PLAIN = (str, bytes, int, float, bool, type(None), type, torch.dtype, torch.device)
 
 
 Storages = dict[int, torch.UntypedStorage]
 """By identity."""
-
-
-@runtime_checkable
-class Settles(Protocol):
-    """An object that holds device memory for a while, for what was begun earlier."""
-
-    def settle(self) -> None:
-        """Wait for the end of it, and hold nothing."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +40,7 @@ class OffloadedMemory:
     """Device memory, now empty, and what was in it."""
     emptied: list[tuple[torch.UntypedStorage, int]]
     """Device memory whose content is not kept, and its size."""
-    executors: list[tuple[Executor, Callable[[], None]]]
+    executors: list[tuple[Releasable, Callable[[], None]]]
     """And what makes again what they had captured."""
 
     @torch.inference_mode()
@@ -92,10 +83,7 @@ class OffloadedMemory:
 def offload_memory(root: object, backend: Backend) -> OffloadedMemory:
     """Free the device memory of everything that `root` holds; nothing of it may be in use."""
     found = list(walk(root))
-    for item in found:
-        if isinstance(item, Settles):
-            item.settle()
-    executors = [(item, item.release()) for item in found if isinstance(item, Executor)]
+    executors = [(item, item.release()) for item in found if isinstance(item, Releasable)]
     caches = storages_of(
         [tensor for item in found if isinstance(item, KVCache) for tensor in (*item.tensors, *item.states)]
     )
