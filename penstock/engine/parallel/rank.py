@@ -145,7 +145,7 @@ class RankServer:
         """For the host tier, where there is one."""
         self._connection = connection
         self._sends = threading.Lock()
-        self.handlers |= RankSleep(self, models[0].part.backend).handlers
+        self.handlers |= RankSleep(self, models[0].part.backend, self.handlers).handlers
 
     @torch.inference_mode()
     def serve(self) -> None:
