@@ -192,7 +192,7 @@ class RankHub:
                     log.info("waiting for %s to join: %s", self._whom(missing), self._hint(missing))
                 if self._progress is not None:
                     self._progress(f"waiting for {', '.join(missing)}", 1 - len(missing) / len(names))
-                self._changed.wait(1.0)
+                self._changed.wait(min(1.0, self._join_s - waited))
 
     def _whom(self, names: list[str]) -> str:
         return ", ".join(f"{name} with {_listed(self._places(name))}" for name in names)
