@@ -93,6 +93,9 @@ class ModelConfig:
     expert_parallel: bool = setting(
         False, doc="Place experts whole on the tensor_parallel devices instead of cutting each of them."
     )
+    attention_parallel: AttentionForm = setting(  # noqa: RUF009
+        "tensor", doc="With expert_parallel: devices share the heads (tensor), or have sequences of their own (data)."
+    )
     expert_copies: int = setting(
         0, doc="With expert_parallel: experts on each device beyond its part, copies of the most visited.", least=0
     )

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import replace, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Ranks(Member):
         if config.adapters or config.adapter_slots:
             raise ConfigError("adapters run on one device only; remove them, or tensor_parallel and pipeline_parallel")
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
-        place = Place(0, config.tensor_parallel, config.pipeline_parallel)
+        place = Place(0, config.tensor_parallel, config.pipeline_parallel, config.attention_parallel == "data")
         super().__init__(place, self._folder / "store", config.watchdog_s)
         self._ranks: list[_Rank] = []
         self._lost: str | None = None
@@ -67,7 +67,7 @@ class Ranks(Member):
         self._calls = itertools.count()
         try:
             for rank in range(1, place.world):
-                self._ranks.append(_spawn(Place(rank, place.tensor, place.pipeline)))
+                self._ranks.append(_spawn(replace(place, rank=rank)))
             for other in self._ranks:
                 Setup(config, checkpoint, other.place, self._store).send(other.connection)
         except BaseException:
