@@ -94,8 +94,9 @@ class EngineConfig:
     altogether. Set it to allow loading at run time."""
     adapter_host_slots: int = 100
     """Adapters in host memory at the same time."""
-    adapter_rank: int = 16
-    """Largest rank of an adapter; device memory is reserved for it."""
+    adapter_rank: int | None = None
+    """Largest rank of an adapter; device memory is reserved for it. Not set: that of the `adapters` that are folders on
+    this machine, and at least 16."""
 
     role: Role = "both"
     """`prefill`: other engines may take the KV blocks that this one computes. `decode`: it may take theirs."""

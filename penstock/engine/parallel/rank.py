@@ -18,9 +18,11 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 
 from penstock.engine.parallel import plain
+from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.channel import Call, Forward, Head, Reply, Report, receive
 from penstock.engine.parallel.decoder import Stage
 from penstock.engine.parallel.experts import HeldExperts
@@ -56,6 +58,10 @@ class ServedModel:
     def __init__(self, part: Part, stage: Stage) -> None:
         self.part = part
         self.stage = stage
+        self.adapted = {}
+        if part.adapters is not None:
+            narrow = part.adapters.narrow or part.adapters.decoder
+            self.adapted = {False: Stage(part.adapters.decoder, stage.groups), True: Stage(narrow, stage.groups)}
         self.device = part.kv.device
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
@@ -64,7 +70,15 @@ class ServedModel:
         rows, columns, blocks = torch.from_numpy(message.cells).to(self.device, non_blocking=True)
         self.tables[rows, columns] = blocks.to(torch.int32)
         token_ids = torch.from_numpy(message.token_ids).to(self.device, non_blocking=True)
-        self.stage.forward(token_ids, message.batch(self.tables), self.part.kv)
+        self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv)
+
+    def _stage_of(self, message: Forward) -> Stage:
+        """The stage that runs a step, with the adapters of its tokens or without any."""
+        adapters = self.part.adapters
+        if adapters is None or message.adapter_slots is None:
+            return self.stage
+        adapters.kernel.begin(message.adapter_slots.astype(np.int32))
+        return self.adapted[message.narrow]
 
     def head(self, message: Head) -> None:
         shape, dtype = (message.count, self.part.model.hidden_size), self.part.decoder.embedding.dtype
@@ -129,6 +143,8 @@ def run(connection: Connection) -> int:
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
         server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
+        if part.adapters is not None:
+            server.handlers |= FollowingAdapters(part.adapters).handlers()
         server.serve()
     except (EOFError, ConnectionError):
         return 0

@@ -6,9 +6,11 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Balancer, Engine
 from penstock.engine.grammar.constraints import MakeCompiler
@@ -24,6 +26,7 @@ from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.setup import load_draft, make_speculation
+from penstock.engine.startup.adapters import adapter_rank, manage_adapters
 from penstock.engine.startup.memory import count_host_blocks, sliding_window
 from penstock.engine.startup.part import Part, Phases, Progress, load_part
 from penstock.errors import ConfigError
@@ -42,6 +45,7 @@ def load_engine(
     find_adapter: Callable[[str], Path] = Path,
 ) -> Engine:
     """See `Engine.load`."""
+    config = replace(config, adapter_rank=adapter_rank(config))  # once: the same for every rank, and after a sleep
     if config.ranks == 1:
         if config.expert_parallel:
             raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
@@ -76,8 +80,8 @@ def _assemble(
         ranks,
         backend=None if draft is None else draft.backend,
         beside=0 if draft is None else draft.kv.shape.block_bytes,
-        find_adapter=find_adapter,
     )
+    adapters = None if part.adapters is None else manage_adapters(config, part.adapters, find_adapter, ranks)
     host, mover = _host_tier(config, part, phases)
     pool = BlockPool(part.kv.num_blocks, host)
     window = sliding_window(part.model, part.token_budget)
@@ -86,17 +90,17 @@ def _assemble(
         max_running=part.max_running,
         token_budget=part.token_budget,
         max_model_len=part.max_model_len,
-        adapters=part.adapters.pool if part.adapters is not None else None,
+        adapters=adapters.pool if adapters is not None else None,
     )
     runner = Runner(
         part.backend,
-        part.decoder if ranks is None else _lead(part, ranks),
+        part.decoder if ranks is None else _lead(part, ranks, adapters),
         part.kv,
         max_rows=part.max_running,
         max_model_len=part.max_model_len,
         block_size=config.block_size,
         max_verified=config.max_verified(part.max_running),
-        adapters=part.adapters,
+        adapters=adapters,
         several_ranks=ranks is not None,
         deterministic=config.deterministic,
         mover=mover,
@@ -159,10 +163,13 @@ def _kv_format(config: EngineConfig, part: Part, scheduler: Scheduler) -> str:
     return kv_format(config, part.kv.shape, str(part.decoder.embedding.dtype).removeprefix("torch."), smoothings)
 
 
-def _lead(part: Part, ranks: Ranks) -> Decoder:
-    from penstock.engine.parallel.decoder import lead
+def _lead(part: Part, ranks: Ranks, adapters: AdapterRuntime | None) -> Decoder:
+    from penstock.engine.parallel.decoder import lead, lead_adapted
 
-    return lead(part.decoder, ranks, part.max_running + 1, -(-part.max_model_len // part.kv.block_size))
+    decoder = lead(part.decoder, ranks, part.max_running + 1, -(-part.max_model_len // part.kv.block_size))
+    if adapters is not None:
+        lead_adapted(decoder, adapters)
+    return decoder
 
 
 def _balancer(config: EngineConfig, part: Part, ranks: Ranks) -> Balancer:
