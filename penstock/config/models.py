@@ -10,7 +10,16 @@ from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.fields import setting
 from penstock.config.sampling import SamplingConfig
 from penstock.engine.adapters.spec import AdapterSpec
-from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, Role, SpeculationForm, WeightForm
+from penstock.engine.config import (
+    ActivationForm,
+    AttentionForm,
+    DType,
+    EngineConfig,
+    KVDType,
+    Role,
+    SpeculationForm,
+    WeightForm,
+)
 
 DEFAULT_MODEL = "smollm2-135m"
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from penstock.engine.backends.interface import Ints
+from penstock.engine.backends.interface import AttentionBatch, Ints
 from penstock.engine.parallel.channel import Forward
+from penstock.engine.parallel.groups import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,24 @@ class Share:
     message: Forward
     """The step of this shard's own tokens, in its own blocks; never empty."""
 
-    @property
-    def counts(self) -> list[int]:
-        """Tokens that each shard computes."""
-        return [max(1, len(tokens)) for tokens in self.tokens]
+    def batch(self, block_tables: Tensor) -> AttentionBatch:
+        batch = self.message.batch(block_tables)
+        batch.share = self
+        return batch
+
+    def take(self, token_ids: Tensor) -> Tensor:
+        mine = self.tokens[self.shard]
+        if not len(mine):
+            return token_ids.new_zeros(1)
+        return token_ids[torch.from_numpy(mine).to(token_ids.device, non_blocking=True)]
+
+    def collect(self, hidden: Tensor, shards: Group) -> Tensor:
+        counts = [max(1, len(tokens)) for tokens in self.tokens]
+        nothing = [0] * shards.size
+        came = shards.exchange(hidden, [len(hidden), *nothing[1:]], nothing if self.shard else counts)
+        if self.shard:
+            return hidden
+        whole = hidden.new_empty(sum(len(tokens) for tokens in self.tokens), hidden.shape[1])
+        for tokens, part in zip(self.tokens, came.split(counts), strict=True):
+            whole[torch.from_numpy(tokens).to(hidden.device, non_blocking=True)] = part[: len(tokens)]
+        return whole

@@ -50,7 +50,9 @@ class ExchangedExperts:
         counts = torch.bincount(to, minlength=group.size)
         sizes, sent = group.exchange_counts(counts), counts.tolist()
         # Weights travel as the integers that they are stored in, beside the slots.
-        notes = torch.cat((self._slots.on(to.unsqueeze(1), slots[token]).int(), weights[token].view(torch.int32)), dim=1)
+        notes = torch.cat(
+            (self._slots.on(to.unsqueeze(1), slots[token]).int(), weights[token].view(torch.int32)), dim=1
+        )
         rows, notes = group.exchange(x[token], sent, sizes), group.exchange(notes, sent, sizes)
         top_k = chosen.shape[1]
         theirs = notes[:, top_k:].contiguous().view(torch.float32)

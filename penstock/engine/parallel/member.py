@@ -111,8 +111,10 @@ class DraftMember(Member):
 def _exchanged(layer: DecoderLayer, group: Group) -> DecoderLayer:
     """Layers are whole, and each shard has its own tokens: only those for experts elsewhere are exchanged."""
     experts: Any = layer.feed_forward
-    return layer if not hasattr(experts, "slots") else dataclasses.replace(
-        layer, feed_forward=ExchangedExperts(experts, group)
+    return (
+        layer
+        if not hasattr(experts, "slots")
+        else dataclasses.replace(layer, feed_forward=ExchangedExperts(experts, group))
     )
 
 
