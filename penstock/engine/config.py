@@ -75,8 +75,8 @@ class EngineConfig:
     expert_parallel: bool = False
     """Experts are placed whole on the `tensor_parallel` devices of a stage instead of being cut by width."""
     attention_parallel: AttentionForm = "tensor"
-    """With `expert_parallel`. `tensor`: the devices of a stage share the heads. `data`: each has all heads and sequences
-    of its own, with their KV cache; tokens go to the devices of their experts and back."""
+    """With `expert_parallel`. `tensor`: the devices of a stage share the heads. `data`: each has all heads, and
+    sequences of its own with their KV cache; tokens go to the devices of their experts and back."""
     expert_copies: int = 0
     """With `expert_parallel`: experts that each device holds beyond its part, copies of those with the most tokens."""
     expert_rebalance_s: float = 60.0

@@ -1,8 +1,9 @@
 """The blocks of several caches as one: every sequence lives in one of them, with all its blocks.
 
 For ranks that attend each over sequences of their own. A cache has its own pool, its own null block and its own
-prefixes. `Sequence.base` says which it is: the number of its block 0 when the blocks of all caches are numbered through.
-A sequence that starts goes where the longest prefix of it is, and of those to the one with the most free blocks.
+prefixes. `Sequence.base` says which it is: the number of its block 0 when the blocks of all caches are numbered
+through. A sequence that starts goes where the longest prefix of it is, and of those to the one with the most free
+blocks.
 """
 
 from __future__ import annotations

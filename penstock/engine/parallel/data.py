@@ -2,13 +2,14 @@
 
 Rank 0 tells all ranks of a step as ever. Whose a token is follows from its block: the caches of the shards are numbered
 through (`kv.partition`). A shard runs its layers on its own tokens; in layers of experts the shards meet
-(`dispatch`). At the end rank 0 gets all final hidden states, in the step's order. A shard without tokens in a step takes
-part with one that nobody reads, which attends to itself in the null block.
+(`dispatch`). At the end rank 0 gets all final hidden states, in the step's order. A shard without tokens in a step
+takes part with one that nobody reads, which attends to itself in the null block.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,10 @@ from torch import Tensor
 from penstock.engine.backends.interface import AttentionBatch, Ints
 from penstock.engine.parallel.channel import Forward
 from penstock.engine.parallel.groups import Group
+from penstock.engine.parallel.layout import Place
+
+if TYPE_CHECKING:
+    from penstock.engine.startup.part import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,14 @@ class Shares:
             max_query=1,
             adapter_slots=None if step.adapter_slots is None else -one,
         )
+
+
+def shares_of(place: Place, part: Part) -> Shares | None:
+    """How the steps of a part are divided; None where every shard has all tokens."""
+    if not place.data:
+        return None
+    kv = part.kv
+    return Shares(place.shard, place.tensor, kv.num_blocks, kv.block_size, part.max_running)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.parallel.channel import TARGET, Forward, Head
+from penstock.engine.parallel.data import Share, Shares
 from penstock.engine.parallel.groups import Groups
 from penstock.engine.parallel.launch import Ranks
 from penstock.errors import ReplicaLost
@@ -30,9 +31,11 @@ from penstock.errors import ReplicaLost
 class Stage:
     """One rank's part of every step."""
 
-    def __init__(self, decoder: Decoder, groups: Groups) -> None:
+    def __init__(self, decoder: Decoder, groups: Groups, shares: Shares | None = None) -> None:
+        """`shares`: divides steps between shards that have sequences of their own."""
         self.decoder = decoder
         self.groups = groups
+        self.shares = shares
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """Run this stage's layers. In the first stage: the final hidden states, once they have come round."""
@@ -40,13 +43,15 @@ class Stage:
         if place.first:
             if shards is not None and not is_host(token_ids.device):
                 shards.broadcast(token_ids)  # some were sampled on rank 0's device and never on the host
-            stream = self.decoder.embed(token_ids)
+            stream = self.decoder.embed(token_ids if batch.share is None else batch.share.take(token_ids))
         else:
             assert ring is not None
-            shape = len(token_ids), self.decoder.config.hidden_size
+            shape = len(batch.positions), self.decoder.config.hidden_size
             empty = torch.empty(shape, dtype=self.decoder.stream_dtype, device=kv.device)
             stream = ring.receive(empty, place.stage - 1)
         hidden = self.decoder.run(stream, batch, kv)
+        if batch.share is not None and place.stage == place.pipeline - 1:
+            hidden = batch.share.collect(hidden, shards)
         if ring is None:
             return hidden
         last = place.stage == ring.size - 1
@@ -93,11 +98,20 @@ class LeadDecoder(Decoder):
         if batch.host is None:
             raise ReplicaLost("a step came without the host's copy of its inputs, which other ranks need")
         with self.ranks.lost_if_it_fails():
-            self.ranks.tell(self._message(batch.host, batch).encode(), self.stage.groups.place.world)
+            message = self._message(batch.host, batch)
+            self.ranks.tell(message.encode(), self.stage.groups.place.world)
+            if self.stage.shares is not None:
+                batch = self._mine(self.stage.shares.of(message), batch)
             return self.stage.forward(token_ids, batch, kv)
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         return self.stage.decoder.run(residual, batch, kv)
+
+    def _mine(self, share: Share, batch: AttentionBatch) -> AttentionBatch:
+        """Rank 0's own part of a step."""
+        if self.adapters is not None and share.message.adapter_slots is not None:
+            self.adapters.kernel.begin(share.message.adapter_slots.astype(np.int32))
+        return share.batch(batch.block_tables)
 
     def _message(self, host: HostBatch, batch: AttentionBatch) -> Forward:
         return Forward(
@@ -127,10 +141,17 @@ class LeadDecoder(Decoder):
 
 
 def lead(
-    decoder: Decoder, ranks: Ranks, max_rows: int, max_blocks: int, *, model: int = TARGET, groups: Groups | None = None
+    decoder: Decoder,
+    ranks: Ranks,
+    max_rows: int,
+    max_blocks: int,
+    *,
+    model: int = TARGET,
+    groups: Groups | None = None,
+    shares: Shares | None = None,
 ) -> LeadDecoder:
     """Rank 0's decoder over its own part of a model, which all ranks share, or those of `groups`."""
-    stage = Stage(decoder, groups or ranks.groups)
+    stage = Stage(decoder, groups or ranks.groups, shares)
     head: Linear = decoder.head if stage.groups.tensor is None else LeadHead(stage, ranks, model)
     fields = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
     known = np.zeros((max_rows, max_blocks), np.int64)
@@ -141,7 +162,7 @@ def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:
     """Have all ranks run the steps with adapters too."""
 
     def led(decoder: Decoder, narrow: bool) -> LeadDecoder:
-        stage = Stage(decoder, plain.stage.groups)
+        stage = Stage(decoder, plain.stage.groups, plain.stage.shares)
         return dataclasses.replace(
             plain,
             layers=decoder.layers,

@@ -24,6 +24,7 @@ import torch
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.channel import Call, Forward, Head, Reply, Report, receive
+from penstock.engine.parallel.data import shares_of
 from penstock.engine.parallel.decoder import Stage
 from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.member import Member
@@ -61,16 +62,20 @@ class ServedModel:
         self.adapted = {}
         if part.adapters is not None:
             narrow = part.adapters.narrow or part.adapters.decoder
-            self.adapted = {False: Stage(part.adapters.decoder, stage.groups), True: Stage(narrow, stage.groups)}
+            decoders = {False: part.adapters.decoder, True: narrow}
+            self.adapted = {key: Stage(one, stage.groups, stage.shares) for key, one in decoders.items()}
         self.device = part.kv.device
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
 
     def forward(self, message: Forward) -> None:
+        share = None if self.stage.shares is None else self.stage.shares.of(message)
+        whole, message = message, message if share is None else share.message
         rows, columns, blocks = torch.from_numpy(message.cells).to(self.device, non_blocking=True)
         self.tables[rows, columns] = blocks.to(torch.int32)
-        token_ids = torch.from_numpy(message.token_ids).to(self.device, non_blocking=True)
-        self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv)
+        token_ids = torch.from_numpy(whole.token_ids).to(self.device, non_blocking=True)
+        batch = message.batch(self.tables) if share is None else share.batch(self.tables)
+        self._stage_of(message).forward(token_ids, batch, self.part.kv)
 
     def _stage_of(self, message: Forward) -> Stage:
         """The stage that runs a step, with the adapters of its tokens or without any."""
@@ -141,7 +146,8 @@ def run(connection: Connection) -> int:
         setup = Setup.receive(connection)
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
-        server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
+        stage = Stage(part.decoder, member.groups, shares_of(member.place, part))
+        server = RankServer([ServedModel(part, stage)], connection)
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
         if part.adapters is not None:
             server.handlers |= FollowingAdapters(part.adapters).handlers()

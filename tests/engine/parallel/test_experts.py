@@ -36,6 +36,8 @@ def requests() -> list[Request]:
         ("qwen3-moe", 2, 2, {"expert_copies": 2}),
         ("qwen3-moe-some-dense", 2, 2, {}),
         ("qwen3-moe-some-dense", 4, 1, {"expert_copies": 20}),  # every expert everywhere
+        ("mixtral", 2, 1, {"attention_parallel": "data"}),
+        ("qwen3-moe-some-dense", 3, 1, {"attention_parallel": "data", "expert_copies": 1}),
     ],
 )
 def test_a_batch_decodes_as_on_one_device(
