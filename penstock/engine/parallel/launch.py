@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -92,13 +92,20 @@ class Ranks(Member):
     def call(self, name: str, *args: Any) -> list[Future[Any]]:
         """Have every other rank do something between two steps; what it came to on each, as they answer. A refusal is a
         `ConfigError` in the future; a rank that fails otherwise is lost. Any thread may call."""
-        message = Call(next(self._calls), name, args)
-        encoded = message.encode()
+        return self.call_each(name, itertools.repeat(args, len(self._ranks)))
+
+    def call_each(self, name: str, args: Iterable[tuple[Any, ...]]) -> list[Future[Any]]:
+        """The same with arguments for each of them, in the order of their ranks."""
+        number, last, encoded, answers = next(self._calls), None, b"", list[Future[Any]]()
         try:
             with self._sends:
-                return [self._ask(other, message.number, encoded) for other in self._ranks]
+                for other, own in zip(self._ranks, args, strict=True):
+                    if own is not last:
+                        encoded, last = Call(number, name, own).encode(), own
+                    answers.append(self._ask(other, number, encoded))
         except OSError as error:
             raise ReplicaLost(self._why() or "a rank is gone") from error
+        return answers
 
     def _ask(self, other: _Rank, number: int, encoded: bytes) -> Future[Any]:
         answer: Future[Any] = Future()

@@ -15,15 +15,18 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import torch
 
+from penstock.engine.kv.mover import BlockMover
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
-from penstock.engine.parallel.channel import Call, Forward, Head, Reply, Report, receive
+from penstock.engine.parallel.blocks import RankSlots, block_part
+from penstock.engine.parallel.channel import Call, Forward, Head, Move, Reply, Report, receive
 from penstock.engine.parallel.data import shares_of
 from penstock.engine.parallel.decoder import Stage
 from penstock.engine.parallel.experts import HeldExperts
@@ -31,6 +34,7 @@ from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
 from penstock.engine.sleep.rank import RankSleep
+from penstock.engine.startup.offload import open_host_pool
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
@@ -98,6 +102,8 @@ class RankServer:
         """The target, and the draft model where there is one."""
         self.handlers: dict[str, Callable[..., Any]] = {}
         """What calls may name. A handler that returns a future is answered when that is done."""
+        self.mover: BlockMover | None = None
+        """For the host tier, where there is one."""
         self._connection = connection
         self._sends = threading.Lock()
         self.handlers |= RankSleep(self, models[0].part.backend).handlers
@@ -114,6 +120,9 @@ class RankServer:
                 self.models[message.model].forward(message)
             elif isinstance(message, Head):
                 self.models[message.model].head(message)
+            elif isinstance(message, Move):
+                assert self.mover is not None
+                self.mover.run(message.transfers)
             else:
                 self._answer(message)
 
@@ -146,8 +155,12 @@ def run(connection: Connection) -> int:
         setup = Setup.receive(connection)
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
+        _, mover = open_host_pool(setup.config, part, member)
         stage = Stage(part.decoder, member.groups, shares_of(member.place, part))
         server = RankServer([ServedModel(part, stage)], connection)
+        server.mover = mover
+        slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
+        server.handlers |= slots.handlers()
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
         if part.adapters is not None:
             server.handlers |= FollowingAdapters(part.adapters).handlers()
