@@ -56,7 +56,10 @@ class Stage:
             return hidden
         last = place.stage == ring.size - 1
         ring.send(hidden if last else stream, 0 if last else place.stage + 1)
-        return ring.receive(torch.empty_like(hidden), ring.size - 1) if place.first else hidden
+        if not place.first:
+            return hidden
+        tokens = len(hidden) if place.rank else len(token_ids)
+        return ring.receive(hidden.new_empty(tokens, hidden.shape[1]), ring.size - 1)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits; the hidden states are rank 0's. Only in the first stage."""

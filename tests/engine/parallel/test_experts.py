@@ -12,6 +12,7 @@ from penstock.engine.request import Request
 from penstock.errors import ConfigError
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
+from tests.engine.speculative.forced import Oracle, verify_everything
 from tests.engine.tiny import write_checkpoint
 
 FAMILIES = ("mixtral", "qwen3-moe-some-dense", "qwen3-moe")
@@ -37,6 +38,7 @@ def requests() -> list[Request]:
         ("qwen3-moe-some-dense", 2, 2, {}),
         ("qwen3-moe-some-dense", 4, 1, {"expert_copies": 20}),  # every expert everywhere
         ("mixtral", 2, 1, {"attention_parallel": "data"}),
+        ("qwen3-moe", 2, 2, {"attention_parallel": "data"}),
         ("qwen3-moe-some-dense", 3, 1, {"attention_parallel": "data", "expert_copies": 1}),
     ],
 )
@@ -51,15 +53,37 @@ def test_a_batch_decodes_as_on_one_device(
         assert_idle(engine)
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("attention", ["tensor", "data"])
+def test_prefixes_preemption_and_speculation(checkpoints: dict[str, Path], attention: str) -> None:
+    folder = checkpoints["mixtral"]
+    settings: dict[str, Any] = {"block_size": 4, "token_budget": 16, "speculation": "ngram"}
+    shared = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5, 3, 1]
+    batch = [greedy(f"p{i}", [*shared, 20 + i], 16) for i in range(4)]
+    expected = generate(make_engine(folder, num_blocks=14, **settings), *batch)
+    with threaded_engine(
+        folder, 2, 1, num_blocks=14, expert_parallel=True, attention_parallel=attention, **settings
+    ) as engine:
+        assert engine.speculation is not None
+        verify_everything(engine.speculation)
+        engine.speculation.proposer = Oracle(expected, wrong=0.3, vocab_size=190)
+        for _ in range(2):
+            assert generate(engine, *batch) == expected
+        load = engine.load_snapshot()
+        assert load.preemptions > 0 and load.prefix_hit_tokens > 0 and load.drafts > 0
+        assert load.total_blocks == (28 if attention == "data" else 14)
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "attention"), [(2, 1, "tensor"), (2, 2, "tensor"), (3, 1, "data")])
 def test_experts_move_while_requests_run_and_the_output_stays(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tensor: int, pipeline: int
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tensor: int, pipeline: int, attention: str
 ) -> None:
     monkeypatch.setattr(experts, "_VISITS", 4)
     folder = checkpoints["qwen3-moe-some-dense"]
     batch = [greedy(f"m{i}", [(i * 3 + j * j) % 190 for j in range(20)], 40) for i in range(4)]
     expected = generate(make_engine(folder, token_budget=32), *batch)
-    settings = {"expert_parallel": True, "expert_copies": 1, "expert_rebalance_s": 1e-6}
+    settings: dict[str, Any] = {"expert_parallel": True, "expert_copies": 1, "expert_rebalance_s": 1e-6}
+    settings["attention_parallel"] = attention
     with threaded_engine(folder, tensor, pipeline, token_budget=32, **settings) as engine:
         balancer = engine.balancer
         assert isinstance(balancer, experts.ExpertBalancer)
