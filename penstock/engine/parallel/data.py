@@ -61,7 +61,7 @@ class Shares:
                 cells=cells,
                 num_decodes=int((entries < step.num_decodes).sum()),
                 max_query=int(lengths.max()),
-                adapter_slots=None if step.adapter_slots is None else step.adapter_slots[mine],
+                adapter_slots=_any(None if step.adapter_slots is None else step.adapter_slots[mine]),
             ),
         )
 
@@ -77,8 +77,12 @@ class Shares:
             rows=np.array([self.scratch_row]),
             num_decodes=1,
             max_query=1,
-            adapter_slots=None if step.adapter_slots is None else -one,
+            adapter_slots=None,
         )
+
+
+def _any(adapter_slots: Ints | None) -> Ints | None:
+    return None if adapter_slots is None or adapter_slots.max() < 0 else adapter_slots
 
 
 def shares_of(place: Place, part: Part) -> Shares | None:

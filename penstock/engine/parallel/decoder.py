@@ -92,6 +92,8 @@ class LeadDecoder(Decoder):
     model: int
     known: Ints
     """The block tables as the other ranks know them."""
+    plain: Stage | None = None
+    """The stage without adapters, where `stage` has some."""
     adapters: AdapterRuntime | None = None
     """Where its layers have adapters: knows those of the step."""
     narrow: bool = False
@@ -103,18 +105,23 @@ class LeadDecoder(Decoder):
         with self.ranks.lost_if_it_fails():
             message = self._message(batch.host, batch)
             self.ranks.tell(message.encode(), self.stage.groups.place.world)
-            if self.stage.shares is not None:
-                batch = self._mine(self.stage.shares.of(message), batch)
-            return self.stage.forward(token_ids, batch, kv)
+            if self.stage.shares is None:
+                return self.stage.forward(token_ids, batch, kv)
+            share = self.stage.shares.of(message)
+            return self._stage_of(share).forward(token_ids, share.batch(batch.block_tables), kv)
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         return self.stage.decoder.run(residual, batch, kv)
 
-    def _mine(self, share: Share, batch: AttentionBatch) -> AttentionBatch:
-        """Rank 0's own part of a step."""
-        if self.adapters is not None and share.message.adapter_slots is not None:
-            self.adapters.kernel.begin(share.message.adapter_slots.astype(np.int32))
-        return share.batch(batch.block_tables)
+    def _stage_of(self, share: Share) -> Stage:
+        """The stage that runs rank 0's own part of a step, with the adapters of its tokens or without any."""
+        if self.adapters is None:
+            return self.stage
+        if share.message.adapter_slots is None:
+            assert self.plain is not None
+            return self.plain
+        self.adapters.kernel.begin(share.message.adapter_slots.astype(np.int32))
+        return self.stage
 
     def _message(self, host: HostBatch, batch: AttentionBatch) -> Forward:
         return Forward(
@@ -171,6 +178,7 @@ def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:
             layers=decoder.layers,
             fused_up_to=decoder.fused_up_to,
             stage=stage,
+            plain=plain.stage,
             adapters=adapters,
             narrow=narrow,
         )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.parallel import experts
 from penstock.engine.request import Request
 from penstock.errors import ConfigError
+from tests.engine.adapters.files import write_adapter
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
+from tests.engine.parallel.test_same_output import prompt_scores
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import Oracle, verify_everything
 from tests.engine.tiny import write_checkpoint
@@ -104,3 +108,36 @@ def test_what_has_no_experts_to_spread_is_refused(checkpoints: dict[str, Path], 
     dense = write_checkpoint("llama-gqa", tmp_path / "dense")
     with pytest.raises(ConfigError, match="no experts"):
         make_engine(dense, expert_parallel=True, tensor_parallel=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["tensor", "data"])
+def test_adapters_on_attention(checkpoints: dict[str, Path], tmp_path: Path, attention: str) -> None:
+    folder = checkpoints["mixtral"]
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    made = [write_adapter(tmp_path / f"a{i}", folder, rank=4 + i, targets=targets, seed=i) for i in range(3)]
+    specs = tuple(AdapterSpec(path.name, str(path)) for path in made)
+    batch = [replace(request, adapter=name) for request, name in zip(requests(), ("a0", "", "a1", "a2"), strict=True)]
+    expected = generate(make_engine(folder, adapters=specs), *batch)
+    assert expected != generate(make_engine(folder), *requests()), "the adapters matter"
+    settings = {"expert_parallel": True, "attention_parallel": attention, "adapters": specs}
+    for tensor, pipeline in ((2, 1), (2, 2)):
+        with threaded_engine(folder, tensor, pipeline, **settings) as engine:
+            assert generate(engine, *batch) == expected
+            assert_idle(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("weights", "attention"),
+    # Attention's matrices in FP8 have a scale per output and part: cut, they are rounded otherwise than whole.
+    [("int8", "tensor"), ("int8", "data"), ("int4", "tensor"), ("int4", "data"), ("fp8", "data")],
+)
+def test_rounded_experts_are_those_of_one_device(tmp_path: Path, weights: str, attention: str) -> None:
+    folder = write_checkpoint("qwen3-moe", tmp_path / "wide", hidden_size=64, moe_intermediate_size=96, spread=0.3)
+    settings: dict[str, Any] = {"weights": weights, "activations": "auto" if weights == "fp8" else "int16"}
+    expected = prompt_scores(make_engine(folder, **settings))
+    with threaded_engine(
+        folder, 2, 1, expert_parallel=True, attention_parallel=attention, expert_copies=1, **settings
+    ) as engine:
+        assert prompt_scores(engine) == pytest.approx(expected, abs=0.02)
