@@ -121,6 +121,6 @@ class Share:
         if self.shard:
             return hidden
         whole = hidden.new_empty(sum(len(tokens) for tokens in self.tokens), hidden.shape[1])
-        for tokens, part in zip(self.tokens, came.split(counts), strict=True):
+        for tokens, part in zip(self.tokens, torch.split(came, counts), strict=True):
             whole[torch.from_numpy(tokens).to(hidden.device, non_blocking=True)] = part[: len(tokens)]
         return whole

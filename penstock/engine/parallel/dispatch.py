@@ -60,6 +60,6 @@ class ExchangedExperts:
         total = torch.zeros_like(x)
         # A token comes back at most once from each shard: one shard at a time, the additions are in order.
         came = group.exchange(computed, sizes, sent)
-        for part, index in zip(came.split(sent), token.split(sent), strict=True):
+        for part, index in zip(torch.split(came, sent), torch.split(token, sent), strict=True):
             total[index] += part
         return total

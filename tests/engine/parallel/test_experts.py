@@ -19,13 +19,34 @@ from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import Oracle, verify_everything
 from tests.engine.tiny import write_checkpoint
 
-FAMILIES = ("mixtral", "qwen3-moe-some-dense", "qwen3-moe")
+DATA: dict[str, Any] = {"attention_parallel": "data"}
+MORE: list[Any] = [
+    ("mixtral", 2, 1, {}),
+    ("mixtral", 4, 1, {"expert_copies": 1}),
+    ("mixtral", 4, 1, DATA),
+    ("mixtral", 2, 2, {**DATA, "expert_copies": 1}),
+    ("qwen3-moe", 2, 2, {"expert_copies": 2}),
+    ("qwen3-moe", 2, 2, DATA),
+    ("qwen3-moe-some-dense", 2, 2, {}),
+    ("qwen3-moe-some-dense", 4, 1, {"expert_copies": 20}),  # every expert everywhere
+]
+
+
+class Checkpoints(dict[str, Path]):
+    """Written when they are first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = write_checkpoint(family, self.folder / family)
+        return self[family]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return {family: write_checkpoint(family, folder / family) for family in FAMILIES}
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 def requests() -> list[Request]:
@@ -36,18 +57,13 @@ def requests() -> list[Request]:
 @pytest.mark.parametrize(
     ("family", "tensor", "pipeline", "settings"),
     [
-        ("mixtral", 2, 1, {}),
-        ("mixtral", 4, 1, {"expert_copies": 1}),
-        ("qwen3-moe", 2, 2, {"expert_copies": 2}),
-        ("qwen3-moe-some-dense", 2, 2, {}),
-        ("qwen3-moe-some-dense", 4, 1, {"expert_copies": 20}),  # every expert everywhere
-        ("mixtral", 2, 1, {"attention_parallel": "data"}),
-        ("qwen3-moe", 2, 2, {"attention_parallel": "data"}),
-        ("qwen3-moe-some-dense", 3, 1, {"attention_parallel": "data", "expert_copies": 1}),
+        ("mixtral", 2, 1, {"expert_copies": 1}),
+        ("qwen3-moe-some-dense", 3, 1, {"attention_parallel": "data"}),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
 )
 def test_a_batch_decodes_as_on_one_device(
-    checkpoints: dict[str, Path], family: str, tensor: int, pipeline: int, settings: dict[str, Any]
+    checkpoints: Checkpoints, family: str, tensor: int, pipeline: int, settings: dict[str, Any]
 ) -> None:
     expected = generate(make_engine(checkpoints[family], token_budget=32), *requests())
     with threaded_engine(
@@ -57,8 +73,8 @@ def test_a_batch_decodes_as_on_one_device(
         assert_idle(engine)
 
 
-@pytest.mark.parametrize("attention", ["tensor", "data"])
-def test_prefixes_preemption_and_speculation(checkpoints: dict[str, Path], attention: str) -> None:
+@pytest.mark.parametrize("attention", [pytest.param("tensor", marks=pytest.mark.slow), "data"])
+def test_prefixes_preemption_and_speculation(checkpoints: Checkpoints, attention: str) -> None:
     folder = checkpoints["mixtral"]
     settings: dict[str, Any] = {"block_size": 4, "token_budget": 16, "speculation": "ngram"}
     shared = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5, 3, 1]
@@ -78,13 +94,20 @@ def test_prefixes_preemption_and_speculation(checkpoints: dict[str, Path], atten
         assert_idle(engine)
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "attention"), [(2, 1, "tensor"), (2, 2, "tensor"), (3, 1, "data")])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "attention"),
+    [
+        (2, 1, "tensor"),
+        pytest.param(2, 2, "tensor", marks=pytest.mark.slow),
+        pytest.param(3, 1, "data", marks=pytest.mark.slow),
+    ],
+)
 def test_experts_move_while_requests_run_and_the_output_stays(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tensor: int, pipeline: int, attention: str
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, tensor: int, pipeline: int, attention: str
 ) -> None:
     monkeypatch.setattr(experts, "_VISITS", 4)
     folder = checkpoints["qwen3-moe-some-dense"]
-    batch = [greedy(f"m{i}", [(i * 3 + j * j) % 190 for j in range(20)], 40) for i in range(4)]
+    batch = [greedy(f"m{i}", [(i * 3 + j * j) % 190 for j in range(20)], 24) for i in range(3)]
     expected = generate(make_engine(folder, token_budget=32), *batch)
     settings: dict[str, Any] = {"expert_parallel": True, "expert_copies": 1, "expert_rebalance_s": 1e-6}
     settings["attention_parallel"] = attention
@@ -100,7 +123,7 @@ def test_experts_move_while_requests_run_and_the_output_stays(
         assert generate(engine, *batch) == expected
 
 
-def test_what_has_no_experts_to_spread_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_what_has_no_experts_to_spread_is_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is only one"):
         make_engine(checkpoints["mixtral"], expert_parallel=True)
     with pytest.raises(ConfigError, match="there is only one"):
@@ -112,7 +135,7 @@ def test_what_has_no_experts_to_spread_is_refused(checkpoints: dict[str, Path], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["tensor", "data"])
-def test_adapters_on_attention(checkpoints: dict[str, Path], tmp_path: Path, attention: str) -> None:
+def test_adapters_on_attention(checkpoints: Checkpoints, tmp_path: Path, attention: str) -> None:
     folder = checkpoints["mixtral"]
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     made = [write_adapter(tmp_path / f"a{i}", folder, rank=4 + i, targets=targets, seed=i) for i in range(3)]
