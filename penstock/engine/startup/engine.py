@@ -36,6 +36,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
+    from penstock.engine.parallel.machines import Machines
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ def load_engine(
     checkpoint: object | None,
     grammars: MakeCompiler | None = None,
     find_adapter: Callable[[str], Path] = Path,
+    machines: Machines | None = None,
 ) -> Engine:
     """See `Engine.load`."""
     # Once, for all ranks.
@@ -58,7 +60,7 @@ def load_engine(
         _check_data_parallel(config)
     from penstock.engine.parallel.launch import Ranks
 
-    ranks = Ranks(config, checkpoint)
+    ranks = Ranks(config, checkpoint, machines)
     try:
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), ranks)
     except BaseException:
