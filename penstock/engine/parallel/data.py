@@ -9,19 +9,16 @@ takes part with one that nobody reads, which attends to itself in the null block
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import AttentionBatch, Ints
+from penstock.engine.kv.cache import KVCache
 from penstock.engine.parallel.channel import Forward
 from penstock.engine.parallel.groups import Group
 from penstock.engine.parallel.layout import Place
-
-if TYPE_CHECKING:
-    from penstock.engine.startup.part import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +82,9 @@ def _any(adapter_slots: Ints | None) -> Ints | None:
     return None if adapter_slots is None or adapter_slots.max() < 0 else adapter_slots
 
 
-def shares_of(place: Place, part: Part) -> Shares | None:
-    """How the steps of a part are divided; None where every shard has all tokens."""
-    if not place.data:
-        return None
-    kv = part.kv
-    return Shares(place.shard, place.tensor, kv.num_blocks, kv.block_size, part.max_running)
+def shares_of(place: Place, kv: KVCache, max_running: int) -> Shares | None:
+    """How steps are divided; None where every shard has all tokens."""
+    return Shares(place.shard, place.tensor, kv.num_blocks, kv.block_size, max_running) if place.data else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,7 +219,7 @@ def _load(setup: Setup, member: Worker) -> list[ServedModel]:
         backend=None if draft is None else draft.part.backend,
         beside=0 if draft is None else draft.block_bytes,
     )
-    models = [ServedModel(part, Stage(part.decoder, member.groups, shares_of(member.place, part)))]
+    models = [ServedModel(part, Stage(part.decoder, member.groups, shares_of(member.place, part.kv, part.max_running)))]
     if draft is not None and draft.member is not None:
         models.append(ServedModel(draft.sized_like(part), Stage(draft.part.decoder, draft.member.groups)))
     return models

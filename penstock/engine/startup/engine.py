@@ -197,7 +197,7 @@ def _lead(part: Part, ranks: Ranks, adapters: AdapterRuntime | None) -> Decoder:
     from penstock.engine.parallel.data import shares_of
     from penstock.engine.parallel.decoder import lead, lead_adapted
 
-    width, shares = -(-part.max_model_len // part.kv.block_size), shares_of(ranks.place, part)
+    width, shares = -(-part.max_model_len // part.kv.block_size), shares_of(ranks.place, part.kv, part.max_running)
     decoder = lead(part.decoder, ranks, part.max_running + 1, width, shares=shares)
     if adapters is not None:
         lead_adapted(decoder, adapters)
