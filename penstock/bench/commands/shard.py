@@ -65,7 +65,7 @@ def shard(
         rate = step.batch / step.step_s
         out.print(
             f"batch {step.batch}: shard {step.shard_s * 1e3:.2f} ms measured, "
-            f"sums {step.sums_s * 1e3:.2f} ms computed: {step.step_s * 1e3:.2f} ms per step, {rate:,.0f} tokens/s computed"
+            f"sums {step.sums_s * 1e3:.2f} ms computed: {step.step_s * 1e3:.2f} ms per step, {rate:,.0f} tokens/s"
         )
         rows.append({"batch": step.batch, "shard_s": step.shard_s, "sums_s": step.sums_s, "step_s": step.step_s})
     if json_file is not None:
