@@ -96,6 +96,11 @@ class ModelConfig:
     expert_copies: int = setting(
         0, doc="With expert_parallel: experts on each device beyond its part, copies of the most visited.", least=0
     )
+    expert_rebalance_s: float = setting(
+        60.0,
+        doc="With expert_parallel: seconds between looks at the load of experts, which may move; 0: never.",
+        least=0,
+    )
     host_memory: int = setting(
         0, doc="Host memory for offloaded KV blocks; 0: none.",
         least=0, size=True,

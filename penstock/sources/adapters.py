@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.engine.adapters.peft import CONFIG, WEIGHTS
+from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.errors import SourceError
 
 
