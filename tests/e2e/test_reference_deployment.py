@@ -50,6 +50,7 @@ def tiny_deployment(folder: Path) -> Path:
     """The example with tiny models in place of the large ones; the configuration's path."""
     target, draft = folder / "target", folder / "draft"
     for place, layers in ((target, 3), (draft, 1)):
+        place.mkdir()
         make_text(place)
         write_checkpoint("llama-gqa", place, spread=0.5, **TINY, num_hidden_layers=layers)
     example = yaml.safe_load(EXAMPLE.read_text())
@@ -57,7 +58,7 @@ def tiny_deployment(folder: Path) -> Path:
     for seed, adapter in enumerate(model["adapters"]):
         adapter["source"] = str(write_adapter(folder / adapter["name"], target, rank=64, seed=seed, size=0.2))
     model |= {"source": str(target), "draft_model": str(draft), "device": "cpu", "threads": 1}
-    model |= {"kv_memory": "1MiB", "host_memory": "4MiB", "host_idle_s": 1, "max_model_len": 1024, "max_running": 16}
+    model |= {"kv_memory": "1MiB", "host_memory": 0, "host_idle_s": 1, "max_model_len": 1024, "max_running": 16}
     model |= {"input_price": 1.0, "output_price": 2.0}
     example |= {"store": {"url": f"sqlite:///{folder / 'ledger.db'}"}, "encoders": []}
     example |= {"generation": {"time_limit_s": 600}, "resilience": {"resume_s": 300}}
