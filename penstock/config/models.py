@@ -140,9 +140,10 @@ class ModelConfig:
         example="20",
     )
     adapter_host_slots: int = setting(100, doc="Adapters in host memory.", least=1)
-    adapter_rank: int = setting(
-        16, doc="Maximum rank of an adapter; device memory is reserved for it.", least=1, most=512
-    )
+    adapter_rank: int | None = setting(
+        None, doc="Maximum rank of an adapter; device memory is reserved for it. When not set, that of the listed "
+        "adapters, and at least 16.", least=1, most=512, example="64",
+    )  # fmt: skip
 
     fallback: tuple[str, ...] = setting(
         (), doc="Models or remotes that answer when no replica of this model can, in order.", example="[small, api]"
