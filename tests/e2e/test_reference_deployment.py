@@ -58,7 +58,7 @@ def tiny_deployment(folder: Path) -> Path:
     for seed, adapter in enumerate(model["adapters"]):
         adapter["source"] = str(write_adapter(folder / adapter["name"], target, rank=64, seed=seed, size=0.2))
     model |= {"source": str(target), "draft_model": str(draft), "device": "cpu", "threads": 1}
-    model |= {"kv_memory": "1MiB", "host_memory": 0, "host_idle_s": 1, "max_model_len": 1024, "max_running": 16}
+    model |= {"kv_memory": "1MiB", "host_memory": "4MiB", "host_idle_s": 1, "max_model_len": 1024, "max_running": 16}
     model |= {"input_price": 1.0, "output_price": 2.0}
     example |= {"store": {"url": f"sqlite:///{folder / 'ledger.db'}"}, "encoders": []}
     example |= {"generation": {"time_limit_s": 600}, "resilience": {"resume_s": 300}}
@@ -95,7 +95,7 @@ async def under_fire(server: Server, work: list[tuple[str, str]], victim: int) -
         tasks = [asyncio.create_task(stream(http, key, model, begun)) for key, model in work]
         started: dict[str, int] = {}
         while sum(count > 3 for count in started.values()) < 4:
-            model = await begun.get()
+            model = await asyncio.wait_for(begun.get(), 200)
             started[model] = started.get(model, 0) + 1
         assert not any(task.done() for task in tasks), "it must happen in the middle"
         os.kill(victim, signal.SIGKILL)
@@ -109,7 +109,7 @@ def test_eight_ranks_with_everything_on_lose_one_and_nothing_else(tmp_path: Path
     keys = {}
     for tenant, tier in (("acme", "premium"), ("globex", "standard")):
         run("tenants", "create", tenant, "--tier", tier, *store)
-        keys[tenant] = run("keys", "create", "--tenant", tenant, *store).split()[-1]
+        keys[tenant] = run("keys", "create", "--tenant", tenant, *store).split()[0]
     work = [(keys[tenant], f"{tenant}-{task}") for tenant in keys for task in ("support", "sales", "legal", "coding")]
     server = Server("-c", str(config), defaults=False)
     try:
