@@ -103,6 +103,7 @@ async def under_fire(server: Server, work: list[tuple[str, str]], victim: int) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_eight_ranks_with_everything_on_lose_one_and_nothing_else(tmp_path: Path) -> None:
     config = tiny_deployment(tmp_path)
     store = ("-c", str(config))
