@@ -1,7 +1,7 @@
-"""`examples/70b-eight-gpus.yaml`: it is valid, and its topology runs with tiny models on eight processes (R-ENG-10, 18).
+"""`examples/70b-eight-gpus.yaml`: it is valid, and its topology runs with tiny models on eight processes (R-ENG-10).
 
-Eight ranks, a draft model, adapters of two tenants, fp8 KV cache, prefix cache and host tier at once; a rank is killed under
-streams, every stream goes on, and the ledger has exactly what the clients were told.
+Eight ranks, a draft model, adapters of two tenants, fp8 KV cache, prefix cache and host tier at once; a rank is killed
+under streams, every stream goes on, and the ledger has exactly what the clients were told (R-ENG-18).
 """
 
 from __future__ import annotations
