@@ -13,6 +13,7 @@ ActivationForm = Literal["auto", "int8", "int16"]
 KVDType = Literal["auto", "full", "int8", "fp8"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 SpeculationForm = Literal["off", "ngram", "draft"]
+AttentionForm = Literal["tensor", "data"]
 Role = Literal["both", "prefill", "decode"]
 LOCAL = "local"
 """The machine of rank 0, in a placement."""
@@ -82,6 +83,9 @@ class EngineConfig:
     `device`."""
     expert_parallel: bool = False
     """Experts are placed whole on the `tensor_parallel` devices of a stage instead of being cut by width."""
+    attention_parallel: AttentionForm = "tensor"
+    """With `expert_parallel`. `tensor`: the devices of a stage share the heads. `data`: each has all heads, and
+    sequences of its own with their KV cache; tokens go to the devices of their experts and back."""
     expert_copies: int = 0
     """With `expert_parallel`: experts that each device holds beyond its part, copies of those with the most tokens."""
     expert_rebalance_s: float = 60.0
