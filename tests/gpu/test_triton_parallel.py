@@ -20,8 +20,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from penstock.bench import shapes, shard  # noqa: E402
 from penstock.engine.backends.cuda.device import TorchCudaBackend  # noqa: E402
 from penstock.engine.backends.cuda.kernels import peers  # noqa: E402
+from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.parallel import groups  # noqa: E402
 from tests.gpu import peer_ranks  # noqa: E402
 from tests.gpu.gpu_harness import MODE, Row  # noqa: E402
@@ -190,6 +192,19 @@ def bench_ranks_on_one_gpu() -> Iterator[Row]:
                 alone = found["shard"][batch] * size
                 label = f"8B on {size} ranks of one GPU, batch {batch}"
                 yield label, ms * 1e3, f"{ms / alone:.2f} of {size} shards alone ({alone:.2f} ms)"
+
+
+def bench_one_shard_of_eight() -> Iterator[Row]:
+    """A 70B in eight shards: one is measured, what passes between them is computed."""
+    if not ON_DEVICE:
+        return
+    link = shard.Link()
+    settings = EngineConfig(
+        "llama-70b", device="cuda", max_running=64, max_model_len=1024, num_blocks=4096, token_budget=256
+    )
+    for step in shard.measure(shapes.named("llama-70b"), 8, (1, 16, 64), link, settings, context=500):
+        words = f"measured; with {step.sums_s * 1e3:.2f} ms of sums {step.batch / step.step_s:,.0f} tokens/s, computed"
+        yield f"70B, one shard of eight, batch {step.batch}", step.shard_s * 1e6, words
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["nccl"]:
