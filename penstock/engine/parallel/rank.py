@@ -33,7 +33,7 @@ from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
 from penstock.engine.sleep.rank import RankSleep
-from penstock.engine.startup.offload import open_host_pool
+from penstock.engine.startup.offload import open_tiers
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
@@ -150,15 +150,22 @@ def run(connection: Connection) -> int:
         setup = Setup.receive(connection)
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
-        _, mover = open_host_pool(setup.config, part, member)
+        tiers = open_tiers(setup.config, part, member)
         server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
-        server.mover = mover
+        if tiers is not None:
+            server.mover = tiers.mover
+            if tiers.file is not None:
+                server.handlers |= {"write_blocks": tiers.file.write, "read_blocks": tiers.file.read}
         slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
         server.handlers |= slots.handlers()
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
         if part.adapters is not None:
             server.handlers |= FollowingAdapters(part.adapters).handlers()
-        server.serve()
+        try:
+            server.serve()
+        finally:
+            if tiers is not None and tiers.file is not None:
+                tiers.file.close()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:
