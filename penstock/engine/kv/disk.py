@@ -85,9 +85,9 @@ class DiskTier:
         return MOST_WRITES - len(self._writing)
 
     @property
-    def slots(self) -> set[int]:
-        """Slots in host memory that copies are using."""
-        return {slot for job in self._jobs for _, slot, _ in job.blocks}
+    def slots(self) -> dict[int, bytes | None]:
+        """Slots in host memory that copies are using, and the block that rests in those that are being written."""
+        return {slot: None if job.reads or job.void else name for job in self._jobs for name, slot, _ in job.blocks}
 
     def is_writing(self, name: bytes) -> bool:
         return name in self._writing

@@ -197,7 +197,7 @@ class HostTier:
 
     def forget_all(self) -> None:
         """Drop every name: what was copied may have been wrong, or was not copied at all."""
-        busy = set[int]() if self.disk is None else self.disk.slots
+        busy = {} if self.disk is None else self.disk.slots
         self._empty.extend(slot for slot in self._resting.values() if slot not in busy)
         self._empty.extend(slot for slot in self._moving.values() if slot not in busy)
         if self.disk is not None:
@@ -218,10 +218,12 @@ class HostTier:
     def check(self) -> None:
         """Assert the invariant; used by tests."""
         slots = [*self._empty, *self._resting.values(), *self._moving.values()]
-        copied = set[int]() if self.disk is None else self.disk.slots
+        copied = {} if self.disk is None else self.disk.slots
         assert len(slots) == len(set(slots)), "a slot has two names"
         assert {*slots, *copied} == set(range(self.capacity)), "a slot is lost"
-        assert not copied.intersection(self._empty), "a slot is given away while it is copied"
+        names = {slot: name for held in (self._resting, self._moving) for name, slot in held.items()}
+        assert all(names.get(slot) == name for slot, name in copied.items()), "a slot is given away while it is copied"
+        assert not copied.keys() & set(self._empty), "a slot is given away while it is copied"
         if self.disk is not None:
             here, known = self._resting.keys() | self._moving.keys(), self._written.keys() | self._unwritten.keys()
             assert known <= here and not self._written.keys() & self._unwritten.keys(), "a block that left is known"

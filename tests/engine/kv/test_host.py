@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import pytest
 import torch
 from hypothesis import settings
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from penstock.engine.kv.cache import CacheShape, KVCache
-from penstock.engine.kv.disk import DiskTier
 from penstock.engine.kv.host import HostTier, Transfers
 from penstock.engine.kv.mover import HostBlockMover
 from penstock.engine.kv.pool import BlockPool
@@ -103,68 +100,6 @@ class TierMachine(RuleBasedStateMachine):
 
 TestTier = TierMachine.TestCase
 TestTier.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
-
-
-class FakeDisk:
-    """A `BlockStore` that makes its copies when told to."""
-
-    def __init__(self, mover: HostBlockMover) -> None:
-        self.pending: list[tuple[bool, list[tuple[int, int]], Future[list[bool]]]] = []
-        self._mover = mover
-        self._content: dict[int, list[bytes]] = {}
-
-    def write(self, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
-        return self._begin(False, pairs)
-
-    def read(self, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
-        return self._begin(True, pairs)
-
-    def close(self) -> None: ...
-
-    def _begin(self, reads: bool, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
-        self.pending.append((reads, pairs, Future()))
-        return [self.pending[-1][2]]
-
-    def work(self, at: int, fine: bool) -> None:
-        reads, pairs, answer = self.pending.pop(at)
-        for slot, place in pairs:
-            pieces = self._mover.memory(slot)
-            for piece, there in zip(pieces, self._content.get(place, pieces), strict=True):
-                if reads:
-                    piece[:] = there if fine else bytes(len(piece))
-            if not reads and fine:
-                self._content[place] = [bytes(piece) for piece in pieces]
-        answer.set_result([fine] * len(pairs))
-
-
-class DiskMachine(TierMachine):
-    """The same with a disk behind the host, whose copies end in any order, some of them badly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.store = FakeDisk(self.mover)
-        self.host = HostTier(5, idle_s=3.0, disk=DiskTier(6, self.store))
-        self.pool = BlockPool(7, self.host)
-
-    @rule()
-    def a_step_begins(self) -> None:
-        self.host.write_ahead()
-
-    @precondition(lambda self: self.store.pending)
-    @rule(data=st.data(), fine=st.sampled_from((True, True, True, False)))
-    def the_disk_works(self, data: st.DataObject, fine: bool) -> None:
-        self.store.work(data.draw(st.integers(0, len(self.store.pending) - 1)), fine)
-
-    @precondition(lambda self: self.names)
-    @rule(data=st.data())
-    def a_sequence_waits_for_its_blocks(self, data: st.DataObject) -> None:
-        names = data.draw(st.lists(st.sampled_from(sorted(self.names)), max_size=4, unique=True))
-        wanted = [name for name in names if self.pool.find(name) is None and self.host.has(name)]
-        assert self.host.recall(wanted) == self.host.is_coming(wanted)
-
-
-TestDisk = DiskMachine.TestCase
-TestDisk.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
 
 
 def filled(pool: BlockPool, count: int) -> list[int]:
