@@ -13,6 +13,7 @@ import typer
 from penstock.cli.options import (
     ConfigFile,
     Device,
+    Devices,
     ExpertParallel,
     LogLevel,
     PipelineParallel,
@@ -48,6 +49,7 @@ def engine(
     device: Device = None,
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
+    devices: Devices = None,
     expert_parallel: ExpertParallel = None,
     role: Annotated[
         _Role, typer.Option(help="prefill: computes prompts for decode engines; both: does everything itself.")
@@ -121,6 +123,7 @@ def engine(
                 models__each__device=device,
                 models__each__tensor_parallel=tensor_parallel,
                 models__each__pipeline_parallel=pipeline_parallel,
+                models__each__devices=None if devices is None else f"[{devices}]",
                 models__each__expert_parallel=expert_parallel,
                 logging__level=log_level,
             )
@@ -158,11 +161,12 @@ def _process(
 def _run_generator(process: EngineProcess, model: ModelConfig, path: Path, role: Role) -> int:
     from dataclasses import replace
 
-    from penstock.sources.adapters import resolve_adapter
+    from penstock.sources.adapters import rank_of_listed, resolve_adapter
     from penstock.text.vocabulary import grammars_of
 
+    rank = model.adapter_rank or rank_of_listed(model.adapters)
     return process.run_generator(
-        replace(model.engine_config(str(path)), role=role),
+        replace(model.engine_config(str(path)), role=role, adapter_rank=rank),
         grammars=grammars_of(path),
         find_adapter=resolve_adapter,
         watchdog_s=model.watchdog_s,

@@ -13,6 +13,8 @@ KVDType = Literal["auto", "full", "int8", "fp8"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 SpeculationForm = Literal["off", "ngram", "draft"]
 Role = Literal["both", "prefill", "decode"]
+LOCAL = "local"
+"""The machine of rank 0, in a placement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +73,24 @@ class EngineConfig:
     """Most draft tokens per sequence and step."""
     draft_model: str | None = None
     """Path of a smaller checkpoint with the same vocabulary, for `speculation: draft`."""
+    draft_tensor_parallel: int | None = None
+    """Devices that share the work of the draft model, the first ones of the first stage; as many of `tensor_parallel`
+    as split it evenly when not set."""
     tensor_parallel: int = 1
     """Devices that share the work of every layer. Memory settings are per device."""
     pipeline_parallel: int = 1
     """Groups of devices that have some of the layers each; `tensor_parallel * pipeline_parallel` devices in all."""
+    devices: tuple[str, ...] = ()
+    """The device of each rank, in their order; several may share one. Empty: rank r has the r-th, beginning at
+    `device`."""
     expert_parallel: bool = False
     """Experts are placed whole on the `tensor_parallel` devices of a stage instead of being cut by width."""
     expert_copies: int = 0
     """With `expert_parallel`: experts that each device holds beyond its part, copies of those with the most tokens."""
     expert_rebalance_s: float = 60.0
     """With `expert_parallel`: how often experts may move to even out the load of the devices; 0: never."""
+    machines: tuple[str, ...] = ()
+    """The machine of each rank, `local` being that of rank 0; empty when all are."""
     max_waiting: int = 4096
     """Requests beyond this are refused at once instead of queueing without bound."""
     threads: int | None = None
@@ -108,7 +118,20 @@ class EngineConfig:
         # Few sequences can have many draft tokens each; beyond that, more than one step's worth of rows never pays.
         return max(max_running, min(max_running * (1 + self.speculation_depth), 64))
 
+    def machine(self, rank: int) -> str:
+        """Where a rank runs."""
+        return self.machines[rank] if self.machines else LOCAL
+
+    @property
+    def spans_machines(self) -> bool:
+        return len(set(self.machines)) > 1
+
     @property
     def ranks(self) -> int:
         """Devices, and processes, of this engine."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_per_device(self) -> int:
+        """Most ranks that share a device by the settings."""
+        return max((self.devices.count(device) for device in self.devices), default=1)

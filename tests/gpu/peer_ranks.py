@@ -9,7 +9,6 @@ run side by side. `mps` starts it where it is installed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -17,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,12 +58,13 @@ def mps() -> Iterator[dict[str, str] | None]:
             subprocess.run([control], input="quit\n", text=True, env=here, capture_output=True, timeout=20)
 
 
-def spawn(work: str, size: int, environment: dict[str, str] | None = None, timeout_s: float = 80) -> Any:
+def spawn(work: str, size: int, environment: dict[str, str] | None = None, timeout_s: float = 80, *args: int) -> Any:
     """Run `work` on `size` ranks, a process each; what rank 0 returns."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, work, folder, str(size)]
         given = os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {})
-        ranks = [subprocess.Popen([*command, str(rank)], env=given) for rank in range(size)]
+        print(f"{work} on {size} ranks", flush=True)
+        ranks = [subprocess.Popen([*command, str(rank), *map(str, args)], env=given) for rank in range(size)]
         deadline = time.monotonic() + timeout_s
         try:
             for rank in ranks:
@@ -87,7 +86,7 @@ class Meeting:
         torch.cuda.set_device(self.device)
         regions = peer_memory.open_regions(store, rank, size, kernels.REGION_BYTES, self.device)
         assert regions is not None, "the ranks cannot open each other's memory"
-        self.peers = kernels.Peers(regions, rank, self.device)
+        self.peers = kernels.Peers(regions, rank, self.device, timeout_s=20.0)
         self._turns = 0
 
     def together(self) -> None:
@@ -141,62 +140,101 @@ def timed(meeting: Meeting, work: Callable[[], object], each: int) -> float:
     return statistics.median(times)
 
 
+def few_latencies(meeting: Meeting) -> list[list[Any]]:
+    """For ranks that take turns of milliseconds."""
+    return latency(meeting, [(1, 4096)], each=4)
+
+
 def quick_latency(meeting: Meeting) -> list[list[Any]]:
     return latency(meeting, [(1, 4096), (64, 8192)])
 
 
-def memory_operations(meeting: Meeting) -> float:
-    """Microseconds from a rank to another and back when streams wait for flags, not kernels."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    regions = [int(address) + 4096 for address in meeting.peers.regions.tolist()]
-    mine, theirs = regions[meeting.rank], regions[1 - meeting.rank]
-    rounds = 20
-    meeting.together()
-    begin = time.perf_counter()
-    for value in range(1, rounds + 1):
-        for step in range(2):
-            if step == meeting.rank:
-                assert driver.cuStreamWriteValue32_v2(stream, ctypes.c_uint64(theirs), ctypes.c_uint32(value), 0) == 0
-            else:  # 0: until the value is at least that
-                assert driver.cuStreamWaitValue32_v2(stream, ctypes.c_uint64(mine), ctypes.c_uint32(value), 0) == 0
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / rounds * 1e6
+def check_collectives(meeting: Meeting) -> int:
+    """Sums, norms, gathers and broadcasts of many shapes against the same in float64; how many were right."""
+    rank, size, device, peers, checked = meeting.rank, meeting.size, meeting.device, meeting.peers, 0
+    shapes = [(1, 4096), (3, 128), (64, 8192), (200, 1000), (65, 16384), (7, 96)]
+    for number, (tokens, hidden) in enumerate(shapes):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            if hidden * dtype.itemsize > kernels.PIECE:
+                continue
+            rng = torch.Generator(device=device).manual_seed(number)
+
+            def draw(*shape: int, rng: Any = rng, dtype: torch.dtype = dtype) -> torch.Tensor:
+                return torch.randn(*shape, generator=rng, device=device).to(dtype)
+
+            parts = [draw(tokens, hidden) for _ in range(size)]
+            residual, weight, x_weight = draw(tokens, hidden), draw(hidden), draw(hidden)
+            total = sum(part.double() for part in parts)
+            rounded = parts[0].float()
+            for part in parts[1:]:
+                rounded = rounded + part.float()
+            rounded = rounded.to(dtype)
+            for two_shot in (False, True):
+                assert torch.equal(kernels.all_reduce(peers, parts[rank].clone(), two_shot=two_shot), rounded)
+                for before in (None, x_weight):
+                    stream = residual.clone()
+                    got = kernels.all_reduce_add_norm(
+                        peers, parts[rank], stream, weight, 1e-5, before, two_shot=two_shot
+                    )
+                    added = total if before is None else _normed(total, before)
+                    close("residual", stream, residual.double() + added)
+                    close("norm", got, _normed(residual.double() + added, weight))
+                    checked += 2
+            stream = residual.clone()
+            data, scale = kernels.all_reduce_add_norm_fp8(peers, parts[rank], stream, weight, 1e-5)
+            close("fp8", data.float() * scale, _normed(residual.double() + total, weight), 0.05)
+            joined = kernels.all_gather(peers, parts[rank], size * hidden - 5)
+            assert torch.equal(joined, torch.cat(parts, 1)[:, : size * hidden - 5])
+            checked += 3
+    for count in (1, 7, 1024, 5000):
+        ids = torch.randperm(100_000, generator=torch.Generator().manual_seed(count))[:count].to(device)
+        got = ids.clone() if rank == 0 else torch.zeros_like(ids)
+        assert torch.equal(kernels.broadcast(peers, got), ids)
+        checked += 1
+    return checked + _check_graphs(meeting)
 
 
-def as_threads(size: int) -> list[list[Any]]:
-    """`quick_latency` of ranks that are threads of this process, on streams of their own."""
-    store = dist.HashStore()
-    results: dict[int, Any] = {}
+def _check_graphs(meeting: Meeting) -> int:
+    """A captured chain of exchanges of different shapes, replayed with new inputs."""
+    device, peers = meeting.device, meeting.peers
+    x, y = torch.zeros(5, 512, device=device), torch.zeros(70, 64, device=device)
+    ids = torch.zeros(9, dtype=torch.int64, device=device)
 
-    def run(rank: int) -> None:
-        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-            meeting = Meeting(store, rank, size)
-            results[rank] = latency_without_graphs(meeting)
+    def work() -> tuple[torch.Tensor, ...]:
+        first = kernels.all_reduce(peers, x.clone())
+        second = kernels.all_reduce(peers, y.clone(), two_shot=True)
+        third = kernels.broadcast(peers, ids.clone())
+        return first, second, third, kernels.all_gather(peers, first[:, :8] + meeting.rank, 8 * meeting.size)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results.get(0, [])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        first, second, third, fourth = work()
+    for turn in range(1, 6):
+        x.fill_(turn + meeting.rank)
+        y.fill_(turn * (1 + meeting.rank))
+        ids.fill_(turn if meeting.rank == 0 else -1)
+        graph.replay()
+        torch.cuda.synchronize()
+        ranks = range(meeting.size)
+        assert float(first.min()) == float(first.max()) == sum(turn + rank for rank in ranks)
+        assert float(second.min()) == float(second.max()) == sum(turn * (1 + rank) for rank in ranks)
+        assert int(third.min()) == int(third.max()) == turn
+        assert torch.equal(fourth[0, ::8].cpu(), float(first[0, 0]) + torch.arange(meeting.size, dtype=torch.float32))
+    return 5
 
 
-def latency_without_graphs(meeting: Meeting) -> list[list[Any]]:
-    rows = []
-    for tokens, hidden in ((1, 4096), (64, 8192)):
-        x = torch.randn(tokens, hidden, device=meeting.device, dtype=torch.bfloat16)
-        residual, weight = torch.randn_like(x), torch.randn(hidden, device=meeting.device, dtype=torch.bfloat16)
-        for two_shot in (False, True):
-            for count in (1, 20):
-                meeting.together()
-                begin = time.perf_counter()
-                for _ in range(count):
-                    kernels.all_reduce_add_norm(meeting.peers, x, residual, weight, 1e-6, two_shot=two_shot)
-                torch.cuda.current_stream().synchronize()
-                took = (time.perf_counter() - begin) / count * 1e6
-            rows.append([tokens, hidden, two_shot, took])
-    return rows
+def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+
+
+def close(name: str, got: torch.Tensor, want: torch.Tensor, limit: float | None = None) -> None:
+    limit = limit or {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[got.dtype]
+    error = float((got.double() - want).norm() / want.norm())
+    assert error <= limit, f"{name}: relative error {error:.1e}"  # NaN fails too
 
 
 def probe() -> None:
@@ -214,16 +252,13 @@ def probe() -> None:
         except Exception as error:
             print(f"{label}: FAILED {type(error).__name__}: {error}", flush=True)
 
-    attempt("threads, 2 ranks", lambda: as_threads(2))
-    attempt("processes, stream waits", lambda: spawn("memory_operations", 2, timeout_s=20))
-    attempt("processes, 2 ranks", lambda: spawn("quick_latency", 2, timeout_s=40))
+    attempt("processes, 2 ranks", lambda: spawn("few_latencies", 2, timeout_s=25))
     with mps() as environment:
         if environment is None:
             print("no MPS", flush=True)
             return
-        attempt("MPS, stream waits", lambda: spawn("memory_operations", 2, environment, timeout_s=20))
-        attempt("MPS, 2 ranks", lambda: spawn("quick_latency", 2, environment, timeout_s=30))
-        attempt("MPS, 4 ranks", lambda: spawn("quick_latency", 4, environment, timeout_s=30))
+        attempt("MPS, 2 ranks", lambda: spawn("quick_latency", 2, environment, timeout_s=25))
+        attempt("MPS, 4 ranks", lambda: spawn("quick_latency", 4, environment, timeout_s=25))
 
 
 def main() -> None:
@@ -231,6 +266,12 @@ def main() -> None:
         probe()
         return
     work, folder, size, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    if work.startswith("engine_"):
+        import rank_engines
+
+        (Path(folder) / "result").write_text(json.dumps(getattr(rank_engines, work)(*map(int, sys.argv[5:]))))
+        sys.stdout.flush()
+        os._exit(0)
     store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
     with torch.inference_mode():
         result = globals()[work](Meeting(store, rank, size))

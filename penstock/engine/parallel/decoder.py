@@ -1,57 +1,118 @@
 """A step over all ranks.
 
 Stages form a ring: the first embeds and starts the residual stream, each runs its layers and passes the stream on,
-the last sends the final hidden states back to the first, which has the head. So logits, many times wider than hidden
+the last sends the final hidden states back to rank 0, which samples. So logits, many times wider than hidden
 states, never leave the first stage. Within a stage all shards do the same; their sums are in the linears.
+
+A stage does not wait for the next one: it sends and goes on to the step after. Rank 0 likewise launches a step
+(`LeadDecoder.begin`) and takes its hidden states later, when other steps are on their way behind it. All ranks do what
+rank 0 says in the order in which it says it, so what a step reads in a cache was written there before.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.backends.host_memory import is_host
-from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints
+from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch, Ints
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.parallel.channel import TARGET, Forward, Head
-from penstock.engine.parallel.groups import Groups
+from penstock.engine.parallel.channel import TARGET, Capture, Forward, Head, Replay
+from penstock.engine.parallel.groups import Group, Groups, Transfer
 from penstock.engine.parallel.launch import Ranks
+from penstock.engine.runner.executor import Releasable
 from penstock.errors import ReplicaLost
 
 
-class Stage:
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A tensor that is being received, or that is there."""
+
+    tensor: Tensor
+    transfer: Transfer | None = None
+
+    def take(self) -> Tensor:
+        """Wait for it."""
+        if self.transfer is not None:
+            self.transfer.wait()
+        return self.tensor
+
+
+class Stage(Releasable):
     """One rank's part of every step."""
 
     def __init__(self, decoder: Decoder, groups: Groups) -> None:
         self.decoder = decoder
         self.groups = groups
+        self._sent: deque[tuple[Transfer, Tensor]] = deque()
+        """What may still be on its way, oldest first."""
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
-        """Run this stage's layers. In the first stage: the final hidden states, once they have come round."""
-        ring, shards, place = self.groups.pipeline, self.groups.tensor, self.groups.place
-        if place.first:
+    def expect(self, tokens: int, device: torch.device) -> Arriving | None:
+        """Begin to receive a step's residual stream; None in the first stage. Steps are expected in their order."""
+        ring, place = self.groups.pipeline, self.groups.place
+        if ring is None or place.first:
+            return None
+        shape = tokens, self.decoder.config.hidden_size
+        stream = torch.empty(shape, dtype=self.decoder.stream_dtype, device=device)
+        return Arriving(stream, ring.begin_receive(stream, place.stage - 1))
+
+    def forward(
+        self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache, arriving: Arriving | None = None
+    ) -> Arriving:
+        """Run this stage's layers on what the stage before it sent (`expect`), and send the result on. On rank 0: the
+        final hidden states, which come round the ring."""
+        ring, back, shards, place = self.groups.pipeline, self.groups.back, self.groups.tensor, self.groups.place
+        if arriving is not None:
+            stream = arriving.take()
+        else:
             if shards is not None and not is_host(token_ids.device):
                 shards.broadcast(token_ids)  # some were sampled on rank 0's device and never on the host
             stream = self.decoder.embed(token_ids)
-        else:
-            assert ring is not None
-            shape = len(token_ids), self.decoder.config.hidden_size
-            empty = torch.empty(shape, dtype=self.decoder.stream_dtype, device=kv.device)
-            stream = ring.receive(empty, place.stage - 1)
         hidden = self.decoder.run(stream, batch, kv)
         if ring is None:
-            return hidden
-        last = place.stage == ring.size - 1
-        ring.send(hidden if last else stream, 0 if last else place.stage + 1)
-        return ring.receive(torch.empty_like(hidden), ring.size - 1) if place.first else hidden
+            return Arriving(hidden)
+        if place.stage < ring.size - 1:
+            self._send(stream, ring, place.stage + 1)
+        elif back is not None:
+            self._send(hidden, back, 0)
+        if place.rank == 0 and back is not None:
+            final = torch.empty_like(hidden)
+            return Arriving(final, back.begin_receive(final, back.size - 1))
+        return Arriving(hidden)
+
+    def whole(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        """A step that every rank calls by itself, waited for. In the first stage: the final hidden states."""
+        hidden = self.forward(token_ids, batch, kv, self.expect(len(token_ids), kv.device)).take()
+        self._settle()
+        shards, place = self.groups.tensor, self.groups.place
+        return shards.broadcast(hidden) if shards is not None and place.first and place.pipeline > 1 else hidden
+
+    def release(self) -> Callable[[], None]:
+        self._settle()
+        return lambda: None
+
+    def _settle(self) -> None:
+        """Wait until everything sent has left, and keep nothing of it."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def _send(self, x: Tensor, group: Group, to: int) -> None:
+        """Rank 0 has at most a few steps in flight, so what was sent long before has arrived."""
+        if len(self._sent) > 2 * group.size:
+            self._sent.popleft()[0].wait()
+        self._sent.append((group.begin_send(x, to), x))
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits; the hidden states are rank 0's. Only in the first stage."""
@@ -90,14 +151,29 @@ class LeadDecoder(Decoder):
     """Whether its layers have them on query, key and value only."""
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        return self.begin(token_ids, batch, kv)()
+
+    def begin(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Callable[[], Tensor]:
         if batch.host is None:
             raise ReplicaLost("a step came without the host's copy of its inputs, which other ranks need")
         with self.ranks.lost_if_it_fails():
             self.ranks.tell(self._message(batch.host, batch).encode(), self.stage.groups.place.world)
-            return self.stage.forward(token_ids, batch, kv)
+            arriving = self.stage.forward(token_ids, batch, kv)
+        return partial(self._take, arriving)
+
+    def _take(self, arriving: Arriving) -> Tensor:
+        with self.ranks.lost_if_it_fails():
+            return arriving.take()
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         return self.stage.decoder.run(residual, batch, kv)
+
+    @property
+    def followers(self) -> Followers | None:
+        return LeadFollowers(self) if self.stage.groups.capturable else None
+
+    def captured(self) -> Decoder:
+        return part_of(self.stage)
 
     def _message(self, host: HostBatch, batch: AttentionBatch) -> Forward:
         return Forward(
@@ -107,7 +183,7 @@ class LeadDecoder(Decoder):
             host.query_starts,
             host.context_lens,
             host.rows,
-            self._changes(host),
+            self.changes(host),
             batch.num_decodes,
             batch.max_query,
             batch.max_context,
@@ -116,7 +192,7 @@ class LeadDecoder(Decoder):
             narrow=self.narrow,
         )
 
-    def _changes(self, host: HostBatch) -> Ints:
+    def changes(self, host: HostBatch) -> Ints:
         """Cells of this step's block tables that the others do not know yet: [3, n] of row, column, block."""
         width = -(-int(host.context_lens.max()) // host.block_size)
         now, known = host.tables[host.rows, :width], self.known[host.rows, :width]
@@ -126,15 +202,53 @@ class LeadDecoder(Decoder):
         return np.stack((rows, columns, blocks)).astype(np.int64)
 
 
+class LeadFollowers:
+    """See `Followers`: those that have a part of the decoder's model."""
+
+    def __init__(self, decoder: LeadDecoder) -> None:
+        self._decoder = decoder
+
+    def capture(self, kind: int, shape: Sequence[int]) -> None:
+        self._tell(Capture(kind, (shape[0], shape[1]), self._decoder.model).encode())
+
+    def replay(self, kind: int, shape: Sequence[int], inputs: npt.NDArray[np.uint8], host: HostBatch) -> None:
+        cells = self._decoder.changes(host)
+        self._tell(Replay(kind, (shape[0], shape[1]), cells, inputs, self._decoder.model).encode())
+
+    def _tell(self, message: bytes) -> None:
+        ranks = self._decoder.ranks
+        with ranks.lost_if_it_fails():
+            ranks.tell(message, self._decoder.stage.groups.place.world)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartDecoder(Decoder):
+    """A rank's own part of a step, with its collectives: every rank runs it at the same time."""
+
+    stage: Stage
+
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        return self.stage.forward(token_ids, batch, kv).take()
+
+    def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        return self.stage.decoder.run(residual, batch, kv)
+
+
+def part_of(stage: Stage) -> PartDecoder:
+    """For captured steps: no messages, and hidden states are where the head needs them."""
+    decoder = stage.decoder
+    return PartDecoder(**{field.name: getattr(decoder, field.name) for field in fields(Decoder)}, stage=stage)
+
+
 def lead(
     decoder: Decoder, ranks: Ranks, max_rows: int, max_blocks: int, *, model: int = TARGET, groups: Groups | None = None
 ) -> LeadDecoder:
     """Rank 0's decoder over its own part of a model, which all ranks share, or those of `groups`."""
     stage = Stage(decoder, groups or ranks.groups)
     head: Linear = decoder.head if stage.groups.tensor is None else LeadHead(stage, ranks, model)
-    fields = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
+    parts = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
     known = np.zeros((max_rows, max_blocks), np.int64)
-    return LeadDecoder(**{**fields, "head": head}, stage=stage, ranks=ranks, model=model, known=known)
+    return LeadDecoder(**{**parts, "head": head}, stage=stage, ranks=ranks, model=model, known=known)
 
 
 def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:

@@ -1,8 +1,9 @@
 """A worker rank: loads its part of the model and runs it when rank 0 says so, until rank 0 is gone.
 
-Started by `launch` as `python -m penstock.engine.parallel.rank FD`, with one end of a socket. It decides nothing: no
-scheduling, no sampling. If it fails it reports why and exits; rank 0 then gives up the whole engine. A call that is
-refused (a `PenstockError`) is answered with the reason, and the rank goes on.
+Started by `child` as `python -m penstock.engine.parallel.rank FD...`, with one end of a socket, and of another in an
+engine that spans machines. It decides nothing: no scheduling, no sampling. If it fails it reports why and exits; rank 0
+then gives up the whole engine. A call that is refused (a `PenstockError`) is answered with the reason, and the rank
+goes on.
 """
 
 from __future__ import annotations
@@ -12,43 +13,55 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
+from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.host_memory import is_host
+from penstock.engine.backends.interface import Ints
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.blocks import RankSlots, block_part
-from penstock.engine.parallel.channel import Call, Forward, Head, Move, Reply, Report, receive
-from penstock.engine.parallel.decoder import Stage
+from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, limits, receive
+from penstock.engine.parallel.decoder import Arriving, Stage, part_of
 from penstock.engine.parallel.experts import HeldExperts
+from penstock.engine.parallel.link import Link
 from penstock.engine.parallel.member import Member
+from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
+from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.sleep.rank import RankSleep
+from penstock.engine.speculative.setup import load_draft
 from penstock.engine.startup.offload import open_tiers
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
 EXIT_FAILED = 1
+Message = Forward | Head | Move | Call | Replay | Capture
 
 
 class Worker(Member):
     """A worker's membership: rank 0 sends it what was agreed on."""
 
-    def __init__(self, setup: Setup, connection: Connection) -> None:
-        super().__init__(setup.place, setup.store, setup.config.watchdog_s)
+    def __init__(self, setup: Setup, connection: Connection, link: Connection | None) -> None:
+        linked = None if link is None else Link(link, setup.place.rank)
+        super().__init__(setup.place, Rendezvous.of(setup.config, setup.store, linked))
+        self._config = setup.config
         self._connection = connection
 
-    def _announce(self) -> None:
-        plain.send(self._connection, Report())
+    def _announce(self, backend: Backend) -> None:
+        plain.send(self._connection, Report(limits=limits(self._config, backend)))
 
     def least(self, count: int) -> int:
         plain.send(self._connection, Report(count))
@@ -70,11 +83,42 @@ class ServedModel:
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
 
-    def forward(self, message: Forward) -> None:
-        rows, columns, blocks = torch.from_numpy(message.cells).to(self.device, non_blocking=True)
-        self.tables[rows, columns] = blocks.to(torch.int32)
+    @cached_property
+    def follower(self) -> Follower:
+        """Runs the steps that rank 0 has captured."""
+        part, adapters, groups = self.part, self.part.adapters, self.stage.groups
+        narrow = None if adapters is None else adapters.narrow
+        return part.backend.follower(
+            FollowerResources(
+                part_of(self.stage),
+                part.kv,
+                self.tables,
+                part.max_model_len,
+                part.max_running,
+                lora=None if adapters is None else adapters.kernel,
+                adapted=None if adapters is None else part_of(Stage(adapters.decoder, groups)),
+                narrow=None if narrow is None else part_of(Stage(narrow, groups)),
+            )
+        )
+
+    def _note(self, cells: Ints) -> None:
+        """Bring the block tables up to date."""
+        if cells.shape[1]:
+            rows, columns, blocks = torch.from_numpy(cells).to(self.device, non_blocking=True)
+            self.tables[rows, columns] = blocks.to(torch.int32)
+
+    def replay(self, message: Replay) -> None:
+        self._note(message.cells)
+        self.follower.replay(message.kind, message.shape, message.inputs)
+
+    def expect(self, message: Forward) -> Arriving | None:
+        """Begin to receive what a step needs from the stage before this one."""
+        return self.stage.expect(len(message.token_ids), self.device)
+
+    def forward(self, message: Forward, arriving: Arriving | None) -> None:
+        self._note(message.cells)
         token_ids = torch.from_numpy(message.token_ids).to(self.device, non_blocking=True)
-        self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv)
+        self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv, arriving)
 
     def _stage_of(self, message: Forward) -> Stage:
         """The stage that runs a step, with the adapters of its tokens or without any."""
@@ -101,18 +145,28 @@ class RankServer:
         """For the host tier, where there is one."""
         self._connection = connection
         self._sends = threading.Lock()
-        self.handlers |= RankSleep(self, models[0].part.backend).handlers
+        self.handlers |= RankSleep(self, models[0].part.backend, self.handlers).handlers
 
     @torch.inference_mode()
     def serve(self) -> None:
         """Until rank 0 closes the connection."""
+        waiting: deque[tuple[Message, Arriving | None]] = deque()
+        # Receives for the steps to come are begun before the next one is run, so that it hides their time. Not on
+        # devices, where a receive that waits takes room from the layers.
+        ahead = is_host(self.models[0].device)
         while True:
             try:
-                message = receive(self._connection)
+                while not waiting or (ahead and self._connection.poll()):
+                    waiting.append(self._expect(receive(self._connection)))
             except (EOFError, ConnectionError):
                 return
+            message, arriving = waiting.popleft()
             if isinstance(message, Forward):
-                self.models[message.model].forward(message)
+                self.models[message.model].forward(message, arriving)
+            elif isinstance(message, Replay):
+                self.models[message.model].replay(message)
+            elif isinstance(message, Capture):
+                self.models[message.model].follower.capture(message.kind, message.shape)
             elif isinstance(message, Head):
                 self.models[message.model].head(message)
             elif isinstance(message, Move):
@@ -120,6 +174,9 @@ class RankServer:
                 self.mover.run(message.transfers)
             else:
                 self._answer(message)
+
+    def _expect(self, message: Message) -> tuple[Message, Arriving | None]:
+        return message, self.models[message.model].expect(message) if isinstance(message, Forward) else None
 
     def _answer(self, call: Call) -> None:
         try:
@@ -144,14 +201,33 @@ def _outcome(number: int, done: Future[Any]) -> Reply:
     return Reply(number, problem=str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}")
 
 
-def run(connection: Connection) -> int:
-    """Load, serve, and return the exit code."""
+def _load(setup: Setup, member: Worker) -> list[ServedModel]:
+    """This rank's part of the target, and of the draft model if it has one."""
+    draft = load_draft(setup.config, Phases(None), member)
+    part = load_part(
+        setup.config,
+        setup.checkpoint,
+        Phases(None),
+        member,
+        backend=None if draft is None else draft.part.backend,
+        beside=0 if draft is None else draft.block_bytes,
+    )
+    models = [ServedModel(part, Stage(part.decoder, member.groups))]
+    if draft is not None and draft.member is not None:
+        models.append(ServedModel(draft.sized_like(part), Stage(draft.part.decoder, draft.member.groups)))
+    return models
+
+
+def run(connection: Connection, link: Connection | None = None, find_adapter: Callable[[str], Path] = Path) -> int:
+    """Load, serve, and return the exit code. `link`: for tensors to and from ranks on other machines. `find_adapter`:
+    see `Engine.load`."""
     try:
         setup = Setup.receive(connection)
-        member = Worker(setup, connection)
-        part = load_part(setup.config, setup.checkpoint, Phases(None), member)
+        member = Worker(setup, connection, link)
+        models = _load(setup, member)
+        part = models[0].part
         tiers = open_tiers(setup.config, part, member)
-        server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
+        server = RankServer(models, connection)
         if tiers is not None:
             server.mover = tiers.mover
             if tiers.file is not None:
@@ -160,7 +236,7 @@ def run(connection: Connection) -> int:
         server.handlers |= slots.handlers()
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
         if part.adapters is not None:
-            server.handlers |= FollowingAdapters(part.adapters).handlers()
+            server.handlers |= FollowingAdapters(part.adapters, find_adapter).handlers()
         try:
             server.serve()
         finally:
@@ -179,15 +255,17 @@ def run(connection: Connection) -> int:
     return 0
 
 
-def main() -> int:
+def main(find_adapter: Callable[[str], Path] = Path) -> NoReturn:
+    """The process of a rank."""
     die_with_parent()
     # Signals are for rank 0; the others exit with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return run(Connection(int(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    code = main()
+    control, *links = (Connection(int(number)) for number in sys.argv[1:])
+    code = run(control, links[0] if links else None, find_adapter)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # taking NCCL's groups down can wait for peers that are gone
+
+
+if __name__ == "__main__":
+    main()

@@ -28,7 +28,7 @@ from penstock.engine.models.layers.attention import Attention
 from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.speculative.setup import load_draft, make_speculation
+from penstock.engine.speculative.setup import load_draft, make_speculation, spread_draft
 from penstock.engine.startup.adapters import adapter_rank, manage_adapters
 from penstock.engine.startup.memory import sliding_window
 from penstock.engine.startup.offload import open_tiers
@@ -37,6 +37,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
+    from penstock.engine.parallel.machines import Machines
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +48,18 @@ def load_engine(
     checkpoint: object | None,
     grammars: MakeCompiler | None = None,
     find_adapter: Callable[[str], Path] = Path,
+    machines: Machines | None = None,
 ) -> Engine:
     """See `Engine.load`."""
-    config = replace(config, adapter_rank=adapter_rank(config))  # once: the same for every rank, and after a sleep
+    # Once, for all ranks.
+    config = spread_draft(replace(config, adapter_rank=adapter_rank(config)))
     if config.ranks == 1:
         if config.expert_parallel:
             raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), None)
     from penstock.engine.parallel.launch import Ranks
 
-    ranks = Ranks(config, checkpoint)
+    ranks = Ranks(config, checkpoint, machines)
     try:
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), ranks)
     except BaseException:
@@ -72,17 +75,18 @@ def _assemble(
     phases: Phases,
     ranks: Ranks | None,
 ) -> Engine:
-    draft = load_draft(config, phases)
+    draft = load_draft(config, phases, ranks)
     part = load_part(
         config,
         checkpoint,
         phases,
         ranks,
-        backend=None if draft is None else draft.backend,
-        beside=0 if draft is None else draft.kv.shape.block_bytes,
+        backend=None if draft is None else draft.part.backend,
+        beside=0 if draft is None else draft.block_bytes,
     )
     host, mover = _host_tier(config, part, ranks, phases)
     adapters = None if part.adapters is None else manage_adapters(config, part.adapters, find_adapter, ranks)
+    pipelined = config.pipeline_parallel > 1
     pool = BlockPool(part.kv.num_blocks, host)
     window = sliding_window(part.model, part.token_budget)
     scheduler = Scheduler(
@@ -91,6 +95,7 @@ def _assemble(
         token_budget=part.token_budget,
         max_model_len=part.max_model_len,
         adapters=adapters.pool if adapters is not None else None,
+        batches=config.pipeline_parallel + part.backend.overlaps if pipelined else 1,
     )
     runner = Runner(
         part.backend,
@@ -102,6 +107,7 @@ def _assemble(
         max_verified=config.max_verified(part.max_running),
         adapters=adapters,
         several_ranks=ranks is not None,
+        deferred=pipelined,
         deterministic=config.deterministic,
         mover=mover,
     )
@@ -124,7 +130,8 @@ def _assemble(
         kv_bytes=sum(tensor.nbytes for tensor in (*part.kv.tensors, *part.kv.states)),
     )
     overlap = part.backend.overlaps
-    speculation = make_speculation(config, part, draft, scheduler, overlap=overlap)
+    # In a pipeline no step waits for another's tokens, whether it verifies or not.
+    speculation = make_speculation(config, part, draft, scheduler, ranks, overlap=overlap and not pipelined)
     engine = Engine(
         config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation, ranks=ranks
     )

@@ -6,12 +6,13 @@ a `Member` (`engine.parallel`).
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -85,12 +86,14 @@ def load_part(
     *,
     backend: Backend | None = None,
     beside: int = 0,
+    own_cache: bool = True,
 ) -> Part:
     """Read the checkpoint and make decoder and cache; `checkpoint` replaces the one that `config` names.
 
     `backend`: to share with another model in this process. `beside`: bytes that every block needs elsewhere.
+    `own_cache`: or else the cache is made later, like another model's; until then it has one block.
     """
-    threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
+    threads = config.threads or max(1, (os.cpu_count() or 1) // (1 if member is None else member.neighbours))
     torch.set_num_threads(threads)
     device = pick_device(config.device)
     if member is not None:
@@ -148,10 +151,15 @@ def load_part(
         with phases("compile"):
             most_decodes = max(max_running, config.max_verified(max_running))
             limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
-            backend.compile(decoder, kv_dtype, limits, adapters)
+            # With shards, sums stand between linears and residual additions.
+            alone = member is None or member.place.tensor == 1
+            unfused = decoder if alone else dataclasses.replace(decoder, fused_up_to=0)
+            backend.compile(unfused, kv_dtype, limits, adapters)
     with phases("kv cache"):
+        if member is not None and config.ranks_per_device > 1:
+            member.least(0)  # none measures what is free before all have loaded
         num_blocks = count_blocks(
-            config,
+            config if own_cache else replace(config, num_blocks=1),
             backend,
             decoder,
             kv_dtype,
@@ -169,7 +177,7 @@ def load_part(
             adapters = None if adapters is None else adapters.with_decoders(member.connect)
         kv = KVCache(shape, num_blocks, device, state_rows(max_running))
     max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
-    if max_model_len < wanted_len:
+    if max_model_len < wanted_len and own_cache:
         _log.warning(
             "the KV cache has room for %d tokens: the window is that, not %d; raise kv_memory or memory_share",
             max_model_len,
@@ -182,7 +190,7 @@ def _together(member: Member, decoder: Decoder) -> Forward:
     """A pass through the parts of all ranks, of which this one has `decoder`."""
     from penstock.engine.parallel.decoder import Stage
 
-    return Stage(member.connect(decoder), member.groups).forward
+    return Stage(member.connect(decoder), member.groups).whole
 
 
 def check_deterministic(config: EngineConfig, model: ModelConfig) -> None:

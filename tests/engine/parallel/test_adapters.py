@@ -18,7 +18,6 @@ from tests.engine.harness import assert_idle, collect, drain, generate, make_eng
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import write_checkpoint
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 GRIDS: list[Any] = [
     ("llama-gqa", 2, 2),
     ("llama-mqa-tied", 4, 1),  # one KV head for four shards
@@ -27,18 +26,19 @@ GRIDS: list[Any] = [
     pytest.param("llama-gqa", 1, 3, marks=pytest.mark.slow),
     pytest.param("mixtral", 2, 1, marks=pytest.mark.slow),
     pytest.param("mixtral", 2, 2, marks=pytest.mark.slow),
-    pytest.param("gemma2", 2, 1, marks=pytest.mark.slow),
+    pytest.param("phi3", 2, 2, marks=pytest.mark.slow),
     pytest.param("qwen3-qknorm", 2, 2, marks=pytest.mark.slow),
 ]
 
 
 def adapters_for(base: Path, folder: Path, family: str) -> tuple[AdapterSpec, ...]:
     """Of different ranks, on different linears."""
-    every = ATTENTION if family == "mixtral" else ALL
+    targets = {"mixtral": ALL[:4], "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}.get(family, ALL)
+    some = ("qkv_proj",) if family == "phi3" else ("q_proj", "v_proj")
     made = [
-        write_adapter(folder / "every", base, rank=20, targets=every, seed=1),
-        write_adapter(folder / "some", base, rank=3, targets=("q_proj", "v_proj"), seed=2),
-        write_adapter(folder / "outputs", base, rank=8, targets=every[3:], seed=3),
+        write_adapter(folder / "every", base, rank=20, targets=targets, seed=1),
+        write_adapter(folder / "some", base, rank=3, targets=some, seed=2),
+        write_adapter(folder / "outputs", base, rank=8, targets=[name for name in targets if name not in some], seed=3),
     ]
     return tuple(AdapterSpec(path.name, str(path)) for path in made)
 
@@ -132,12 +132,13 @@ def test_adapters_come_and_go_on_all_ranks(
     monkeypatch.setattr(FollowingAdapters, "handlers", seen)
     folder = shutil.copytree(specs[0].source, tmp_path / "a")
     prompt = [5, 6, 7] * 9
-    old, new = (
-        generate(make_engine(base, adapters=(spec,)), ask("x", prompt, spec.name))["x"] for spec in (specs[0], specs[2])
-    )
+    alone = make_engine(base, adapters=specs)
+    old, new = (generate(alone, ask("x", prompt, spec.name))["x"] for spec in (specs[0], specs[2]))
+    assert alone.adapters is not None
     with threaded_engine(base, 2, 2, adapter_slots=2, adapter_rank=20) as engine:
         first = load(engine, AdapterSpec("a", str(folder)))
         assert first.state == "ready" and first.rank == 20
+        assert first.version == alone.adapters.version("every"), "engines of other grids call it the same"
         assert generate(engine, ask("x", prompt, "a"))["x"] == old
         engine.submit(ask("old", prompt, "a"))
         deltas: list[Delta] = []
