@@ -158,11 +158,12 @@ def _process(
 def _run_generator(process: EngineProcess, model: ModelConfig, path: Path, role: Role) -> int:
     from dataclasses import replace
 
-    from penstock.sources.adapters import resolve_adapter
+    from penstock.sources.adapters import rank_of_listed, resolve_adapter
     from penstock.text.vocabulary import grammars_of
 
+    rank = model.adapter_rank or rank_of_listed(model.adapters)
     return process.run_generator(
-        replace(model.engine_config(str(path)), role=role),
+        replace(model.engine_config(str(path)), role=role, adapter_rank=rank),
         grammars=grammars_of(path),
         find_adapter=resolve_adapter,
         watchdog_s=model.watchdog_s,

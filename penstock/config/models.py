@@ -96,6 +96,11 @@ class ModelConfig:
     expert_copies: int = setting(
         0, doc="With expert_parallel: experts on each device beyond its part, copies of the most visited.", least=0
     )
+    expert_rebalance_s: float = setting(
+        60.0,
+        doc="With expert_parallel: seconds between looks at the load of experts, which may move; 0: never.",
+        least=0,
+    )
     host_memory: int = setting(
         0, doc="Host memory for offloaded KV blocks; 0: none.",
         least=0, size=True,
@@ -135,9 +140,10 @@ class ModelConfig:
         example="20",
     )
     adapter_host_slots: int = setting(100, doc="Adapters in host memory.", least=1)
-    adapter_rank: int = setting(
-        16, doc="Maximum rank of an adapter; device memory is reserved for it.", least=1, most=512
-    )
+    adapter_rank: int | None = setting(
+        None, doc="Maximum rank of an adapter; device memory is reserved for it. When not set, that of the listed "
+        "adapters, and at least 16.", least=1, most=512, example="64",
+    )  # fmt: skip
 
     fallback: tuple[str, ...] = setting(
         (), doc="Models or remotes that answer when no replica of this model can, in order.", example="[small, api]"

@@ -75,6 +75,8 @@ class EngineConfig:
     """Experts are placed whole on the `tensor_parallel` devices of a stage instead of being cut by width."""
     expert_copies: int = 0
     """With `expert_parallel`: experts that each device holds beyond its part, copies of those with the most tokens."""
+    expert_rebalance_s: float = 60.0
+    """With `expert_parallel`: how often experts may move to even out the load of the devices; 0: never."""
     max_waiting: int = 4096
     """Requests beyond this are refused at once instead of queueing without bound."""
     threads: int | None = None
@@ -88,8 +90,9 @@ class EngineConfig:
     altogether. Set it to allow loading at run time."""
     adapter_host_slots: int = 100
     """Adapters in host memory at the same time."""
-    adapter_rank: int = 16
-    """Largest rank of an adapter; device memory is reserved for it."""
+    adapter_rank: int | None = None
+    """Largest rank of an adapter; device memory is reserved for it. Not set: that of the `adapters` that are folders on
+    this machine, and at least 16."""
 
     role: Role = "both"
     """`prefill`: other engines may take the KV blocks that this one computes. `decode`: it may take theirs."""

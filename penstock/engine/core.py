@@ -67,6 +67,16 @@ class DeviceMeter(Protocol):
     def close(self) -> None: ...
 
 
+class Balancer(Protocol):
+    """Evens out the load of ranks between steps."""
+
+    def tick(self, now: float) -> None:
+        """A step is about to be scheduled."""
+        ...
+
+    def report(self, load: EngineLoad) -> None: ...
+
+
 class Engine:
     """One model. Not thread-safe: one thread owns it."""
 
@@ -94,6 +104,8 @@ class Engine:
         """Reads its GPUs; set by the process that hosts the engine."""
         self.exchange: BlockExchange | None = None
         """Gives KV blocks to other engines, or takes theirs; None when its role is to do everything itself."""
+        self.balancer: Balancer | None = None
+        """Moves experts between ranks; None when they are not spread over any."""
         self.clock = clock
         self.steps = 0
         self._step_tokens = 0
@@ -178,6 +190,8 @@ class Engine:
             self._finish(seq, "timeout")
         if self.adapters is not None:
             self._take_adapters(self.adapters, now)
+        if self.balancer is not None:
+            self.balancer.tick(now)
         batch = self.scheduler.schedule(now, self._drafts())
         if batch is not None:
             self._launch(batch)
@@ -210,7 +224,7 @@ class Engine:
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
             devices=None if self.meter is None else self.meter.latest,
         )
-        for part in (pool.host, self.speculation, self.exchange):
+        for part in (pool.host, self.speculation, self.exchange, self.balancer):
             if part is not None:
                 part.report(load)
         return load

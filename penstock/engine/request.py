@@ -231,6 +231,10 @@ class EngineLoad:
     """None when the engine's role is `both`."""
     step_tokens: int = 0
     """Tokens computed by all steps together: of prompts, decodes and drafts."""
+    expert_imbalance: float = 0.0
+    """Of experts over ranks: what the most loaded device carries over the mean of all, in the worst layer; 0: none."""
+    moved_experts: int = 0
+    """Experts that came to another device because of that."""
 
 
 @dataclass(slots=True)

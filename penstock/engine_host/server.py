@@ -326,8 +326,7 @@ class EngineServer:
                 self._abort(request_id)
             self._peers.lost.clear()
         if self._handovers.open:
-            for request in self._handovers.advance(self._engine, lambda id: self._peers.owner(id) is not None):
-                self._accept(request.request_id, partial(self._engine.submit, request))
+            self._hand_over()
         if self._state == "drowsy" and not self._engine.has_work and not self._handovers.busy and self._peers.flushed:
             self._fall_asleep()
         if self._drain_until is not None:
@@ -338,6 +337,16 @@ class EngineServer:
                 self.stop("drained")
             elif now > self._drain_until:
                 self.stop("the time to drain is over")
+
+    def _hand_over(self) -> None:
+        try:
+            requests = self._handovers.advance(self._engine, lambda id: self._peers.owner(id) is not None)
+        except ReplicaLost as error:
+            log.critical("the engine is lost: %s", error)
+            self.fail(str(error))
+            return
+        for request in requests:
+            self._accept(request.request_id, partial(self._engine.submit, request))
 
     def _prepare_sleep(self) -> None:
         """Sleep at once when idle, otherwise when running requests have finished."""

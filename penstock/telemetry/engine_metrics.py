@@ -167,6 +167,15 @@ def add_engine_metrics(registry: MetricRegistry, engines: Engines) -> None:
 
     for load in _LOADS:
         loads(*load)
+    registry.sampled(
+        "gauge",
+        "penstock_expert_imbalance",
+        "Load of the most loaded device over the mean, in the worst layer of experts spread over devices.",
+        ENGINE_LABELS,
+        lambda: [
+            ((view.model, view.engine), view.load.expert_imbalance) for view in engines() if view.load.expert_imbalance
+        ],
+    )
     for view in _VIEWS:
         views(*view)
     for device in _DEVICES:

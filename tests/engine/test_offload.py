@@ -156,7 +156,5 @@ def test_after_a_failed_step_nothing_on_the_host_is_trusted(folder: Path) -> Non
 def test_settings_that_cannot_work_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="one KV block needs"):
         make_engine(folder, host_memory=100)
-    with pytest.raises(ConfigError, match="one device"):
-        make_engine(folder, host_memory=HOST, tensor_parallel=2)
     with pytest.raises(ConfigError, match="prefix_cache"):
         make_engine(folder, host_memory=HOST, prefix_cache=False)

@@ -30,7 +30,7 @@ from penstock.engine.backends.cuda.kernels.moe import GroupedConfig
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import FP8
-from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, Router
+from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router
 from penstock.engine.models.layers.feed_forward import GatedMlp
 
 BF16 = torch.bfloat16
@@ -55,7 +55,7 @@ def make_moe(
     ]
     # As wide a spread of scores as trained routers have: some experts get most tokens, some none.
     router = CudaLinear(rand(experts, hidden, dtype=dense, scale=3 * hidden**-0.5), None)
-    return ExpertMlp(ops, Router(router, top_k, normalize), mlps, mlps.__getitem__)
+    return ExpertMlp(ops, Router(router, top_k, normalize), mlps, ExpertSource(mlps.__getitem__, lambda _: None))
 
 
 def wide(linear: CudaLinear) -> Tensor:
@@ -161,11 +161,11 @@ def test_shards_with_some_of_the_experts_sum_to_all_of_them() -> None:
         for shard, held in enumerate(table):
             slots = ExpertSlots(table, shard, experts, torch.device(DEVICE))
             mine = [mlp.experts[expert] for expert in held]
-            grouped = group(ExpertMlp(ops, mlp.router, mine, mlp.load, slots))
+            grouped = group(ExpertMlp(ops, mlp.router, mine, mlp.source, slots))
             assert grouped is not None
             if shard == 1:  # another expert and back
-                grouped.replace(0, mlp.load(6))
-                grouped.replace(0, mlp.load(3))
+                grouped.replace(0, mlp.source.make(6))
+                grouped.replace(0, mlp.source.make(3))
             with poisoned_outputs():
                 total += grouped.forward(x).double()
         if MODE == "compile":

@@ -8,7 +8,7 @@ so adapters cost them nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -103,15 +103,23 @@ class FusedAdaptedLinear:
         return cast(InlineLinear, self.base).fused(x, lora=self._kernel.inline(self._placed), **folded)
 
 
-def adapt(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout, *, sites: int | None = None) -> Decoder:
+def adapt(
+    decoder: Decoder,
+    kernel: LoraKernel,
+    layout: AdapterLayout,
+    *,
+    sites: int | None = None,
+    summed: Collection[str] = (),
+) -> Decoder:
     """`decoder` with adapters, on the first `sites` of the layout or on all. Activations stay plain tensors. Norms and
-    residuals stay outside the linears, unless all of these take adapters into their launch."""
+    residuals stay outside the linears, unless all of these take adapters into their launch. `summed`: sites whose
+    output other ranks have parts of; adapters are inside those parts, so that the sum is made once."""
     made: Callable[[Linear, Any, PlacedSite], Linear] = AdaptedLinear
     fused_up_to = 0
     if isinstance(kernel, FusedLora) and all(isinstance(layer.feed_forward, GatedMlp) for layer in decoder.layers):
         made = FusedAdaptedLinear
         linears = [linear for layer in decoder.layers for linear in layer.linears]
-        if kernel.fits_inline(layout) and all(isinstance(linear, InlineLinear) for linear in linears):
+        if not summed and kernel.fits_inline(layout) and all(isinstance(linear, InlineLinear) for linear in linears):
             fused_up_to = decoder.fused_up_to
     layers = []
     for number, layer in enumerate(decoder.layers):
@@ -122,7 +130,8 @@ def adapt(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout, *, sites:
             in_mixer = hasattr(layer.mixer, site.attribute)
             holder, found = (layer.mixer, mixer) if in_mixer else (layer.feed_forward, feed_forward)
             placed = layout.place(number, index)
-            found[site.attribute] = made(getattr(holder, site.attribute), kernel, placed)
+            make = AdaptedLinear if site.attribute in summed else made
+            found[site.attribute] = make(getattr(holder, site.attribute), kernel, placed)
         changed = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **mixer))
         if feed_forward:
             assert isinstance(layer.feed_forward, GatedMlp)

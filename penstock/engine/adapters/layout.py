@@ -91,6 +91,29 @@ class AdapterLayout:
         return PlacedSite(self.sites[index], layer, index, layer * self.layer_unit + before)
 
 
+Span = tuple[int, int]
+"""First and one past the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCut:
+    """The part of every adapter that one process keeps: cut like the linears that it adds to."""
+
+    whole: AdapterLayout
+    layers: Span
+    inputs: tuple[Span, ...]
+    """Of each site: columns of A."""
+    outputs: tuple[tuple[Span, ...], ...]
+    """Of each site and each of its parts: rows of B."""
+
+
+def uncut(layout: AdapterLayout) -> AdapterCut:
+    """All of every adapter: what an engine on one device keeps."""
+    inputs = tuple((0, site.inputs) for site in layout.sites)
+    outputs = tuple(tuple((0, size) for size in site.sizes) for site in layout.sites)
+    return AdapterCut(layout, (0, layout.layers), inputs, outputs)
+
+
 def layout_of(config: ModelConfig, *, by_output: bool = False) -> AdapterLayout:
     """Attention and feed-forward linears; where there are experts, those of attention only."""
     hidden, ffn = config.hidden_size, config.ffn_size

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, uncut
+from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.engine.loading.keys import KeyRules
 from penstock.errors import CheckpointError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:.*\.)?layers\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
 RULES = KeyRules(
     reader="LoRA adapters",
@@ -72,10 +72,12 @@ class LoadedAdapter:
     name: str
     rank: int
     version: str
+    """Names the content, also of the parts that other ranks keep: equal matrices give equal answers and may share
+    cached prefixes; others never do."""
     data: Tensor
     """Flat, in the order of the model's `AdapterLayout`."""
     ranks: Tensor
-    """int32 [sites]: the rank as stored, or 0 for sites that it does not touch, which are skipped."""
+    """int32 [sites]: the rank as stored, or 0 for sites that it touches in no layer, which are skipped."""
     narrow: bool = field(init=False)
     """It touches query, key and value only, as PEFT's default targets do."""
 
@@ -157,9 +159,17 @@ def _integers(value: Any, key: str) -> tuple[int, ...]:
 
 
 def read_adapter(
-    name: str, path: Path, layout: AdapterLayout, *, max_rank: int, dtype: torch.dtype, pin: bool
+    name: str,
+    path: Path,
+    layout: AdapterLayout,
+    *,
+    max_rank: int,
+    dtype: torch.dtype,
+    pin: bool,
+    cut: AdapterCut | None = None,
 ) -> LoadedAdapter:
-    """Read the adapter in the folder `path` for a model of this `layout`. `pin`: into page-locked memory."""
+    """Read the adapter in the folder `path` for a model of this `layout`. `pin`: into page-locked memory. `cut`: where
+    `layout` is one rank's part of a model, which part it is; then numbers are checked in that part only."""
     from safetensors import SafetensorError, safe_open  # only those who read adapters need it
 
     if not path.is_dir():
@@ -170,38 +180,47 @@ def read_adapter(
         hint = "; its weights are pickled: save them as safetensors" if (path / "adapter_model.bin").exists() else ""
         raise CheckpointError(f"{path} has no {WEIGHTS}{hint}")
     data = torch.zeros(layout.width(config.rank) * layout.unit, dtype=dtype, pin_memory=pin)
+    packer = _Packer(file, layout, cut or uncut(layout), config, data)
     try:
         with safe_open(file, framework="pt") as tensors:
-            ranks = _Packer(file, layout, config, data).pack(tensors)
+            ranks = packer.pack(tensors)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{WEIGHTS} is damaged or incomplete ({error}): fetch it again") from error
-    return LoadedAdapter(name, config.rank, _digest(data), data, ranks.pin_memory() if pin else ranks)
+    return LoadedAdapter(name, config.rank, packer.version, data, ranks.pin_memory() if pin else ranks)
 
 
 class _Packer:
     """Puts one file's tensors where the layout wants them."""
 
-    def __init__(self, file: Path, layout: AdapterLayout, config: LoraConfig, data: Tensor) -> None:
+    def __init__(self, file: Path, layout: AdapterLayout, cut: AdapterCut, config: LoraConfig, data: Tensor) -> None:
         self.file = file
         self.layout = layout
+        self.cut = cut
         self.config = config
         self.data = data
+        self._content = hashlib.blake2b(f"{config.scale!r} {data.dtype}".encode(), digest_size=16)
         self._places: dict[str, tuple[int, range]] = {}
-        for index, site in enumerate(layout.sites):
+        for index, site in enumerate(cut.whole.sites):
             for part, module in enumerate(site.modules):
                 self._places[module] = (index, range(part, part + 1))
             if site.fused:
                 self._places[site.fused] = (index, range(len(site.modules)))
 
+    @property
+    def version(self) -> str:
+        """Of what was packed; the same on every rank."""
+        return self._content.hexdigest()
+
     def pack(self, tensors: Any) -> Tensor:
         found: dict[tuple[int, str], dict[str, str]] = {}
+        layers = self.cut.whole.layers
         for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
             match = _TENSOR.fullmatch(key)
             if match is None or match[2] not in self._places:
                 modules = ", ".join(sorted(module.rpartition(".")[2] for module in self._places))
                 raise CheckpointError(f"{self.file.name}: cannot apply {key!r}; adapters may change {modules}")
-            if int(match[1]) >= self.layout.layers:
-                raise CheckpointError(f"{self.file.name}: {key!r} is beyond the model's {self.layout.layers} layers")
+            if int(match[1]) >= layers:
+                raise CheckpointError(f"{self.file.name}: {key!r} is beyond the model's {layers} layers")
             path = key.rpartition(".lora_")[0].removeprefix("base_model.model.")
             if not self.config.applies(path, int(match[1])):
                 raise CheckpointError(
@@ -212,7 +231,7 @@ class _Packer:
         if not found:
             raise CheckpointError(f"{self.file.name} holds no LoRA matrices")
         ranks = torch.zeros(len(self.layout.sites), dtype=torch.int32)
-        for (layer, module), pair in found.items():
+        for (layer, module), pair in sorted(found.items()):
             if len(pair) != 2:
                 missing = "B" if "A" in pair else "A"
                 raise CheckpointError(f"{self.file.name}: layer {layer} {module} has no lora_{missing}")
@@ -222,35 +241,35 @@ class _Packer:
 
     def _put(self, layer: int, module: str, a: Tensor, b: Tensor, *, key: str) -> None:
         index, parts = self._places[module]
-        placed, rank = self.layout.place(layer, index), self.config.rank
-        site = placed.site
-        outputs = sum(site.sizes[part] for part in parts)
-        for side, tensor, shape in (("A", a, (rank, site.inputs)), ("B", b, (outputs, rank))):
+        whole, rank = self.cut.whole.sites[index], self.config.rank
+        outputs = sum(whole.sizes[part] for part in parts)
+        for side, tensor, shape in (("A", a, (rank, whole.inputs)), ("B", b, (outputs, rank))):
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
                     f"{self.file.name}: lora_{side} of layer {layer} {module} is {tuple(tensor.shape)}; "
                     f"rank {rank} on this model needs {shape}"
                 )
-        b = b.float() * self.config.scale
-        if not bool(a.to(self.data.dtype).isfinite().all() and b.to(self.data.dtype).isfinite().all()):
+            self._content.update(f"{layer} {module} {side} {tensor.dtype}".encode())
+            self._content.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        first, last = self.cut.layers
+        if not first <= layer < last:
+            return
+        a, rows = a[:, slice(*self.cut.inputs[index])], torch.split(b, [whole.sizes[part] for part in parts])
+        spans = self.cut.outputs[index]
+        ups = [row[slice(*spans[part])].float() * self.config.scale for part, row in zip(parts, rows, strict=True)]
+        if not all(bool(each.to(self.data.dtype).isfinite().all()) for each in (a, *ups)):
             raise CheckpointError(
                 f"{self.file.name}: {key!r} or its partner holds values that are not finite in {self.data.dtype}"
             )
-        width = self.layout.width(rank)
+        placed, width = self.layout.place(layer - first, index), self.layout.width(rank)
+        site = placed.site
         begin, middle = width * placed.start, width * (placed.start + len(site.sizes) * site.inputs)
         down = self.data[begin:middle].view(len(site.sizes), width, site.inputs)
         up = self.layout.up(self.data[middle : middle + width * site.outputs], width, site.outputs)
-        row, column = 0, sum(site.sizes[: parts[0]])
-        for part in parts:
-            size = site.sizes[part]
+        for part, matrix in zip(parts, ups, strict=True):
+            column = sum(site.sizes[:part])
             down[part, :rank] = a
-            up[:rank, column : column + size] = b[row : row + size].t()
-            row, column = row + size, column + size
-
-
-def _digest(data: Tensor) -> str:
-    """Names the content: equal matrices give equal answers and may share cached prefixes; others never do."""
-    return hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=16).hexdigest()
+            up[:rank, column : column + site.sizes[part]] = matrix.t()
 
 
 def random_adapter(
@@ -272,4 +291,5 @@ def random_adapter(
             ranks[index] = width
     if pin:
         noise, ranks = noise.pin_memory(), ranks.pin_memory()
-    return LoadedAdapter(name, rank, _digest(noise), noise, ranks)
+    version = hashlib.blake2b(noise.view(torch.uint8).numpy().data, digest_size=16).hexdigest()
+    return LoadedAdapter(name, rank, version, noise, ranks)

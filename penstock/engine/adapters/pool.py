@@ -9,7 +9,7 @@ for ever, a sequence that has waited `PATIENCE_S` for a slot holds back later on
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from penstock.engine.adapters.loader import Read
 from penstock.engine.adapters.peft import LoadedAdapter
@@ -36,9 +36,19 @@ _LOADER_WAIT_S = 0.002
 class AdapterPool:
     """AdapterRegistry, slots and the sequences between them. Belongs to the engine's thread."""
 
-    def __init__(self, specs: Iterable[AdapterSpec], read: Read, *, slots: int, host_slots: int) -> None:
+    def __init__(
+        self,
+        specs: Iterable[AdapterSpec],
+        read: Read,
+        *,
+        slots: int,
+        host_slots: int,
+        dropped: Callable[[LoadedAdapter], None] | None = None,
+    ) -> None:
+        """`dropped` is called with adapters that leave host memory."""
         self.slots = SlotTable(slots)
-        self.registry = AdapterRegistry(specs, read, host_slots, self.slots.drop)
+        self.registry = AdapterRegistry(specs, read, host_slots, self._drop)
+        self._dropped = dropped
         self._entries: dict[Sequence, AdapterEntry] = {}
         """The entry that each sequence with an adapter holds."""
         self._slotless: OrderedDict[LoadedAdapter, dict[Sequence, None]] = OrderedDict()
@@ -249,6 +259,11 @@ class AdapterPool:
         seq.root = root_name(seq.request.cache_salt, entry.adapter.version)
         self._entries[seq] = entry
         self.registry.hold(entry)
+
+    def _drop(self, adapter: LoadedAdapter) -> None:
+        self.slots.drop(adapter)
+        if self._dropped is not None:
+            self._dropped(adapter)
 
     def _impatient(self, now: float) -> Sequence | None:
         """The sequence that has waited longest for a slot, if that was too long."""

@@ -181,6 +181,7 @@ class AdapterRegistry:
             else:
                 self.loads += 1
                 if entry.gone:
+                    self._dropped(loaded.adapter)
                     continue
                 entry.state, entry.adapter = "ready", loaded.adapter
                 self._host[entry] = None

@@ -2,42 +2,86 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
 import numpy as np
 import torch
 
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
+from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.scheduler import Batch
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedModel:
+    """A decoder with slots for adapters: what every rank of an engine has of them."""
+
+    kernel: LoraKernel
+    decoder: Decoder
+    layout: AdapterLayout
+    dtype: torch.dtype
+    """Of the adapters' weights."""
+    read: Callable[[str, Path], LoadedAdapter]
+    """(name, folder) to this process's part of an adapter; see `read_adapter`."""
+    narrow: Decoder | None = None
+    """A decoder for steps in which all adapters are narrow (see `LoadedAdapter`), which skips the linears that they do
+    not touch."""
+
+    def with_decoders(self, change: Callable[[Decoder], Decoder]) -> AdaptedModel:
+        narrow = None if self.narrow is None else change(self.narrow)
+        return dataclasses.replace(self, decoder=change(self.decoder), narrow=narrow)
+
+
+class OtherRanks(Protocol):
+    """The other ranks of an engine, which keep their parts of the same adapters."""
+
+    def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        """Bring theirs into a slot, before the next step."""
+        ...
+
+    def drop(self, adapter: LoadedAdapter) -> None:
+        """Free their host memory."""
+        ...
+
+
 class AdapterRuntime:
     """What the runner needs: the adapted decoder, and a step's adapters in place."""
 
-    def __init__(
-        self,
-        pool: AdapterPool,
-        kernel: LoraKernel,
-        decoder: Decoder,
-        layout: AdapterLayout,
-        dtype: torch.dtype,
-        narrow: Decoder | None = None,
-    ) -> None:
-        """`dtype`: of the adapters' weights. `narrow`: a decoder for steps in which all adapters are narrow (see
-        `LoadedAdapter`), which skips the linears that they do not touch."""
-        self.dtype = dtype
+    def __init__(self, model: AdaptedModel, pool: AdapterPool, others: OtherRanks | None = None) -> None:
+        self.model = model
         self.pool = pool
-        self.kernel = kernel
-        self.decoder = decoder
-        self.narrow = narrow
-        self.layout = layout
+        self.decoder = model.decoder
+        self.narrow = model.narrow
+        self.slots = np.empty(0, np.int32)
+        """Of each token of the step that has begun; -1 where it has no adapter."""
+        self._others = others
+
+    @property
+    def kernel(self) -> LoraKernel:
+        return self.model.kernel
+
+    @property
+    def layout(self) -> AdapterLayout:
+        return self.model.layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
 
     def fill_slots(self) -> None:
         """Make the copies that the scheduled step relies on. They are queued before it on the same stream."""
         moves = self.pool.slots.moves
         while moves:
             self.kernel.put(*moves[0])
+            if self._others is not None:
+                self._others.put(*moves[0])
             del moves[0]  # only now: a copy that failed is made again
 
     def begin(self, batch: Batch) -> Decoder | None:
@@ -45,6 +89,7 @@ class AdapterRuntime:
         slots = slots_of(batch)
         if slots.max() < 0:
             return None
+        self.slots = slots
         self.kernel.begin(slots)
         return self.narrow if self.narrow is not None and is_narrow(batch) else self.decoder
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 DEFAULT_SLOTS = 20
 """Device slots of an engine that has adapters, when the configuration names no number."""
+
+LEAST_RANK, MOST_RANK = 16, 512
+"""Bounds of `adapter_rank` when the configuration names none."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of an adapter."""
 
 AdapterState = Literal["known", "loading", "ready", "failed"]
 """`known`: it will be read when it is first asked for. `ready`: in host memory, perhaps in a slot too."""
@@ -72,6 +80,21 @@ class AdapterLoad:
     """Times an adapter lost its slot to another."""
     host_evictions: int = 0
     load_seconds: float = 0.0
+
+
+def default_rank(folders: Iterable[Path]) -> int:
+    """The rank to make slots for when none is configured: the largest of the adapters in these folders."""
+    return min(max((LEAST_RANK, *map(_stored_rank, folders))), MOST_RANK)
+
+
+def _stored_rank(folder: Path) -> int:
+    """0 where it cannot be read: whoever reads the adapter itself says why."""
+    try:
+        config = json.loads((folder / CONFIG).read_bytes())
+        rank = config.get("r", 8)
+        return rank if isinstance(rank, int) else 0
+    except (OSError, ValueError, AttributeError):
+        return 0
 
 
 def name_problem(name: str) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
-from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.interface import (
     FP8,
     INT8,
@@ -142,7 +142,7 @@ class Backend(DeviceAccess, LayerFactory, ABC):
         """The fastest executor of a model on this device alone."""
 
     def compile(
-        self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdapterRuntime | None
+        self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None
     ) -> None:
         """Compile every kernel that steps may launch."""
 

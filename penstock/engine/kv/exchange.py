@@ -12,18 +12,29 @@ from `slots` and go back there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from penstock.engine.backends.backend import Backend
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.block_hash import block_names
-from penstock.engine.kv.cache import KVCache
+from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.kv.host import Transfers
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.request import EngineLoad, HandoverLoad, Request
 
 MOST_BYTES = 1 << 30
 """Of all slots together."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadBlocks:
+    """Blocks of an engine of several ranks."""
+
+    shape: CacheShape
+    """Of whole blocks."""
+    make_mover: Callable[[int], BlockMover]
+    """Makes a mover with that many slots of whole blocks."""
 
 
 class BlockExchange:
@@ -38,19 +49,20 @@ class BlockExchange:
         step_tokens: int,
         version: Callable[[str], str | None],
         flush: Callable[[Transfers], None] | None = None,
+        spread: SpreadBlocks | None = None,
     ) -> None:
         """`step_tokens`: most tokens of one step; twice as many have a slot. `version`: which weights an adapter's name
-        stands for, None when they are not known now. `flush`: makes copies to the host tier, if there is one."""
+        stands for, None when they are not known now. `flush`: makes copies to the host tier, if there is one. `spread`:
+        where `kv` is a part of the cache."""
         self.counts = HandoverLoad()
-        self.block_bytes = kv.shape.block_bytes
+        self.block_bytes = kv.shape.block_bytes if spread is None else spread.shape.block_bytes
         fitting = MOST_BYTES // self.block_bytes
         self.num_slots = max(1, min(2 * allocator.blocks_for(step_tokens), fitting))
-        self.at_once = max(1, backend.exchange_step_bytes // self.block_bytes)
+        self.at_once = max(1, backend.exchange_step_bytes // kv.shape.block_bytes)
         """Blocks to take in between two steps, at most."""
         self._allocator = allocator
         self._pool = allocator.pool
-        self._kv = kv
-        self._backend = backend
+        self._make_mover = partial(backend.block_mover, kv) if spread is None else spread.make_mover
         self._version = version
         self._flush = flush
         self._mover: BlockMover | None = None
@@ -60,7 +72,7 @@ class BlockExchange:
     def slots(self) -> list[int]:
         """Free slots. Their memory is taken when they are first asked for."""
         if self._mover is None:
-            self._mover = self._backend.block_mover(self._kv, self.num_slots)
+            self._mover = self._make_mover(self.num_slots)
             self._slots = list(range(self.num_slots))
         return self._slots
 

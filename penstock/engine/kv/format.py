@@ -6,31 +6,27 @@ them for telling checkpoints apart, merged adapters and further training include
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from penstock.engine.backends.interface import KeySmoothing
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import CacheShape
 
+CALIBRATION = 1
+"""Grows when calibration comes to other smoothings for the same weights."""
 _PIECES = 256
 _PIECE_BYTES = 512
 
 
-def kv_format(config: EngineConfig, shape: CacheShape, dtype: str, smoothings: Sequence[KeySmoothing] = ()) -> str:
-    """`dtype`: of the activations, from which keys and values are computed. `smoothings`: of the keys, by layer."""
-    return f"weights {fingerprint(Path(config.model))} as {config.weights} in {dtype}, {shape}" + (
-        f", keys smoothed by {_digest_of(smoothings)}" if smoothings else ""
-    )
+def kv_format(config: EngineConfig, shape: CacheShape, dtype: str, smoothed: bool = False) -> str:
+    """`shape`: of whole blocks, on however many devices. `dtype`: of the activations, from which keys and values are
+    computed. `smoothed`: whether keys are.
 
-
-def _digest_of(smoothings: Sequence[KeySmoothing]) -> str:
-    digest = blake2b(digest_size=8)
-    for smoothing in smoothings:
-        for part in smoothing:
-            digest.update(part.cpu().numpy().tobytes())
-    return digest.hexdigest()
+    How they are smoothed follows from the weights (`calibration`), which are named here; that two grids of devices
+    round the sums behind it differently is far below the steps of int8.
+    """
+    text = f"weights {fingerprint(Path(config.model))} as {config.weights} in {dtype}, {shape}"
+    return f"{text}, keys smoothed (calibration {CALIBRATION})" if smoothed else text
 
 
 def fingerprint(model: Path) -> str:

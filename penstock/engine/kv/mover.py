@@ -6,7 +6,9 @@ supplies the mover: in host memory it is a plain copy, elsewhere copies run besi
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -15,28 +17,43 @@ from torch import Tensor
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.host import Transfers
 
+_POLL_S = 0.0005
+
 
 class BlockMover(ABC):
-    """Owns the host's pool."""
+    """Copies to and from slots of host memory."""
+
+    @abstractmethod
+    def memory(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot, one piece for each tensor of the cache."""
+
+    @abstractmethod
+    def is_idle(self, slot: int) -> bool:
+        """Whether every copy from or to the slot is over. May be asked by any thread."""
+
+    @abstractmethod
+    def run(self, transfers: Transfers) -> None:
+        """Make the copies, as far as anything launched afterwards on the current stream can tell."""
+
+    def wait(self, slots: Iterable[int]) -> None:
+        """Until every copy from or to these slots is over. For threads that do not step the engine."""
+        for slot in slots:
+            while not self.is_idle(slot):
+                time.sleep(_POLL_S)
+
+
+class PoolMover(BlockMover):
+    """Owns the host's pool, of blocks as this process's cache has them."""
 
     def __init__(self, kv: KVCache, num_slots: int) -> None:
         self._caches = [_words(tensor) for tensor in kv.tensors]
         self._pools = [_host_pool(num_slots, cache) for cache in self._caches]
 
     def memory(self, slot: int) -> list[memoryview]:
-        """The bytes of a slot, one piece for each tensor of the cache."""
         return [pool[slot].view(torch.uint8).view(-1).numpy().data for pool in self._pools]
 
-    @abstractmethod
-    def is_idle(self, slot: int) -> bool:
-        """Whether every copy from or to the slot is over."""
 
-    @abstractmethod
-    def run(self, transfers: Transfers) -> None:
-        """Make the copies, as far as anything launched afterwards on the current stream can tell."""
-
-
-class HostBlockMover(BlockMover):
+class HostBlockMover(PoolMover):
     """For a cache in host memory."""
 
     def is_idle(self, slot: int) -> bool:

@@ -15,7 +15,7 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, Router, held
+from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router, held
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.weights import WeightReader
 
@@ -117,12 +117,13 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     table = moe.placement[context.index] if moe.placement else None
 
     def experts(read: WeightReader) -> ExpertMlp:
-        def expert(index: int) -> GatedMlp:
+        def make(index: int) -> GatedMlp:
             return gated(read, f"{block}experts.{index}.", names.expert_gate_up, names.expert_down, ffn, backend.ops)
 
-        parts = [expert(index) for index in held(table, moe.shard, moe.experts)]
+        source = ExpertSource(make, lambda index: read.touch(f"{block}experts.{index}."))
+        parts = [make(index) for index in held(table, moe.shard, moe.experts)]
         slots = None if table is None else ExpertSlots(table, moe.shard, moe.experts, backend.device)
-        return ExpertMlp(backend.ops, router, parts, expert, slots)
+        return ExpertMlp(backend.ops, router, parts, source, slots)
 
     return backend.experts(lambda: experts(read), lambda: experts(read.dense()))
 

@@ -67,6 +67,12 @@ class WeightReader:
             raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the configuration says {shape}")
         return tensor.to(device=self.backend.device, dtype=dtype or self._dtype)
 
+    def touch(self, prefix: str) -> None:
+        """Read tensors and forget them, so that they are in memory when they are wanted."""
+        for name in self.names:
+            if name.startswith(prefix):
+                self._weights.tensor(name)
+
     def zeros(self, *shape: int) -> Tensor:
         """In place of what this process never uses, so that warm-up needs no special case."""
         return torch.zeros(shape, dtype=self._dtype, device=self.backend.device)

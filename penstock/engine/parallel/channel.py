@@ -8,6 +8,7 @@ collectives, so that an idle rank sleeps without a deadline and notices at once 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import IntEnum
 from multiprocessing.connection import Connection
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from penstock.engine.backends.interface import AttentionBatch, Ints
+from penstock.engine.kv.host import Transfers
 from penstock.engine.parallel import plain
 
 
@@ -27,6 +29,8 @@ class Op(IntEnum):
     """Take part in the logits of some hidden states."""
     CALL = 3
     """Do something else."""
+    MOVE = 4
+    """Copy blocks to and from host memory."""
 
 
 TARGET, DRAFT = 0, 1
@@ -124,6 +128,25 @@ class Head:
         return np.array([Op.HEAD, self.model, self.count], np.int64).tobytes()
 
 
+@dataclass(slots=True)
+class Move:
+    """Copies between the cache and the host tier that the next step depends on."""
+
+    transfers: Transfers
+
+    def encode(self) -> bytes:
+        out, back = self.transfers.out, self.transfers.back
+        numbers = [Op.MOVE, len(out), *itertools.chain.from_iterable(out), *itertools.chain(back, back.values())]
+        return np.array(numbers, np.int64).tobytes()
+
+    @classmethod
+    def decode(cls, data: Ints) -> Move:
+        end = 2 + 2 * int(data[1])
+        blocks, slots = data[end:].reshape(2, -1).tolist()
+        pairs = data[2:end].reshape(-1, 2).tolist()
+        return cls(Transfers([(block, slot) for block, slot in pairs], dict(zip(blocks, slots, strict=True))))
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """Something to do between two steps, by name; see `rank.RankServer`."""
@@ -158,7 +181,7 @@ class Reply:
     """Why it was refused; empty when it was not."""
 
 
-def receive(connection: Connection) -> Forward | Head | Call:
+def receive(connection: Connection) -> Forward | Head | Move | Call:
     """The next message; EOFError when rank 0 is gone."""
     raw = connection.recv_bytes()
     operation = int(np.frombuffer(raw, np.int64, 1)[0])
@@ -166,4 +189,6 @@ def receive(connection: Connection) -> Forward | Head | Call:
         return Call(*plain.decode(raw[8:]))
     # A copy, because the arrays are written to devices and must not be read-only.
     data = np.frombuffer(raw, np.int64).copy()
+    if operation == Op.MOVE:
+        return Move.decode(data)
     return Forward.decode(data) if operation == Op.FORWARD else Head(int(data[2]), int(data[1]))

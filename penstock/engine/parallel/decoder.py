@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.backends.host_memory import is_host
 from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints
 from penstock.engine.kv.cache import KVCache
@@ -83,6 +84,10 @@ class LeadDecoder(Decoder):
     model: int
     known: Ints
     """The block tables as the other ranks know them."""
+    adapters: AdapterRuntime | None = None
+    """Where its layers have adapters: knows those of the step."""
+    narrow: bool = False
+    """Whether its layers have them on query, key and value only."""
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         if batch.host is None:
@@ -107,6 +112,8 @@ class LeadDecoder(Decoder):
             batch.max_query,
             batch.max_context,
             model=self.model,
+            adapter_slots=None if self.adapters is None else self.adapters.slots.astype(np.int64),
+            narrow=self.narrow,
         )
 
     def _changes(self, host: HostBatch) -> Ints:
@@ -128,3 +135,22 @@ def lead(
     fields = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
     known = np.zeros((max_rows, max_blocks), np.int64)
     return LeadDecoder(**{**fields, "head": head}, stage=stage, ranks=ranks, model=model, known=known)
+
+
+def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:
+    """Have all ranks run the steps with adapters too."""
+
+    def led(decoder: Decoder, narrow: bool) -> LeadDecoder:
+        stage = Stage(decoder, plain.stage.groups)
+        return dataclasses.replace(
+            plain,
+            layers=decoder.layers,
+            fused_up_to=decoder.fused_up_to,
+            stage=stage,
+            adapters=adapters,
+            narrow=narrow,
+        )
+
+    adapters.decoder = led(adapters.model.decoder, narrow=False)
+    if adapters.model.narrow is not None:
+        adapters.narrow = led(adapters.model.narrow, narrow=True)

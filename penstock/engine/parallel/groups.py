@@ -8,6 +8,7 @@ is an error, not a hang.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,17 @@ class Group:
         """The first member's `x`, written over those of all others."""
         self._group.broadcast(x, 0).wait()
         return x
+
+    def exchange(self, x: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """Rows of `x` to the members: the first `counts[0]` to the first, and so on. The rows that came from them,
+        `sizes` of each, in order."""
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        self._group.alltoall_base(out, x.contiguous(), list(sizes), list(counts)).wait()
+        return out
+
+    def exchange_counts(self, counts: Tensor) -> list[int]:
+        """`counts` int64 [size] of rows for each member; how many each of them has for this one."""
+        return self.exchange(counts, [1] * self.size, [1] * self.size).tolist()
 
     def send(self, x: Tensor, to: int) -> None:
         self._group.send([x], to, 0).wait()

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -56,8 +56,6 @@ class Ranks(Member):
     """Rank 0's membership, and its handles of all the others."""
 
     def __init__(self, config: EngineConfig, checkpoint: object | None) -> None:
-        if config.adapters or config.adapter_slots:
-            raise ConfigError("adapters run on one device only; remove them, or tensor_parallel and pipeline_parallel")
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
         place = Place(0, config.tensor_parallel, config.pipeline_parallel)
         super().__init__(place, self._folder / "store", config.watchdog_s)
@@ -65,6 +63,8 @@ class Ranks(Member):
         self._lost: str | None = None
         self._closing = False
         self._calls = itertools.count()
+        self._sends = threading.Lock()
+        """Calls may come from other threads than the steps (reading an adapter); every rank gets them in one order."""
         try:
             for rank in range(1, place.world):
                 self._ranks.append(_spawn(Place(rank, place.tensor, place.pipeline)))
@@ -85,27 +85,37 @@ class Ranks(Member):
 
     def tell(self, message: bytes, below: int) -> None:
         """One message to every rank whose number is smaller."""
-        for other in self._ranks[: below - 1]:
-            other.connection.send_bytes(message)
+        with self._sends:
+            for other in self._ranks[: below - 1]:
+                other.connection.send_bytes(message)
 
     def call(self, name: str, *args: Any) -> list[Future[Any]]:
         """Have every other rank do something between two steps; what it came to on each, as they answer. A refusal is a
-        `ConfigError` in the future; a rank that fails otherwise is lost."""
-        message = Call(next(self._calls), name, args)
-        encoded, answers = message.encode(), []
-        for other in self._ranks:
-            answer: Future[Any] = Future()
-            other.calls[message.number] = answer
-            answers.append(answer)
-            if other.reader is None:
-                read = threading.Thread(target=self._read, args=(other,), name=f"replies of {other.place}", daemon=True)
-                other.reader = read
-                read.start()
-            try:
-                other.connection.send_bytes(encoded)
-            except OSError as error:
-                raise ReplicaLost(self._why() or f"{other.place} is gone") from error
+        `ConfigError` in the future; a rank that fails otherwise is lost. Any thread may call."""
+        return self.call_each(name, itertools.repeat(args, len(self._ranks)))
+
+    def call_each(self, name: str, args: Iterable[tuple[Any, ...]]) -> list[Future[Any]]:
+        """The same with arguments for each of them, in the order of their ranks."""
+        number, last, encoded, answers = next(self._calls), None, b"", list[Future[Any]]()
+        try:
+            with self._sends:
+                for other, own in zip(self._ranks, args, strict=True):
+                    if own is not last:
+                        encoded, last = Call(number, name, own).encode(), own
+                    answers.append(self._ask(other, number, encoded))
+        except OSError as error:
+            raise ReplicaLost(self._why() or "a rank is gone") from error
         return answers
+
+    def _ask(self, other: _Rank, number: int, encoded: bytes) -> Future[Any]:
+        answer: Future[Any] = Future()
+        other.calls[number] = answer
+        if other.reader is None:
+            read = threading.Thread(target=self._read, args=(other,), name=f"replies of {other.place}", daemon=True)
+            other.reader = read
+            read.start()
+        other.connection.send_bytes(encoded)
+        return answer
 
     def _read(self, other: _Rank) -> None:
         """Hand replies to those who asked, until the rank is gone."""
@@ -118,7 +128,9 @@ class Ranks(Member):
                     other.calls.pop(reply.number).set_exception(ConfigError(f"{other.place}: {reply.problem}"))
                 else:
                     other.calls.pop(reply.number).set_result(reply.value)
-        for answer in other.calls.values():
+        with self._sends:
+            unanswered = list(other.calls.values())
+        for answer in unanswered:
             answer.set_exception(ReplicaLost(f"{other.place} is gone"))
 
     @contextmanager

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 
+from penstock.engine.adapters.layout import AdapterCut
 from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.select import rank_device
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
+from penstock.engine.parallel.adapters import adapter_cut
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear
@@ -59,6 +61,10 @@ class Member(ABC):
             model = place_experts(model, self.place.tensor, expert_copies)
         check_layout(model, self.place.tensor, self.place.pipeline)
         return shard(weights, model, self.place), local_config(model, self.place), head_rows(model, self.place)
+
+    def adapter_cut(self, model: ModelConfig) -> AdapterCut:
+        """This rank's part of every adapter."""
+        return adapter_cut(model, self.place)
 
     def connect(self, decoder: Decoder) -> Decoder:
         """Put the sums and gathers between shards into a decoder made of parts."""

@@ -15,18 +15,25 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 
+from penstock.engine.kv.mover import BlockMover
 from penstock.engine.parallel import plain
-from penstock.engine.parallel.channel import Call, Forward, Head, Reply, Report, receive
+from penstock.engine.parallel.adapters import FollowingAdapters
+from penstock.engine.parallel.blocks import RankSlots, block_part
+from penstock.engine.parallel.channel import Call, Forward, Head, Move, Reply, Report, receive
 from penstock.engine.parallel.decoder import Stage
+from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
 from penstock.engine.sleep.rank import RankSleep
+from penstock.engine.startup.offload import open_host_pool
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
@@ -55,6 +62,10 @@ class ServedModel:
     def __init__(self, part: Part, stage: Stage) -> None:
         self.part = part
         self.stage = stage
+        self.adapted = {}
+        if part.adapters is not None:
+            narrow = part.adapters.narrow or part.adapters.decoder
+            self.adapted = {False: Stage(part.adapters.decoder, stage.groups), True: Stage(narrow, stage.groups)}
         self.device = part.kv.device
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
@@ -63,7 +74,15 @@ class ServedModel:
         rows, columns, blocks = torch.from_numpy(message.cells).to(self.device, non_blocking=True)
         self.tables[rows, columns] = blocks.to(torch.int32)
         token_ids = torch.from_numpy(message.token_ids).to(self.device, non_blocking=True)
-        self.stage.forward(token_ids, message.batch(self.tables), self.part.kv)
+        self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv)
+
+    def _stage_of(self, message: Forward) -> Stage:
+        """The stage that runs a step, with the adapters of its tokens or without any."""
+        adapters = self.part.adapters
+        if adapters is None or message.adapter_slots is None:
+            return self.stage
+        adapters.kernel.begin(message.adapter_slots.astype(np.int32))
+        return self.adapted[message.narrow]
 
     def head(self, message: Head) -> None:
         shape, dtype = (message.count, self.part.model.hidden_size), self.part.decoder.embedding.dtype
@@ -78,6 +97,8 @@ class RankServer:
         """The target, and the draft model where there is one."""
         self.handlers: dict[str, Callable[..., Any]] = {}
         """What calls may name. A handler that returns a future is answered when that is done."""
+        self.mover: BlockMover | None = None
+        """For the host tier, where there is one."""
         self._connection = connection
         self._sends = threading.Lock()
         self.handlers |= RankSleep(self, models[0].part.backend).handlers
@@ -94,6 +115,9 @@ class RankServer:
                 self.models[message.model].forward(message)
             elif isinstance(message, Head):
                 self.models[message.model].head(message)
+            elif isinstance(message, Move):
+                assert self.mover is not None
+                self.mover.run(message.transfers)
             else:
                 self._answer(message)
 
@@ -126,7 +150,15 @@ def run(connection: Connection) -> int:
         setup = Setup.receive(connection)
         member = Worker(setup, connection)
         part = load_part(setup.config, setup.checkpoint, Phases(None), member)
-        RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection).serve()
+        _, mover = open_host_pool(setup.config, part, member)
+        server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
+        server.mover = mover
+        slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
+        server.handlers |= slots.handlers()
+        server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
+        if part.adapters is not None:
+            server.handlers |= FollowingAdapters(part.adapters).handlers()
+        server.serve()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.engine.adapters.apply import FusedLora, adapt
-from penstock.engine.adapters.layout import layout_of
+from penstock.engine.adapters.layout import AdapterCut, layout_of, uncut
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
-from penstock.engine.adapters.runtime import AdapterRuntime
-from penstock.engine.adapters.spec import DEFAULT_SLOTS, name_problem
+from penstock.engine.adapters.runtime import AdaptedModel, AdapterRuntime
+from penstock.engine.adapters.spec import DEFAULT_SLOTS, default_rank, name_problem
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.engine.parallel.launch import Ranks
 
 
 def slot_count(config: EngineConfig) -> int:
@@ -26,11 +30,18 @@ def slot_count(config: EngineConfig) -> int:
     return DEFAULT_SLOTS if config.adapters else 0
 
 
-def make_adapters(
-    config: EngineConfig, backend: Backend, decoder: Decoder, find: Callable[[str], Path], *, dtype: torch.dtype
-) -> AdapterRuntime | None:
-    """The adapters of an engine, or None when it has none. Device memory for the slots is taken here.
-    `find` gives the local folder of an adapter's source."""
+def adapter_rank(config: EngineConfig) -> int:
+    """The largest rank that slots are made for: as configured, or that of the listed adapters that are folders here."""
+    if config.adapter_rank is not None:
+        return config.adapter_rank
+    return default_rank(Path(spec.source).expanduser() for spec in config.adapters)
+
+
+def adapt_model(
+    config: EngineConfig, backend: Backend, decoder: Decoder, *, dtype: torch.dtype, cut: AdapterCut | None = None
+) -> AdaptedModel | None:
+    """`decoder` with slots for adapters, or None when the configuration has none. Device memory is taken here. `cut`:
+    which part of the model it is, when other ranks have others."""
     slots = slot_count(config)
     if not slots:
         if config.adapters:
@@ -39,14 +50,34 @@ def make_adapters(
     _check(config, slots)
     layout = layout_of(decoder.config, by_output=backend.adapters_by_output)
     dtype, pin = backend.adapter_dtype(decoder, layout, dtype), not backend.in_host_memory
+    most = adapter_rank(config)
+    cut = cut or uncut(layout)
 
-    def read(name: str, source: str) -> LoadedAdapter:
-        return read_adapter(name, find(source), layout, max_rank=config.adapter_rank, dtype=dtype, pin=pin)
+    def read(name: str, folder: Path) -> LoadedAdapter:
+        return read_adapter(name, folder, layout, max_rank=most, dtype=dtype, pin=pin, cut=cut)
 
-    pool = AdapterPool(config.adapters, read, slots=slots, host_slots=config.adapter_host_slots)
-    kernel = backend.lora_kernel(layout, slots, config.adapter_rank, dtype)
-    narrow = adapt(decoder, kernel, layout, sites=1) if isinstance(kernel, FusedLora) else None
-    return AdapterRuntime(pool, kernel, adapt(decoder, kernel, layout), layout, dtype, narrow)
+    kernel = backend.lora_kernel(layout, slots, most, dtype)
+    pairs = zip(layout.sites, cut.whole.sites, strict=True)
+    summed = {site.attribute for site, whole in pairs if site.inputs != whole.inputs}
+    narrow = adapt(decoder, kernel, layout, sites=1, summed=summed) if isinstance(kernel, FusedLora) else None
+    return AdaptedModel(kernel, adapt(decoder, kernel, layout, summed=summed), layout, dtype, read, narrow)
+
+
+def manage_adapters(
+    config: EngineConfig, model: AdaptedModel, find: Callable[[str], Path], ranks: Ranks | None
+) -> AdapterRuntime:
+    """The adapters of an engine. `find` gives the local folder of an adapter's source; it runs on a loader thread."""
+    slots, host_slots = slot_count(config), config.adapter_host_slots
+    if ranks is None:
+        pool = AdapterPool(
+            config.adapters, lambda name, source: model.read(name, find(source)), slots=slots, host_slots=host_slots
+        )
+        return AdapterRuntime(model, pool)
+    from penstock.engine.parallel.adapters import LeadAdapters
+
+    lead = LeadAdapters(ranks, model, find)
+    pool = AdapterPool(config.adapters, lead.read, slots=slots, host_slots=host_slots, dropped=lead.drop)
+    return AdapterRuntime(model, pool, lead)
 
 
 def _check(config: EngineConfig, slots: int) -> None:

@@ -6,14 +6,17 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.config import EngineConfig
-from penstock.engine.core import Engine
+from penstock.engine.core import Balancer, Engine
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
-from penstock.engine.kv.exchange import BlockExchange
+from penstock.engine.kv.exchange import BlockExchange, SpreadBlocks
 from penstock.engine.kv.format import kv_format
 from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.mover import BlockMover
@@ -24,7 +27,9 @@ from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.setup import load_draft, make_speculation
-from penstock.engine.startup.memory import count_host_blocks, sliding_window
+from penstock.engine.startup.adapters import adapter_rank, manage_adapters
+from penstock.engine.startup.memory import sliding_window
+from penstock.engine.startup.offload import open_host_pool
 from penstock.engine.startup.part import Part, Phases, Progress, load_part
 from penstock.errors import ConfigError
 
@@ -42,14 +47,11 @@ def load_engine(
     find_adapter: Callable[[str], Path] = Path,
 ) -> Engine:
     """See `Engine.load`."""
+    config = replace(config, adapter_rank=adapter_rank(config))  # once: the same for every rank, and after a sleep
     if config.ranks == 1:
         if config.expert_parallel:
             raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), None)
-    if config.host_memory:
-        raise ConfigError("host_memory works on one device; leave out tensor_parallel and pipeline_parallel, or it")
-    if config.role != "both":
-        raise ConfigError(f"role: {config.role} works on one device; leave out tensor_parallel and pipeline_parallel")
     from penstock.engine.parallel.launch import Ranks
 
     ranks = Ranks(config, checkpoint)
@@ -76,9 +78,9 @@ def _assemble(
         ranks,
         backend=None if draft is None else draft.backend,
         beside=0 if draft is None else draft.kv.shape.block_bytes,
-        find_adapter=find_adapter,
     )
-    host, mover = _host_tier(config, part, phases)
+    host, mover = _host_tier(config, part, ranks, phases)
+    adapters = None if part.adapters is None else manage_adapters(config, part.adapters, find_adapter, ranks)
     pool = BlockPool(part.kv.num_blocks, host)
     window = sliding_window(part.model, part.token_budget)
     scheduler = Scheduler(
@@ -86,17 +88,17 @@ def _assemble(
         max_running=part.max_running,
         token_budget=part.token_budget,
         max_model_len=part.max_model_len,
-        adapters=part.adapters.pool if part.adapters is not None else None,
+        adapters=adapters.pool if adapters is not None else None,
     )
     runner = Runner(
         part.backend,
-        part.decoder if ranks is None else _lead(part, ranks),
+        part.decoder if ranks is None else _lead(part, ranks, adapters),
         part.kv,
         max_rows=part.max_running,
         max_model_len=part.max_model_len,
         block_size=config.block_size,
         max_verified=config.max_verified(part.max_running),
-        adapters=part.adapters,
+        adapters=adapters,
         several_ranks=ranks is not None,
         deterministic=config.deterministic,
         mover=mover,
@@ -115,7 +117,7 @@ def _assemble(
         ranks=config.ranks,
         startup=phases.seconds,
         role=config.role,
-        kv_format=_kv_format(config, part, scheduler),
+        kv_format=_kv_format(config, part, ranks, scheduler),
         weight_bytes=part.decoder.weight_bytes,
         kv_bytes=sum(tensor.nbytes for tensor in (*part.kv.tensors, *part.kv.states)),
     )
@@ -129,10 +131,13 @@ def _assemble(
             scheduler.allocator,
             part.kv,
             part.backend,
+            spread=None if ranks is None else _spread(part, ranks),
             step_tokens=part.token_budget,
             version=lambda name: None if scheduler.adapters is None else scheduler.adapters.version(name),
             flush=None if mover is None else mover.run,
         )
+    if ranks is not None and config.expert_parallel:
+        engine.balancer = _balancer(config, part, ranks)
     executor = runner.executor
     with phases(executor.phase) if executor.phase else nullcontext():
         executor.prepare(part.token_budget)
@@ -143,7 +148,7 @@ def _assemble(
     return engine
 
 
-def _kv_format(config: EngineConfig, part: Part, scheduler: Scheduler) -> str:
+def _kv_format(config: EngineConfig, part: Part, ranks: Ranks | None, scheduler: Scheduler) -> str:
     """Identifies the engines whose blocks this one can use; empty where none are exchanged."""
     if config.role == "both":
         return ""
@@ -153,23 +158,46 @@ def _kv_format(config: EngineConfig, part: Part, scheduler: Scheduler) -> str:
         log.warning("every layer of %s has a sliding window: prompts are computed where they are used", config.model)
         return ""
     mixers = [layer.mixer for layer in part.decoder.layers]
-    smoothings = [mixer.key_smoothing for mixer in mixers if isinstance(mixer, Attention) and mixer.key_smoothing]
-    return kv_format(config, part.kv.shape, str(part.decoder.embedding.dtype).removeprefix("torch."), smoothings)
+    smoothed = any(isinstance(mixer, Attention) and mixer.key_smoothing for mixer in mixers)
+    shape = part.kv.shape if ranks is None else _spread(part, ranks).shape
+    return kv_format(config, shape, str(part.decoder.embedding.dtype).removeprefix("torch."), smoothed)
 
 
-def _lead(part: Part, ranks: Ranks) -> Decoder:
-    from penstock.engine.parallel.decoder import lead
+def _spread(part: Part, ranks: Ranks) -> SpreadBlocks:
+    """Whole blocks of an engine whose ranks have a part of each."""
+    from penstock.engine.parallel.blocks import spread_blocks
 
-    return lead(part.decoder, ranks, part.max_running + 1, -(-part.max_model_len // part.kv.block_size))
+    return spread_blocks(part.model, part.kv.shape, ranks, partial(part.backend.block_mover, part.kv))
 
 
-def _host_tier(config: EngineConfig, part: Part, phases: Phases) -> tuple[HostTier | None, BlockMover | None]:
+def _lead(part: Part, ranks: Ranks, adapters: AdapterRuntime | None) -> Decoder:
+    from penstock.engine.parallel.decoder import lead, lead_adapted
+
+    decoder = lead(part.decoder, ranks, part.max_running + 1, -(-part.max_model_len // part.kv.block_size))
+    if adapters is not None:
+        lead_adapted(decoder, adapters)
+    return decoder
+
+
+def _balancer(config: EngineConfig, part: Part, ranks: Ranks) -> Balancer:
+    from penstock.engine.parallel.experts import make_balancer
+
+    return make_balancer(part.decoder, part.model, ranks, config.expert_copies, config.expert_rebalance_s)
+
+
+def _host_tier(
+    config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phases
+) -> tuple[HostTier | None, BlockMover | None]:
     """The second tier of the KV cache, when one is configured."""
     if config.host_memory == 0:
         return None, None
-    slots = count_host_blocks(config, part.kv.shape)
     with phases("host memory"):
-        return HostTier(slots, config.host_idle_s), part.backend.block_mover(part.kv, slots)
+        slots, mover = open_host_pool(config, part, ranks)
+    if mover is not None and ranks is not None:
+        from penstock.engine.parallel.blocks import LeadMover
+
+        mover = LeadMover(mover, ranks)
+    return HostTier(slots, config.host_idle_s), mover
 
 
 def _warm_up(engine: Engine) -> None:

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.interface import FP8, INT8, StepLimits
 from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
@@ -29,7 +28,7 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
-from penstock.engine.startup.adapters import make_adapters
+from penstock.engine.startup.adapters import adapt_model
 from penstock.engine.startup.memory import count_blocks, longest_sequence, sliding_window, state_rows
 from penstock.errors import ConfigError
 
@@ -75,7 +74,7 @@ class Part:
     token_budget: int
     max_model_len: int
     """At most what one sequence with the whole cache can hold: a longer one could neither run nor be preempted."""
-    adapters: AdapterRuntime | None = None
+    adapters: AdaptedModel | None = None
 
 
 def load_part(
@@ -86,12 +85,10 @@ def load_part(
     *,
     backend: Backend | None = None,
     beside: int = 0,
-    find_adapter: Callable[[str], Path] = Path,
 ) -> Part:
     """Read the checkpoint and make decoder and cache; `checkpoint` replaces the one that `config` names.
 
     `backend`: to share with another model in this process. `beside`: bytes that every block needs elsewhere.
-    `find_adapter`: see `Engine.load`.
     """
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
     torch.set_num_threads(threads)
@@ -145,7 +142,8 @@ def load_part(
         with phases("calibration"):
             together = None if member is None else _together(member, decoder)
             decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
-    adapters = make_adapters(config, backend, decoder, find_adapter, dtype=dtype)
+    cut = None if member is None else member.adapter_cut(model)
+    adapters = adapt_model(config, backend, decoder, dtype=dtype, cut=cut)
     if backend.compiles:
         with phases("compile"):
             most_decodes = max(max_running, config.max_verified(max_running))
@@ -168,6 +166,7 @@ def load_part(
         if member is not None:
             num_blocks = member.least(num_blocks)
             decoder = member.connect(decoder)
+            adapters = None if adapters is None else adapters.with_decoders(member.connect)
         kv = KVCache(shape, num_blocks, device, state_rows(max_running))
     max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
     if max_model_len < wanted_len:

@@ -125,8 +125,6 @@ def test_without_room_fewer_come_in_and_the_rest_is_computed(folder: Path) -> No
 def test_roles_that_cannot_be_are_refused_and_sliding_windows_compute_for_themselves(
     folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="one device"):
-        make_engine(folder, role="prefill", tensor_parallel=2)
     with pytest.raises(ConfigError, match="prefix_cache"):
         make_engine(folder, role="decode", prefix_cache=False)
     windowed = make_engine(write_checkpoint("mistral-window", tmp_path, spread=0.5), role="decode")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.parallel import experts
 from penstock.engine.request import Request
 from penstock.errors import ConfigError
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
@@ -46,6 +47,27 @@ def test_a_batch_decodes_as_on_one_device(
     ) as engine:
         assert generate(engine, *requests()) == expected
         assert_idle(engine)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (2, 2)])
+def test_experts_move_while_requests_run_and_the_output_stays(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tensor: int, pipeline: int
+) -> None:
+    monkeypatch.setattr(experts, "_VISITS", 4)
+    folder = checkpoints["qwen3-moe-some-dense"]
+    batch = [greedy(f"m{i}", [(i * 3 + j * j) % 190 for j in range(20)], 40) for i in range(4)]
+    expected = generate(make_engine(folder, token_budget=32), *batch)
+    settings = {"expert_parallel": True, "expert_copies": 1, "expert_rebalance_s": 1e-6}
+    with threaded_engine(folder, tensor, pipeline, token_budget=32, **settings) as engine:
+        balancer = engine.balancer
+        assert isinstance(balancer, experts.ExpertBalancer)
+        before = dict(balancer._tables)
+        assert generate(engine, *batch) == expected
+        assert balancer.moved > 0 and balancer._tables != before
+        assert set(balancer._tables) == {0, 2}, "layer 1 is dense"
+        load = engine.load_snapshot()
+        assert load.moved_experts == balancer.moved and 1.0 <= load.expert_imbalance < tensor
+        assert generate(engine, *batch) == expected
 
 
 def test_what_has_no_experts_to_spread_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:

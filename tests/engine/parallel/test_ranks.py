@@ -76,13 +76,6 @@ def test_a_grid_that_does_not_fit_the_model_is_refused_at_once(folder: Path) -> 
         make_engine(folder, threads=1, tensor_parallel=3)
 
 
-def test_what_several_ranks_cannot_do_is_refused_at_once(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="adapters run on one device only"):
-        make_engine(folder, tensor_parallel=2, adapter_slots=2)
-    with pytest.raises(ConfigError, match="host_memory works on one device"):
-        make_engine(folder, tensor_parallel=2, host_memory=1 << 24)
-
-
 RANK_0 = """
 import sys
 from tests.engine.harness import make_engine

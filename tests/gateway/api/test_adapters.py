@@ -109,7 +109,7 @@ async def test_load_use_pin_and_unload(base: Path, text: TextModel, folders: dic
 
 async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str, Path], tmp_path: Path) -> None:
     large = write_adapter(tmp_path / "large", base, rank=32)
-    async with serving(base, text, AdapterSpec("large", str(large)), adapter_slots=2) as client:
+    async with serving(base, text, AdapterSpec("large", str(large)), adapter_slots=2, adapter_rank=16) as client:
 
         async def load(**body: Any) -> tuple[int, str]:
             answer = await client.post("/v1/admin/adapters", json={"source": str(folders["one"]), **body})

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
-from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.backend import Backend, WeightPlan
 from penstock.engine.backends.cuda.device import TorchCudaBackend
 from penstock.engine.backends.cuda.experts import group
@@ -81,6 +81,6 @@ class CudaBackend(TorchCudaBackend):
         return GraphExecutor(resources)
 
     def compile(
-        self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdapterRuntime | None
+        self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None
     ) -> None:
         compile_kernels(decoder, kv_dtype, limits, adapters)

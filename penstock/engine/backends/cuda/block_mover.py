@@ -17,14 +17,14 @@ from torch import Tensor
 
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.host import Transfers
-from penstock.engine.kv.mover import BlockMover
+from penstock.engine.kv.mover import PoolMover
 from penstock.errors import ConfigError
 
 _BUFFER_BYTES = 64 << 20
 """Of one buffer on the device; more blocks than fit go in several."""
 
 
-class CudaBlockMover(BlockMover):
+class CudaBlockMover(PoolMover):
     """See `BlockMover`."""
 
     def __init__(self, kv: KVCache, num_slots: int) -> None:
@@ -38,8 +38,8 @@ class CudaBlockMover(BlockMover):
             _pin(pool)
 
     def is_idle(self, slot: int) -> bool:
-        events = [marks[slot] for marks in (self._written, self._read) if slot in marks]
-        return all(event.query() for event in events)  # type: ignore[no-untyped-call]
+        events = [marks.get(slot) for marks in (self._written, self._read)]
+        return all(event is None or event.query() for event in events)  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def run(self, transfers: Transfers) -> None:

@@ -6,7 +6,6 @@ products, the sum. FP8 weights are widened in the kernels; activations stay as t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from penstock.engine.backends.cuda.kernels import moe
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.interface import Activation, Ops
-from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, Router
+from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router
 from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.linear import Linear
 
@@ -48,7 +47,7 @@ class GroupedExpertMlp:
     activation: Activation
     gate_up: Stack
     down: Stack
-    load: Callable[[int], GatedMlp]
+    source: ExpertSource
     slots: ExpertSlots | None = None
 
     @property
@@ -88,7 +87,7 @@ def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
     down = _stack([expert.down for expert in mlp.experts])
     if gate_up is None or down is None:
         return None
-    return GroupedExpertMlp(mlp.ops, mlp.router, mlp.experts[0].activation, gate_up, down, mlp.load, mlp.slots)
+    return GroupedExpertMlp(mlp.ops, mlp.router, mlp.experts[0].activation, gate_up, down, mlp.source, mlp.slots)
 
 
 def _stack(linears: list[Linear]) -> Stack | None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.cuda.graphs import buckets_up_to
 from penstock.engine.backends.cuda.kernels.common import building_kernels
 from penstock.engine.backends.cuda.prompt_graphs import TOKENS
@@ -27,7 +27,7 @@ from penstock.engine.models.layers.mixer import TokenMixer
 
 @torch.inference_mode()
 def compile_kernels(
-    decoder: Decoder, dtype: torch.dtype, limits: StepLimits, adapters: AdapterRuntime | None = None
+    decoder: Decoder, dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None = None
 ) -> None:
     """Compile whatever the decoder may launch, with a cache of `dtype`."""
     device = decoder.embedding.device
@@ -53,7 +53,7 @@ def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCac
     return KVCache(shape, 2, decoder.embedding.device, num_rows=limits.max_rows + 1)
 
 
-def _visit_adapted(adapters: AdapterRuntime, decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) -> None:
+def _visit_adapted(adapters: AdaptedModel, decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) -> None:
     """The same steps with adapters: tokens in all slots, in short and long chunks."""
     for decodes in buckets_up_to(limits.max_rows):
         adapters.kernel.begin(np.zeros(decodes, np.int32))

@@ -82,6 +82,16 @@ class ExpertSlots:
         return torch.where((local < 0) | (local >= self.size), self.size, local)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertSource:
+    """A layer's experts in the checkpoint, to be read again when they move."""
+
+    make: Callable[[int], GatedMlp]
+    """One expert, as the others were made. On the thread that runs steps, since it may use their kernels."""
+    touch: Callable[[int], None]
+    """Read its tensors and forget them: what comes from a disk is then in memory. On any thread."""
+
+
 class Experts(FeedForward, Protocol):
     """A feed-forward of experts, all or some of which this process holds."""
 
@@ -94,9 +104,7 @@ class Experts(FeedForward, Protocol):
         ...
 
     @property
-    def load(self) -> Callable[[int], GatedMlp]:
-        """Makes one expert of the checkpoint's tensors."""
-        ...
+    def source(self) -> ExpertSource: ...
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 and experts [T, top_k]."""
@@ -119,7 +127,7 @@ class ExpertMlp:
     ops: Ops
     router: Router
     experts: list[GatedMlp]
-    load: Callable[[int], GatedMlp]
+    source: ExpertSource
     slots: ExpertSlots | None = None
 
     @property

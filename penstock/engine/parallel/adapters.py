@@ -1,0 +1,121 @@
+"""Adapters on several ranks: each keeps its part, cut like the linears that it adds to.
+
+Matrices cut by outputs have A whole and rows of B, those cut by inputs have columns of A and B whole: such an adapter
+is a part of the sum between shards. A stage keeps its own layers. Rank 0's pool decides: the other ranks read an
+adapter when it does, in the background; they put it into a slot, or drop it, when it does, in order with the steps. One
+that cannot be read on some rank is dropped by all and fails alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.adapters.layout import AdapterCut, layout_of
+from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.adapters.runtime import AdaptedModel
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
+from penstock.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from penstock.engine.parallel.launch import Ranks
+
+READ, PUT, DROP = "read_adapter", "put_adapter", "drop_adapter"
+
+
+def adapter_cut(model: ModelConfig, place: Place) -> AdapterCut:
+    """The part of every adapter of `model` that belongs to `place`."""
+    whole = layout_of(model)
+    heads, kv_heads = head_span(model, place), kv_head_span(model, place)
+    q, kv, width = _times(heads, model.head_dim), _times(kv_heads, model.head_dim), even_span(model.ffn_size, place)
+    hidden = 0, model.hidden_size
+    inputs = {"qkv": hidden, "output": q, "gate_up": hidden, "down": width}
+    outputs = {"qkv": (q, kv, kv), "output": (hidden,), "gate_up": (width, width), "down": (hidden,)}
+    return AdapterCut(
+        whole,
+        layer_span(model.num_layers, place),
+        tuple(inputs[site.attribute] for site in whole.sites),
+        tuple(outputs[site.attribute] for site in whole.sites),
+    )
+
+
+def _times(span: Span, size: int) -> Span:
+    return span[0] * size, span[1] * size
+
+
+class LeadAdapters:
+    """Rank 0's side: the other ranks do as it does. See `OtherRanks`."""
+
+    def __init__(self, ranks: Ranks, model: AdaptedModel, find: Callable[[str], Path]) -> None:
+        self._ranks = ranks
+        self._model = model
+        self._find = find
+        self._counter = itertools.count()
+        self._numbers: dict[LoadedAdapter, int] = {}
+        """What the other ranks know an adapter by: a reload of the same name is another one."""
+
+    def read(self, name: str, source: str) -> LoadedAdapter:
+        """Read an adapter on all ranks; see `loader.Read`. Runs on a loader thread."""
+        folder = self._find(source)
+        number = next(self._counter)
+        answers = self._ranks.call(READ, number, name, source, str(folder))
+        try:
+            try:
+                adapter = self._model.read(name, folder)
+            finally:
+                wait(answers)  # also when it cannot be read here: what is dropped must have been read
+            for rank, answer in enumerate(answers, start=1):
+                if answer.result() != adapter.version:
+                    raise CheckpointError(f"{source} is not the same on rank {rank}, or its files are being replaced")
+        except Exception:
+            self._ranks.call(DROP, number)
+            raise
+        self._numbers[adapter] = number
+        return adapter
+
+    def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        self._ranks.call(PUT, slot, self._numbers[adapter])
+
+    def drop(self, adapter: LoadedAdapter) -> None:
+        self._ranks.call(DROP, self._numbers.pop(adapter))
+
+
+class FollowingAdapters:
+    """The side of any other rank: keeps its parts in host memory, under rank 0's numbers."""
+
+    def __init__(self, model: AdaptedModel, find: Callable[[str], Path] = Path) -> None:
+        """`find`: the local folder of a source, where rank 0's folder is not there: on another machine."""
+        self._model = model
+        self._find = find
+        self._adapters: dict[int, LoadedAdapter] = {}
+
+    def handlers(self) -> dict[str, Callable[..., Any]]:
+        return {READ: self.read, PUT: self.put, DROP: self.drop}
+
+    def read(self, number: int, name: str, source: str, folder: str) -> Future[str]:
+        """Its version, in the end. Steps go on meanwhile; rank 0 asks for few at a time."""
+        done: Future[str] = Future()
+
+        def work() -> None:
+            try:
+                path = Path(folder)
+                adapter = self._model.read(name, path if path.is_dir() else self._find(source))
+            except Exception as error:  # a bad file fails its adapter, not the rank
+                done.set_exception(error)
+                return
+            self._adapters[number] = adapter
+            done.set_result(adapter.version)
+
+        threading.Thread(target=work, name="adapter loader", daemon=True).start()
+        return done
+
+    def put(self, slot: int, number: int) -> None:
+        self._model.kernel.put(slot, self._adapters[number])
+
+    def drop(self, number: int) -> None:
+        self._adapters.pop(number, None)

@@ -1,0 +1,293 @@
+"""KV blocks of several ranks: each has its part of every block, and makes the same copies as rank 0, in the same order.
+
+For the host tier each rank has a pool of its own, and nothing comes together. Blocks that are handed over to other
+engines do: they lie whole in slots (`block_part` says where each rank's part is), in memory that the ranks of one
+machine share; a rank that cannot see it, because it is on another machine, sends and receives its part in its answers
+and calls. Rank 0 decides about everything.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.kv.block_part import BlockPart, whole_shape
+from penstock.engine.kv.cache import CacheShape
+from penstock.engine.kv.exchange import SpreadBlocks
+from penstock.engine.kv.host import Transfers
+from penstock.engine.kv.mover import BlockMover
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.parallel.channel import Move
+from penstock.engine.parallel.layout import Place, kv_head_span, layer_span
+from penstock.errors import ReplicaLost
+
+if TYPE_CHECKING:
+    from penstock.engine.parallel.launch import Ranks
+
+MakeMover = Callable[[int], BlockMover]
+"""Makes a mover with this many slots."""
+_MARK_BYTES = mmap.PAGESIZE
+"""At the beginning of shared memory: by the mark written there a rank knows that it has opened the right one."""
+_OPEN_S = 60.0
+
+
+def block_part(model: ModelConfig, place: Place) -> BlockPart:
+    """What `place` has of every block."""
+    heads = kv_head_span(model, place)
+    first = next(
+        shard
+        for shard in range(place.tensor)
+        if kv_head_span(model, Place(shard, place.tensor, place.pipeline)) == heads
+    )
+    layers = layer_span(model.num_layers, place)
+    return BlockPart(model.num_layers, model.num_kv_heads, layers, heads, gives=first == place.shard)
+
+
+class LeadMover(BlockMover):
+    """Rank 0's mover for the host tier: all ranks make its copies."""
+
+    def __init__(self, own: BlockMover, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+
+    def memory(self, slot: int) -> list[memoryview]:
+        return self._own.memory(slot)
+
+    def is_idle(self, slot: int) -> bool:
+        return self._own.is_idle(slot)
+
+    def run(self, transfers: Transfers) -> None:
+        with self._ranks.lost_if_it_fails():
+            self._ranks.tell(Move(transfers).encode(), self._ranks.place.world)
+            self._own.run(transfers)
+
+
+class WholeBlocks:
+    """Memory for whole blocks, one slot each."""
+
+    def __init__(self, memory: memoryview, tensor_bytes: list[int]) -> None:
+        """`tensor_bytes`: of a whole block, by tensor of the cache."""
+        self._memory = memory
+        self._tensor_bytes = tensor_bytes
+
+    def slot(self, slot: int) -> list[memoryview]:
+        begin, pieces = slot * sum(self._tensor_bytes), []
+        for size in self._tensor_bytes:
+            pieces.append(self._memory[begin : begin + size])
+            begin += size
+        return pieces
+
+
+class PartSlots:
+    """One rank's part of the slots: copied between its cache, its own host memory and whole blocks.
+
+    Calls come from the thread that runs the steps; what takes long happens on a thread of its own, in order.
+    """
+
+    def __init__(self, part: BlockPart, mover: BlockMover, whole: WholeBlocks | None) -> None:
+        """`whole`: None where it cannot be seen from here."""
+        self.part = part
+        self._mover = mover
+        self._whole = whole
+        self._thread = ThreadPoolExecutor(1, "kv blocks")
+
+    def send(self, pairs: list[tuple[int, int]]) -> Future[list[list[bytes]] | None]:
+        """Copy (block, slot) pairs out of the cache; done when they are in their slots. Without shared memory: the
+        part of each."""
+        if not self.part.gives:
+            return _done(None)
+        self._mover.run(Transfers(out=pairs))
+        return self._thread.submit(self._put_down, [slot for _, slot in pairs])
+
+    def take(self, pairs: list[tuple[int, int]], parts: list[list[bytes]] | None) -> Future[None]:
+        """Copy (block, slot) pairs into the cache; done when the slots may be used again."""
+        slots = [slot for _, slot in pairs]
+        for index, slot in enumerate(slots):
+            own = self._mover.memory(slot)
+            if self._whole is not None:
+                for piece, whole in zip(own, self._whole.slot(slot), strict=True):
+                    self.part.alone(piece)[...] = self.part.of(whole)
+            else:
+                assert parts is not None
+                for piece, part in zip(own, parts[index], strict=True):
+                    piece[:] = part
+        self._mover.run(Transfers(back=dict(pairs)))
+        return self._thread.submit(self._mover.wait, slots)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _put_down(self, slots: list[int]) -> list[list[bytes]] | None:
+        self._mover.wait(slots)
+        if self._whole is None:
+            return [[bytes(piece) for piece in self._mover.memory(slot)] for slot in slots]
+        for slot in slots:
+            for piece, whole in zip(self._mover.memory(slot), self._whole.slot(slot), strict=True):
+                self.part.of(whole)[...] = self.part.alone(piece)
+        return None
+
+
+class RankSlots:
+    """A worker rank's answers to calls about slots."""
+
+    def __init__(self, part: BlockPart, make_mover: MakeMover) -> None:
+        self._part = part
+        self._make_mover = make_mover
+        self._slots: PartSlots | None = None
+
+    def handlers(self) -> dict[str, Callable[..., Any]]:
+        return {"open_slots": self.open, "send_blocks": self.send, "take_blocks": self.take}
+
+    def open(self, num_slots: int, tensor_bytes: list[int], shared: tuple[str, str]) -> bool:
+        """Make `num_slots` slots. Whether this rank sees those of rank 0."""
+        memory = open_shared(*shared, num_slots * sum(tensor_bytes))
+        whole = None if memory is None else WholeBlocks(memory, list(tensor_bytes))
+        self._slots = PartSlots(self._part, self._make_mover(num_slots), whole)
+        return whole is not None
+
+    def send(self, pairs: list[tuple[int, int]]) -> Future[list[list[bytes]] | None]:
+        assert self._slots is not None
+        return self._slots.send(pairs)
+
+    def take(self, pairs: list[tuple[int, int]], parts: list[list[bytes]] | None) -> Future[None]:
+        assert self._slots is not None
+        return self._slots.take(pairs, parts)
+
+
+class LeadSlots(BlockMover):
+    """Rank 0's slots of whole blocks, filled and emptied by all ranks."""
+
+    def __init__(
+        self, ranks: Ranks, parts: list[BlockPart], shape: CacheShape, num_slots: int, make: MakeMover
+    ) -> None:
+        """`parts`: of all ranks. `shape`: of whole blocks."""
+        own = make(num_slots)
+        first = parts[0]
+        tensor_bytes = [len(piece) * shape.block_bytes // sum(map(len, own.memory(0))) for piece in own.memory(0)]
+        self._ranks = ranks
+        self._parts = parts[1:]
+        self._busy: dict[int, list[Future[Any]]] = {}
+        """By slot: what its last copy waits for."""
+        memory, fd, mark = make_shared(num_slots * sum(tensor_bytes))
+        self._whole = WholeBlocks(memory, tensor_bytes)
+        self._own = PartSlots(first, own, self._whole)
+        try:
+            path = f"/proc/{os.getpid()}/fd/{fd}" if fd is not None else ""
+            answers = ranks.call("open_slots", num_slots, tensor_bytes, (path, mark))
+            self._sees = [bool(answer.result(_OPEN_S)) for answer in answers]
+            """Which of the other ranks share the memory."""
+        finally:
+            if fd is not None:
+                os.close(fd)  # it lives on in those who have mapped it
+
+    def memory(self, slot: int) -> list[memoryview]:
+        return self._whole.slot(slot)
+
+    def is_idle(self, slot: int) -> bool:
+        waits = self._busy.get(slot)
+        if waits is None:
+            return True
+        if not all(done.done() for done in waits):
+            return False
+        for done in waits:
+            error = done.exception()
+            if error is not None:
+                raise ReplicaLost(f"a rank could not copy its part of a block: {error}") from error
+        self._busy.pop(slot, None)
+        return True
+
+    def run(self, transfers: Transfers) -> None:
+        with self._ranks.lost_if_it_fails():
+            if transfers.out:
+                self._send(transfers.out)
+            if transfers.back:
+                self._take(list(transfers.back.items()))
+
+    def _send(self, pairs: list[tuple[int, int]]) -> None:
+        slots = [slot for _, slot in pairs]
+        answers = self._ranks.call("send_blocks", pairs)
+        waits: list[Future[Any]] = [self._own.send(pairs)]
+        for part, sees, answer in zip(self._parts, self._sees, answers, strict=True):
+            waits.append(answer if sees or not part.gives else self._placed(part, slots, answer))
+        self._busy.update(dict.fromkeys(slots, waits))
+
+    def _take(self, pairs: list[tuple[int, int]]) -> None:
+        slots = [slot for _, slot in pairs]
+        plain = (pairs, None)
+        args = [
+            plain if sees else (pairs, [self._cut(part, slot) for slot in slots])
+            for part, sees in zip(self._parts, self._sees, strict=True)
+        ]
+        waits: list[Future[Any]] = [*self._ranks.call_each("take_blocks", args), self._own.take(pairs, None)]
+        self._busy.update(dict.fromkeys(slots, waits))
+
+    def _cut(self, part: BlockPart, slot: int) -> list[bytes]:
+        return [part.of(piece).tobytes() for piece in self._whole.slot(slot)]
+
+    def _placed(self, part: BlockPart, slots: list[int], answer: Future[Any]) -> Future[None]:
+        """Done when what a rank sends has been put into the slots."""
+        placed: Future[None] = Future()
+
+        def place(answer: Future[Any]) -> None:
+            try:
+                for slot, pieces in zip(slots, answer.result(), strict=True):
+                    for whole, piece in zip(self._whole.slot(slot), pieces, strict=True):
+                        part.of(whole)[...] = part.alone(piece)
+            except Exception as error:
+                placed.set_exception(error)
+            else:
+                placed.set_result(None)
+
+        answer.add_done_callback(place)
+        return placed
+
+
+def spread_blocks(model: ModelConfig, shape: CacheShape, ranks: Ranks, make: MakeMover) -> SpreadBlocks:
+    """`shape`: of rank 0's part. `make`: makes its mover."""
+    place = ranks.place
+    parts = [block_part(model, Place(rank, place.tensor, place.pipeline)) for rank in range(place.world)]
+    whole = whole_shape(shape, parts[0])
+    return SpreadBlocks(whole, lambda num_slots: LeadSlots(ranks, parts, whole, num_slots, make))
+
+
+def make_shared(size: int) -> tuple[memoryview, int | None, str]:
+    """Memory that other processes can map (`open_shared`), its file, and the mark by which they know it. Without such
+    memory on this system the file is None. No file of that name is left behind, however the processes end."""
+    mark = secrets.token_hex(16)
+    if not hasattr(os, "memfd_create"):
+        return memoryview(mmap.mmap(-1, max(size, 1))), None, mark
+    fd = os.memfd_create("penstock-blocks")
+    os.ftruncate(fd, _MARK_BYTES + size)
+    memory = memoryview(mmap.mmap(fd, _MARK_BYTES + size))
+    memory[: len(mark)] = mark.encode()
+    return memory[_MARK_BYTES:], fd, mark
+
+
+def open_shared(path: str, mark: str, size: int) -> memoryview | None:
+    """What `make_shared` made in another process of this machine; None when it is not to be seen from here, where
+    `path` may be nothing or something else."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != _MARK_BYTES + size:
+            return None
+        memory = memoryview(mmap.mmap(fd, _MARK_BYTES + size))
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return memory[_MARK_BYTES:] if bytes(memory[: len(mark)]) == mark.encode() else None
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,75 @@
+"""The rank that slots are made for when none is configured: that of the adapters that are listed (R-ENG-8)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.models import ModelConfig
+from penstock.engine.adapters.spec import AdapterSpec
+from penstock.engine.config import EngineConfig
+from penstock.engine.startup.adapters import adapter_rank
+from penstock.errors import SourceError
+from penstock.sources import adapters, hub
+from penstock.sources.adapters import rank_of_listed
+from penstock.sources.hub import HubSource
+
+
+def written(folder: Path, rank: Any) -> AdapterSpec:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    return AdapterSpec(folder.name, str(folder))
+
+
+def test_the_largest_listed_rank_counts_and_what_cannot_be_read_does_not(tmp_path: Path) -> None:
+    small, large = written(tmp_path / "small", 4), written(tmp_path / "large", 64)
+    huge, odd, none = written(tmp_path / "huge", 4096), written(tmp_path / "odd", "8"), AdapterSpec("none", "nowhere")
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "adapter_config.json").write_text("[]")
+    strange = AdapterSpec("list", str(tmp_path / "list"))
+    for listed, rank in (
+        ([], 16), ([small], 16), ([small, large], 64), ([huge], 512), ([odd, none, strange], 16)
+    ):  # fmt: skip
+        assert rank_of_listed(listed) == rank
+        assert adapter_rank(EngineConfig(model="m", adapters=tuple(listed))) == rank
+    assert adapter_rank(EngineConfig(model="m", adapters=(large,), adapter_rank=8)) == 8, "what is set is a limit"
+    assert ModelConfig(source="m").engine_config("m").adapter_rank is None
+
+
+def test_of_adapters_elsewhere_only_the_configuration_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    asked: list[str] = []
+
+    def fetch(source: HubSource, name: str, folder: Path) -> Path:
+        asked.append(f"{source.repository} {name}")
+        if source.repository == "org/gone":
+            raise SourceError("no answer from the hub")
+        (folder / name).write_text(json.dumps({"r": 48}))
+        return folder / name
+
+    monkeypatch.setattr(hub, "fetch_file", fetch)
+    listed = [AdapterSpec("a", "hf:org/a"), AdapterSpec("gone", "hf:org/gone"), written(tmp_path / "here", 20)]
+    with caplog.at_level(logging.WARNING, "penstock.engine"):
+        assert rank_of_listed(listed) == 48
+    assert sorted(asked) == ["org/a adapter_config.json", "org/gone adapter_config.json"]
+    assert "the rank of adapter gone is not known (no answer from the hub)" in caplog.text
+
+
+def test_a_hub_that_does_not_answer_holds_up_the_start_only_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    never = threading.Event()
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    monkeypatch.setattr(adapters, "_LOOKUP_S", 0.05)
+    monkeypatch.setattr(hub, "fetch_file", lambda *_: never.wait(30))
+    with caplog.at_level(logging.WARNING, "penstock.engine"):
+        assert rank_of_listed([AdapterSpec("a", "hf:org/a")]) == 16
+    never.set()
+    assert "no answer in time" in caplog.text
