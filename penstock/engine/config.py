@@ -67,6 +67,9 @@ class EngineConfig:
     """Most draft tokens per sequence and step."""
     draft_model: str | None = None
     """Path of a smaller checkpoint with the same vocabulary, for `speculation: draft`."""
+    draft_tensor_parallel: int | None = None
+    """Devices that share the work of the draft model, the first ones of the first stage; as many of `tensor_parallel`
+    as split it evenly when not set."""
     tensor_parallel: int = 1
     """Devices that share the work of every layer. Memory settings are per device."""
     pipeline_parallel: int = 1

@@ -62,8 +62,8 @@ def place_experts(model: ModelConfig, shards: int, copies: int) -> ModelConfig:
 
 def check_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
     """Raise `ConfigError` when the model cannot be split like that."""
-    if not _splits(model, tensor):
-        possible = [size for size in range(1, model.num_heads + 1) if _splits(model, size)]
+    if not splits(model, tensor):
+        possible = [size for size in range(1, model.num_heads + 1) if splits(model, size)]
         raise ConfigError(
             f"tensor_parallel: {tensor} cannot split {model.num_heads} heads over {model.num_kv_heads} KV heads and a "
             f"feed-forward width of {model.ffn_size} evenly; this model allows {', '.join(map(str, possible))}"
@@ -72,7 +72,8 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
         raise ConfigError(f"pipeline_parallel: {pipeline} is more than the {model.num_layers} layers of this model")
 
 
-def _splits(model: ModelConfig, tensor: int) -> bool:
+def splits(model: ModelConfig, tensor: int) -> bool:
+    """Whether each of `tensor` shards can have an equal part of every layer."""
     # With more shards than KV heads each shard has one, and several shards have the same.
     kv_fits = model.num_kv_heads % tensor == 0 or tensor % model.num_kv_heads == 0
     widths = [model.ffn_size]

@@ -33,6 +33,7 @@ from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
 from penstock.engine.sleep.rank import RankSleep
+from penstock.engine.speculative.setup import load_draft
 from penstock.engine.startup.offload import open_host_pool
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
@@ -144,14 +145,32 @@ def _outcome(number: int, done: Future[Any]) -> Reply:
     return Reply(number, problem=str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}")
 
 
+def _load(setup: Setup, member: Worker) -> list[ServedModel]:
+    """This rank's part of the target, and of the draft model if it has one."""
+    draft = load_draft(setup.config, Phases(None), member)
+    part = load_part(
+        setup.config,
+        setup.checkpoint,
+        Phases(None),
+        member,
+        backend=None if draft is None else draft.part.backend,
+        beside=0 if draft is None else draft.block_bytes,
+    )
+    models = [ServedModel(part, Stage(part.decoder, member.groups))]
+    if draft is not None and draft.member is not None:
+        models.append(ServedModel(draft.sized_like(part), Stage(draft.part.decoder, draft.member.groups)))
+    return models
+
+
 def run(connection: Connection) -> int:
     """Load, serve, and return the exit code."""
     try:
         setup = Setup.receive(connection)
         member = Worker(setup, connection)
-        part = load_part(setup.config, setup.checkpoint, Phases(None), member)
+        models = _load(setup, member)
+        part = models[0].part
         _, mover = open_host_pool(setup.config, part, member)
-        server = RankServer([ServedModel(part, Stage(part.decoder, member.groups))], connection)
+        server = RankServer(models, connection)
         server.mover = mover
         slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
         server.handlers |= slots.handlers()

@@ -1,60 +1,143 @@
-"""Speculation as the configuration asks for it."""
+"""Speculation as the configuration asks for it.
+
+With several ranks the draft model is cut like the target, over the shards of the first stage only: it is small, its
+steps follow each other, and each would wait for a ring of stages. Where it cannot be cut that often, fewer shards have
+it; a draft that one of them has alone is an ordinary decoder on rank 0.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.families import read_config
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.draft import FOLLOWED, DraftProposer
 from penstock.engine.speculative.ngram import NgramProposer
 from penstock.engine.speculative.speculation import Proposer, Speculation
 from penstock.engine.startup.memory import state_rows
-from penstock.engine.startup.part import Part, Phases, load_part
+from penstock.engine.startup.part import Part, Phases, load_part, open_weights
 from penstock.errors import ConfigError
 
+if TYPE_CHECKING:
+    from penstock.engine.parallel.launch import Ranks
+    from penstock.engine.parallel.member import DraftMember, Member
 
-def load_draft(config: EngineConfig, phases: Phases) -> Part | None:
-    """The draft model with a cache of one block, or None; before the target, so that its memory is taken into account.
+log = logging.getLogger(__name__)
 
-    Its real cache has the target's number of blocks; see `make_speculation`.
-    """
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What one process holds of a draft model."""
+
+    part: Part
+    """With a cache of one block, until the target's number of blocks is known."""
+    member: DraftMember | None
+    """The ranks that have the other parts; None: this is all of it."""
+
+    @property
+    def block_bytes(self) -> int:
+        """What it needs beside every block of the target."""
+        return self.part.kv.shape.block_bytes
+
+    def sized_like(self, target: Part) -> Part:
+        """The draft model with a cache for the sequences of the target."""
+        blocks, rows = target.kv.num_blocks, state_rows(target.max_running)
+        kv = KVCache(self.part.kv.shape, blocks, target.kv.device, rows)
+        return replace(self.part, kv=kv, max_running=target.max_running, max_model_len=target.max_model_len)
+
+
+def spread_draft(config: EngineConfig) -> EngineConfig:
+    """The configuration, checked before there are ranks, with the number of shards that have a part of the draft."""
+    most, asked = config.tensor_parallel, config.draft_tensor_parallel
     if config.speculation != "draft":
-        if config.draft_model is not None:
-            raise ConfigError("draft_model is only used with speculation: draft")
+        for name in ("draft_model", "draft_tensor_parallel"):
+            if getattr(config, name) is not None:
+                raise ConfigError(f"{name} is only used with speculation: draft")
+        return config
+    if asked is not None and asked > most:
+        raise ConfigError(f"draft_tensor_parallel: {asked} is more than tensor_parallel: {most}")
+    if config.ranks == 1:
+        return config
+    from penstock.engine.parallel.layout import splits
+
+    model = read_config(open_weights(_alone(config), None).config)
+    possible = [size for size in range(1, most + 1) if splits(model, size)]
+    if asked is not None and asked not in possible:
+        sizes = ", ".join(map(str, possible))
+        raise ConfigError(f"draft_tensor_parallel: {asked} does not split the draft model evenly; {sizes} would do")
+    shards = asked or possible[-1]
+    log.info("the draft model runs on %d of %d shards of the first stage", shards, most)
+    return replace(config, draft_tensor_parallel=shards)
+
+
+def load_draft(config: EngineConfig, phases: Phases, member: Member | None = None) -> Draft | None:
+    """This process's part of the draft model, if it has one; before the target, so that its memory is taken into
+    account."""
+    if config.speculation != "draft":
         return None
+    shards = config.draft_tensor_parallel or 1
+    if member is not None and member.place.rank >= shards:
+        return None
+    among = None
+    if shards > 1:
+        from penstock.engine.parallel.member import DraftMember
+
+        assert member is not None
+        among = DraftMember(member, shards)
+    with phases("draft model"):
+        try:
+            part = load_part(_alone(config), None, Phases(None), among, own_cache=False)
+        except ConfigError as error:
+            raise ConfigError(f"draft_model: {error}") from error
+    return Draft(part, among)
+
+
+def _alone(config: EngineConfig) -> EngineConfig:
+    """The configuration of the draft model."""
     if config.draft_model is None:
         raise ConfigError("speculation: draft needs a draft_model")
-    if config.ranks > 1:
-        raise ConfigError("speculation: draft works on one device; use ngram with several")
-    with phases("draft model"):
-        # It takes steps of as many tokens as the target verifies, so it is prepared like one that speculates.
-        alone = replace(
-            config,
-            model=config.draft_model,
-            speculation="ngram",
-            draft_model=None,
-            num_blocks=1,
-            adapters=(),
-            adapter_slots=0,
-        )
-        return load_part(alone, None, Phases(None))
+    # It takes steps of as many tokens as the target verifies, so it is prepared like one that speculates.
+    return replace(
+        config,
+        model=config.draft_model,
+        speculation="ngram",
+        draft_model=None,
+        draft_tensor_parallel=None,
+        tensor_parallel=config.draft_tensor_parallel or 1,
+        pipeline_parallel=1,
+        expert_parallel=False,
+        expert_copies=0,
+        threads=config.threads or max(1, (os.cpu_count() or 1) // config.ranks),
+        adapters=(),
+        adapter_slots=0,
+    )
 
 
 def make_speculation(
-    config: EngineConfig, target: Part, draft: Part | None, scheduler: Scheduler, *, overlap: bool
+    config: EngineConfig,
+    target: Part,
+    draft: Draft | None,
+    scheduler: Scheduler,
+    ranks: Ranks | None,
+    *,
+    overlap: bool,
 ) -> Speculation | None:
     """What `Engine` takes, or None."""
     if config.speculation == "off":
         return None
     proposer: Proposer = NgramProposer(config.speculation_depth)
     if draft is not None:
-        proposer = _draft_proposer(config, target, draft, scheduler)
+        proposer = _draft_proposer(config, target, draft, scheduler, ranks)
     return Speculation(
         proposer,
         depth=config.speculation_depth,
@@ -64,22 +147,39 @@ def make_speculation(
     )
 
 
-def _draft_proposer(config: EngineConfig, target: Part, draft: Part, scheduler: Scheduler) -> DraftProposer:
-    _check_vocabulary(config, target, draft)
+def _draft_proposer(
+    config: EngineConfig, target: Part, draft: Draft, scheduler: Scheduler, ranks: Ranks | None
+) -> DraftProposer:
+    _check_vocabulary(config, target, draft.part)
+    part = draft.sized_like(target)
+    decoder = part.decoder
+    if draft.member is not None:
+        assert ranks is not None
+        decoder = _lead(part, draft.member, ranks)
     runner = Runner(
-        draft.backend,
-        draft.decoder,
-        KVCache(draft.kv.shape, target.kv.num_blocks, target.kv.device, state_rows(target.max_running)),
-        max_rows=target.max_running,
-        max_model_len=target.max_model_len,
+        part.backend,
+        decoder,
+        part.kv,
+        max_rows=part.max_running,
+        max_model_len=part.max_model_len,
         block_size=config.block_size,
-        max_verified=config.max_verified(target.max_running),
+        max_verified=config.max_verified(part.max_running),
         followed=FOLLOWED,
         deterministic=config.deterministic,
+        several_ranks=draft.member is not None,
     )
     runner.executor.prepare(target.token_budget)
-    window = min(target.max_model_len, config.max_model_len or draft.model.max_positions, draft.model.max_positions)
+    positions = part.model.max_positions
+    window = min(part.max_model_len, config.max_model_len or positions, positions)
     return DraftProposer(runner, scheduler, window=window, budget=target.token_budget)
+
+
+def _lead(part: Part, member: DraftMember, ranks: Ranks) -> Decoder:
+    from penstock.engine.parallel.channel import DRAFT
+    from penstock.engine.parallel.decoder import lead
+
+    blocks = -(-part.max_model_len // part.kv.block_size)
+    return lead(part.decoder, ranks, part.max_running + 1, blocks, model=DRAFT, groups=member.groups)
 
 
 def _check_vocabulary(config: EngineConfig, target: Part, draft: Part) -> None:

@@ -26,7 +26,7 @@ from penstock.engine.models.layers.attention import Attention
 from penstock.engine.request import EngineInfo, Request, SamplingParams
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.speculative.setup import load_draft, make_speculation
+from penstock.engine.speculative.setup import load_draft, make_speculation, spread_draft
 from penstock.engine.startup.adapters import adapter_rank, manage_adapters
 from penstock.engine.startup.memory import sliding_window
 from penstock.engine.startup.offload import open_host_pool
@@ -47,7 +47,8 @@ def load_engine(
     find_adapter: Callable[[str], Path] = Path,
 ) -> Engine:
     """See `Engine.load`."""
-    config = replace(config, adapter_rank=adapter_rank(config))  # once: the same for every rank, and after a sleep
+    # Once: the same for every rank, and after a sleep.
+    config = spread_draft(replace(config, adapter_rank=adapter_rank(config)))
     if config.ranks == 1:
         if config.expert_parallel:
             raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
@@ -70,14 +71,14 @@ def _assemble(
     phases: Phases,
     ranks: Ranks | None,
 ) -> Engine:
-    draft = load_draft(config, phases)
+    draft = load_draft(config, phases, ranks)
     part = load_part(
         config,
         checkpoint,
         phases,
         ranks,
-        backend=None if draft is None else draft.backend,
-        beside=0 if draft is None else draft.kv.shape.block_bytes,
+        backend=None if draft is None else draft.part.backend,
+        beside=0 if draft is None else draft.block_bytes,
     )
     host, mover = _host_tier(config, part, ranks, phases)
     adapters = None if part.adapters is None else manage_adapters(config, part.adapters, find_adapter, ranks)
@@ -122,7 +123,7 @@ def _assemble(
         kv_bytes=sum(tensor.nbytes for tensor in (*part.kv.tensors, *part.kv.states)),
     )
     overlap = part.backend.overlaps
-    speculation = make_speculation(config, part, draft, scheduler, overlap=overlap)
+    speculation = make_speculation(config, part, draft, scheduler, ranks, overlap=overlap)
     engine = Engine(
         config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation, ranks=ranks
     )

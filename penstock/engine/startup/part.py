@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -85,10 +85,12 @@ def load_part(
     *,
     backend: Backend | None = None,
     beside: int = 0,
+    own_cache: bool = True,
 ) -> Part:
     """Read the checkpoint and make decoder and cache; `checkpoint` replaces the one that `config` names.
 
     `backend`: to share with another model in this process. `beside`: bytes that every block needs elsewhere.
+    `own_cache`: or else the cache is made later, like another model's; until then it has one block.
     """
     threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
     torch.set_num_threads(threads)
@@ -151,7 +153,7 @@ def load_part(
             backend.compile(decoder, kv_dtype, limits, adapters)
     with phases("kv cache"):
         num_blocks = count_blocks(
-            config,
+            config if own_cache else replace(config, num_blocks=1),
             backend,
             decoder,
             kv_dtype,
@@ -169,7 +171,7 @@ def load_part(
             adapters = None if adapters is None else adapters.with_decoders(member.connect)
         kv = KVCache(shape, num_blocks, device, state_rows(max_running))
     max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
-    if max_model_len < wanted_len:
+    if max_model_len < wanted_len and own_cache:
         _log.warning(
             "the KV cache has room for %d tokens: the window is that, not %d; raise kv_memory or memory_share",
             max_model_len,
