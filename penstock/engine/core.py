@@ -10,6 +10,11 @@ one token too far; that token is dropped. On CPU nothing is gained by that, and 
 A step that verifies draft tokens (speculation) is not launched ahead either: it needs to know all tokens before it, and
 the next step needs to know how many were accepted.
 
+A pipeline has as many steps in flight as it has stages, with overlap one more. The scheduler gives them different
+sequences, so a step needs no token of those in flight: nothing is computed too far, and any of them may verify draft
+tokens. Collecting a step then also samples: its hidden states come back from the last stage. Every stage runs the steps
+in the order of their launch, so blocks that an ended sequence has in a step in flight may be used in the next.
+
 A request that cannot be served fails alone: bad ones are refused on arrival, and when a step raises, its sequences are
 run again one by one so that only the one that raises again is failed.
 """
@@ -19,7 +24,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -109,7 +115,9 @@ class Engine:
         self.clock = clock
         self.steps = 0
         self._step_tokens = 0
-        self._depth = 1 if overlap else 0
+        self._pipelined = scheduler.batches > 1
+        self._depth = scheduler.batches - 1 if self._pipelined else int(overlap)
+        """Steps that stay in flight when another is launched."""
         self._constraints = Constraints(grammars, info.vocab_size)
         self._in_flight: deque[PendingStep] = deque()
         self._deltas: list[Delta] = []
@@ -195,7 +203,8 @@ class Engine:
         batch = self.scheduler.schedule(now, self._drafts())
         if batch is not None:
             self._launch(batch)
-        depth = 0 if batch is None or batch.speculative else self._depth
+        waits = batch is None or (batch.speculative and not self._pipelined)
+        depth = 0 if waits else self._depth
         if len(self._in_flight) > depth:
             self._collect(self._in_flight.popleft())
         if not self._deltas:
@@ -249,12 +258,16 @@ class Engine:
             self.speculation.forget_caches()
 
     def _drafts(self) -> dict[Sequence, list[int]]:
-        """Draft tokens to verify in the next step; if there are any, steps in flight are collected first."""
+        """Draft tokens to verify in the next step; if there are any, steps in flight are collected first, unless they
+        have other sequences."""
         speculation = self.speculation
-        if speculation is None or (self._in_flight and not speculation.plan(self.scheduler.decoding())):
+        if speculation is None:
             return {}
-        while self._in_flight:
-            self._collect(self._in_flight.popleft())
+        if not self._pipelined:
+            if self._in_flight and not speculation.plan(self.scheduler.decoding()):
+                return {}
+            while self._in_flight:
+                self._collect(self._in_flight.popleft())
         return speculation.propose(self.scheduler.decoding())
 
     def _open(self, request: Request, now: float) -> None:
@@ -295,9 +308,15 @@ class Engine:
             self._finish(seq, "error", why)
 
     def _launch(self, batch: Batch) -> None:
-        try:
+        with self._recovering(batch):
             batch.masks = self._constraints.begin(batch)
             self._in_flight.append(self.runner.run(batch))
+
+    @contextmanager
+    def _recovering(self, batch: Batch) -> Iterator[None]:
+        """What to do when a step raises."""
+        try:
+            yield
         except ReplicaLost:
             raise  # no sequence caused it, and none can be run again here
         except torch.OutOfMemoryError as error:
@@ -308,7 +327,13 @@ class Engine:
 
     def _collect(self, step: PendingStep) -> None:
         """Turn a finished step into deltas, and finish the sequences that end here."""
+        if step.sampling is not None:
+            with self._recovering(step.batch):
+                step.finish()
+            if step.sampling is not None:
+                return  # it raised
         done = step.wait()
+        self.scheduler.landed(step.batch)
         self.steps += 1
         self._step_tokens += step.batch.num_tokens
         for chunk, tokens, logprobs in done:
@@ -320,7 +345,7 @@ class Engine:
                 self._finish(seq, "error", problem)
                 continue
             reason = _append(seq, tokens)
-            if chunk.drafts:
+            if chunk.drafts and seq.row >= 0:
                 # What was computed behind a rejected draft token will be overwritten.
                 seq.computed = chunk.start + len(tokens)
             self._generation_tokens += len(tokens)
@@ -426,6 +451,7 @@ class Engine:
         for chunk in batch.chunks:
             if chunk.samples and not chunk.seq.finished:
                 chunk.seq.pending -= 1
+        self.scheduler.landed(batch)
         return [chunk.seq for chunk in batch.chunks if not chunk.seq.finished and chunk.seq.row >= 0]
 
 

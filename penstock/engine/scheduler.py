@@ -11,6 +11,11 @@ old key. The clock is passed in; the scheduler is a plain object without I/O.
 
 With speculation a decode may carry draft tokens behind its last real one. They take only budget, blocks and positions
 that no other sequence needs in this step.
+
+In a pipeline several steps are in flight, one for each stage (`batches`). A sequence is in at most one of them that
+samples, since the next needs its token; so running sequences take turns, and what there is to compute is divided
+evenly: a step larger than the others makes all stages wait for it, one after the other. The chunks of a long prompt
+follow each other in flight: a chunk needs the keys and values of those before it, which every stage computes in order.
 """
 
 from __future__ import annotations
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
     from penstock.engine.adapters.pool import AdapterPool
 
 AGEING_S = 30.0
+LEAST_SHARE = 128
+"""Prompt tokens that are not divided between steps in flight: smaller steps read the weights for too little."""
 
 
 @dataclass(slots=True)
@@ -103,8 +110,11 @@ class Scheduler:
         max_model_len: int,
         ageing_s: float = AGEING_S,
         adapters: AdapterPool | None = None,
+        batches: int = 1,
     ) -> None:
+        """`batches`: steps in flight between which sequences take turns; with 1 every step may have all of them."""
         self.allocator = allocator
+        self.batches = batches
         self.max_running = max_running
         self.token_budget = token_budget
         self.max_model_len = max_model_len
@@ -112,6 +122,12 @@ class Scheduler:
         self.adapters = adapters
         self.running: dict[Sequence, None] = {}
         self._rows = list(range(max_running - 1, -1, -1))
+        self._parked: dict[Sequence, int] = {}
+        """Rows of sequences that were stopped while a step samples for them in flight: it still needs them."""
+        self._in_flight = 0
+        """Steps that were scheduled and have not landed."""
+        self._prompts_in_flight = 0
+        """Their prompt tokens."""
         self.preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -187,10 +203,11 @@ class Scheduler:
         return late
 
     def decoding(self) -> list[Sequence]:
-        """Running sequences whose next step computes one token."""
+        """Running sequences of which the next step computes one token."""
         if self._suspects:
             return []
-        return [seq for seq in self.running if self._remaining(seq) == 1]
+        ready = [seq for seq in self.running if self._remaining(seq) == 1]
+        return ready if self.batches == 1 else ready[: self._decode_share(len(ready))]
 
     def reserve(self, seq: Sequence, drafts: int) -> int:
         """Take blocks for draft tokens behind a sequence's last token; returns how many fit without costing others."""
@@ -227,6 +244,13 @@ class Scheduler:
             budget -= admitted.length
         return self._commit(chunks)
 
+    def landed(self, batch: Batch) -> None:
+        """A step is over, or was never launched. Every scheduled step lands once."""
+        self._in_flight -= 1
+        self._prompts_in_flight -= batch.num_tokens - batch.num_decodes
+        if self._parked:
+            self._rows.extend(self._parked.pop(c.seq) for c in batch.chunks if c.samples and c.seq in self._parked)
+
     def preempt(self, seq: Sequence) -> None:
         """Send a running sequence back to wait; it will be computed again, mostly from the cache."""
         self._stop(seq)
@@ -245,9 +269,25 @@ class Scheduler:
         length = len(seq.tokens) + seq.pending
         if length >= seq.limit:
             return 0
-        if seq.pending and seq.matcher is not None:
-            return 0  # what its grammar allows next depends on a token that is not known yet
+        if seq.pending and (seq.matcher is not None or self.batches > 1):
+            return 0  # what its grammar allows next, or all of its next step, depends on a token that is not known yet
         return length - seq.computed
+
+    def _decode_share(self, ready: int) -> int:
+        """Most of the `ready` sequences to decode in one step: an equal part of all, those in flight included, and of
+        those that are ready one for every step that may still join those in flight."""
+        decoding = sum(len(seq.tokens) + seq.pending - seq.computed <= 1 for seq in self.running)
+        free = max(self.batches - self._in_flight, 1)
+        return min(-(-decoding // self.batches), -(-ready // free))
+
+    def _prompt_share(self, remaining: int) -> int:
+        """Most prompt tokens in one step: an equal part of those that run (`remaining`), wait or are in flight."""
+        total, enough = self._prompts_in_flight + remaining, self.batches * self.token_budget
+        for _, seq in self._waiting:
+            if total >= enough:
+                break
+            total += 0 if seq.finished else seq.length
+        return max(LEAST_SHARE, -(-total // self.batches))
 
     def resume(self, sequences: Iterable[Sequence]) -> None:
         """Put sequences that waited for their adapter back into the queue, at their old places."""
@@ -281,9 +321,10 @@ class Scheduler:
         """The chunks of sequences that run already, and what they leave of the budget."""
         decodes: list[tuple[Sequence, int]] = []
         prefills: list[tuple[Sequence, int]] = []
+        in_turns = self.batches > 1
         for seq in self.running:
             length = len(seq.tokens) + seq.pending
-            if length >= seq.limit or (seq.pending and seq.matcher is not None):
+            if length >= seq.limit or (seq.pending and (in_turns or seq.matcher is not None)):
                 continue  # see `_remaining`
             remaining = length - seq.computed
             if remaining == 1:
@@ -291,6 +332,9 @@ class Scheduler:
             elif remaining > 0:
                 prefills.append((seq, remaining))
         budget = self.token_budget
+        if in_turns:
+            del decodes[self._decode_share(len(decodes)) :]
+            budget = min(budget, len(decodes) + self._prompt_share(sum(remaining for _, remaining in prefills)))
         spare = budget - len(decodes)
         chunks: dict[Sequence, Chunk] = {}
         grow, size = self.allocator.grow, self.allocator.block_size
@@ -354,7 +398,10 @@ class Scheduler:
 
     def _stop(self, seq: Sequence) -> None:
         del self.running[seq]
-        self._rows.append(seq.row)
+        if seq.pending and self.batches > 1:
+            self._parked[seq] = seq.row
+        else:
+            self._rows.append(seq.row)
         seq.row = -1
         self.allocator.free(seq)
         if self.adapters is not None:
@@ -382,6 +429,8 @@ class Scheduler:
             self._waiting = [entry for entry in self._waiting if entry[1] is not seq]
             heapq.heapify(self._waiting)
             while not self._rows or self.allocator.shortfall([], seq.length) > 0 or not self._has_slot(seq):
+                if not self.running:
+                    return None  # steps in flight hold the rows
                 self.preempt(self._latest())
             chunk = self._start(seq, [], self.token_budget, now)
         else:
@@ -402,4 +451,7 @@ class Scheduler:
         for chunk in chunks:
             if chunk.samples:
                 chunk.seq.pending += 1
-        return Batch.of(chunks, self.allocator.take_transfers())
+        batch = Batch.of(chunks, self.allocator.take_transfers())
+        self._in_flight += 1
+        self._prompts_in_flight += batch.num_tokens - batch.num_decodes
+        return batch

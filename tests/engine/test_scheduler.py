@@ -14,10 +14,12 @@ from penstock.engine.scheduler import Batch, Chunk, Scheduler
 from penstock.engine.sequence import Sequence
 
 
-def make_scheduler(blocks: int = 24, running: int = 5, budget: int = 40, window: int = 256) -> Scheduler:
+def make_scheduler(
+    blocks: int = 24, running: int = 5, budget: int = 40, window: int = 256, batches: int = 1
+) -> Scheduler:
     allocator = BlockAllocator(BlockPool(blocks + 1), 16)
     window = min(window, blocks * 16)
-    return Scheduler(allocator, max_running=running, token_budget=budget, max_model_len=window)
+    return Scheduler(allocator, max_running=running, token_budget=budget, max_model_len=window, batches=batches)
 
 
 def request(name: str, prompt: list[int], output: int, priority: int = 0, timeout: float | None = None) -> Request:
@@ -39,6 +41,7 @@ def check_batch(scheduler: Scheduler, batch: Batch) -> None:
 def emit(scheduler: Scheduler, batch: Batch, rng: random.Random) -> list[str]:
     """Stand in for the runner: a random token for each sampling chunk; ids of the sequences that finish."""
     finished: list[str] = []
+    scheduler.landed(batch)
     for chunk in batch.chunks:
         seq = chunk.seq
         if not chunk.samples or seq.finished:
@@ -55,10 +58,13 @@ def emit(scheduler: Scheduler, batch: Batch, rng: random.Random) -> list[str]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), overlap=st.booleans())
-def test_random_traffic_leaves_nothing_behind(seed: int, overlap: bool) -> None:
+@given(seed=st.integers(0, 2**32), depth=st.integers(0, 3), in_turns=st.booleans())
+def test_random_traffic_leaves_nothing_behind(seed: int, depth: int, in_turns: bool) -> None:
     rng = random.Random(seed)
-    scheduler = make_scheduler(blocks=rng.randint(4, 30), running=rng.randint(1, 8), budget=rng.choice([7, 40, 200]))
+    blocks, running, budget = rng.randint(4, 30), rng.randint(1, 8), rng.choice([7, 40, 200])
+    batches = depth + 1 if in_turns else 1
+    depth = depth if in_turns else depth % 2  # one step ahead (overlap), or as many as a pipeline has stages
+    scheduler = make_scheduler(blocks=blocks, running=running, budget=budget, batches=batches)
     longest = scheduler.max_model_len - 1
     live: dict[str, Sequence] = {}
     finished: set[str] = set()
@@ -81,7 +87,10 @@ def test_random_traffic_leaves_nothing_behind(seed: int, overlap: bool) -> None:
         if batch is not None:
             check_batch(scheduler, batch)
             in_flight.append(batch)
-        if in_flight and (not overlap or len(in_flight) > 1 or batch is None):
+            if batches > 1:
+                flying = [chunk.seq for each in in_flight for chunk in each.chunks if chunk.samples]
+                assert len(flying) == len(set(flying)), "it samples again before its last token is known"
+        if in_flight and (len(in_flight) > depth or batch is None):
             for name in emit(scheduler, in_flight.pop(0), rng):
                 live.pop(name)
                 finished.add(name)
@@ -90,7 +99,7 @@ def test_random_traffic_leaves_nothing_behind(seed: int, overlap: bool) -> None:
             break
     assert not live, f"starved: {sorted(live)}"
     assert not scheduler.has_work and scheduler.waiting == 0 and not scheduler.running
-    assert scheduler.allocator.pool.used == 0
+    scheduler.check_idle()
 
 
 def run_to_end(scheduler: Scheduler, now: float = 0.0) -> list[str]:
@@ -117,6 +126,46 @@ def test_decodes_come_before_prompts_and_prompts_are_chunked() -> None:
         ("short", 1, True),
         ("long", 19, False),
     ]
+
+
+def sizes(batch: Batch | None) -> tuple[int, int]:
+    """Sequences that decode, and prompt tokens."""
+    return (0, 0) if batch is None else (batch.num_decodes, batch.num_tokens - batch.num_decodes)
+
+
+def test_steps_in_flight_share_what_there_is_evenly() -> None:
+    scheduler = make_scheduler(blocks=999, running=16, budget=512, window=4096, batches=3)
+    rng = random.Random(0)
+    for name in range(7):
+        scheduler.add(request(f"s{name}", [name] * 9, 99), 0.0)
+    together = scheduler.schedule(0.0)
+    assert together is not None and sizes(together) == (0, 63), "so few prompt tokens are not worth several steps"
+    assert scheduler.schedule(0.0) is None, "all of them wait for their token"
+    emit(scheduler, together, rng)
+    in_flight = [scheduler.schedule(1.0) for _ in range(3)]
+    assert [sizes(batch) for batch in in_flight] == [(3, 0), (2, 0), (2, 0)]
+    assert scheduler.schedule(1.0) is None
+    scheduler.add(request("long", [9] * 1500, 3), 2.0)
+    for turn in range(6):
+        oldest = in_flight.pop(0)
+        assert oldest is not None
+        emit(scheduler, oldest, rng)
+        in_flight.append(scheduler.schedule(3.0))
+        decodes, prompt = sizes(in_flight[-1])
+        assert decodes in (2, 3) and (prompt == 500 if turn < 3 else prompt == 0)
+
+
+def test_a_row_stays_taken_while_a_step_in_flight_samples_for_it() -> None:
+    scheduler = make_scheduler(running=1, batches=2)
+    first = scheduler.add(request("first", [1, 2], 9), 0.0)
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    first.finish_reason = "abort"
+    scheduler.finish(first)
+    scheduler.add(request("second", [1, 2], 9), 0.0)
+    assert scheduler.schedule(0.0) is None
+    scheduler.landed(batch)
+    assert scheduler.schedule(0.0) is not None
 
 
 def test_urgent_overtakes_but_ages_away() -> None:

@@ -8,6 +8,7 @@ axis, so a layer never knows whether it sees prompts, decodes or both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,11 @@ class Decoder(ABC):
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """Final hidden states [T, hidden] of the packed tokens; `kv` knows the tokens afterwards."""
         return self.run(self.embed(token_ids), batch, kv)
+
+    def begin(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Callable[[], Tensor]:
+        """`forward` in two halves: begins it, and returns what waits for its end. Ends come in the order of begins."""
+        hidden = self.forward(token_ids, batch, kv)
+        return lambda: hidden
 
     @abstractmethod
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:

@@ -1,14 +1,21 @@
 """A step over all ranks.
 
 Stages form a ring: the first embeds and starts the residual stream, each runs its layers and passes the stream on,
-the last sends the final hidden states back to the first, which has the head. So logits, many times wider than hidden
+the last sends the final hidden states back to rank 0, which samples. So logits, many times wider than hidden
 states, never leave the first stage. Within a stage all shards do the same; their sums are in the linears.
+
+A stage does not wait for the next one: it sends and goes on to the step after. Rank 0 likewise launches a step
+(`LeadDecoder.begin`) and takes its hidden states later, when other steps are on their way behind it. All ranks do what
+rank 0 says in the order in which it says it, so what a step reads in a cache was written there before.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +29,23 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.parallel.channel import TARGET, Forward, Head
-from penstock.engine.parallel.groups import Groups
+from penstock.engine.parallel.groups import Group, Groups, Transfer
 from penstock.engine.parallel.launch import Ranks
 from penstock.errors import ReplicaLost
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A tensor that is being received, or that is there."""
+
+    tensor: Tensor
+    transfer: Transfer | None = None
+
+    def take(self) -> Tensor:
+        """Wait for it."""
+        if self.transfer is not None:
+            self.transfer.wait()
+        return self.tensor
 
 
 class Stage:
@@ -33,25 +54,55 @@ class Stage:
     def __init__(self, decoder: Decoder, groups: Groups) -> None:
         self.decoder = decoder
         self.groups = groups
+        self._sent: deque[tuple[Transfer, Tensor]] = deque()
+        """What may still be on its way, oldest first."""
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
-        """Run this stage's layers. In the first stage: the final hidden states, once they have come round."""
-        ring, shards, place = self.groups.pipeline, self.groups.tensor, self.groups.place
-        if place.first:
+    def expect(self, tokens: int, device: torch.device) -> Arriving | None:
+        """Begin to receive a step's residual stream; None in the first stage. Steps are expected in their order."""
+        ring, place = self.groups.pipeline, self.groups.place
+        if ring is None or place.first:
+            return None
+        shape = tokens, self.decoder.config.hidden_size
+        stream = torch.empty(shape, dtype=self.decoder.stream_dtype, device=device)
+        return Arriving(stream, ring.begin_receive(stream, place.stage - 1))
+
+    def forward(
+        self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache, arriving: Arriving | None = None
+    ) -> Arriving:
+        """Run this stage's layers on what the stage before it sent (`expect`), and send the result on. On rank 0: the
+        final hidden states, which come round the ring."""
+        ring, back, shards, place = self.groups.pipeline, self.groups.back, self.groups.tensor, self.groups.place
+        if arriving is not None:
+            stream = arriving.take()
+        else:
             if shards is not None and not is_host(token_ids.device):
                 shards.broadcast(token_ids)  # some were sampled on rank 0's device and never on the host
             stream = self.decoder.embed(token_ids)
-        else:
-            assert ring is not None
-            shape = len(token_ids), self.decoder.config.hidden_size
-            empty = torch.empty(shape, dtype=self.decoder.stream_dtype, device=kv.device)
-            stream = ring.receive(empty, place.stage - 1)
         hidden = self.decoder.run(stream, batch, kv)
         if ring is None:
-            return hidden
-        last = place.stage == ring.size - 1
-        ring.send(hidden if last else stream, 0 if last else place.stage + 1)
-        return ring.receive(torch.empty_like(hidden), ring.size - 1) if place.first else hidden
+            return Arriving(hidden)
+        if place.stage < ring.size - 1:
+            self._send(stream, ring, place.stage + 1)
+        elif back is not None:
+            self._send(hidden, back, 0)
+        if place.rank == 0 and back is not None:
+            final = torch.empty_like(hidden)
+            return Arriving(final, back.begin_receive(final, back.size - 1))
+        return Arriving(hidden)
+
+    def whole(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        """A step that every rank calls by itself, waited for. In the first stage: the final hidden states."""
+        hidden = self.forward(token_ids, batch, kv, self.expect(len(token_ids), kv.device)).take()
+        while self._sent:
+            self._sent.popleft()[0].wait()
+        shards, place = self.groups.tensor, self.groups.place
+        return shards.broadcast(hidden) if shards is not None and place.first and place.pipeline > 1 else hidden
+
+    def _send(self, x: Tensor, group: Group, to: int) -> None:
+        """Rank 0 has at most a few steps in flight, so what was sent long before has arrived."""
+        if len(self._sent) > 2 * group.size:
+            self._sent.popleft()[0].wait()
+        self._sent.append((group.begin_send(x, to), x))
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits; the hidden states are rank 0's. Only in the first stage."""
@@ -90,11 +141,19 @@ class LeadDecoder(Decoder):
     """Whether its layers have them on query, key and value only."""
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        return self.begin(token_ids, batch, kv)()
+
+    def begin(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Callable[[], Tensor]:
         if batch.host is None:
             raise ReplicaLost("a step came without the host's copy of its inputs, which other ranks need")
         with self.ranks.lost_if_it_fails():
             self.ranks.tell(self._message(batch.host, batch).encode(), self.stage.groups.place.world)
-            return self.stage.forward(token_ids, batch, kv)
+            arriving = self.stage.forward(token_ids, batch, kv)
+        return partial(self._take, arriving)
+
+    def _take(self, arriving: Arriving) -> Tensor:
+        with self.ranks.lost_if_it_fails():
+            return arriving.take()
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         return self.stage.decoder.run(residual, batch, kv)

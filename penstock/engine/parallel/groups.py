@@ -1,6 +1,7 @@
 """Collectives between ranks; the backend supplies the groups (gloo between CPUs, NCCL between CUDA devices).
 
-A rank belongs to at most two groups: the shards of its stage, and the stages of its shard. Groups are objects, not
+A rank belongs to a group of the shards of its stage and one of the stages of its shard; one more, over the stages of
+shard 0, is for the way back from the last stage to rank 0. Groups are objects, not
 torch's global ones, so that several engines can live in one process. Every call has the same deadline: a missing peer
 is an error, not a hang.
 """
@@ -11,7 +12,7 @@ import copy
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,12 @@ from torch import Tensor
 
 from penstock.engine.backends.backend import Backend
 from penstock.engine.parallel.layout import Place
+
+
+class Transfer(Protocol):
+    """A tensor on its way. What is sent must stay as it is, and what is received is there, once `wait` has returned."""
+
+    def wait(self) -> object: ...
 
 
 class Group:
@@ -67,13 +74,15 @@ class Group:
         """`counts` int64 [size] of rows for each member; how many each of them has for this one."""
         return self.exchange(counts, [1] * self.size, [1] * self.size).tolist()
 
-    def send(self, x: Tensor, to: int) -> None:
-        self._group.send([x], to, 0).wait()
+    def begin_send(self, x: Tensor, to: int) -> Transfer:
+        """Does not wait for the receiver."""
+        transfer: Transfer = self._group.send([x], to, 0)
+        return transfer
 
-    def receive(self, x: Tensor, source: int) -> Tensor:
-        """What `source` sent, written into `x`."""
-        self._group.recv([x], source, 0).wait()
-        return x
+    def begin_receive(self, x: Tensor, source: int) -> Transfer:
+        """What `source` sends, written into `x`. Several may be under way; they come in the order of the calls."""
+        transfer: Transfer = self._group.recv([x], source, 0)
+        return transfer
 
 
 class Groups:
@@ -89,6 +98,8 @@ class Groups:
         self._deadline = timedelta(seconds=timeout_s)
         self.tensor = self._group(f"tensor/{place.stage}", place.shard, place.tensor)
         self.pipeline = self._group(f"pipeline/{place.shard}", place.stage, place.pipeline)
+        # The way back is a group of its own: what NCCL does in one group waits for what was begun there before.
+        self.back = self._group("back", place.stage, place.pipeline) if place.shard == 0 else None
 
     def of_first(self, shards: int) -> Groups:
         """For a model that only the first `shards` of the first stage hold, which all call this."""
@@ -96,7 +107,7 @@ class Groups:
         first.place = Place(self.place.rank, shards, 1)
         if shards != self.place.tensor:
             first.tensor = self._group("tensor/first", first.place.rank, shards)
-        first.pipeline = None
+        first.pipeline = first.back = None
         return first
 
     def _group(self, name: str, rank: int, size: int) -> Group | None:

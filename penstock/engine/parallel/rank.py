@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,12 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.engine.backends.host_memory import is_host
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.blocks import RankSlots, block_part
 from penstock.engine.parallel.channel import Call, Forward, Head, Move, Reply, Report, receive
-from penstock.engine.parallel.decoder import Stage
+from penstock.engine.parallel.decoder import Arriving, Stage
 from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.setup import Setup
@@ -39,6 +41,7 @@ from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
 EXIT_FAILED = 1
+Message = Forward | Head | Move | Call
 
 
 class Worker(Member):
@@ -71,11 +74,15 @@ class ServedModel:
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
 
-    def forward(self, message: Forward) -> None:
+    def expect(self, message: Forward) -> Arriving | None:
+        """Begin to receive what a step needs from the stage before this one."""
+        return self.stage.expect(len(message.token_ids), self.device)
+
+    def forward(self, message: Forward, arriving: Arriving | None) -> None:
         rows, columns, blocks = torch.from_numpy(message.cells).to(self.device, non_blocking=True)
         self.tables[rows, columns] = blocks.to(torch.int32)
         token_ids = torch.from_numpy(message.token_ids).to(self.device, non_blocking=True)
-        self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv)
+        self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv, arriving)
 
     def _stage_of(self, message: Forward) -> Stage:
         """The stage that runs a step, with the adapters of its tokens or without any."""
@@ -107,13 +114,19 @@ class RankServer:
     @torch.inference_mode()
     def serve(self) -> None:
         """Until rank 0 closes the connection."""
+        waiting: deque[tuple[Message, Arriving | None]] = deque()
+        # Receives for the steps to come are begun before the next one is run, so that it hides their time. Not on
+        # devices, where a receive that waits takes room from the layers.
+        ahead = is_host(self.models[0].device)
         while True:
             try:
-                message = receive(self._connection)
+                while not waiting or (ahead and self._connection.poll()):
+                    waiting.append(self._expect(receive(self._connection)))
             except (EOFError, ConnectionError):
                 return
+            message, arriving = waiting.popleft()
             if isinstance(message, Forward):
-                self.models[message.model].forward(message)
+                self.models[message.model].forward(message, arriving)
             elif isinstance(message, Head):
                 self.models[message.model].head(message)
             elif isinstance(message, Move):
@@ -121,6 +134,9 @@ class RankServer:
                 self.mover.run(message.transfers)
             else:
                 self._answer(message)
+
+    def _expect(self, message: Message) -> tuple[Message, Arriving | None]:
+        return message, self.models[message.model].expect(message) if isinstance(message, Forward) else None
 
     def _answer(self, call: Call) -> None:
         try:

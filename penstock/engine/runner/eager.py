@@ -5,13 +5,16 @@ It runs any step on any backend: pack, upload, forward pass, sampling.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.executor import Executor
-from penstock.engine.runner.inputs import Packed, chunk_targets
+from penstock.engine.runner.inputs import Packed, StepInputs, chunk_targets
 from penstock.engine.runner.resources import RunnerResources
 from penstock.engine.runner.rows import Flag
 from penstock.engine.runner.sampler import LogprobTensors, SampleRequest, logprobs_of, sample
@@ -23,9 +26,10 @@ _SCORED_AT_ONCE = 128
 
 
 class EagerExecutor(Executor):
-    """See `Executor`."""
+    """See `Executor`. `deferred`: steps sample when they are waited for, because they go through a pipeline."""
 
-    def __init__(self, resources: RunnerResources) -> None:
+    def __init__(self, resources: RunnerResources, *, deferred: bool = False) -> None:
+        self._deferred = deferred
         self._backend = resources.backend
         self._decoder = resources.decoder
         self._kv = resources.kv
@@ -44,11 +48,17 @@ class EagerExecutor(Executor):
     def _launch(self, batch: Batch, packed: Packed, decoder: Decoder) -> PendingStep:
         step = PendingStep(batch, self._rows)
         inputs = self._inputs.upload(batch, packed)
-        hidden = decoder.forward(inputs.token_ids, inputs.attention, self._kv)
-        self._score_prompts(batch, hidden)
+        step.sampling = partial(self._finish, step, inputs, decoder.begin(inputs.token_ids, inputs.attention, self._kv))
+        if not self._deferred:
+            step.finish()
+        return step
+
+    @torch.inference_mode()
+    def _finish(self, step: PendingStep, inputs: StepInputs, take: Callable[[], Tensor]) -> None:
+        hidden = take()
+        self._score_prompts(step.batch, hidden)
         if inputs.sampling is not None:
             self._sample(step, self._decoder.head(hidden[inputs.sample_at]), inputs.sampling)
-        return step
 
     def _sample(self, step: PendingStep, logits: Tensor, request: SampleRequest) -> None:
         ops = self._decoder.ops

@@ -38,10 +38,12 @@ class Runner:
         followed: int = ~0,
         deterministic: bool = False,
         several_ranks: bool = False,
+        deferred: bool = False,
         mover: BlockMover | None = None,
     ) -> None:
-        """`max_verified`: most decoded tokens in a step that verifies draft tokens. `followed`: see `Rows`. `mover`:
-        makes the copies to and from the host."""
+        """`max_verified`: most decoded tokens in a step that verifies draft tokens. `followed`: see `Rows`. `deferred`:
+        several steps are in flight in a pipeline, each samples when it is waited for. `mover`: makes the copies to and
+        from the host."""
         self.backend = backend
         self.decoder = decoder
         self.adapters = adapters
@@ -54,7 +56,9 @@ class Runner:
         self.inputs = InputBuilder(self.rows, block_size, keep_host=several_ranks, alone=deterministic)
         resources = RunnerResources(backend, decoder, kv, self.rows, self.inputs, adapters, max_rows, max_verified)
         # The other ranks are told of every step and launch it themselves: nothing of it is recorded.
-        self.executor: Executor = EagerExecutor(resources) if several_ranks else backend.executor(resources)
+        self.executor: Executor = (
+            EagerExecutor(resources, deferred=deferred) if several_ranks else backend.executor(resources)
+        )
 
     def run(self, batch: Batch) -> PendingStep:
         """Launch one step."""

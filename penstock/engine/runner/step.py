@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -31,12 +32,22 @@ class PendingStep:
     logprobs: LogprobTensors | None = None
     event: CopyEvent | None = None
     """Ends the copy of the tokens to the host; None: they are there."""
+    sampling: Callable[[], None] | None = None
+    """Samples, once the hidden states are back from the last stage of a pipeline; None: that has been launched."""
+
+    def finish(self) -> None:
+        """Have everything launched. Steps are finished in the order they were launched in."""
+        if self.sampling is not None:
+            self.sampling()
+            self.sampling = None
 
     def last_tokens(self) -> list[tuple[Sequence, int]]:
         """Block until the step's tokens are on the host; of each sequence the one behind its last token."""
-        return list({chunk.seq: token for chunk, token in zip(self.chunks, self._tokens(), strict=True)}.items())
+        tokens = self._tokens()
+        return list({chunk.seq: token for chunk, token in zip(self.chunks, tokens, strict=True)}.items())
 
     def _tokens(self) -> list[int]:
+        self.finish()
         if self.event is not None:
             self.event.synchronize()
         return [] if self.tokens is None else self.tokens.tolist()

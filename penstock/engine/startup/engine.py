@@ -82,6 +82,7 @@ def _assemble(
     )
     host, mover = _host_tier(config, part, ranks, phases)
     adapters = None if part.adapters is None else manage_adapters(config, part.adapters, find_adapter, ranks)
+    pipelined = config.pipeline_parallel > 1
     pool = BlockPool(part.kv.num_blocks, host)
     window = sliding_window(part.model, part.token_budget)
     scheduler = Scheduler(
@@ -90,6 +91,7 @@ def _assemble(
         token_budget=part.token_budget,
         max_model_len=part.max_model_len,
         adapters=adapters.pool if adapters is not None else None,
+        batches=config.pipeline_parallel + part.backend.overlaps if pipelined else 1,
     )
     runner = Runner(
         part.backend,
@@ -101,6 +103,7 @@ def _assemble(
         max_verified=config.max_verified(part.max_running),
         adapters=adapters,
         several_ranks=ranks is not None,
+        deferred=pipelined,
         deterministic=config.deterministic,
         mover=mover,
     )
@@ -123,7 +126,8 @@ def _assemble(
         kv_bytes=sum(tensor.nbytes for tensor in (*part.kv.tensors, *part.kv.states)),
     )
     overlap = part.backend.overlaps
-    speculation = make_speculation(config, part, draft, scheduler, ranks, overlap=overlap)
+    # In a pipeline no step waits for another's tokens, whether it verifies or not.
+    speculation = make_speculation(config, part, draft, scheduler, ranks, overlap=overlap and not pipelined)
     engine = Engine(
         config, info, scheduler, runner, overlap=overlap, grammars=grammars, speculation=speculation, ranks=ranks
     )

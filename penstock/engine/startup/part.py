@@ -184,7 +184,7 @@ def _together(member: Member, decoder: Decoder) -> Forward:
     """A pass through the parts of all ranks, of which this one has `decoder`."""
     from penstock.engine.parallel.decoder import Stage
 
-    return Stage(member.connect(decoder), member.groups).forward
+    return Stage(member.connect(decoder), member.groups).whole
 
 
 def check_deterministic(config: EngineConfig, model: ModelConfig) -> None:
