@@ -46,9 +46,6 @@ class Models:
         self.adapter = cache(self._adapter)
         self.dense = cache(self._dense)
 
-    def draft(self) -> Path:
-        return self.dense("qwen3-qknorm")
-
     def _dense(self, family: str) -> Path:
         return write_checkpoint(family, self.root / family / "dense", **{**SIZE, **CHANGES[family]})
 

@@ -47,6 +47,8 @@ class Option:
     """Of requests."""
     model: str = ""
     """A family, or a form of weights: see `Models`."""
+    apart: float = 1e-3
+    """How far log-probabilities may be from those of one device; tokens are always the same."""
 
 
 INT16: dict[str, Any] = {"activations": "int16"}
@@ -85,7 +87,8 @@ MATRIX: dict[str, dict[str, Option]] = {
         "stored fp8": Option(model="fp8"),
         "stored fp8 tiles": Option(model="fp8-tiles"),
         "gptq": few_bits("gptq"),
-        "gptq act-order": few_bits("gptq-act-order"),
+        # Dense on ranks where its groups are scattered: more exact than the kernels, which round minima to float16.
+        "gptq act-order": replace(few_bits("gptq-act-order"), apart=2e-2),
         "awq": few_bits("awq"),
         "compressed-tensors int4": few_bits("packed-zero-point"),
         "compressed-tensors int8": few_bits("int8"),
@@ -208,7 +211,7 @@ class Subject:
         self.alone = EngineConfig(str(models.model(family, self.chosen["weights"].model)), **settings)
         over = {name: value for option in self.chosen.values() for name, value in option.ranks.items()}
         if over.get("speculation") == "draft":
-            over["draft_model"] = str(models.draft())
+            over["draft_model"] = str(models.model("qwen3-qknorm", self.chosen["weights"].model))
         self.config = replace(self.alone, **over) if with_ranks else self.alone
 
     @contextmanager
@@ -250,6 +253,8 @@ class Subject:
             assert self.case["family"] == "sliding window", "only windows keep their blocks"
             return taker
         for request in requests:
+            # The blocks of an adapter have a name once it has been read.
+            generate(taker, Request("first", [1, 2], SamplingParams(max_tokens=1), adapter=request.adapter))
             generate(giver, request)
             names = [*takewhile(giver.exchange.has, taker.exchange.names(request))]
             if names:
@@ -286,12 +291,14 @@ class Subject:
             assert load.preemptions > 0 or self.case["room"] != "preemption"
             if self.case["family"] != "sliding window":  # whose blocks are soon free again
                 assert load.restored_blocks > 0 or self.case["room"] != "host memory"
-        if self.case["requests"] != "grammar" and self.case["role"] != "prefill":
+        if self.case["requests"] not in ("grammar", "token rules") and self.case["role"] != "prefill":
             assert load.draft_tokens > 0 or self.case["speculation"] != "draft"
 
 
 def logprobs(deltas: list[Delta]) -> list[float]:
-    every = [score for delta in deltas for score in [*(delta.prompt_logprobs or ()), *(delta.logprobs or ())]]
+    """Request by request: those of a step may come in any order."""
+    by_request = sorted(deltas, key=lambda delta: delta.request_id)
+    every = [score for delta in by_request for score in [*(delta.prompt_logprobs or ()), *(delta.logprobs or ())]]
     return [value for score in every if score is not None for value in (score.logprob, *score.top_logprobs)]
 
 
@@ -301,7 +308,7 @@ def compare(case: Case, models: Models) -> None:
         found, expected = ranks.talk(), alone.talk()
         ranks.check_used()
         assert collect(found) == collect(expected)
-        assert logprobs(found) == pytest.approx(logprobs(expected), abs=2e-3)
+        assert logprobs(found) == pytest.approx(logprobs(expected), abs=ranks.chosen["weights"].apart)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=described)
