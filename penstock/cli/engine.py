@@ -13,6 +13,7 @@ import typer
 from penstock.cli.options import (
     ConfigFile,
     Device,
+    Devices,
     ExpertParallel,
     LogLevel,
     PipelineParallel,
@@ -48,6 +49,7 @@ def engine(
     device: Device = None,
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
+    devices: Devices = None,
     expert_parallel: ExpertParallel = None,
     role: Annotated[
         _Role, typer.Option(help="prefill: computes prompts for decode engines; both: does everything itself.")
@@ -121,6 +123,7 @@ def engine(
                 models__each__device=device,
                 models__each__tensor_parallel=tensor_parallel,
                 models__each__pipeline_parallel=pipeline_parallel,
+                models__each__devices=None if devices is None else f"[{devices}]",
                 models__each__expert_parallel=expert_parallel,
                 logging__level=log_level,
             )

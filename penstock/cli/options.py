@@ -17,6 +17,9 @@ Settings = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N, for every model.")]
 TensorParallel = Annotated[int | None, typer.Option(help="Devices that split every layer, for every model.")]
+Devices = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Device of each rank, like cuda:0,cuda:0; for every model.")
+]
 ExpertParallel = Annotated[
     bool | None, typer.Option(help="Place experts whole on the devices that split a layer, for every model.")
 ]

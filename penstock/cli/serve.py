@@ -9,6 +9,7 @@ import typer
 from penstock.cli.options import (
     ConfigFile,
     Device,
+    Devices,
     ExpertParallel,
     LogLevel,
     PipelineParallel,
@@ -30,6 +31,7 @@ def serve(
     device: Device = None,
     tensor_parallel: TensorParallel = None,
     pipeline_parallel: PipelineParallel = None,
+    devices: Devices = None,
     expert_parallel: ExpertParallel = None,
     max_model_len: Annotated[int | None, typer.Option(help="Context window in tokens, for every model.")] = None,
     log_level: LogLevel = None,
@@ -80,6 +82,7 @@ def serve(
             models__each__device=device,
             models__each__tensor_parallel=tensor_parallel,
             models__each__pipeline_parallel=pipeline_parallel,
+            models__each__devices=None if devices is None else f"[{devices}]",
             models__each__expert_parallel=expert_parallel,
             models__each__max_model_len=max_model_len,
             logging__level=log_level,

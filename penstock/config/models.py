@@ -90,6 +90,10 @@ class ModelConfig:
     pipeline_parallel: int = setting(
         1, doc="Pipeline stages, each with some of the layers; times tensor_parallel devices in all.", least=1
     )
+    devices: tuple[str, ...] = setting(
+        (), doc="Device of each rank; several may share one. Empty: consecutive ones from device on.",
+        example="[cuda:0, cuda:0]",
+    )  # fmt: skip
     expert_parallel: bool = setting(
         False, doc="Place experts whole on the tensor_parallel devices instead of cutting each of them."
     )

@@ -74,6 +74,9 @@ class EngineConfig:
     """Devices that share the work of every layer. Memory settings are per device."""
     pipeline_parallel: int = 1
     """Groups of devices that have some of the layers each; `tensor_parallel * pipeline_parallel` devices in all."""
+    devices: tuple[str, ...] = ()
+    """The device of each rank, in their order; several may share one. Empty: rank r has the r-th, beginning at
+    `device`."""
     expert_parallel: bool = False
     """Experts are placed whole on the `tensor_parallel` devices of a stage instead of being cut by width."""
     expert_copies: int = 0
@@ -111,3 +114,8 @@ class EngineConfig:
     def ranks(self) -> int:
         """Devices, and processes, of this engine."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_per_device(self) -> int:
+        """Most ranks that share a device by the settings."""
+        return max((self.devices.count(device) for device in self.devices), default=1)

@@ -207,15 +207,19 @@ def _configured_devices(config: Config) -> Iterator[Finding]:
     """Whether the device that each model is configured for is here."""
     import torch
 
-    from penstock.engine.backends.select import pick_device
+    from penstock.engine.backends.select import pick_device, rank_device
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for model in config.models:
         ranks = model.tensor_parallel * model.pipeline_parallel
         try:
             device = pick_device(model.device)
+            named = [rank_device(device, rank, ranks, model.devices) for rank in range(ranks)] if model.devices else []
         except PenstockError as error:
             yield Finding("device", CheckState.FAIL, f"{model.name}: {error}")
+            continue
+        if named:
+            yield Finding("device", CheckState.OK, f"{model.name} runs on {', '.join(map(str, named))}")
             continue
         last = (device.index or 0) + ranks
         if device.type == "cuda" and last > count:

@@ -1,7 +1,8 @@
-"""Adapters on a real server with the official client: load through the admin API, list, use, unload."""
+"""Adapters on a real server with the official client: load through the admin API, list, use, unload; with ranks too."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from tests.e2e.conftest import MODEL, Server
+from tests.e2e.test_supervisor import Server as ServerProcess
 from tests.engine.adapters.files import write_adapter
 
 
@@ -59,3 +61,31 @@ def test_the_command_line_does_the_same(server: Server, default_model: Path, tmp
     assert "cli" not in run("list").replace(str(folder), "")
     refused = CliRunner().invoke(app, ["adapters", "unload", "cli", "--url", server.url])
     assert refused.exit_code != 0 and "No adapter is called" in str(refused.exception)
+
+
+@pytest.mark.slow
+def test_three_ranks_serve_adapters_that_are_listed_and_that_come_later(default_model: Path, tmp_path: Path) -> None:
+    listed = write_adapter(tmp_path / "listed", default_model, rank=24, size=0.12)
+    later = write_adapter(tmp_path / "later", default_model, rank=4, size=0.12, seed=5, targets=("q_proj", "v_proj"))
+    broken = write_adapter(tmp_path / "broken", default_model, rank=4)
+    (broken / "adapter_model.safetensors").write_bytes(b"nonsense")
+    adapters = f"models.*.adapters=[{{name: listed, source: {listed}}}, {{name: broken, source: {broken}}}]"
+    server = ServerProcess("--tensor-parallel", "3", "--set", adapters)
+    try:
+        server.wait_for("curl http")
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+        body = {"name": "later", "source": str(later)}
+        loaded = httpx.post(f"{server.url}/v1/admin/adapters", json=body, timeout=120)
+        assert loaded.status_code == 200 and loaded.json()["state"] == "ready", loaded.text
+        alone = {model: say(client, model) for model in (MODEL, "listed", "later")}
+        assert len(set(alone.values())) == 3
+        with ThreadPoolExecutor(3) as together:
+            assert dict(zip(alone, together.map(lambda model: say(client, model), alone), strict=True)) == alone
+        with pytest.raises(openai.BadRequestError, match="damaged or incomplete"):
+            say(client, "broken")
+        assert httpx.delete(f"{server.url}/v1/admin/adapters/later").status_code == 200
+        with pytest.raises(openai.NotFoundError):
+            say(client, "later")
+        assert say(client, "listed") == alone["listed"]
+    finally:
+        server.close()

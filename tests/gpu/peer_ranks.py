@@ -9,7 +9,6 @@ run side by side. `mps` starts it where it is installed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -17,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,6 +63,7 @@ def spawn(work: str, size: int, environment: dict[str, str] | None = None, timeo
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, work, folder, str(size)]
         given = os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {})
+        print(f"{work} on {size} ranks", flush=True)
         ranks = [subprocess.Popen([*command, str(rank)], env=given) for rank in range(size)]
         deadline = time.monotonic() + timeout_s
         try:
@@ -87,7 +86,7 @@ class Meeting:
         torch.cuda.set_device(self.device)
         regions = peer_memory.open_regions(store, rank, size, kernels.REGION_BYTES, self.device)
         assert regions is not None, "the ranks cannot open each other's memory"
-        self.peers = kernels.Peers(regions, rank, self.device)
+        self.peers = kernels.Peers(regions, rank, self.device, timeout_s=20.0)
         self._turns = 0
 
     def together(self) -> None:
@@ -141,62 +140,13 @@ def timed(meeting: Meeting, work: Callable[[], object], each: int) -> float:
     return statistics.median(times)
 
 
+def few_latencies(meeting: Meeting) -> list[list[Any]]:
+    """For ranks that take turns of milliseconds."""
+    return latency(meeting, [(1, 4096)], each=4)
+
+
 def quick_latency(meeting: Meeting) -> list[list[Any]]:
     return latency(meeting, [(1, 4096), (64, 8192)])
-
-
-def memory_operations(meeting: Meeting) -> float:
-    """Microseconds from a rank to another and back when streams wait for flags, not kernels."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    regions = [int(address) + 4096 for address in meeting.peers.regions.tolist()]
-    mine, theirs = regions[meeting.rank], regions[1 - meeting.rank]
-    rounds = 20
-    meeting.together()
-    begin = time.perf_counter()
-    for value in range(1, rounds + 1):
-        for step in range(2):
-            if step == meeting.rank:
-                assert driver.cuStreamWriteValue32_v2(stream, ctypes.c_uint64(theirs), ctypes.c_uint32(value), 0) == 0
-            else:  # 0: until the value is at least that
-                assert driver.cuStreamWaitValue32_v2(stream, ctypes.c_uint64(mine), ctypes.c_uint32(value), 0) == 0
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / rounds * 1e6
-
-
-def as_threads(size: int) -> list[list[Any]]:
-    """`quick_latency` of ranks that are threads of this process, on streams of their own."""
-    store = dist.HashStore()
-    results: dict[int, Any] = {}
-
-    def run(rank: int) -> None:
-        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-            meeting = Meeting(store, rank, size)
-            results[rank] = latency_without_graphs(meeting)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results.get(0, [])
-
-
-def latency_without_graphs(meeting: Meeting) -> list[list[Any]]:
-    rows = []
-    for tokens, hidden in ((1, 4096), (64, 8192)):
-        x = torch.randn(tokens, hidden, device=meeting.device, dtype=torch.bfloat16)
-        residual, weight = torch.randn_like(x), torch.randn(hidden, device=meeting.device, dtype=torch.bfloat16)
-        for two_shot in (False, True):
-            for count in (1, 20):
-                meeting.together()
-                begin = time.perf_counter()
-                for _ in range(count):
-                    kernels.all_reduce_add_norm(meeting.peers, x, residual, weight, 1e-6, two_shot=two_shot)
-                torch.cuda.current_stream().synchronize()
-                took = (time.perf_counter() - begin) / count * 1e6
-            rows.append([tokens, hidden, two_shot, took])
-    return rows
 
 
 def probe() -> None:
@@ -214,16 +164,13 @@ def probe() -> None:
         except Exception as error:
             print(f"{label}: FAILED {type(error).__name__}: {error}", flush=True)
 
-    attempt("threads, 2 ranks", lambda: as_threads(2))
-    attempt("processes, stream waits", lambda: spawn("memory_operations", 2, timeout_s=20))
-    attempt("processes, 2 ranks", lambda: spawn("quick_latency", 2, timeout_s=40))
+    attempt("processes, 2 ranks", lambda: spawn("few_latencies", 2, timeout_s=25))
     with mps() as environment:
         if environment is None:
             print("no MPS", flush=True)
             return
-        attempt("MPS, stream waits", lambda: spawn("memory_operations", 2, environment, timeout_s=20))
-        attempt("MPS, 2 ranks", lambda: spawn("quick_latency", 2, environment, timeout_s=30))
-        attempt("MPS, 4 ranks", lambda: spawn("quick_latency", 4, environment, timeout_s=30))
+        attempt("MPS, 2 ranks", lambda: spawn("quick_latency", 2, environment, timeout_s=25))
+        attempt("MPS, 4 ranks", lambda: spawn("quick_latency", 4, environment, timeout_s=25))
 
 
 def main() -> None:

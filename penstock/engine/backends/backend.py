@@ -36,6 +36,7 @@ from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Quantizer, Weights
 from penstock.engine.runner.executor import Executor
+from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.runner.resources import RunnerResources
 from penstock.errors import ConfigError
 
@@ -52,6 +53,33 @@ class InputObserver(Protocol):
 
     def finish(self) -> None:
         """Adapt the linear to what was seen, and stop observing."""
+        ...
+
+
+class PeerGroup(Protocol):
+    """Collectives between ranks that read and write each other's device memory: no host takes part, so they can be
+    captured with the steps. All ranks of the group make the same calls in the same order, on one stream."""
+
+    def takes(self, x: Any) -> bool:
+        """Whether it is the fastest way for such a tensor, or the only one."""
+        ...
+
+    def sum(self, x: Any) -> Tensor:
+        """The sum of every rank's `x`, made in the order of ranks: the same numbers in any batch. May overwrite `x`."""
+        ...
+
+    def add_rms_norm(
+        self, ops: object, x: Any, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None
+    ) -> Any:
+        """`ops.add_rms_norm` of the sum of every rank's `x`, in one launch; None where there is no such kernel."""
+        ...
+
+    def gather(self, x: Tensor, outputs: int) -> Tensor:
+        """Every rank's `x` [T, n] side by side, the first `outputs` columns of that."""
+        ...
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """The first rank's `x`, written over those of all others."""
         ...
 
 
@@ -141,6 +169,10 @@ class Backend(DeviceAccess, LayerFactory, ABC):
     def executor(self, resources: RunnerResources) -> Executor:
         """The fastest executor of a model on this device alone."""
 
+    def follower(self, resources: FollowerResources) -> Follower:
+        """For a rank whose groups need no host; see `Followers`."""
+        raise NotImplementedError("this backend captures no steps")
+
     def compile(
         self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None
     ) -> None:
@@ -158,3 +190,7 @@ class Backend(DeviceAccess, LayerFactory, ABC):
     @abstractmethod
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         """A `torch.distributed` group for collectives between ranks on such devices."""
+
+    def peer_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> PeerGroup | None:
+        """Collectives over shared device memory; None where there is none. `store` is not that of `process_group`."""
+        return None

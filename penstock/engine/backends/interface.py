@@ -16,7 +16,7 @@ Layout, the same everywhere:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -68,6 +68,21 @@ class HostBatch:
     tables: npt.NDArray[np.int32]
     """All block tables."""
     block_size: int
+
+
+class Followers(Protocol):
+    """The other ranks of an engine: they capture the steps that rank 0 captures and replay them when it does.
+
+    `kind` and `shape` say which step it is; all ranks understand them alike (see the backend that captures).
+    """
+
+    def capture(self, kind: int, shape: Sequence[int]) -> None:
+        """Have them capture a step now. This rank does the same next: its collectives wait for theirs."""
+        ...
+
+    def replay(self, kind: int, shape: Sequence[int], inputs: npt.NDArray[np.uint8], host: HostBatch) -> None:
+        """Have them run a captured step. `inputs`: its packed inputs; of `host` the block tables, contexts and rows."""
+        ...
 
 
 @dataclass(slots=True)

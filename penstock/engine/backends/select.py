@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 
@@ -33,8 +34,18 @@ def pick_device(name: str, *, room: int = 0) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def rank_device(first: torch.device, rank: int, world: int) -> torch.device:
-    """The device of one rank of `world`, when rank 0 has `first`."""
+def rank_device(first: torch.device, rank: int, world: int, named: Sequence[str] = ()) -> torch.device:
+    """The device of one rank of `world`: as `named`, or counted from `first`, which is rank 0's."""
+    if named:
+        if len(named) != world:
+            raise ConfigError(f"devices names {len(named)}, but tensor_parallel x pipeline_parallel is {world} ranks")
+        found = {pick_device(name).type for name in named}
+        if len(found) > 1:
+            raise ConfigError(f"devices: the ranks of one engine are all on CPU or all on CUDA, not on {named}")
+        device = pick_device(named[rank])
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"devices: there is no {device}; torch sees {torch.cuda.device_count()} CUDA devices")
+        return device
     if first.type == "cpu":
         return first
     index, count = (first.index or 0) + rank, torch.cuda.device_count()

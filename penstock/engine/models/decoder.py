@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.backends.interface import AttentionBatch, Ops
+from penstock.engine.backends.interface import AttentionBatch, Followers, Ops
 from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.linear import Linear
@@ -58,6 +58,16 @@ class Decoder(ABC):
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """Final hidden states [T, hidden] of the packed tokens; `kv` knows the tokens afterwards."""
         return self.run(self.embed(token_ids), batch, kv)
+
+    @property
+    def followers(self) -> Followers | None:
+        """The other ranks that replay captured steps with this one; None where there are none, or nothing is captured
+        with them."""
+        return None
+
+    def captured(self) -> Decoder:
+        """What a captured step runs: with followers only this rank's part, since they replay theirs."""
+        return self
 
     def begin(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Callable[[], Tensor]:
         """`forward` in two halves: begins it, and returns what waits for its end. Ends come in the order of begins."""

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.engine.adapters.layout import AdapterCut, layout_of
 from penstock.engine.adapters.peft import LoadedAdapter
@@ -21,9 +21,6 @@ from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 from penstock.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from penstock.engine.parallel.launch import Ranks
 
 READ, PUT, DROP = "read_adapter", "put_adapter", "drop_adapter"
 
@@ -51,8 +48,11 @@ def _times(span: Span, size: int) -> Span:
 class LeadAdapters:
     """Rank 0's side: the other ranks do as it does. See `OtherRanks`."""
 
-    def __init__(self, ranks: Ranks, model: AdaptedModel, find: Callable[[str], Path]) -> None:
-        self._ranks = ranks
+    def __init__(
+        self, call: Callable[..., list[Future[Any]]], model: AdaptedModel, find: Callable[[str], Path]
+    ) -> None:
+        """`call`: see `Ranks.call`."""
+        self._call = call
         self._model = model
         self._find = find
         self._counter = itertools.count()
@@ -63,7 +63,7 @@ class LeadAdapters:
         """Read an adapter on all ranks; see `loader.Read`. Runs on a loader thread."""
         folder = self._find(source)
         number = next(self._counter)
-        answers = self._ranks.call(READ, number, name, source, str(folder))
+        answers = self._call(READ, number, name, source, str(folder))
         try:
             try:
                 adapter = self._model.read(name, folder)
@@ -73,16 +73,16 @@ class LeadAdapters:
                 if answer.result() != adapter.version:
                     raise CheckpointError(f"{source} is not the same on rank {rank}, or its files are being replaced")
         except Exception:
-            self._ranks.call(DROP, number)
+            self._call(DROP, number)
             raise
         self._numbers[adapter] = number
         return adapter
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
-        self._ranks.call(PUT, slot, self._numbers[adapter])
+        self._call(PUT, slot, self._numbers[adapter])
 
     def drop(self, adapter: LoadedAdapter) -> None:
-        self._ranks.call(DROP, self._numbers.pop(adapter))
+        self._call(DROP, self._numbers.pop(adapter))
 
 
 class FollowingAdapters:

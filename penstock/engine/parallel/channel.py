@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.engine.backends.interface import AttentionBatch, Ints
@@ -31,6 +32,10 @@ class Op(IntEnum):
     """Do something else."""
     MOVE = 4
     """Copy blocks to and from host memory."""
+    REPLAY = 5
+    """Run a captured step."""
+    CAPTURE = 6
+    """Capture a step."""
 
 
 TARGET, DRAFT = 0, 1
@@ -129,6 +134,41 @@ class Head:
 
 
 @dataclass(slots=True)
+class Replay:
+    """A captured step: which one, and its packed inputs as they go to the device."""
+
+    kind: int
+    shape: tuple[int, int]
+    cells: Ints
+    """As in `Forward`."""
+    inputs: npt.NDArray[np.uint8]
+    model: int = TARGET
+
+    def encode(self) -> bytes:
+        header = (Op.REPLAY, self.model, self.kind, *self.shape, self.cells.shape[1])
+        return np.array(header, np.int64).tobytes() + self.cells.tobytes() + self.inputs.tobytes()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Replay:
+        _, model, kind, first, second, cells = map(int, np.frombuffer(raw, np.int64, 6))
+        end = 8 * (6 + 3 * cells)
+        changed = np.frombuffer(raw[48:end], np.int64).reshape(3, cells).copy()
+        return cls(kind, (first, second), changed, np.frombuffer(raw, np.uint8, offset=end), model)
+
+
+@dataclass(slots=True)
+class Capture:
+    """A step to capture, while rank 0 does."""
+
+    kind: int
+    shape: tuple[int, int]
+    model: int = TARGET
+
+    def encode(self) -> bytes:
+        return np.array([Op.CAPTURE, self.model, self.kind, *self.shape], np.int64).tobytes()
+
+
+@dataclass(slots=True)
 class Move:
     """Copies between the cache and the host tier that the next step depends on."""
 
@@ -181,14 +221,19 @@ class Reply:
     """Why it was refused; empty when it was not."""
 
 
-def receive(connection: Connection) -> Forward | Head | Move | Call:
+def receive(connection: Connection) -> Forward | Head | Move | Call | Replay | Capture:
     """The next message; EOFError when rank 0 is gone."""
     raw = connection.recv_bytes()
     operation = int(np.frombuffer(raw, np.int64, 1)[0])
     if operation == Op.CALL:
         return Call(*plain.decode(raw[8:]))
+    if operation == Op.REPLAY:
+        return Replay.decode(raw)
     # A copy, because the arrays are written to devices and must not be read-only.
     data = np.frombuffer(raw, np.int64).copy()
     if operation == Op.MOVE:
         return Move.decode(data)
+    if operation == Op.CAPTURE:
+        model, kind, first, second = map(int, data[1:])
+        return Capture(kind, (first, second), model)
     return Forward.decode(data) if operation == Op.FORWARD else Head(int(data[2]), int(data[1]))

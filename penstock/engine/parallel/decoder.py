@@ -13,22 +13,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.backends.host_memory import is_host
-from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints
+from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch, Ints
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.parallel.channel import TARGET, Forward, Head
+from penstock.engine.parallel.channel import TARGET, Capture, Forward, Head, Replay
 from penstock.engine.parallel.groups import Group, Groups, Transfer
 from penstock.engine.parallel.launch import Ranks
 from penstock.errors import ReplicaLost
@@ -158,6 +159,13 @@ class LeadDecoder(Decoder):
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         return self.stage.decoder.run(residual, batch, kv)
 
+    @property
+    def followers(self) -> Followers | None:
+        return LeadFollowers(self) if self.stage.groups.capturable else None
+
+    def captured(self) -> Decoder:
+        return part_of(self.stage)
+
     def _message(self, host: HostBatch, batch: AttentionBatch) -> Forward:
         return Forward(
             host.token_ids,
@@ -166,7 +174,7 @@ class LeadDecoder(Decoder):
             host.query_starts,
             host.context_lens,
             host.rows,
-            self._changes(host),
+            self.changes(host),
             batch.num_decodes,
             batch.max_query,
             batch.max_context,
@@ -175,7 +183,7 @@ class LeadDecoder(Decoder):
             narrow=self.narrow,
         )
 
-    def _changes(self, host: HostBatch) -> Ints:
+    def changes(self, host: HostBatch) -> Ints:
         """Cells of this step's block tables that the others do not know yet: [3, n] of row, column, block."""
         width = -(-int(host.context_lens.max()) // host.block_size)
         now, known = host.tables[host.rows, :width], self.known[host.rows, :width]
@@ -185,15 +193,53 @@ class LeadDecoder(Decoder):
         return np.stack((rows, columns, blocks)).astype(np.int64)
 
 
+class LeadFollowers:
+    """See `Followers`: those that have a part of the decoder's model."""
+
+    def __init__(self, decoder: LeadDecoder) -> None:
+        self._decoder = decoder
+
+    def capture(self, kind: int, shape: Sequence[int]) -> None:
+        self._tell(Capture(kind, (shape[0], shape[1]), self._decoder.model).encode())
+
+    def replay(self, kind: int, shape: Sequence[int], inputs: npt.NDArray[np.uint8], host: HostBatch) -> None:
+        cells = self._decoder.changes(host)
+        self._tell(Replay(kind, (shape[0], shape[1]), cells, inputs, self._decoder.model).encode())
+
+    def _tell(self, message: bytes) -> None:
+        ranks = self._decoder.ranks
+        with ranks.lost_if_it_fails():
+            ranks.tell(message, self._decoder.stage.groups.place.world)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartDecoder(Decoder):
+    """A rank's own part of a step, with its collectives: every rank runs it at the same time."""
+
+    stage: Stage
+
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        return self.stage.forward(token_ids, batch, kv).take()
+
+    def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        return self.stage.decoder.run(residual, batch, kv)
+
+
+def part_of(stage: Stage) -> PartDecoder:
+    """For captured steps: no messages, and hidden states are where the head needs them."""
+    decoder = stage.decoder
+    return PartDecoder(**{field.name: getattr(decoder, field.name) for field in fields(Decoder)}, stage=stage)
+
+
 def lead(
     decoder: Decoder, ranks: Ranks, max_rows: int, max_blocks: int, *, model: int = TARGET, groups: Groups | None = None
 ) -> LeadDecoder:
     """Rank 0's decoder over its own part of a model, which all ranks share, or those of `groups`."""
     stage = Stage(decoder, groups or ranks.groups)
     head: Linear = decoder.head if stage.groups.tensor is None else LeadHead(stage, ranks, model)
-    fields = {field.name: getattr(decoder, field.name) for field in dataclasses.fields(decoder)}
+    parts = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
     known = np.zeros((max_rows, max_blocks), np.int64)
-    return LeadDecoder(**{**fields, "head": head}, stage=stage, ranks=ranks, model=model, known=known)
+    return LeadDecoder(**{**parts, "head": head}, stage=stage, ranks=ranks, model=model, known=known)
 
 
 def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:

@@ -1,4 +1,5 @@
-"""Collectives between ranks; the backend supplies the groups (gloo between CPUs, NCCL between CUDA devices).
+"""Collectives between ranks; the backend supplies the groups (gloo between CPUs, NCCL between CUDA devices) and, where
+ranks can see each other's memory, collectives of its own.
 
 A rank belongs to a group of the shards of its stage and one of the stages of its shard; one more, over the stages of
 shard 0, is for the way back from the last stage to rank 0. Groups are objects, not
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.backend import Backend, PeerGroup
+from penstock.engine.backends.host_memory import is_host
+from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.parallel.layout import Place
 
 
@@ -28,22 +32,46 @@ class Transfer(Protocol):
     def wait(self) -> object: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A transfer of `host`, which is written into another tensor in the end."""
+
+    transfer: Transfer
+    host: Tensor
+    into: Tensor | None = None
+
+    def wait(self) -> None:
+        self.transfer.wait()
+        if self.into is not None and self.into is not self.host:
+            self.into.copy_(self.host)
+
+
 class Group:
     """Ranks that hold parts of the same thing. All members call the same methods in the same order."""
 
     resident = True
     """See `Groups`."""
 
-    def __init__(self, group: Any, rank: int, size: int, in_order: bool = False) -> None:
+    def __init__(
+        self, group: Any, rank: int, size: int, in_order: bool = False, peers: PeerGroup | None = None
+    ) -> None:
         """`in_order`: sums are made in the order of ranks. An all-reduce chooses the order of each element by its place
-        in the tensor, and so by what else is in the step."""
+        in the tensor, and so by what else is in the step. `peers`: for what the members can exchange without a host."""
         self._group = group
         self.rank = rank
         self.size = size
         self.in_order = in_order
+        self.peers = peers
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a host takes part in some exchange, so that steps cannot be captured."""
+        return self._group.name() == "gloo" and self.peers is None
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of every member's `x`, in place."""
+        if self.peers is not None and (self.in_order or self.peers.takes(x)):
+            return self.peers.sum(x)
         if self.in_order:
             first, *others = self.gather(x)
             for other in others:
@@ -51,6 +79,24 @@ class Group:
             return x.copy_(first)
         self._group.allreduce([x]).wait()
         return x
+
+    def add_rms_norm(
+        self, ops: ActivationOps, x: Any, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None
+    ) -> Any:
+        """`ops.add_rms_norm` of the sum of every member's `x`."""
+        if self.peers is not None:
+            done = self.peers.add_rms_norm(ops, x, residual, weight, eps, x_weight)
+            if done is not None:
+                return done
+        return ops.add_rms_norm(self.sum(x), residual, weight, eps, x_weight)
+
+    def join(self, x: Tensor, outputs: int) -> Tensor:
+        """Every member's `x` [T, n] side by side, the first `outputs` columns of that."""
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.gather(x, outputs)
+        size = x.shape[-1]
+        parts = (part[..., : max(0, outputs - i * size)] for i, part in enumerate(self.gather(x)))
+        return torch.cat(list(parts), dim=-1)
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Every member's `x`, in order; all of one shape."""
@@ -60,6 +106,8 @@ class Group:
 
     def broadcast(self, x: Tensor) -> Tensor:
         """The first member's `x`, written over those of all others."""
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers.broadcast(x)
         self._group.broadcast(x, 0).wait()
         return x
 
@@ -76,13 +124,17 @@ class Group:
 
     def begin_send(self, x: Tensor, to: int) -> Transfer:
         """Does not wait for the receiver."""
-        transfer: Transfer = self._group.send([x], to, 0)
-        return transfer
+        host = x.cpu() if self._through_host(x) else x
+        return _Copied(self._group.send([host], to, 0), host)
 
     def begin_receive(self, x: Tensor, source: int) -> Transfer:
         """What `source` sends, written into `x`. Several may be under way; they come in the order of the calls."""
-        transfer: Transfer = self._group.recv([x], source, 0)
-        return transfer
+        host = torch.empty_like(x, device="cpu") if self._through_host(x) else x
+        return _Copied(self._group.recv([host], source, 0), host, x)
+
+    def _through_host(self, x: Tensor) -> bool:
+        """Gloo, for ranks that share a device, sends from host memory only."""
+        return bool(self._group.name() == "gloo") and not is_host(x.device)
 
 
 class Groups:
@@ -101,6 +153,11 @@ class Groups:
         # The way back is a group of its own: what NCCL does in one group waits for what was begun there before.
         self.back = self._group("back", place.stage, place.pipeline) if place.shard == 0 else None
 
+    @property
+    def capturable(self) -> bool:
+        """Whether steps can be captured with the exchanges in them. A pipeline's stages take turns instead."""
+        return self.place.pipeline == 1 and self.tensor is not None and not self.tensor.needs_host
+
     def of_first(self, shards: int) -> Groups:
         """For a model that only the first `shards` of the first stage hold, which all call this."""
         first = copy.copy(self)
@@ -113,10 +170,15 @@ class Groups:
     def _group(self, name: str, rank: int, size: int) -> Group | None:
         if size == 1:
             return None
-        apart = dist.PrefixStore(name, self._meeting)  # type: ignore[attr-defined]
+        backend = self._backend
+
+        def apart(kind: str) -> Any:
+            return dist.PrefixStore(f"{kind}/{name}", self._meeting)  # type: ignore[attr-defined]
+
         return Group(
-            self._backend.process_group(apart, rank, size, self._deadline),
+            backend.process_group(apart("torch"), rank, size, self._deadline),
             rank,
             size,
-            self._backend.ops.batch_invariant,
+            backend.ops.batch_invariant,
+            backend.peer_group(apart("peers"), rank, size, self._deadline) if name.startswith("tensor/") else None,
         )

@@ -58,7 +58,7 @@ class Ranks(Member):
     def __init__(self, config: EngineConfig, checkpoint: object | None) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
         place = Place(0, config.tensor_parallel, config.pipeline_parallel)
-        super().__init__(place, self._folder / "store", config.watchdog_s)
+        super().__init__(place, self._folder / "store", config.watchdog_s, config.devices)
         self._ranks: list[_Rank] = []
         self._lost: str | None = None
         self._closing = False

@@ -7,15 +7,48 @@ logits are put together.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.parallel.groups import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Unsummed:
+    """This rank's part of a sum that the norm behind it makes, in one launch with the residual addition."""
+
+    part: Any
+
+
+def summed(part: Any, group: Group) -> Any:
+    """The sum, or `Unsummed` where that is faster: the operations behind it must then be `SummingOps`."""
+    return group.sum(part) if group.peers is None else Unsummed(part)
+
+
+class SummingOps:
+    """The operations between layers, where what is added to the residual stream may be `Unsummed`."""
+
+    def __init__(self, ops: Any, group: Group) -> None:
+        self._ops = ops
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def add_rms_norm(self, x: Any, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None) -> Any:
+        if isinstance(x, Unsummed):
+            return self._group.add_rms_norm(self._ops, x.part, residual, weight, eps, x_weight)
+        return self._ops.add_rms_norm(x, residual, weight, eps, x_weight)
+
+
+def summing(ops: Any, group: Group) -> Any:
+    """`ops` for layers whose sums go through `group`."""
+    return ops if group.peers is None else SummingOps(ops, group)
 
 
 class SummedLinear:
@@ -26,8 +59,8 @@ class SummedLinear:
         self.group = group
         self.weight_bytes = linear.weight_bytes
 
-    def __call__(self, x: Any) -> Tensor:
-        return self.group.sum(self.linear(x))
+    def __call__(self, x: Any) -> Any:
+        return summed(self.linear(x), self.group)
 
 
 class SummedFeedForward:
@@ -39,7 +72,8 @@ class SummedFeedForward:
 
     @property
     def ops(self) -> ActivationOps:
-        return self.feed_forward.ops
+        ops: ActivationOps = summing(self.feed_forward.ops, self.group)
+        return ops
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -49,8 +83,8 @@ class SummedFeedForward:
     def weight_bytes(self) -> int:
         return self.feed_forward.weight_bytes
 
-    def forward(self, x: Any) -> Tensor:
-        return self.group.sum(self.feed_forward.forward(x))
+    def forward(self, x: Any) -> Any:
+        return summed(self.feed_forward.forward(x), self.group)
 
 
 class GatheredLinear:
@@ -63,6 +97,4 @@ class GatheredLinear:
         self.weight_bytes = linear.weight_bytes
 
     def __call__(self, x: Any) -> Tensor:
-        parts = self.group.gather(self.linear(x))
-        size = parts[0].shape[-1]
-        return torch.cat([part[..., : max(0, self.outputs - i * size)] for i, part in enumerate(parts)], dim=-1)
+        return self.group.join(self.linear(x), self.outputs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,15 +23,17 @@ from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.adapters import adapter_cut
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
-from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear
+from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear, summing
 from penstock.engine.parallel.shards import head_rows, shard
 
 
 class Member(ABC):
     """One rank of several."""
 
-    def __init__(self, place: Place, store: Path, timeout_s: float) -> None:
+    def __init__(self, place: Place, store: Path, timeout_s: float, devices: Sequence[str] = ()) -> None:
+        """`devices`: those of all ranks, where they are named."""
         self.place = place
+        self._devices = devices
         self._store = store
         self._timeout_s = timeout_s
         self._groups: Groups | None = None
@@ -41,8 +44,8 @@ class Member(ABC):
         return self._groups
 
     def device(self, first: torch.device) -> torch.device:
-        """This rank's device, when rank 0 has `first`."""
-        return rank_device(first, self.place.rank, self.place.world)
+        """This rank's device, when rank 0 has `first` and none are named."""
+        return rank_device(first, self.place.rank, self.place.world, self._devices)
 
     def meet(self, backend: Backend) -> None:
         """Connect with the other ranks, once."""
@@ -73,6 +76,7 @@ class Member(ABC):
             return decoder
         return dataclasses.replace(
             decoder,
+            ops=summing(decoder.ops, group),
             layers=[_summed(layer, group) for layer in decoder.layers],
             head=GatheredLinear(decoder.head, group, decoder.config.vocab_size),
             # The fused path adds to the residual stream inside the linears, before there is a sum.
@@ -108,5 +112,8 @@ class DraftMember(Member):
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
     assert isinstance(layer.mixer, Attention), "only attention is cut by heads"
-    mixer = dataclasses.replace(layer.mixer, output=SummedLinear(layer.mixer.output, group))
+    attention = layer.mixer
+    mixer = dataclasses.replace(
+        attention, ops=summing(attention.ops, group), output=SummedLinear(attention.output, group)
+    )
     return dataclasses.replace(layer, mixer=mixer, feed_forward=SummedFeedForward(layer.feed_forward, group))

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,16 +24,18 @@ import numpy as np
 import torch
 
 from penstock.engine.backends.host_memory import is_host
+from penstock.engine.backends.interface import Ints
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.blocks import RankSlots, block_part
-from penstock.engine.parallel.channel import Call, Forward, Head, Move, Reply, Report, receive
-from penstock.engine.parallel.decoder import Arriving, Stage
+from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, receive
+from penstock.engine.parallel.decoder import Arriving, Stage, part_of
 from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
+from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.sleep.rank import RankSleep
 from penstock.engine.speculative.setup import load_draft
 from penstock.engine.startup.offload import open_host_pool
@@ -41,14 +43,14 @@ from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
 EXIT_FAILED = 1
-Message = Forward | Head | Move | Call
+Message = Forward | Head | Move | Call | Replay | Capture
 
 
 class Worker(Member):
     """A worker's membership: rank 0 sends it what was agreed on."""
 
     def __init__(self, setup: Setup, connection: Connection) -> None:
-        super().__init__(setup.place, setup.store, setup.config.watchdog_s)
+        super().__init__(setup.place, setup.store, setup.config.watchdog_s, setup.config.devices)
         self._connection = connection
 
     def _announce(self) -> None:
@@ -74,13 +76,40 @@ class ServedModel:
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
 
+    @cached_property
+    def follower(self) -> Follower:
+        """Runs the steps that rank 0 has captured."""
+        part, adapters, groups = self.part, self.part.adapters, self.stage.groups
+        narrow = None if adapters is None else adapters.narrow
+        return part.backend.follower(
+            FollowerResources(
+                part_of(self.stage),
+                part.kv,
+                self.tables,
+                part.max_model_len,
+                part.max_running,
+                lora=None if adapters is None else adapters.kernel,
+                adapted=None if adapters is None else part_of(Stage(adapters.decoder, groups)),
+                narrow=None if narrow is None else part_of(Stage(narrow, groups)),
+            )
+        )
+
+    def _note(self, cells: Ints) -> None:
+        """Bring the block tables up to date."""
+        if cells.shape[1]:
+            rows, columns, blocks = torch.from_numpy(cells).to(self.device, non_blocking=True)
+            self.tables[rows, columns] = blocks.to(torch.int32)
+
+    def replay(self, message: Replay) -> None:
+        self._note(message.cells)
+        self.follower.replay(message.kind, message.shape, message.inputs)
+
     def expect(self, message: Forward) -> Arriving | None:
         """Begin to receive what a step needs from the stage before this one."""
         return self.stage.expect(len(message.token_ids), self.device)
 
     def forward(self, message: Forward, arriving: Arriving | None) -> None:
-        rows, columns, blocks = torch.from_numpy(message.cells).to(self.device, non_blocking=True)
-        self.tables[rows, columns] = blocks.to(torch.int32)
+        self._note(message.cells)
         token_ids = torch.from_numpy(message.token_ids).to(self.device, non_blocking=True)
         self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv, arriving)
 
@@ -127,6 +156,10 @@ class RankServer:
             message, arriving = waiting.popleft()
             if isinstance(message, Forward):
                 self.models[message.model].forward(message, arriving)
+            elif isinstance(message, Replay):
+                self.models[message.model].replay(message)
+            elif isinstance(message, Capture):
+                self.models[message.model].follower.capture(message.kind, message.shape)
             elif isinstance(message, Head):
                 self.models[message.model].head(message)
             elif isinstance(message, Move):

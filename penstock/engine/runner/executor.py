@@ -10,7 +10,15 @@ from penstock.engine.runner.step import PendingStep
 from penstock.engine.scheduler import Batch
 
 
-class Executor(ABC):
+class Releasable:
+    """Remembers addresses of device memory, as captured steps do."""
+
+    def release(self) -> Callable[[], None]:
+        """Drop what remembers addresses, because memory is about to move; the result makes it again."""
+        return lambda: None
+
+
+class Executor(Releasable, ABC):
     """Runs the steps of one model. `run` returns without waiting where the device works by itself."""
 
     phase = ""
@@ -22,12 +30,8 @@ class Executor(ABC):
     def run(self, batch: Batch) -> PendingStep:
         """Launch one step."""
 
-    def prepare(self, token_budget: int) -> None:  # noqa: B027 - most have nothing to prepare
+    def prepare(self, token_budget: int) -> None:
         """Record or capture the steps to come, of up to `token_budget` tokens, so that none of them waits for it."""
-
-    def release(self) -> Callable[[], None]:
-        """Drop what remembers addresses, because memory is about to move; the result makes it again."""
-        return lambda: None
 
     @property
     def recorded(self) -> TimedStep | None:

@@ -121,6 +121,10 @@ class Rows:
             rows, cols, values = self._staging.upload([np.ascontiguousarray(flat[:, i]) for i in range(3)])
             self.block_tables[rows, cols] = values.to(torch.int32)
 
+    def known_tokens(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """`ids` as far as the host knows them; in place of -1 the token that the row sampled last."""
+        return torch.where(ids >= 0, ids, self.last_tokens[rows])
+
     def needs(self, batch: Batch, flags: int) -> bool:
         """Whether any row of the batch has one of `flags`."""
         return any(int(self.flags[chunk.seq.row]) & flags for chunk in batch.chunks)

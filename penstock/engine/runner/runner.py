@@ -55,10 +55,9 @@ class Runner:
         )
         self.inputs = InputBuilder(self.rows, block_size, keep_host=several_ranks, alone=deterministic)
         resources = RunnerResources(backend, decoder, kv, self.rows, self.inputs, adapters, max_rows, max_verified)
-        # The other ranks are told of every step and launch it themselves: nothing of it is recorded.
-        self.executor: Executor = (
-            EagerExecutor(resources, deferred=deferred) if several_ranks else backend.executor(resources)
-        )
+        # Other ranks that cannot follow captured steps launch every step themselves: nothing of it is recorded here.
+        eager = several_ranks and decoder.followers is None
+        self.executor: Executor = EagerExecutor(resources, deferred=deferred) if eager else backend.executor(resources)
 
     def run(self, batch: Batch) -> PendingStep:
         """Launch one step."""

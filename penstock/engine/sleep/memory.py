@@ -21,7 +21,7 @@ from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.copy_streams import to_device, to_host
 from penstock.engine.backends.host_memory import Slabs
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.runner.executor import Executor
+from penstock.engine.runner.executor import Releasable
 
 _PLAIN = (str, bytes, int, float, bool, type(None), type, torch.dtype, torch.device)
 
@@ -40,7 +40,7 @@ class OffloadedMemory:
     """Device memory, now empty, and what was in it."""
     emptied: list[tuple[torch.UntypedStorage, int]]
     """Device memory whose content is not kept, and its size."""
-    executors: list[tuple[Executor, Callable[[], None]]]
+    executors: list[tuple[Releasable, Callable[[], None]]]
     """And what makes again what they had captured."""
 
     @torch.inference_mode()
@@ -83,7 +83,7 @@ class OffloadedMemory:
 def offload_memory(root: object, backend: Backend) -> OffloadedMemory:
     """Free the device memory of everything that `root` holds; nothing of it may be in use."""
     found = list(walk(root))
-    executors = [(item, item.release()) for item in found if isinstance(item, Executor)]
+    executors = [(item, item.release()) for item in found if isinstance(item, Releasable)]
     caches = storages_of(
         [tensor for item in found if isinstance(item, KVCache) for tensor in (*item.tensors, *item.states)]
     )

@@ -75,7 +75,7 @@ def manage_adapters(
         return AdapterRuntime(model, pool)
     from penstock.engine.parallel.adapters import LeadAdapters
 
-    lead = LeadAdapters(ranks, model, find)
+    lead = LeadAdapters(ranks.call, model, find)
     pool = AdapterPool(config.adapters, lead.read, slots=slots, host_slots=host_slots, dropped=lead.drop)
     return AdapterRuntime(model, pool, lead)
 

@@ -47,7 +47,7 @@ def load_engine(
     find_adapter: Callable[[str], Path] = Path,
 ) -> Engine:
     """See `Engine.load`."""
-    # Once: the same for every rank, and after a sleep.
+    # Once, for all ranks.
     config = spread_draft(replace(config, adapter_rank=adapter_rank(config)))
     if config.ranks == 1:
         if config.expert_parallel:

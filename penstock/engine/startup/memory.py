@@ -88,8 +88,8 @@ def longest_sequence(wanted: int, num_blocks: int, block_size: int, window: Slid
 
 def _room(config: EngineConfig, backend: Backend, activations: int) -> int:
     """Bytes for the cache when none are given: of what is free, or of what this model's share has left."""
-    memory, ranks = backend.memory, config.ranks if backend.memory.shared_by_ranks else 1
-    free = memory.available() - activations
+    memory, ranks = backend.memory, config.ranks if backend.memory.shared_by_ranks else config.ranks_per_device
+    free = memory.available() - activations * config.ranks_per_device
     if config.memory_share is None:
         return int(free * memory.share_of_free / ranks)
     rest = int(memory.total() * config.memory_share / ranks) - memory.used() - activations

@@ -6,6 +6,7 @@ a `Member` (`engine.parallel`).
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -150,8 +151,13 @@ def load_part(
         with phases("compile"):
             most_decodes = max(max_running, config.max_verified(max_running))
             limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
-            backend.compile(decoder, kv_dtype, limits, adapters)
+            # With shards, sums stand between linears and residual additions.
+            alone = member is None or member.place.tensor == 1
+            unfused = decoder if alone else dataclasses.replace(decoder, fused_up_to=0)
+            backend.compile(unfused, kv_dtype, limits, adapters)
     with phases("kv cache"):
+        if member is not None and config.ranks_per_device > 1:
+            member.least(0)  # none measures what is free before all have loaded
         num_blocks = count_blocks(
             config if own_cache else replace(config, num_blocks=1),
             backend,

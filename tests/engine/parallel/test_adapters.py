@@ -18,7 +18,6 @@ from tests.engine.harness import assert_idle, collect, drain, generate, make_eng
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import write_checkpoint
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 GRIDS: list[Any] = [
     ("llama-gqa", 2, 2),
     ("llama-mqa-tied", 4, 1),  # one KV head for four shards
@@ -27,18 +26,19 @@ GRIDS: list[Any] = [
     pytest.param("llama-gqa", 1, 3, marks=pytest.mark.slow),
     pytest.param("mixtral", 2, 1, marks=pytest.mark.slow),
     pytest.param("mixtral", 2, 2, marks=pytest.mark.slow),
-    pytest.param("gemma2", 2, 1, marks=pytest.mark.slow),
+    pytest.param("phi3", 2, 2, marks=pytest.mark.slow),
     pytest.param("qwen3-qknorm", 2, 2, marks=pytest.mark.slow),
 ]
 
 
 def adapters_for(base: Path, folder: Path, family: str) -> tuple[AdapterSpec, ...]:
     """Of different ranks, on different linears."""
-    every = ATTENTION if family == "mixtral" else ALL
+    targets = {"mixtral": ALL[:4], "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}.get(family, ALL)
+    some = ("qkv_proj",) if family == "phi3" else ("q_proj", "v_proj")
     made = [
-        write_adapter(folder / "every", base, rank=20, targets=every, seed=1),
-        write_adapter(folder / "some", base, rank=3, targets=("q_proj", "v_proj"), seed=2),
-        write_adapter(folder / "outputs", base, rank=8, targets=every[3:], seed=3),
+        write_adapter(folder / "every", base, rank=20, targets=targets, seed=1),
+        write_adapter(folder / "some", base, rank=3, targets=some, seed=2),
+        write_adapter(folder / "outputs", base, rank=8, targets=[name for name in targets if name not in some], seed=3),
     ]
     return tuple(AdapterSpec(path.name, str(path)) for path in made)
 

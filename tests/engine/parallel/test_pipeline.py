@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
+from penstock.bench.soak.engines import verify_everything
 from penstock.engine.core import Engine
 from penstock.engine.parallel.channel import Forward
 from penstock.engine.parallel.decoder import Arriving
@@ -21,6 +22,7 @@ from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Batch
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
+from tests.engine.speculative.forced import Oracle
 from tests.engine.tiny import write_checkpoint
 
 STAGES = 3
@@ -170,10 +172,20 @@ def test_a_request_that_breaks_its_step_when_that_comes_back_fails_alone(engine:
 
 
 def test_draft_tokens_are_verified_with_other_steps_in_flight(folder: Path) -> None:
-    asked = [greedy(f"again{i}", [3, 1, 4, 1, 5 + i] * 12, 24) for i in range(4)]
-    expected = generate(make_engine(folder), *asked)
-    with threaded_engine(folder, 1, 2, speculation="ngram") as engine:
-        with launches(engine) as seen:
-            assert generate(engine, *asked) == expected
-        assert engine.load_snapshot().draft_tokens > 0 and max(seen) == 2
+    expected = generate(make_engine(folder), *mixed())
+    beside: list[bool] = []
+    with threaded_engine(folder, 1, STAGES, speculation="ngram", num_blocks=40, block_size=4) as engine:
+        assert engine.speculation is not None
+        verify_everything(engine.speculation)
+        engine.speculation.proposer = Oracle(expected, 0.3, engine.info.vocab_size)
+        run = engine.runner.run
+
+        def noted(batch: Batch) -> Any:
+            if batch.speculative:
+                beside.append(len(engine._in_flight) == STAGES - 1)
+            return run(batch)
+
+        with patch.object(engine.runner, "run", noted):
+            assert generate(engine, *mixed()) == expected
+        assert sum(beside) > 5 and engine.load_snapshot().accepted_tokens > 0
         assert_idle(engine)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,17 +12,18 @@ from torch import Tensor
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.adapters.runtime import AdaptedModel
-from penstock.engine.backends.backend import Backend, WeightPlan
+from penstock.engine.backends.backend import Backend, PeerGroup, WeightPlan
 from penstock.engine.backends.cuda.device import TorchCudaBackend
 from penstock.engine.backends.cuda.experts import group
 from penstock.engine.backends.cuda.fp8_quantizer import Fp8Activations, Fp8Quantizer
-from penstock.engine.backends.cuda.graphs import GraphExecutor
+from penstock.engine.backends.cuda.graphs import GraphExecutor, GraphFollower
 from penstock.engine.backends.cuda.group_quantizer import GroupQuantizer
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.cuda.peer_group import CudaPeerGroup
 from penstock.engine.backends.cuda.warmup import compile_kernels
 from penstock.engine.backends.interface import Ops, StepLimits
 from penstock.engine.config import EngineConfig
@@ -31,6 +33,7 @@ from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.quantization.batch_invariant import BatchInvariantLinears
 from penstock.engine.runner.executor import Executor
+from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.runner.resources import RunnerResources
 from penstock.errors import ConfigError
 
@@ -79,6 +82,12 @@ class CudaBackend(TorchCudaBackend):
 
     def executor(self, resources: RunnerResources) -> Executor:
         return GraphExecutor(resources)
+
+    def follower(self, resources: FollowerResources) -> Follower:
+        return GraphFollower(resources)
+
+    def peer_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> PeerGroup | None:
+        return CudaPeerGroup.meet(store, rank, size, self.device, timeout.total_seconds())
 
     def compile(
         self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.backends.backend import Backend, WeightPlan
+from penstock.engine.backends.cuda import peer_memory
 from penstock.engine.backends.cuda.block_mover import CudaBlockMover
 from penstock.engine.backends.cuda.memory import CudaMemory
 from penstock.engine.backends.interface import CopyEvent, DeviceMemory, Ops, Staging, StepDefaults
@@ -102,6 +103,8 @@ class TorchCudaBackend(Backend):
         return CudaBlockMover(kv, num_slots)
 
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        if peer_memory.shared_devices(store, rank, size, self.device):  # NCCL wants a device for each rank
+            return dist.ProcessGroupGloo(store, rank, size, timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)

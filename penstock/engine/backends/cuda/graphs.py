@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,12 +23,13 @@ from penstock.engine.adapters.apply import TABLES, GraphLora
 from penstock.engine.adapters.runtime import is_narrow, slots_of
 from penstock.engine.backends.cuda.capture import record
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
-from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs
-from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs, Shape
+from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch
 from penstock.engine.backends.reference.noise import row_keys
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.eager import EagerExecutor
+from penstock.engine.runner.follower import BlockTables, Follower, FollowerResources
 from penstock.engine.runner.inputs import chunk_tokens, entries, sampling_chunks
 from penstock.engine.runner.resources import RunnerResources
 from penstock.engine.runner.rows import FLOATS, Flag, Rows
@@ -44,6 +47,17 @@ def buckets_up_to(limit: int) -> list[int]:
     return sorted({size for size in sizes if size <= limit})
 
 
+class Kind(IntEnum):
+    """Which steps a set of graphs is for; ranks name it to each other."""
+
+    DECODES = 0
+    ADAPTED = 1
+    """Decodes of which some use an adapter."""
+    NARROW = 2
+    """The same with narrow adapters only; see `LoadedAdapter`."""
+    PROMPTS = 3
+
+
 class GraphExecutor(EagerExecutor):
     """Replays decode steps and short prompt steps; all others are launched kernel by kernel."""
 
@@ -53,17 +67,23 @@ class GraphExecutor(EagerExecutor):
     def __init__(self, resources: RunnerResources) -> None:
         super().__init__(resources)
         self.graphs = DecodeGraphs(
-            resources.decoder,
+            resources.decoder.captured(),
             resources.kv,
             resources.rows,
             max_rows=resources.max_rows,
             max_tokens=resources.max_verified,
+            followers=resources.decoder.followers,
         )
         self.prompt_graphs: PromptGraphs | None = None
         """None in deterministic mode, which computes prompts token by token."""
         if not self._inputs.alone:
             self.prompt_graphs = PromptGraphs(
-                resources.decoder, resources.kv, resources.rows, max_rows=resources.max_rows
+                resources.decoder.captured(),
+                resources.kv,
+                resources.rows,
+                max_rows=resources.max_rows,
+                followers=resources.decoder.followers,
+                kind=Kind.PROMPTS,
             )
         self.adapted_graphs: DecodeGraphs | None = None
         """For steps in which some sequence uses an adapter."""
@@ -71,9 +91,10 @@ class GraphExecutor(EagerExecutor):
         """For steps in which all adapters are narrow; see `LoadedAdapter`."""
         adapters = resources.adapters
         if adapters is not None and isinstance(adapters.kernel, GraphLora):
-            self.adapted_graphs = self.graphs.with_adapters(adapters.decoder, adapters.kernel)
+            self.adapted_graphs = self.graphs.with_adapters(adapters.decoder.captured(), adapters.kernel, Kind.ADAPTED)
             if adapters.narrow is not None:
-                self.narrow_graphs = self.graphs.with_adapters(adapters.narrow, adapters.kernel)
+                narrow = adapters.narrow.captured()
+                self.narrow_graphs = self.graphs.with_adapters(narrow, adapters.kernel, Kind.NARROW)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> PendingStep:
@@ -135,6 +156,41 @@ class GraphExecutor(EagerExecutor):
         return self.narrow_graphs if self.narrow_graphs is not None and is_narrow(batch) else self.adapted_graphs
 
 
+class GraphFollower(Follower):
+    """The graphs of a rank that follows rank 0; see `Follower`."""
+
+    def __init__(self, resources: FollowerResources) -> None:
+        tables = BlockTables(resources.block_tables, resources.max_context)
+        max_rows = resources.max_rows
+        plain = DecodeGraphs(resources.decoder, resources.kv, tables, max_rows=max_rows)
+        self.decodes = {Kind.DECODES: plain}
+        self.prompts = PromptGraphs(resources.decoder, resources.kv, tables, max_rows=max_rows)
+        if isinstance(resources.lora, GraphLora):
+            for kind, decoder in ((Kind.ADAPTED, resources.adapted), (Kind.NARROW, resources.narrow)):
+                if decoder is not None:
+                    self.decodes[kind] = plain.with_adapters(decoder, resources.lora, kind)
+
+    @torch.inference_mode()
+    def capture(self, kind: int, shape: tuple[int, int]) -> None:
+        if kind == Kind.PROMPTS:
+            self.prompts.capture(Shape(*shape))
+        else:
+            self.decodes[Kind(kind)].capture(shape[0])
+
+    @torch.inference_mode()
+    def replay(self, kind: int, shape: tuple[int, int], inputs: npt.NDArray[np.uint8]) -> None:
+        if kind == Kind.PROMPTS:
+            self.prompts.follow(Shape(*shape), inputs)
+        else:
+            self.decodes[Kind(kind)].follow(shape[0], inputs)
+
+    def release(self) -> Callable[[], None]:
+        for graphs in self.decodes.values():
+            graphs.forget()
+        self.prompts.forget()
+        return lambda: None  # rank 0 says what to capture again
+
+
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -150,13 +206,17 @@ class DecodeGraphs:
         self,
         decoder: Decoder,
         kv: KVCache,
-        rows: Rows,
+        rows: Rows | BlockTables,
         *,
         max_rows: int,
         max_tokens: int = 0,
         lora: GraphLora | None = None,
+        followers: Followers | None = None,
+        kind: Kind = Kind.DECODES,
     ) -> None:
         """`max_tokens`: largest step, when it may hold more tokens than rows (draft tokens to verify)."""
+        self.followers = followers
+        self.kind = kind
         self.decoder = decoder
         self.lora = lora
         self._fields = _FIELDS if lora is None else _FIELDS + _LORA_FIELDS
@@ -175,10 +235,17 @@ class DecodeGraphs:
             return False
         return batch.plain or all(chunk.samples and chunk.decodes for chunk in batch.chunks)
 
-    def with_adapters(self, decoder: Decoder, lora: GraphLora) -> DecodeGraphs:
+    def with_adapters(self, decoder: Decoder, lora: GraphLora, kind: Kind) -> DecodeGraphs:
         """Further graphs over the same rows and cache, in which sequences may use adapters."""
         return DecodeGraphs(
-            decoder, self.kv, self.rows, max_rows=self.scratch_row, max_tokens=self.buckets[-1], lora=lora
+            decoder,
+            self.kv,
+            self.rows,
+            max_rows=self.scratch_row,
+            max_tokens=self.buckets[-1],
+            lora=lora,
+            followers=self.followers,
+            kind=kind,
         )
 
     def replay(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -190,6 +257,7 @@ class DecodeGraphs:
         count = batch.num_tokens
         bucket = next(size for size in self.buckets if size >= count)
         captured = self._captured.get(bucket) or self.capture(bucket)
+        assert isinstance(self.rows, Rows)
         self.rows.update(batch)
         positions, _, rows, _ = entries(batch)
         # A token the host does not know yet (-1) is the one the row sampled last.
@@ -208,9 +276,19 @@ class DecodeGraphs:
         }
         if self.lora is not None:
             values |= self.lora.tables(slots_of(batch), bucket)
-        captured.inputs.send(values, self._padding)
+        packed = captured.inputs.fill(values, self._padding)
+        if self.followers is not None:
+            host = HostBatch(ids, positions, slots, positions, positions + 1, rows, self.rows.host_tables, size)
+            self.followers.replay(self.kind, (bucket, 0), packed, host)
+        captured.inputs.upload()
         captured.graph.replay()
         return captured.logits[:count], captured.tokens[:count]
+
+    def follow(self, bucket: int, packed: npt.NDArray[np.uint8]) -> None:
+        """Run a step that rank 0 has packed."""
+        captured = self._captured[bucket]
+        captured.inputs.load(packed)
+        captured.graph.replay()
 
     def _stores(self, batch: Batch, rows: np.ndarray) -> np.ndarray:
         """The row that keeps each sample."""
@@ -236,6 +314,8 @@ class DecodeGraphs:
 
     def capture(self, bucket: int) -> _Captured:
         """Capture the step of `bucket` rows. Runs it once before, so that kernels are compiled outside the graph."""
+        if self.followers is not None:
+            self.followers.capture(self.kind, (bucket, 0))
         inputs = PackedInputs([Field(name, kind, bucket) for name, kind in self._fields], self.kv.device)
         inputs.send({name: np.zeros(0, kind) for name, kind in self._fields}, self._padding)
         recording = record(self.kv.device, lambda: self._step(inputs, bucket), self._pool)
@@ -247,8 +327,7 @@ class DecodeGraphs:
     def _step(self, inputs: PackedInputs, bucket: int) -> tuple[Tensor, Tensor]:
         """The work of a decode step, on fixed addresses."""
         rows = inputs.view("rows64", torch.int64)
-        host_ids = inputs.view("ids", torch.int64)
-        ids = torch.where(host_ids >= 0, host_ids, self.rows.last_tokens[rows])
+        ids = self.rows.known_tokens(inputs.view("ids", torch.int64), rows)
         batch = AttentionBatch(
             positions=inputs.view("positions", torch.int64),
             slots=inputs.view("slots", torch.int64),
@@ -264,6 +343,8 @@ class DecodeGraphs:
             self.lora.use({name: inputs.view(name, torch.int32) for name in TABLES}, bucket)
         hidden = self.decoder.forward(ids, batch, self.kv)
         logits = self.decoder.head(hidden)
+        if isinstance(self.rows, BlockTables):
+            return logits, logits  # rank 0 samples
         temperatures = self.rows.floats[rows, FLOATS.index("temperature")]
         tokens = self.decoder.ops.gumbel_argmax(logits, temperatures, inputs.view("keys", torch.int64))
         self.rows.last_tokens[inputs.view("stores", torch.int64)] = tokens

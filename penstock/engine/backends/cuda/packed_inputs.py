@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -50,12 +51,28 @@ class PackedInputs:
 
     def send(self, values: Mapping[str, np.ndarray], padding: Mapping[str, int]) -> None:
         """Fill the next host buffer, pad every field to its size, and copy it over without waiting."""
-        self._turn = (self._turn + 1) % _PINNED_BUFFERS
-        pinned = self._pinned[self._turn]
-        host = pinned.numpy()
+        self.fill(values, padding)
+        self.upload()
+
+    def fill(self, values: Mapping[str, np.ndarray], padding: Mapping[str, int]) -> npt.NDArray[np.uint8]:
+        """The next host buffer with every field, padded to its size; `upload` copies it over."""
+        host = self._next()
         for name, array in values.items():
             begin, spec = self._begins[name], self._fields[name]
             field = host[begin : begin + spec.nbytes].view(spec.kind)
             field[: len(array)] = array
             field[len(array) :] = padding.get(name, 0)
-        self.device.copy_(pinned, non_blocking=True)
+        return host
+
+    def load(self, packed: npt.NDArray[np.uint8]) -> None:
+        """The same from a buffer that another rank filled."""
+        self._next()[:] = packed
+        self.upload()
+
+    def upload(self) -> None:
+        self.device.copy_(self._pinned[self._turn], non_blocking=True)
+
+    def _next(self) -> npt.NDArray[np.uint8]:
+        self._turn = (self._turn + 1) % _PINNED_BUFFERS
+        host: npt.NDArray[np.uint8] = self._pinned[self._turn].numpy()
+        return host

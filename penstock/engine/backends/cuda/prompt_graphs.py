@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from penstock.engine.backends.cuda.capture import record
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
-from penstock.engine.backends.interface import AttentionBatch, HostBatch
+from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.runner.follower import BlockTables
 from penstock.engine.runner.inputs import Packed
 from penstock.engine.runner.rows import FLOATS, Rows
 from penstock.engine.scheduler import Batch
@@ -137,7 +139,19 @@ class _Captured:
 class PromptGraphs:
     """Graphs of steps that compute a few prompt tokens, with or without decodes beside them."""
 
-    def __init__(self, decoder: Decoder, kv: KVCache, rows: Rows, *, max_rows: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        rows: Rows | BlockTables,
+        *,
+        max_rows: int,
+        followers: Followers | None = None,
+        kind: int = 0,
+    ) -> None:
+        """`kind`: what the followers know these graphs by."""
+        self.followers = followers
+        self.kind = kind
         self.decoder = decoder
         self.kv = kv
         self.rows = rows
@@ -168,10 +182,19 @@ class PromptGraphs:
         The tokens follow temperature and seed alone; rows that need more are sampled again from the logits.
         """
         captured = self._captured.get(shape) or self.capture(shape)
-        captured.inputs.send(arrange(packed, shape, self.scratch_row), self._padding)
+        inputs = captured.inputs.fill(arrange(packed, shape, self.scratch_row), self._padding)
+        if self.followers is not None:
+            self.followers.replay(self.kind, (shape.decodes, shape.tokens), inputs, packed.host)
+        captured.inputs.upload()
         captured.graph.replay()
         count = len(packed.sample_at)
         return captured.logits[:count], captured.tokens[:count]
+
+    def follow(self, shape: Shape, packed: npt.NDArray[np.uint8]) -> None:
+        """Run a step that rank 0 has packed."""
+        captured = self._captured[shape]
+        captured.inputs.load(packed)
+        captured.graph.replay()
 
     def capture_all(self, token_budget: int) -> None:
         """Capture every shape that steps of `token_budget` tokens can need, largest first."""
@@ -189,6 +212,8 @@ class PromptGraphs:
 
     def capture(self, shape: Shape) -> _Captured:
         """Capture one shape. Runs it once before, so that kernels are compiled outside the graph."""
+        if self.followers is not None:
+            self.followers.capture(self.kind, (shape.decodes, shape.tokens))
         device = self.kv.device
         inputs = PackedInputs(shape.fields(), device)
         inputs.send(arrange(_nothing(self.kv.block_size), shape, self.scratch_row), self._padding)
@@ -200,9 +225,8 @@ class PromptGraphs:
 
     def step(self, inputs: PackedInputs, shape: Shape) -> tuple[Tensor, Tensor]:
         """The work of a step, on fixed addresses."""
-        rows, ids = self.rows, inputs.view("ids", torch.int64)
-        # A token the host does not know yet (-1) is the one its row sampled last.
-        ids = torch.where(ids >= 0, ids, rows.last_tokens[inputs.view("token_rows", torch.int64)])
+        rows = self.rows
+        ids = rows.known_tokens(inputs.view("ids", torch.int64), inputs.view("token_rows", torch.int64))
         batch = AttentionBatch(
             positions=inputs.view("positions", torch.int64),
             slots=inputs.view("slots", torch.int64),
@@ -216,6 +240,8 @@ class PromptGraphs:
         )
         hidden = self.decoder.forward(ids, batch, self.kv)
         logits = self.decoder.head(hidden[inputs.view("sample_at", torch.int64)])
+        if isinstance(rows, BlockTables):
+            return logits, logits  # rank 0 samples
         temperatures = rows.floats[inputs.view("sample_rows", torch.int64), FLOATS.index("temperature")]
         tokens = self.decoder.ops.gumbel_argmax(logits, temperatures, inputs.view("keys", torch.int64))
         rows.last_tokens[inputs.view("stores", torch.int64)] = tokens

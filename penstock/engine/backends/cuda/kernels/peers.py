@@ -28,6 +28,8 @@ PROGRAMS = 64
 PIECE = 32 << 10
 """Bytes that a program exchanges at once: a row of activations fits."""
 MOST_RANKS = 32
+_LOOKS_PER_S = 1_000_000
+"""A look at flags in the device's own memory takes about a microsecond."""
 _PHASES = 2
 _FLAG_BYTES = PROGRAMS * _PHASES * MOST_RANKS * 4
 REGION_BYTES = _FLAG_BYTES + PROGRAMS * 2 * _PHASES * PIECE
@@ -36,6 +38,13 @@ REGION_BYTES = _FLAG_BYTES + PROGRAMS * 2 * _PHASES * PIECE
 _LANES = tl.constexpr(MOST_RANKS)
 _FLAGS = tl.constexpr(_FLAG_BYTES)
 _PIECE = tl.constexpr(PIECE)
+
+
+@triton.jit
+def _give_up() -> None:
+    """End this kernel, and with it the process's use of the device, with an error."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -78,15 +87,21 @@ def _await(
     first: tl.tensor,
     last: tl.tensor,
     epoch: tl.tensor,
+    patience: tl.tensor,
     PHASE: tl.constexpr,
 ) -> None:
-    """Wait for the flags of the ranks from `first` up to `last`."""
+    """Wait for the flags of the ranks from `first` up to `last`, looking at most `patience` times."""
     lanes = tl.arange(0, _LANES)
     flags = (region + (program * 2 + PHASE).to(tl.int64) * (_LANES * 4)).to(tl.pointer_type(tl.int32)) + lanes
     wanted = (lanes >= first) & (lanes < last)
     # The difference, not the numbers: they may wrap around.
-    while tl.min(tl.where(wanted, tl.load(flags, volatile=True) - epoch, 0), axis=0) < 0:
-        pass
+    looks = 0
+    behind = tl.min(tl.where(wanted, tl.load(flags, volatile=True) - epoch, 0), axis=0)
+    while (behind < 0) & (looks < patience):
+        looks += 1
+        behind = tl.min(tl.where(wanted, tl.load(flags, volatile=True) - epoch, 0), axis=0)
+    if behind < 0:
+        _give_up()
     _fence()
     tl.debug_barrier()
 
@@ -104,6 +119,7 @@ def _sum_kernel(
     regions_ptr: tl.tensor,
     epochs_ptr: tl.tensor,
     rank: tl.tensor,
+    patience: tl.tensor,
     rows: tl.tensor,
     total: tl.tensor,
     x_stride: tl.tensor,
@@ -136,17 +152,17 @@ def _sum_kernel(
         owner = row % SIZE
         if TWO_SHOT:
             if owner == rank:
-                _await(mine, program, 0, SIZE, epoch, 0)
+                _await(mine, program, 0, SIZE, epoch, patience, 0)
                 for other in tl.static_range(SIZE):
                     piece = _piece(tl.load(regions_ptr + other), program, epoch, 0, kind)
                     x += tl.load(piece + cols, mask=mask, other=0.0, volatile=True).to(tl.float32)
                 tl.store(_piece(mine, program, epoch, 1, kind) + cols, x.to(kind), mask=mask)
                 _raise(regions_ptr, program, rank, epoch, SIZE, 1)
-            _await(mine, program, owner, owner + 1, epoch, 1)
+            _await(mine, program, owner, owner + 1, epoch, patience, 1)
             piece = _piece(tl.load(regions_ptr + owner), program, epoch, 1, kind)
             x = tl.load(piece + cols, mask=mask, other=0.0, volatile=True).to(tl.float32)
         else:
-            _await(mine, program, 0, SIZE, epoch, 0)
+            _await(mine, program, 0, SIZE, epoch, patience, 0)
             for other in tl.static_range(SIZE):
                 piece = _piece(tl.load(regions_ptr + other), program, epoch, 0, kind)
                 x += tl.load(piece + cols, mask=mask, other=0.0, volatile=True).to(tl.float32)
@@ -177,6 +193,7 @@ def _gather_kernel(
     regions_ptr: tl.tensor,
     epochs_ptr: tl.tensor,
     rank: tl.tensor,
+    patience: tl.tensor,
     rows: tl.tensor,
     cols: tl.tensor,
     outputs: tl.tensor,
@@ -200,7 +217,7 @@ def _gather_kernel(
             part = tl.load(x_ptr + row * cols + at, mask=mask)
             tl.store(_piece(mine, program, epoch, 0, kind) + lanes, part, mask=mask)
         _raise(regions_ptr, program, rank, epoch, SIZE, 0)
-        _await(mine, program, 0, SIZE, epoch, 0)
+        _await(mine, program, 0, SIZE, epoch, patience, 0)
         for other in tl.static_range(SIZE):
             if other == 0 or not FIRST_ONLY:
                 piece = _piece(tl.load(regions_ptr + other), program, epoch, 0, kind)
@@ -214,8 +231,10 @@ def _gather_kernel(
 class Peers:
     """What launches need of a group: every rank's region as this rank addresses it, and how far its programs are."""
 
-    def __init__(self, regions: list[int], rank: int, device: torch.device) -> None:
+    def __init__(self, regions: list[int], rank: int, device: torch.device, timeout_s: float = 60.0) -> None:
+        """`timeout_s`: about how long a launch waits for the other ranks before it fails."""
         self.rank = rank
+        self.patience = int(timeout_s * _LOOKS_PER_S)
         self.size = len(regions)
         self.regions = torch.tensor(regions, dtype=torch.int64, device=device)
         self.epochs = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
@@ -251,6 +270,7 @@ def _sum(
         peers.regions,
         peers.epochs,
         peers.rank,
+        peers.patience,
         rows,
         x.numel(),
         cols if weight is None else x.stride(0),
@@ -272,9 +292,8 @@ def _sum(
 def all_reduce(peers: Peers, x: Tensor | Addends, *, two_shot: bool = False) -> Tensor:
     """The sum over all ranks; a new tensor, or `x` itself."""
     base = x if isinstance(x, Tensor) else x.base
-    base_cols = base.shape[-1] if isinstance(x, Addends) else PIECE // base.element_size()
     assert base.is_contiguous()
-    _sum(peers, x, base, min(base_cols, next_power_of_2(base.numel())), two_shot)
+    _sum(peers, x, base, base.shape[-1] if fits_norm(base) else PIECE // base.element_size(), two_shot)
     return base
 
 
@@ -320,7 +339,8 @@ def _gather(peers: Peers, x: Tensor, out: Tensor, rows: int, outputs: int, first
     if x.numel() == 0:
         return
     cols = x.numel() // rows
-    block = min(next_power_of_2(cols), PIECE // x.element_size())
+    # Few sizes, because each is compiled.
+    block = PIECE // x.element_size() if cols > 1024 else 1024
     launch(
         _gather_kernel,
         (min(rows * -(-cols // block), PROGRAMS),),
@@ -329,6 +349,7 @@ def _gather(peers: Peers, x: Tensor, out: Tensor, rows: int, outputs: int, first
         peers.regions,
         peers.epochs,
         peers.rank,
+        peers.patience,
         rows,
         cols,
         outputs,
