@@ -76,7 +76,8 @@ MATRIX: dict[str, dict[str, Option]] = {
         "sliding window": Option(model="mistral-window"),
         "query and key norms": Option(model="qwen3-qknorm"),
         "experts": Option(model="qwen3-moe"),
-        "experts on shards": Option(ranks={"expert_parallel": True}, model="qwen3-moe"),
+        "experts on shards": Option(ranks={"expert_parallel": True, "expert_rebalance_s": 0.0}, model="qwen3-moe"),
+        "copied experts": Option(ranks={"expert_parallel": True, "expert_copies": 1}, model="qwen3-moe"),
         "gemma": Option(model="gemma2"),
     },
     "weights": {
@@ -99,8 +100,9 @@ MATRIX: dict[str, dict[str, Option]] = {
     },
     "cache": {
         "full": Option({"kv_dtype": "full"}),
-        "int8": Option({"kv_dtype": "int8"}),
-        "fp8": Option({"kv_dtype": "fp8"}),
+        # A number between two steps rounds either way: sums over shards differ in the last bit.
+        "int8": Option({"kv_dtype": "int8"}, apart=1e-2),
+        "fp8": Option({"kv_dtype": "fp8"}, apart=1e-2),
     },
     "room": {
         "plenty": Option(),
@@ -143,14 +145,21 @@ class Refusal:
 
 
 REFUSED = [
-    Refusal({"numbers": "deterministic", "family": "experts"}, "not available for mixture-of-experts models"),
-    Refusal({"numbers": "deterministic", "family": "experts on shards"}, "not available for mixture-of-experts models"),
-    Refusal({"numbers": "deterministic", "adapters": "two"}, "deterministic: true is not available with adapters"),
+    Refusal({"numbers": "deterministic", "family": "copied experts"}, "sums depend on which shard has an expert"),
     Refusal({"family": "experts on shards", "grid": "1x2"}, "experts are spread over tensor_parallel devices"),
+    Refusal({"family": "copied experts", "grid": "1x2"}, "experts are spread over tensor_parallel devices"),
     Refusal({"room": "no prefixes", "role": "prefill"}, "hands over blocks by name, which prefix_cache: false forbids"),
     Refusal({"room": "no prefixes", "role": "decode"}, "hands over blocks by name, which prefix_cache: false forbids"),
 ]
-ELSEWHERE = ("cannot split", "is more than the", "not available for models with recurrent layers")
+ELSEWHERE = (
+    "cannot split",
+    "is more than the",
+    "more than the 8 experts",
+    "this model has no experts",
+    "not available for mixture-of-experts models on this device",
+    "not available with adapters on this device",
+    "not available for models with recurrent layers",
+)
 """Rows of the documentation's table that other tests cause."""
 
 
@@ -288,9 +297,11 @@ class Subject:
         """What the case is about must have happened."""
         load = self.now.load_snapshot()
         if self.case["sleep"] == "awake" and self.case["role"] == "both":
-            assert load.preemptions > 0 or self.case["room"] != "preemption"
-            if self.case["family"] != "sliding window":  # whose blocks are soon free again
-                assert load.restored_blocks > 0 or self.case["room"] != "host memory"
+            # The blocks of windows are soon free again; prompt log-probabilities need every token computed.
+            if self.case["family"] != "sliding window":
+                assert load.preemptions > 0 or self.case["room"] != "preemption"
+                if self.case["requests"] != "log-probabilities":
+                    assert load.restored_blocks > 0 or self.case["room"] != "host memory"
         if self.case["requests"] not in ("grammar", "token rules") and self.case["role"] != "prefill":
             assert load.draft_tokens > 0 or self.case["speculation"] != "draft"
 
@@ -305,10 +316,11 @@ def logprobs(deltas: list[Delta]) -> list[float]:
 def compare(case: Case, models: Models) -> None:
     ranks, alone = Subject(case, models, with_ranks=True), Subject(case, models, with_ranks=False)
     with ranks.engine(), alone.engine():
+        apart = max(option.apart for option in ranks.chosen.values())
         found, expected = ranks.talk(), alone.talk()
         ranks.check_used()
         assert collect(found) == collect(expected)
-        assert logprobs(found) == pytest.approx(logprobs(expected), abs=ranks.chosen["weights"].apart)
+        assert logprobs(found) == pytest.approx(logprobs(expected), abs=apart)
 
 
 @pytest.mark.parametrize("case", QUICK, ids=described)
