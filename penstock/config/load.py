@@ -117,11 +117,15 @@ def conflicts(config: Config) -> list[str]:
                 problems.append(f"models[{index}].adapters[{position}]: {problem}")
         if model.speculation == "draft" and model.draft_model is None:
             problems.append(f"models[{index}]: speculation: draft needs a draft_model")
-        if model.speculation != "draft" and model.draft_model is not None:
-            problems.append(f"models[{index}]: draft_model is only used with speculation: draft")
+        for name in ("draft_model", "draft_tensor_parallel"):
+            if model.speculation != "draft" and getattr(model, name) is not None:
+                problems.append(f"models[{index}]: {name} is only used with speculation: draft")
+        if (model.draft_tensor_parallel or 1) > model.tensor_parallel:
+            problems.append(f"models[{index}]: draft_tensor_parallel is more than tensor_parallel")
         if model.replicas > 1 and model.time_slice:
             problems.append(f"models[{index}]: a model with time_slice must have one replica")
         problems += [f"models[{index}].replica_roles: {problem}" for problem in _roles(model)]
+        problems += [f"models[{index}].placement.{problem}" for problem in _placement(model)]
         problems += [f"models[{index}].autoscale: {problem}" for problem in _autoscale(model)]
         others = {other.name for other in config.models if other is not model}
         if model.downgrade_to and model.downgrade_to not in others:
@@ -174,6 +178,13 @@ def _roles(model: ModelConfig) -> list[str]:
         if not model.prefix_cache:
             problems.append("roles need prefix_cache, which is off")
     return problems
+
+
+def _placement(model: ModelConfig) -> list[str]:
+    """Mistakes in where ranks run."""
+    if model.placement is None:
+        return []
+    return model.placement.problems(model.tensor_parallel, model.pipeline_parallel)
 
 
 def _autoscale(model: ModelConfig) -> list[str]:

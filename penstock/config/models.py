@@ -8,6 +8,7 @@ from typing import Literal
 
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.fields import setting
+from penstock.config.placement import PlacementConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, Role, SpeculationForm, WeightForm
@@ -90,6 +91,10 @@ class ModelConfig:
     pipeline_parallel: int = setting(
         1, doc="Pipeline stages, each with some of the layers; times tensor_parallel devices in all.", least=1
     )
+    placement: PlacementConfig | None = setting(  # noqa: RUF009
+        None, doc="Ranks on other machines: which, and where they join.",
+        example="{machines: [local, host-b], listen: tcp://127.0.0.1:7001}",
+    )  # fmt: skip
     devices: tuple[str, ...] = setting(
         (), doc="Device of each rank; several may share one. Empty: consecutive ones from device on.",
         example="[cuda:0, cuda:0]",
@@ -123,6 +128,10 @@ class ModelConfig:
     draft_model: str | None = setting(
         None, doc="Source of a smaller model with the same vocabulary, for speculation: draft.", example="smollm2-135m"
     )
+    draft_tensor_parallel: int | None = setting(
+        None, doc="Devices that split the draft model; when not set, as many of tensor_parallel as can.",
+        least=1, example="1",
+    )  # fmt: skip
     threads: int | None = setting(None, doc="CPU threads; when not set, all cores.", least=1, example="8")
     watchdog_s: float = setting(
         60.0, doc="Seconds with work but without a finished step after which the engine is restarted.", least=1
@@ -174,8 +183,11 @@ class ModelConfig:
 
     def engine_config(self, path: str) -> EngineConfig:
         """Settings of the engine; `path` is the resolved source."""
-        names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "role"}
-        return EngineConfig(model=path, **{name: getattr(self, name) for name in names})
+        names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "role", "machines"}
+        machines: tuple[str, ...] = ()
+        if self.placement is not None:
+            machines = self.placement.ranks(self.tensor_parallel, self.pipeline_parallel)
+        return EngineConfig(model=path, machines=machines, **{name: getattr(self, name) for name in names})
 
     @property
     def first_replicas(self) -> int:

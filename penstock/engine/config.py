@@ -13,6 +13,8 @@ KVDType = Literal["auto", "full", "int8", "fp8"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 SpeculationForm = Literal["off", "ngram", "draft"]
 Role = Literal["both", "prefill", "decode"]
+LOCAL = "local"
+"""The machine of rank 0, in a placement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class EngineConfig:
     """With `expert_parallel`: experts that each device holds beyond its part, copies of those with the most tokens."""
     expert_rebalance_s: float = 60.0
     """With `expert_parallel`: how often experts may move to even out the load of the devices; 0: never."""
+    machines: tuple[str, ...] = ()
+    """The machine of each rank, `local` being that of rank 0; empty when all are."""
     max_waiting: int = 4096
     """Requests beyond this are refused at once instead of queueing without bound."""
     threads: int | None = None
@@ -109,6 +113,14 @@ class EngineConfig:
             return 0
         # Few sequences can have many draft tokens each; beyond that, more than one step's worth of rows never pays.
         return max(max_running, min(max_running * (1 + self.speculation_depth), 64))
+
+    def machine(self, rank: int) -> str:
+        """Where a rank runs."""
+        return self.machines[rank] if self.machines else LOCAL
+
+    @property
+    def spans_machines(self) -> bool:
+        return len(set(self.machines)) > 1
 
     @property
     def ranks(self) -> int:

@@ -58,6 +58,7 @@ from penstock.errors import ConfigError, ReplicaLost
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
+    from penstock.engine.parallel.machines import Machines
 
 log = logging.getLogger(__name__)
 
@@ -132,13 +133,15 @@ class Engine:
         checkpoint: object | None = None,
         grammars: MakeCompiler | None = None,
         find_adapter: Callable[[str], Path] = Path,
+        machines: Machines | None = None,
     ) -> Engine:
         """Read the checkpoint and make ready to run. `progress(phase, fraction)` reports how far it is; `grammars`
         makes the compiler for requests with a grammar, when the first of them comes; `find_adapter` turns an adapter's
-        source into a local folder, and may download it (it runs on a loader thread)."""
+        source into a local folder, and may download it (it runs on a loader thread); `machines` reaches those that
+        `config` places ranks on."""
         from penstock.engine.startup.engine import load_engine
 
-        return load_engine(config, progress, checkpoint, grammars, find_adapter)
+        return load_engine(config, progress, checkpoint, grammars, find_adapter, machines)
 
     def close(self) -> None:
         """Stop the other ranks, the meter and the grammar compiler. The engine cannot be used afterwards."""

@@ -6,25 +6,31 @@ runs everything else of the CUDA path: the cut weights, the eager steps, tokens 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
+import json
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from penstock.bench import shapes  # noqa: E402
+from penstock.engine.adapters.spec import AdapterSpec  # noqa: E402
 from penstock.engine.backends import copy_streams  # noqa: E402
 from penstock.engine.backends.cuda.device import TorchCudaBackend  # noqa: E402
 from penstock.engine.backends.host_memory import Slabs  # noqa: E402
@@ -35,12 +41,13 @@ from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: 
 from penstock.engine.parallel import groups, launch  # noqa: E402
 from penstock.engine.parallel.member import Member  # noqa: E402
 from penstock.engine.sleep.offload import offload  # noqa: E402
+from tests.engine.adapters.files import ALL, MODULES  # noqa: E402
 from tests.engine.harness import assert_idle, generate, greedy  # noqa: E402
 from tests.engine.parallel.threads import _spawn  # noqa: E402
 from tests.gpu.gpu_harness import Row  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
-SMALL = {
+SMALL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 499,
     "hidden_size": 128,
@@ -115,10 +122,9 @@ def nccl() -> None:
         os._exit(0)
 
 
-def test_two_shards_on_one_gpu_answer_like_one() -> None:
-    if not ON_DEVICE:
-        return
-    expected = generate(load(), *requests())
+@contextmanager
+def two_shards(**settings: object) -> Iterator[Engine]:
+    """An engine of two ranks as threads, both on the same GPU."""
 
     def gloo(backend: TorchCudaBackend, store: object, rank: int, size: int, timeout: timedelta) -> object:
         return ReferenceBackend().process_group(store, rank, size, timeout)
@@ -128,11 +134,64 @@ def test_two_shards_on_one_gpu_answer_like_one() -> None:
         patch.object(Member, "device", lambda self, first: first),
         patch.object(TorchCudaBackend, "process_group", gloo),
     ):
-        engine = load(tensor_parallel=2)
+        engine = load(tensor_parallel=2, **settings)
         try:
-            got = generate(engine, *requests())
+            yield engine
         finally:
             engine.close()
+
+
+def test_two_shards_on_one_gpu_answer_like_one() -> None:
+    if not ON_DEVICE:
+        return
+    expected = generate(load(), *requests())
+    with two_shards() as engine:
+        got = generate(engine, *requests())
+    assert_alike(got, expected)
+
+
+def test_two_shards_on_one_gpu_serve_adapters_like_one() -> None:
+    """Several in a batch and one alone, on all linears and on query, key and value only."""
+    if not ON_DEVICE:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        adapters = {"every": (24, ALL), "narrow": (3, ("q_proj", "v_proj")), "outputs": (8, ("o_proj", "down_proj"))}
+        for seed, (name, (rank, targets)) in enumerate(adapters.items()):
+            write_small_adapter(Path(folder) / name, rank, targets, seed)
+        specs = tuple(AdapterSpec(name, f"{folder}/{name}") for name in adapters)
+        together = [
+            dataclasses.replace(request, adapter=name)
+            for request, name in zip(requests(), ("", *adapters), strict=True)
+        ]
+        alone = [dataclasses.replace(requests()[1], request_id="alone", adapter="narrow")]
+        one = load(adapters=specs)
+        expected = generate(one, *together) | generate(one, *alone)
+        with two_shards(adapters=specs) as engine:
+            got = generate(engine, *together) | generate(engine, *alone)
+    assert_alike(got, expected)
+
+
+def write_small_adapter(folder: Path, rank: int, targets: Sequence[str], seed: int) -> None:
+    """An adapter for `SMALL`, as PEFT saves one."""
+    hidden, ffn = int(SMALL["hidden_size"]), int(SMALL["intermediate_size"])
+    sizes = {
+        "q_proj": (hidden, hidden), "k_proj": (hidden // 2, hidden), "v_proj": (hidden // 2, hidden),
+        "o_proj": (hidden, hidden), "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn),
+    }  # fmt: skip
+    noise = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer, target in itertools.product(range(int(SMALL["num_hidden_layers"])), targets):
+        outputs, inputs = sizes[target]
+        module = f"base_model.model.model.layers.{layer}.{MODULES[target]}"
+        tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inputs, generator=noise) * 0.1
+        tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=noise) * 0.1
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(targets)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def assert_alike(got: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
     # Sums in another order may break a tie differently, once, late.
     equal = sum(got[name] == tokens for name, tokens in expected.items())
     assert equal >= len(expected) - 1, (expected, got)

@@ -32,6 +32,7 @@ from penstock.engine.models.layers.linear import Linear
 from penstock.engine.parallel.channel import TARGET, Capture, Forward, Head, Replay
 from penstock.engine.parallel.groups import Group, Groups, Transfer
 from penstock.engine.parallel.launch import Ranks
+from penstock.engine.runner.executor import Releasable
 from penstock.errors import ReplicaLost
 
 
@@ -49,7 +50,7 @@ class Arriving:
         return self.tensor
 
 
-class Stage:
+class Stage(Releasable):
     """One rank's part of every step."""
 
     def __init__(self, decoder: Decoder, groups: Groups) -> None:
@@ -94,10 +95,18 @@ class Stage:
     def whole(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """A step that every rank calls by itself, waited for. In the first stage: the final hidden states."""
         hidden = self.forward(token_ids, batch, kv, self.expect(len(token_ids), kv.device)).take()
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        self._settle()
         shards, place = self.groups.tensor, self.groups.place
         return shards.broadcast(hidden) if shards is not None and place.first and place.pipeline > 1 else hidden
+
+    def release(self) -> Callable[[], None]:
+        self._settle()
+        return lambda: None
+
+    def _settle(self) -> None:
+        """Wait until everything sent has left, and keep nothing of it."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
 
     def _send(self, x: Tensor, group: Group, to: int) -> None:
         """Rank 0 has at most a few steps in flight, so what was sent long before has arrived."""

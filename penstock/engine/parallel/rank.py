@@ -1,8 +1,9 @@
 """A worker rank: loads its part of the model and runs it when rank 0 says so, until rank 0 is gone.
 
-Started by `launch` as `python -m penstock.engine.parallel.rank FD`, with one end of a socket. It decides nothing: no
-scheduling, no sampling. If it fails it reports why and exits; rank 0 then gives up the whole engine. A call that is
-refused (a `PenstockError`) is answered with the reason, and the rank goes on.
+Started by `child` as `python -m penstock.engine.parallel.rank FD...`, with one end of a socket, and of another in an
+engine that spans machines. It decides nothing: no scheduling, no sampling. If it fails it reports why and exits; rank 0
+then gives up the whole engine. A call that is refused (a `PenstockError`) is answered with the reason, and the rank
+goes on.
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
+from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.host_memory import is_host
 from penstock.engine.backends.interface import Ints
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.blocks import RankSlots, block_part
-from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, receive
+from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, limits, receive
 from penstock.engine.parallel.decoder import Arriving, Stage, part_of
 from penstock.engine.parallel.experts import HeldExperts
+from penstock.engine.parallel.link import Link
 from penstock.engine.parallel.member import Member
+from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
 from penstock.engine.runner.follower import Follower, FollowerResources
@@ -49,12 +54,14 @@ Message = Forward | Head | Move | Call | Replay | Capture
 class Worker(Member):
     """A worker's membership: rank 0 sends it what was agreed on."""
 
-    def __init__(self, setup: Setup, connection: Connection) -> None:
-        super().__init__(setup.place, setup.store, setup.config.watchdog_s, setup.config.devices)
+    def __init__(self, setup: Setup, connection: Connection, link: Connection | None) -> None:
+        linked = None if link is None else Link(link, setup.place.rank)
+        super().__init__(setup.place, Rendezvous.of(setup.config, setup.store, linked))
+        self._config = setup.config
         self._connection = connection
 
-    def _announce(self) -> None:
-        plain.send(self._connection, Report())
+    def _announce(self, backend: Backend) -> None:
+        plain.send(self._connection, Report(limits=limits(self._config, backend)))
 
     def least(self, count: int) -> int:
         plain.send(self._connection, Report(count))
@@ -138,7 +145,7 @@ class RankServer:
         """For the host tier, where there is one."""
         self._connection = connection
         self._sends = threading.Lock()
-        self.handlers |= RankSleep(self, models[0].part.backend).handlers
+        self.handlers |= RankSleep(self, models[0].part.backend, self.handlers).handlers
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -211,11 +218,12 @@ def _load(setup: Setup, member: Worker) -> list[ServedModel]:
     return models
 
 
-def run(connection: Connection) -> int:
-    """Load, serve, and return the exit code."""
+def run(connection: Connection, link: Connection | None = None, find_adapter: Callable[[str], Path] = Path) -> int:
+    """Load, serve, and return the exit code. `link`: for tensors to and from ranks on other machines. `find_adapter`:
+    see `Engine.load`."""
     try:
         setup = Setup.receive(connection)
-        member = Worker(setup, connection)
+        member = Worker(setup, connection, link)
         models = _load(setup, member)
         part = models[0].part
         _, mover = open_host_pool(setup.config, part, member)
@@ -225,7 +233,7 @@ def run(connection: Connection) -> int:
         server.handlers |= slots.handlers()
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
         if part.adapters is not None:
-            server.handlers |= FollowingAdapters(part.adapters).handlers()
+            server.handlers |= FollowingAdapters(part.adapters, find_adapter).handlers()
         server.serve()
     except (EOFError, ConnectionError):
         return 0
@@ -240,15 +248,17 @@ def run(connection: Connection) -> int:
     return 0
 
 
-def main() -> int:
+def main(find_adapter: Callable[[str], Path] = Path) -> NoReturn:
+    """The process of a rank."""
     die_with_parent()
     # Signals are for rank 0; the others exit with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return run(Connection(int(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    code = main()
+    control, *links = (Connection(int(number)) for number in sys.argv[1:])
+    code = run(control, links[0] if links else None, find_adapter)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # taking NCCL's groups down can wait for peers that are gone
+
+
+if __name__ == "__main__":
+    main()

@@ -35,6 +35,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
+    from penstock.engine.parallel.machines import Machines
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def load_engine(
     checkpoint: object | None,
     grammars: MakeCompiler | None = None,
     find_adapter: Callable[[str], Path] = Path,
+    machines: Machines | None = None,
 ) -> Engine:
     """See `Engine.load`."""
     # Once, for all ranks.
@@ -55,7 +57,7 @@ def load_engine(
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), None)
     from penstock.engine.parallel.launch import Ranks
 
-    ranks = Ranks(config, checkpoint)
+    ranks = Ranks(config, checkpoint, machines)
     try:
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), ranks)
     except BaseException:

@@ -93,7 +93,7 @@ def load_part(
     `backend`: to share with another model in this process. `beside`: bytes that every block needs elsewhere.
     `own_cache`: or else the cache is made later, like another model's; until then it has one block.
     """
-    threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
+    threads = config.threads or max(1, (os.cpu_count() or 1) // (1 if member is None else member.neighbours))
     torch.set_num_threads(threads)
     device = pick_device(config.device)
     if member is not None:

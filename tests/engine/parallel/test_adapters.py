@@ -132,12 +132,13 @@ def test_adapters_come_and_go_on_all_ranks(
     monkeypatch.setattr(FollowingAdapters, "handlers", seen)
     folder = shutil.copytree(specs[0].source, tmp_path / "a")
     prompt = [5, 6, 7] * 9
-    old, new = (
-        generate(make_engine(base, adapters=(spec,)), ask("x", prompt, spec.name))["x"] for spec in (specs[0], specs[2])
-    )
+    alone = make_engine(base, adapters=specs)
+    old, new = (generate(alone, ask("x", prompt, spec.name))["x"] for spec in (specs[0], specs[2]))
+    assert alone.adapters is not None
     with threaded_engine(base, 2, 2, adapter_slots=2, adapter_rank=20) as engine:
         first = load(engine, AdapterSpec("a", str(folder)))
         assert first.state == "ready" and first.rank == 20
+        assert first.version == alone.adapters.version("every"), "engines of other grids call it the same"
         assert generate(engine, ask("x", prompt, "a"))["x"] == old
         engine.submit(ask("old", prompt, "a"))
         deltas: list[Delta] = []

@@ -42,10 +42,10 @@ def drafting(target: Path, draft: Path, tensor: int, pipeline: int, **settings: 
 
 
 GRIDS = [
-    (4, 1, None, 2),
+    (2, 2, 1, 1),
     pytest.param(2, 2, None, 2, marks=pytest.mark.slow),
     pytest.param(1, 3, None, 1, marks=pytest.mark.slow),
-    pytest.param(2, 2, 1, 1, marks=pytest.mark.slow),
+    pytest.param(4, 1, None, 2, marks=pytest.mark.slow),
 ]
 
 
@@ -64,6 +64,15 @@ def test_any_mix_of_requests_gets_the_answers_of_one_device(
         load = engine.load_snapshot()
         assert load.draft_tokens > 50 and load.preemptions > 0
         assert_idle(engine)
+
+
+def test_a_draft_on_fewer_shards_than_the_target(target: Path, other: Path) -> None:
+    asked = [greedy("a", [5, 9, 2], 12), Request("b", [7] * 20, SamplingParams(max_tokens=12, temperature=0.8, seed=3))]
+    expected = generate(make_engine(target), *asked)
+    with drafting(target, other, 4, 1) as engine:
+        assert engine.config.draft_tensor_parallel == 2
+        assert generate(engine, *asked) == expected
+        assert engine.load_snapshot().draft_tokens > 10
 
 
 def test_a_draft_that_is_the_target_is_always_right(target: Path) -> None:
