@@ -134,7 +134,9 @@ def test_the_same_bits_with_experts_and_with_adapters(tmp_path: Path) -> None:
     for family in ("qwen3-moe", "llama-gqa"):
         folder = write_checkpoint(family, tmp_path / family, spread=0.6)
         targets = ("q_proj", "v_proj", "o_proj")
-        files = [write_adapter(tmp_path / f"{family}{i}", folder, rank=5 + i, seed=i, targets=targets) for i in range(2)]
+        files = [
+            write_adapter(tmp_path / f"{family}{i}", folder, rank=5 + i, seed=i, targets=targets) for i in range(2)
+        ]
         specs = tuple(AdapterSpec(str(i), str(file)) for i, file in enumerate(files))
         requests = [replace(request, adapter=str(i)) for i, request in enumerate([*WATCHED[:2]])] + [WATCHED[2]]
         engine = make_engine(folder, deterministic=True, num_blocks=400, adapters=specs, token_budget=64)

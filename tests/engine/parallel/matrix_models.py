@@ -37,6 +37,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
     "gemma2": {"query_pre_attn_scalar": 32, **WINDOW},
 }
+
+
 class Models:
     """Writes what is asked for, once."""
 

@@ -123,14 +123,24 @@ MATRIX: dict[str, dict[str, Option]] = {
         "grammar": Option(params={"grammar": DATES, "stop_token_ids": (END,), "temperature": 1.0, "seed": 3}),
         "token rules": Option(params={"allowed_token_ids": tuple(range(0, 190, 3)), "bad_words": ((3,), (6, 9))}),
     },
-    "role": {"both": Option(), "prefill": Option(ranks={"role": "prefill"}), "decode": Option(ranks={"role": "decode"})},
+    "role": {
+        "both": Option(),
+        "prefill": Option(ranks={"role": "prefill"}),
+        "decode": Option(ranks={"role": "decode"}),
+    },
     "numbers": {"usual": Option(), "deterministic": Option({"deterministic": True})},
     "sleep": {"awake": Option(), "asleep in between": Option()},
 }
 
 QUICK: list[Case] = [
     {"weights": "Q4_K", "cache": "int8", "requests": "log-probabilities"},
-    {"grid": "2x1", "family": "experts on shards", "weights": "gptq act-order", "requests": "sampled", "adapters": "two"},
+    {
+        "grid": "2x1",
+        "family": "experts on shards",
+        "weights": "gptq act-order",
+        "requests": "sampled",
+        "adapters": "two",
+    },
     {"family": "one KV head", "cache": "fp8", "speculation": "ngram", "room": "preemption", "role": "decode"},
     {"grid": "2x1", "family": "sliding window", "weights": "stored fp8 tiles", "room": "host memory"},
     {"family": "gemma", "numbers": "deterministic", "sleep": "asleep in between"},
