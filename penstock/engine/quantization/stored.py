@@ -35,8 +35,8 @@ def stored_groups(
 
 
 def row_peaks(weights: Weights, names: Iterable[str], device: str | torch.device) -> Tensor | None:
-    """float32 [out]: the largest magnitude of every whole row, where `weights` has a part of each row's inputs. With it,
-    what is rounded with a scale per row is rounded alike on any number of ranks."""
+    """float32 [out]: the largest magnitude of every whole row, where `weights` has a part of each row's inputs. With
+    it, what is rounded with a scale per row is rounded alike on any number of ranks."""
     find = getattr(weights, "row_peaks", None)
     if find is None:
         return None

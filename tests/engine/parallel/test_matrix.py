@@ -1,4 +1,4 @@
-"""Everything with everything, over several ranks: the text is that of one device (R-ENG-10 with R-ENG-4 to 8, 11 to 14).
+"""Everything with everything, over several ranks: the text is that of one device (R-ENG-10, R-ENG-18).
 
 `MATRIX` is the table: a dimension has options, the first of which is the default; a new feature is one line. The slow
 suite takes as many cases as it needs for every pair of options to meet once; the quick one those of `QUICK`. What
