@@ -1,53 +1,46 @@
 """Sleep on CUDA, and as much of tensor parallelism as one GPU can show.
 
-NCCL wants a GPU per rank, so its groups are tried with one member; two shards share the GPU over gloo instead, which
-runs everything else of the CUDA path: the cut weights, the eager steps, tokens that never see the host.
+NCCL wants a GPU per rank, so its groups are tried with one member. Ranks are processes that share the GPU (see
+`peer_ranks`): all else runs as on several GPUs, with peer memory at the speed of one GPU's own.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
-import json
+import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
-from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from penstock.bench import shapes  # noqa: E402
-from penstock.engine.adapters.spec import AdapterSpec  # noqa: E402
 from penstock.engine.backends import copy_streams  # noqa: E402
 from penstock.engine.backends.cuda.device import TorchCudaBackend  # noqa: E402
+from penstock.engine.backends.cuda.kernels import peers  # noqa: E402
 from penstock.engine.backends.host_memory import Slabs  # noqa: E402
-from penstock.engine.backends.reference.backend import ReferenceBackend  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
-from penstock.engine.parallel import groups, launch  # noqa: E402
-from penstock.engine.parallel.member import Member  # noqa: E402
+from penstock.engine.parallel import groups  # noqa: E402
 from penstock.engine.sleep.offload import offload  # noqa: E402
-from tests.engine.adapters.files import ALL, MODULES  # noqa: E402
 from tests.engine.harness import assert_idle, generate, greedy  # noqa: E402
-from tests.engine.parallel.threads import _spawn  # noqa: E402
-from tests.gpu.gpu_harness import Row  # noqa: E402
+from tests.gpu import peer_ranks  # noqa: E402
+from tests.gpu.gpu_harness import MODE, Row  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
-SMALL: dict[str, Any] = {
+SMALL = {
     "model_type": "llama",
     "vocab_size": 499,
     "hidden_size": 128,
@@ -122,80 +115,123 @@ def nccl() -> None:
         os._exit(0)
 
 
-@contextmanager
-def two_shards(**settings: object) -> Iterator[Engine]:
-    """An engine of two ranks as threads, both on the same GPU."""
-
-    def gloo(backend: TorchCudaBackend, store: object, rank: int, size: int, timeout: timedelta) -> object:
-        return ReferenceBackend().process_group(store, rank, size, timeout)
-
-    with (
-        patch.object(launch, "_spawn", _spawn),
-        patch.object(Member, "device", lambda self, first: first),
-        patch.object(TorchCudaBackend, "process_group", gloo),
-    ):
-        engine = load(tensor_parallel=2, **settings)
-        try:
-            yield engine
-        finally:
-            engine.close()
+def test_sums_gathers_and_broadcasts_over_peer_memory() -> None:
+    """Two and four ranks, a process each, under MPS where there is one; in the interpreter two, with little data."""
+    if ON_DEVICE:
+        for size in (2, 4):
+            with peer_ranks.mps() as environment:
+                assert peer_ranks.spawn("check_collectives", size, environment, 40) > 100
+    elif MODE == "interpret":
+        interpreted_peers()
+    else:
+        compiled_peers()
 
 
-def test_two_shards_on_one_gpu_answer_like_one() -> None:
+def interpreted_peers() -> None:
+    """Forked processes share memory at the same addresses, which is all that the kernels need."""
+    size = 2
+    memory = torch.zeros(size, peers.REGION_BYTES, dtype=torch.uint8).share_memory_()
+    regions = [region.data_ptr() for region in memory]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=exchange_a_little, args=(regions, rank), daemon=True) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    assert codes == [0] * size, codes
+
+
+def exchange_a_little(regions: list[int], rank: int) -> None:
+    group = peers.Peers(regions, rank, torch.device("cpu"), timeout_s=1e3)
+    for turn, (rows, two_shot) in enumerate(((1, False), (3, True), (2, False))):
+        rng = torch.Generator().manual_seed(turn)
+        parts = [torch.randn(rows, 16, generator=rng) for _ in regions]
+        residual, weight = torch.randn(rows, 16, generator=rng), torch.rand(16, generator=rng)
+        total = parts[0] + parts[1]
+        assert torch.equal(peers.all_reduce(group, parts[rank].clone(), two_shot=two_shot), total)
+        stream = residual.clone()
+        normed = peers.all_reduce_add_norm(group, parts[rank], stream, weight, 1e-5, two_shot=two_shot)
+        assert torch.equal(stream, residual + total)
+        assert torch.allclose(normed, torch.nn.functional.rms_norm(stream, (16,), weight, 1e-5), atol=1e-5)
+    assert torch.equal(peers.all_gather(group, parts[rank], 30), torch.cat(parts, 1)[:, :30])
+    ids = torch.arange(3) if rank == 0 else torch.zeros(3, dtype=torch.int64)
+    assert torch.equal(peers.broadcast(group, ids), torch.arange(3))
+
+
+def compiled_peers() -> None:
+    """Build what the ranks will launch."""
+    for size in (2, 4):
+        group = peers.Peers([0] * size, 0, torch.device("cpu"))
+        for hidden in (4096, 8192):
+            x = torch.empty(8, hidden, dtype=torch.bfloat16)
+            for two_shot in (False, True):
+                peers.all_reduce_add_norm(group, x, x, x[0], 1e-5, two_shot=two_shot)
+        peers.all_gather(group, x, x.shape[1] * size)
+        peers.broadcast(group, torch.empty(8, dtype=torch.int64))
+
+
+def test_two_ranks_on_one_gpu_answer_like_one() -> None:
+    answer_like_one(2)
+
+
+def test_four_ranks_on_one_gpu_answer_like_one() -> None:
+    answer_like_one(4)
+
+
+def answer_like_one(size: int) -> None:
+    """Processes that share the GPU, with captured steps and overlap."""
     if not ON_DEVICE:
         return
-    expected = generate(load(), *requests())
-    with two_shards() as engine:
-        got = generate(engine, *requests())
-    assert_alike(got, expected)
+    with peer_ranks.mps() as environment:
+        found = peer_ranks.spawn("engine_tokens", 1, environment, 80, size)
+    assert found["captured"] and found["replays"] > 20, found["replays"]
+    assert found["got"] == found["again"], "the same twice: sums are made in one order"
+    assert_alike(found["got"], found["expected"])
+    print(f"  {size} ranks started in {found['start_s']:.1f} s, {found['replays']} steps replayed", flush=True)
 
 
-def test_two_shards_on_one_gpu_serve_adapters_like_one() -> None:
+def test_two_ranks_on_one_gpu_serve_adapters_like_one() -> None:
     """Several in a batch and one alone, on all linears and on query, key and value only."""
     if not ON_DEVICE:
         return
-    with tempfile.TemporaryDirectory() as folder:
-        adapters = {"every": (24, ALL), "narrow": (3, ("q_proj", "v_proj")), "outputs": (8, ("o_proj", "down_proj"))}
-        for seed, (name, (rank, targets)) in enumerate(adapters.items()):
-            write_small_adapter(Path(folder) / name, rank, targets, seed)
-        specs = tuple(AdapterSpec(name, f"{folder}/{name}") for name in adapters)
-        together = [
-            dataclasses.replace(request, adapter=name)
-            for request, name in zip(requests(), ("", *adapters), strict=True)
-        ]
-        alone = [dataclasses.replace(requests()[1], request_id="alone", adapter="narrow")]
-        one = load(adapters=specs)
-        expected = generate(one, *together) | generate(one, *alone)
-        with two_shards(adapters=specs) as engine:
-            got = generate(engine, *together) | generate(engine, *alone)
-    assert_alike(got, expected)
-
-
-def write_small_adapter(folder: Path, rank: int, targets: Sequence[str], seed: int) -> None:
-    """An adapter for `SMALL`, as PEFT saves one."""
-    hidden, ffn = int(SMALL["hidden_size"]), int(SMALL["intermediate_size"])
-    sizes = {
-        "q_proj": (hidden, hidden), "k_proj": (hidden // 2, hidden), "v_proj": (hidden // 2, hidden),
-        "o_proj": (hidden, hidden), "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn),
-    }  # fmt: skip
-    noise = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer, target in itertools.product(range(int(SMALL["num_hidden_layers"])), targets):
-        outputs, inputs = sizes[target]
-        module = f"base_model.model.model.layers.{layer}.{MODULES[target]}"
-        tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inputs, generator=noise) * 0.1
-        tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=noise) * 0.1
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(targets)}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with peer_ranks.mps() as environment:
+        found = peer_ranks.spawn("engine_adapters", 1, environment, 80, 2)
+    assert_alike(found["got"], found["expected"])
 
 
 def assert_alike(got: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
-    # Sums in another order may break a tie differently, once, late.
+    # Sums in another order than one rank's may break a tie differently, once, late.
     equal = sum(got[name] == tokens for name, tokens in expected.items())
     assert equal >= len(expected) - 1, (expected, got)
     assert all(got[name][:8] == tokens[:8] for name, tokens in expected.items())
+
+
+def bench_all_reduce() -> Iterator[Row]:
+    """An all-reduce with residual addition and norm, in a graph; ranks on one GPU."""
+    if not ON_DEVICE:
+        return
+    with peer_ranks.mps() as environment:
+        kind = "MPS" if environment is not None else "taking turns"
+        for size in (2, 4):
+            for tokens, hidden, two_shot, us in peer_ranks.spawn("latency", size, environment, 80):
+                form = "two-shot" if two_shot else "one-shot"
+                yield f"{size} ranks, {kind}: {form} {tokens} x {hidden}", us, f"{tokens * hidden * 2 >> 10} KiB"
+
+
+def bench_ranks_on_one_gpu() -> Iterator[Row]:
+    """Decode steps against the sum of what the shards do alone."""
+    if not ON_DEVICE:
+        return
+    with peer_ranks.mps() as environment:
+        for size in (2, 4):
+            found = peer_ranks.spawn("engine_steps", 1, environment, 110, size, 32)
+            for batch, ms in found["ranks"].items():
+                alone = found["shard"][batch] * size
+                label = f"8B on {size} ranks of one GPU, batch {batch}"
+                yield label, ms * 1e3, f"{ms / alone:.2f} of {size} shards alone ({alone:.2f} ms)"
 
 
 def bench_sleep() -> Iterator[Row]:
