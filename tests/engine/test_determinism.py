@@ -141,7 +141,7 @@ def test_the_same_bits_with_experts_and_with_adapters(tmp_path: Path) -> None:
         requests = [replace(request, adapter=str(i)) for i, request in enumerate([*WATCHED[:2]])] + [WATCHED[2]]
         engine = make_engine(folder, deterministic=True, num_blocks=400, adapters=specs, token_budget=64)
         expected = {request.request_id: bits(run(engine, [request]), request.request_id) for request in requests}
-        others = [replace(other, adapter=str(i % 2)) for i, other in enumerate(others_in_batch(9))]
+        others = [replace(other, adapter=str(i % 2)) for i, other in enumerate(others_in_batch(4))]
         deltas = run(engine, others + requests)
         for name, wanted in expected.items():
             assert bits(deltas, name) == wanted, (family, name)

@@ -22,7 +22,7 @@ from llguidance import LLMatcher
 
 from penstock.bench.soak.engines import verify_everything
 from penstock.engine.adapters.spec import AdapterSpec
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, Role
 from penstock.engine.core import Engine
 from penstock.engine.parallel import launch
 from penstock.engine.request import Delta, Request, SamplingParams
@@ -290,7 +290,7 @@ class Subject:
         for turn in range(2):
             requests, engine = self.requests(turn, said), self.now
             if self.with_ranks and self.case["role"] != "both":
-                role = "decode" if self.case["role"] == "prefill" else "prefill"
+                role: Role = "decode" if self.case["role"] == "prefill" else "prefill"
                 one = replace(self.alone, role=role, block_size=self.config.block_size)
                 engine = self.hand_over(self.load(one), requests)
             for request in requests:
@@ -306,12 +306,11 @@ class Subject:
     def check_used(self) -> None:
         """What the case is about must have happened."""
         load = self.now.load_snapshot()
-        if self.case["sleep"] == "awake" and self.case["role"] == "both":
-            # The blocks of windows are soon free again; prompt log-probabilities need every token computed.
-            if self.case["family"] != "sliding window":
-                assert load.preemptions > 0 or self.case["room"] != "preemption"
-                if self.case["requests"] != "log-probabilities":
-                    assert load.restored_blocks > 0 or self.case["room"] != "host memory"
+        # The blocks of windows are soon free again; prompt log-probabilities need every token computed.
+        if self.case["sleep"] == "awake" and self.case["role"] == "both" and self.case["family"] != "sliding window":
+            assert load.preemptions > 0 or self.case["room"] != "preemption"
+            if self.case["requests"] != "log-probabilities":
+                assert load.restored_blocks > 0 or self.case["room"] != "host memory"
         if self.case["requests"] not in ("grammar", "token rules") and self.case["role"] != "prefill":
             assert load.draft_tokens > 0 or self.case["speculation"] != "draft"
 
