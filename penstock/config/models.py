@@ -11,7 +11,16 @@ from penstock.config.fields import setting
 from penstock.config.placement import PlacementConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.engine.adapters.spec import AdapterSpec
-from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, Role, SpeculationForm, WeightForm
+from penstock.engine.config import (
+    ActivationForm,
+    AttentionForm,
+    DType,
+    EngineConfig,
+    KVDType,
+    Role,
+    SpeculationForm,
+    WeightForm,
+)
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -101,6 +110,9 @@ class ModelConfig:
     )  # fmt: skip
     expert_parallel: bool = setting(
         False, doc="Place experts whole on the tensor_parallel devices instead of cutting each of them."
+    )
+    attention_parallel: AttentionForm = setting(  # noqa: RUF009
+        "tensor", doc="With expert_parallel: devices share the heads (tensor), or have sequences of their own (data)."
     )
     expert_copies: int = setting(
         0, doc="With expert_parallel: experts on each device beyond its part, copies of the most visited.", least=0

@@ -214,7 +214,7 @@ class Scheduler:
         count = min(drafts, seq.limit - seq.length - 1)
         end = seq.length + count
         missing = self.allocator.blocks_for(end) - len(seq.blocks)
-        if missing > 0 and self.allocator.pool.free - missing < len(self.running):
+        if missing > 0 and self.allocator.free_for(seq) - missing < len(self.running):
             end = len(seq.blocks) * self.allocator.block_size  # what its blocks hold anyway
         self.allocator.grow(seq, end)
         return max(end - seq.length, 0)
@@ -347,7 +347,7 @@ class Scheduler:
             length = min(remaining, budget)
             end = seq.computed + length
             while not (roomy and end <= len(seq.blocks) * size) and not grow(seq, end):
-                victim = self._latest()
+                victim = self._latest(seq.base)
                 self.preempt(victim)
                 dropped = chunks.pop(victim, None)
                 budget += dropped.length if dropped else 0
@@ -372,7 +372,7 @@ class Scheduler:
         if seq is None or seq.pending:
             return None
         cached = self.allocator.match(seq)
-        if self.allocator.shortfall(cached, seq.length) > 0:
+        if self.allocator.shortfall(cached, seq.length, seq) > 0:
             return None
         heapq.heappop(self._waiting)
         return self._start(seq, cached, budget, now)
@@ -407,8 +407,9 @@ class Scheduler:
         if self.adapters is not None:
             self.adapters.stop(seq)
 
-    def _latest(self) -> Sequence:
-        return max(self.running, key=lambda seq: seq.key)
+    def _latest(self, base: int | None = None) -> Sequence:
+        """The running sequence that is preempted first, of those whose blocks are in the cache `base`."""
+        return max((s for s in self.running if base is None or s.base == base), key=lambda seq: seq.key)
 
     def _chunk(self, seq: Sequence, length: int, drafts: tuple[int, ...] = ()) -> Chunk:
         start = seq.computed
@@ -428,7 +429,7 @@ class Scheduler:
         if seq not in self.running:
             self._waiting = [entry for entry in self._waiting if entry[1] is not seq]
             heapq.heapify(self._waiting)
-            while not self._rows or self.allocator.shortfall([], seq.length) > 0 or not self._has_slot(seq):
+            while not self._rows or self.allocator.shortfall([], seq.length, seq) > 0 or not self._has_slot(seq):
                 if not self.running:
                     return None  # steps in flight hold the rows
                 self.preempt(self._latest())
@@ -436,7 +437,7 @@ class Scheduler:
         else:
             length = min(self._remaining(seq), self.token_budget)
             while not self.allocator.grow(seq, seq.computed + length):
-                self.preempt(max((s for s in self.running if s is not seq), key=lambda s: s.key))
+                self.preempt(max((s for s in self.running if s is not seq and s.base == seq.base), key=lambda s: s.key))
             chunk = self._chunk(seq, length)
         if chunk.samples:
             self._suspects.popleft()

@@ -22,6 +22,7 @@ class Sequence:
     __slots__ = (
         "adapter",
         "arrived",
+        "base",
         "block_names",
         "blocks",
         "cached_tokens",
@@ -66,6 +67,8 @@ class Sequence:
         """Tokens whose keys and values are in the cache once the scheduled steps have run."""
         self.pending = 0
         self.blocks: list[int] = []
+        self.base = 0
+        """Which cache they are in, where there are several; see `kv.partition`."""
         self.root = root_name(request.cache_salt)
         self.block_names: list[bytes] = []
         self.named = 0

@@ -73,8 +73,13 @@ class BlockAllocator:
             found.append(Found(name, block))
         return found
 
-    def shortfall(self, cached: list[Found], tokens: int) -> int:
-        """How many blocks are missing to hold `tokens` when `cached` are reused; zero or less: it fits."""
+    def free_for(self, seq: Sequence) -> int:
+        """Blocks that `seq` could be given."""
+        return self.pool.free
+
+    def shortfall(self, cached: list[Found], tokens: int, seq: Sequence | None = None) -> int:
+        """How many blocks are missing to hold `tokens` when `cached` are reused; zero or less: it fits. `seq`: whose
+        tokens they are, where there are several caches (`kv.partition`)."""
         taken = 0  # from the free blocks: those that return from the host, and cached ones that nobody holds
         is_held = self.pool.is_held
         for _, block in cached:

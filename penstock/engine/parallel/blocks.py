@@ -14,6 +14,7 @@ import secrets
 import stat
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.kv.block_part import BlockPart, whole_shape
@@ -39,11 +40,8 @@ _OPEN_S = 60.0
 def block_part(model: ModelConfig, place: Place) -> BlockPart:
     """What `place` has of every block."""
     heads = kv_head_span(model, place)
-    first = next(
-        shard
-        for shard in range(place.tensor)
-        if kv_head_span(model, Place(shard, place.tensor, place.pipeline)) == heads
-    )
+    shards = (replace(place, rank=shard) for shard in range(place.tensor))
+    first = next(other.shard for other in shards if kv_head_span(model, other) == heads)
     layers = layer_span(model.num_layers, place)
     return BlockPart(model.num_layers, model.num_kv_heads, layers, heads, gives=first == place.shard)
 

@@ -33,6 +33,7 @@ from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.blocks import RankSlots, block_part
 from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, limits, receive
+from penstock.engine.parallel.data import shares_of
 from penstock.engine.parallel.decoder import Arriving, Stage, part_of
 from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.link import Link
@@ -78,7 +79,8 @@ class ServedModel:
         self.adapted = {}
         if part.adapters is not None:
             narrow = part.adapters.narrow or part.adapters.decoder
-            self.adapted = {False: Stage(part.adapters.decoder, stage.groups), True: Stage(narrow, stage.groups)}
+            decoders = {False: part.adapters.decoder, True: narrow}
+            self.adapted = {key: Stage(one, stage.groups, stage.shares) for key, one in decoders.items()}
         self.device = part.kv.device
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
@@ -113,12 +115,17 @@ class ServedModel:
 
     def expect(self, message: Forward) -> Arriving | None:
         """Begin to receive what a step needs from the stage before this one."""
-        return self.stage.expect(len(message.token_ids), self.device)
+        shares = self.stage.shares
+        own = message if shares is None else shares.of(message).message
+        return self.stage.expect(len(own.token_ids), self.device)
 
     def forward(self, message: Forward, arriving: Arriving | None) -> None:
-        self._note(message.cells)
         token_ids = torch.from_numpy(message.token_ids).to(self.device, non_blocking=True)
-        self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv, arriving)
+        share = None if self.stage.shares is None else self.stage.shares.of(message)
+        own = message if share is None else share.message
+        self._note(own.cells)
+        batch = own.batch(self.tables) if share is None else share.batch(self.tables)
+        self._stage_of(own).forward(token_ids, batch, self.part.kv, arriving)
 
     def _stage_of(self, message: Forward) -> Stage:
         """The stage that runs a step, with the adapters of its tokens or without any."""
@@ -212,7 +219,7 @@ def _load(setup: Setup, member: Worker) -> list[ServedModel]:
         backend=None if draft is None else draft.part.backend,
         beside=0 if draft is None else draft.block_bytes,
     )
-    models = [ServedModel(part, Stage(part.decoder, member.groups))]
+    models = [ServedModel(part, Stage(part.decoder, member.groups, shares_of(member.place, part.kv, part.max_running)))]
     if draft is not None and draft.member is not None:
         models.append(ServedModel(draft.sized_like(part), Stage(draft.part.decoder, draft.member.groups)))
     return models

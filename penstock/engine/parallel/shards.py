@@ -94,6 +94,8 @@ class Cuts:
         self._experts = self._dense if model.moe is None else self._gated(model.moe.ffn_size, *expert)
         if model.moe is not None and model.moe.placement:
             self._experts = {}  # whole experts, each on some shards
+        if place.data:
+            self._attention, self._dense = {}, {}
         rows = head_rows(model, place)
         begin = min(place.shard * rows, model.vocab_size)
         end = min(begin + rows, model.vocab_size)

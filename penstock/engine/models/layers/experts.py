@@ -158,7 +158,7 @@ class ExpertMlp:
             outputs[order] = torch.cat(
                 [expert.forward(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)]
             )
-        by_token = outputs.view(-1, top_k, x.shape[1])
+        by_token = outputs.view(len(x), top_k, x.shape[1])
         return _sum(by_token * weights.to(x.dtype).unsqueeze(-1))
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
