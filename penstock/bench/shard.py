@@ -24,8 +24,8 @@ class Link:
 
     bytes_per_s: float = 450e9
     """Each way; the default is NVLink of the Hopper generation."""
-    latency_s: float = 6e-6
-    """Of one all-reduce of a few bytes, from launch to end; measured with ranks on one GPU, assumed between GPUs."""
+    latency_s: float = 10e-6
+    """Of one all-reduce of a few bytes, from launch to end: assumed, since it was measured on one GPU only."""
 
     def all_reduce_s(self, nbytes: int, shards: int) -> float:
         """One-shot or two-shot, whichever is shorter; the second wait of the latter is half a latency."""

@@ -124,6 +124,9 @@ def conflicts(config: Config) -> list[str]:
             problems.append(f"models[{index}]: draft_tensor_parallel is more than tensor_parallel")
         if model.replicas > 1 and model.time_slice:
             problems.append(f"models[{index}]: a model with time_slice must have one replica")
+        ranks = model.tensor_parallel * model.pipeline_parallel
+        if model.devices and len(model.devices) != ranks:
+            problems.append(f"models[{index}].devices: names {len(model.devices)} devices for {ranks} ranks")
         problems += [f"models[{index}].replica_roles: {problem}" for problem in _roles(model)]
         problems += [f"models[{index}].placement.{problem}" for problem in _placement(model)]
         problems += [f"models[{index}].autoscale: {problem}" for problem in _autoscale(model)]

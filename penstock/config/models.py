@@ -11,7 +11,16 @@ from penstock.config.fields import setting
 from penstock.config.placement import PlacementConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.engine.adapters.spec import AdapterSpec
-from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, Role, SpeculationForm, WeightForm
+from penstock.engine.config import (
+    ActivationForm,
+    AttentionForm,
+    DType,
+    EngineConfig,
+    KVDType,
+    Role,
+    SpeculationForm,
+    WeightForm,
+)
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -102,6 +111,9 @@ class ModelConfig:
     expert_parallel: bool = setting(
         False, doc="Place experts whole on the tensor_parallel devices instead of cutting each of them."
     )
+    attention_parallel: AttentionForm = setting(  # noqa: RUF009
+        "tensor", doc="With expert_parallel: devices share the heads (tensor), or have sequences of their own (data)."
+    )
     expert_copies: int = setting(
         0, doc="With expert_parallel: experts on each device beyond its part, copies of the most visited.", least=0
     )
@@ -117,6 +129,10 @@ class ModelConfig:
     host_idle_s: float = setting(
         30.0, doc="Seconds after which an unused KV block is offloaded to host_memory ahead of its eviction.", least=0
     )
+    disk_memory: int = setting(
+        0, doc="File for KV blocks that leave host_memory, per device; 0: none.", least=0, size=True,
+    )  # fmt: skip
+    disk_path: str = setting("", doc="Folder of that file, on a fast disk.", example="/var/cache/penstock")
     prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts with a common prefix.")
     deterministic: bool = setting(
         False, doc="Batch-invariant: the same bits for a request in any batch; slower, above all for prompts."

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Ranks(Member):
     def __init__(self, config: EngineConfig, checkpoint: object | None, machines: Machines | None = None) -> None:
         """`machines`: how to reach those that `config` names."""
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
-        place = Place(0, config.tensor_parallel, config.pipeline_parallel)
+        place = Place(0, config.tensor_parallel, config.pipeline_parallel, config.attention_parallel == "data")
         self._machines = machines if config.spans_machines else None
         store = self._folder / "store"
         self._ranks: list[_Rank] = []
@@ -77,7 +77,7 @@ class Ranks(Member):
             link = None if self._machines is None else Link(self._machines.link(0), 0)
             super().__init__(place, Rendezvous.of(config, store, link))
             for rank in range(1, place.world):
-                self._ranks.append(self._start(config, Place(rank, place.tensor, place.pipeline)))
+                self._ranks.append(self._start(config, replace(place, rank=rank)))
             for other in self._ranks:
                 if other.remote is None:  # those are told by the process that starts them
                     other.connection.send_bytes(Setup(config, checkpoint, other.place, store).encode())

@@ -21,6 +21,7 @@ from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.adapters import adapter_cut
+from penstock.engine.parallel.dispatch import ExchangedExperts
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear, summing
@@ -67,7 +68,7 @@ class Member(ABC):
         """
         if expert_copies is not None:
             model = place_experts(model, self.place.tensor, expert_copies)
-        check_layout(model, self.place.tensor, self.place.pipeline)
+        check_layout(model, self.place.tensor, self.place.pipeline, self.place.data)
         return shard(weights, model, self.place), local_config(model, self.place), head_rows(model, self.place)
 
     def adapter_cut(self, model: ModelConfig) -> AdapterCut:
@@ -81,8 +82,8 @@ class Member(ABC):
             return decoder
         return dataclasses.replace(
             decoder,
-            ops=summing(decoder.ops, group),
-            layers=[_summed(layer, group) for layer in decoder.layers],
+            ops=decoder.ops if self.place.data else summing(decoder.ops, group),
+            layers=[(_exchanged if self.place.data else _summed)(layer, group) for layer in decoder.layers],
             head=GatheredLinear(decoder.head, group, decoder.config.vocab_size),
             # The fused path adds to the residual stream inside the linears, before there is a sum.
             fused_up_to=0,
@@ -117,6 +118,16 @@ class DraftMember(Member):
     def least(self, count: int) -> int:
         """Its cache has the target's number of blocks, on which the ranks agree."""
         return count
+
+
+def _exchanged(layer: DecoderLayer, group: Group) -> DecoderLayer:
+    """Layers are whole, and each shard has its own tokens: only those for experts elsewhere are exchanged."""
+    experts: Any = layer.feed_forward
+    return (
+        layer
+        if not hasattr(experts, "slots")
+        else dataclasses.replace(layer, feed_forward=ExchangedExperts(experts, group))
+    )
 
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:

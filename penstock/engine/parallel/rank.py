@@ -32,6 +32,7 @@ from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.blocks import RankSlots, block_part
 from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, receive
+from penstock.engine.parallel.data import shares_of
 from penstock.engine.parallel.decoder import Arriving, Stage, part_of
 from penstock.engine.parallel.experts import HeldExperts
 from penstock.engine.parallel.link import Link
@@ -42,7 +43,7 @@ from penstock.engine.process import die_with_parent
 from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.sleep.rank import RankSleep
 from penstock.engine.speculative.setup import load_draft
-from penstock.engine.startup.offload import open_host_pool
+from penstock.engine.startup.offload import open_tiers
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
@@ -79,7 +80,8 @@ class ServedModel:
         self.adapted = {}
         if part.adapters is not None:
             narrow = part.adapters.narrow or part.adapters.decoder
-            self.adapted = {False: Stage(part.adapters.decoder, stage.groups), True: Stage(narrow, stage.groups)}
+            decoders = {False: part.adapters.decoder, True: narrow}
+            self.adapted = {key: Stage(one, stage.groups, stage.shares) for key, one in decoders.items()}
         self.device = part.kv.device
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
@@ -114,12 +116,17 @@ class ServedModel:
 
     def expect(self, message: Forward) -> Arriving | None:
         """Begin to receive what a step needs from the stage before this one."""
-        return self.stage.expect(len(message.token_ids), self.device)
+        shares = self.stage.shares
+        own = message if shares is None else shares.of(message).message
+        return self.stage.expect(len(own.token_ids), self.device)
 
     def forward(self, message: Forward, arriving: Arriving | None) -> None:
-        self._note(message.cells)
         token_ids = torch.from_numpy(message.token_ids).to(self.device, non_blocking=True)
-        self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv, arriving)
+        share = None if self.stage.shares is None else self.stage.shares.of(message)
+        own = message if share is None else share.message
+        self._note(own.cells)
+        batch = own.batch(self.tables) if share is None else share.batch(self.tables)
+        self._stage_of(own).forward(token_ids, batch, self.part.kv, arriving)
 
     def _stage_of(self, message: Forward) -> Stage:
         """The stage that runs a step, with the adapters of its tokens or without any."""
@@ -213,7 +220,7 @@ def _load(setup: Setup, member: Worker) -> list[ServedModel]:
         backend=None if draft is None else draft.part.backend,
         beside=0 if draft is None else draft.block_bytes,
     )
-    models = [ServedModel(part, Stage(part.decoder, member.groups))]
+    models = [ServedModel(part, Stage(part.decoder, member.groups, shares_of(member.place, part.kv, part.max_running)))]
     if draft is not None and draft.member is not None:
         models.append(ServedModel(draft.sized_like(part), Stage(draft.part.decoder, draft.member.groups)))
     return models
@@ -227,15 +234,22 @@ def run(connection: Connection, link: Connection | None = None, find_adapter: Ca
         member = Worker(setup, connection, link)
         models = _load(setup, member)
         part = models[0].part
-        _, mover = open_host_pool(setup.config, part, member)
+        tiers = open_tiers(setup.config, part, member)
         server = RankServer(models, connection)
-        server.mover = mover
+        if tiers is not None:
+            server.mover = tiers.mover
+            if tiers.file is not None:
+                server.handlers |= {"write_blocks": tiers.file.write, "read_blocks": tiers.file.read}
         slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
         server.handlers |= slots.handlers()
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
         if part.adapters is not None:
             server.handlers |= FollowingAdapters(part.adapters, find_adapter).handlers()
-        server.serve()
+        try:
+            server.serve()
+        finally:
+            if tiers is not None and tiers.file is not None:
+                tiers.file.close()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:

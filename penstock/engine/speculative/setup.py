@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.engine.backends.select import pick_device
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
@@ -88,15 +89,18 @@ def load_draft(config: EngineConfig, phases: Phases, member: Member | None = Non
     shards = config.draft_tensor_parallel or 1
     if member is not None and member.place.rank >= shards:
         return None
-    among = None
+    alone, among = _alone(config), None
     if shards > 1:
         from penstock.engine.parallel.member import DraftMember
 
         assert member is not None
         among = DraftMember(member, shards)
+    elif member is not None:
+        threads = config.threads or max(1, (os.cpu_count() or 1) // member.neighbours)
+        alone = replace(alone, device=str(member.device(pick_device(config.device))), threads=threads)
     with phases("draft model"):
         try:
-            part = load_part(_alone(config), None, Phases(None), among, own_cache=False)
+            part = load_part(alone, None, Phases(None), among, own_cache=False)
         except ConfigError as error:
             raise ConfigError(f"draft_model: {error}") from error
     return Draft(part, among)
@@ -115,9 +119,10 @@ def _alone(config: EngineConfig) -> EngineConfig:
         draft_tensor_parallel=None,
         tensor_parallel=config.draft_tensor_parallel or 1,
         pipeline_parallel=1,
+        devices=(),
+        machines=(),
         expert_parallel=False,
         expert_copies=0,
-        threads=config.threads or max(1, (os.cpu_count() or 1) // config.ranks),
         adapters=(),
         adapter_slots=0,
     )
