@@ -102,7 +102,8 @@ def load_draft(config: EngineConfig, phases: Phases, member: Member | None = Non
         try:
             part = load_part(alone, None, Phases(None), among, own_cache=False)
         except ConfigError as error:
-            raise ConfigError(f"draft_model: {error}") from error
+            remedy = "; draft_tensor_parallel: 1 leaves it whole" if shards > 1 else ""
+            raise ConfigError(f"draft_model: {error}{remedy}") from error
     return Draft(part, among)
 
 
