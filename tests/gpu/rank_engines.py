@@ -44,10 +44,11 @@ SMALL: dict[str, Any] = {
 }
 
 
-def load(config: dict[str, Any], ranks: int, dtype: torch.dtype, **settings: Any) -> Engine:
+def load(config: dict[str, Any], ranks: int, dtype: torch.dtype, stages: int = 1, **settings: Any) -> Engine:
     given = {"device": "cuda", "dtype": str(dtype).removeprefix("torch."), **settings}
-    if ranks > 1:
-        given |= {"tensor_parallel": ranks, "devices": ("cuda:0",) * ranks}
+    if ranks * stages > 1:
+        devices = ("cuda:0",) * (ranks * stages)
+        given |= {"tensor_parallel": ranks, "pipeline_parallel": stages, "devices": devices}
     checkpoint = RandomCheckpoint(config, device="cuda", dtype=dtype)
     return Engine.load(EngineConfig("random", **given), checkpoint=checkpoint)
 
@@ -57,14 +58,14 @@ def requests() -> list[Any]:
     return [greedy(f"r{n}", [rng.randrange(499) for _ in range(n)], 24) for n in (1, 9, 33, 70, 200)]
 
 
-def engine_tokens(ranks: int) -> dict[str, Any]:
+def engine_tokens(ranks: int, stages: int = 1) -> dict[str, Any]:
     """The same requests on one rank and on several; on those twice, and how many steps were replayed."""
     small: dict[str, Any] = {"max_running": 8, "num_blocks": 200, "token_budget": 128}
     engine = load(SMALL, 1, torch.float32, **small)
     expected = generate(engine, *requests())
     engine.close()
     begin = time.perf_counter()
-    engine = load(SMALL, ranks, torch.float32, **small)
+    engine = load(SMALL, ranks, torch.float32, stages, **small)
     started = time.perf_counter() - begin
     executor = engine.runner.executor
     captured = isinstance(executor, GraphExecutor)

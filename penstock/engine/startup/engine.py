@@ -77,7 +77,6 @@ def _check_data_parallel(config: EngineConfig) -> None:
     refused = {
         "host_memory": config.host_memory > 0,
         "role": config.role != "both",
-        "speculation: draft": config.speculation == "draft",
     }
     for name, is_set in refused.items():
         if is_set:

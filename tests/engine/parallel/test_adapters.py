@@ -54,6 +54,20 @@ def specs(base: Path) -> tuple[AdapterSpec, ...]:
     return adapters_for(base, base.parent, "llama-gqa")
 
 
+@pytest.fixture
+def followers(monkeypatch: pytest.MonkeyPatch) -> list[FollowingAdapters]:
+    """What the other ranks of engines that are started meanwhile keep."""
+    found: list[FollowingAdapters] = []
+    handlers = FollowingAdapters.handlers
+
+    def seen(self: FollowingAdapters) -> Any:
+        found.append(self)
+        return handlers(self)
+
+    monkeypatch.setattr(FollowingAdapters, "handlers", seen)
+    return found
+
+
 def ask(id: str, prompt: list[int], adapter: str, count: int = 8, **params: Any) -> Request:
     return Request(id, prompt, SamplingParams(max_tokens=count, temperature=0.0, **params), adapter=adapter)
 
@@ -120,17 +134,9 @@ def load(engine: Engine, spec: AdapterSpec) -> AdapterStatus:
 
 
 def test_adapters_come_and_go_on_all_ranks(
-    base: Path, specs: tuple[AdapterSpec, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, specs: tuple[AdapterSpec, ...], tmp_path: Path, followers: list[FollowingAdapters]
 ) -> None:
     """Load, use, reload with other weights, pin, unload: the other ranks keep exactly what rank 0 keeps."""
-    followers: list[FollowingAdapters] = []
-    handlers = FollowingAdapters.handlers
-
-    def seen(self: FollowingAdapters) -> Any:
-        followers.append(self)
-        return handlers(self)
-
-    monkeypatch.setattr(FollowingAdapters, "handlers", seen)
     folder = shutil.copytree(specs[0].source, tmp_path / "a")
     prompt = [5, 6, 7] * 9
     alone = make_engine(base, adapters=specs)
@@ -160,6 +166,24 @@ def test_adapters_come_and_go_on_all_ranks(
         assert generate(engine, ask("x", prompt, ""))["x"]
         assert not any(follower._adapters for follower in followers)
         assert_idle(engine)
+
+
+def test_a_rank_that_was_started_again_gets_its_adapters_back(
+    base: Path, specs: tuple[AdapterSpec, ...], followers: list[FollowingAdapters]
+) -> None:
+    with threaded_engine(base, 2, 1, adapters=specs) as engine:
+        expected = generate(engine, *requests(specs))
+        (follower,) = followers
+        had = follower._adapters.copy()
+        lora: Any = follower._model.kernel
+        follower._adapters.clear()
+        lora._adapters[:] = [None] * len(lora._adapters)
+        lora._pointers[:] = 0
+        lora._ranks[:] = 0
+        assert engine.runner.adapters is not None
+        engine.runner.adapters.renew()
+        assert generate(engine, *requests(specs)) == expected
+        assert follower._adapters.keys() == had.keys()
 
 
 def test_an_adapter_that_one_rank_cannot_read_fails_alone(

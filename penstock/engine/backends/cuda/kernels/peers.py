@@ -106,7 +106,7 @@ def _await(
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "rows", "patience"])
 def _sum_kernel(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,
@@ -186,7 +186,7 @@ def _sum_kernel(
     tl.store(epochs_ptr + program, epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "rows", "patience"])
 def _gather_kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
