@@ -29,7 +29,7 @@ from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
 from penstock.engine.sleep.offload import offload  # noqa: E402
 from tests.engine.adapters.files import ALL, MODULES  # noqa: E402
-from tests.engine.harness import assert_idle, generate, greedy, make_engine  # noqa: E402
+from tests.engine.harness import assert_idle, carry, generate, greedy, make_engine  # noqa: E402
 from tests.engine.tiny import write_checkpoint  # noqa: E402
 
 SMALL: dict[str, Any] = {
@@ -154,6 +154,45 @@ def engine_sleep(ranks: int) -> dict[str, Any]:
     return {
         "expected": expected, "got": got, "again": again, "freed": freed, "slept_s": slept, "woke_s": woke,
         "draft_tokens": load.draft_tokens, "accepted_tokens": load.accepted_tokens,
+    }  # fmt: skip
+
+
+def engine_blocks(ranks: int) -> dict[str, Any]:
+    """Conversations that leave ranks with few blocks, for the host and the disk, and come back; and prompts computed by
+    ranks, continued by one device."""
+    prompts = {f"c{i}": [(31 * i + 7 * j * j) % 199 for j in range(100)] for i in range(8)}
+    asked = [greedy(name, prompt, 12) for name, prompt in prompts.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-gqa", Path(folder) / "model", spread=0.5)
+        small: dict[str, Any] = {"device": "cuda", "max_running": 4, "num_blocks": 200}
+        grid = {"tensor_parallel": ranks, "devices": ("cuda:0",) * ranks}
+        engine = make_engine(path, role="decode", **small)
+        expected = generate(engine, *asked)
+        engine.scheduler.allocator.pool.forget_all()
+        tiers = {"num_blocks": 10, "host_memory": 28 * 6144, "disk_memory": 80 * 6144, "disk_path": folder}
+        tiered = make_engine(path, **{**small, **grid, **tiers})
+        said = []
+        for _ in range(2):
+            answers: dict[str, list[int]] = {}
+            for request in asked:
+                answers |= generate(tiered, request)
+                for _ in range(20):  # steps that leave the disk some time
+                    tiered.scheduler.allocator.tick(tiered.clock())
+                    time.sleep(0.002)
+            said.append(answers)
+        load = tiered.load_snapshot()
+        assert_idle(tiered)
+        tiered.close()
+        giver = make_engine(path, role="prefill", **small, **grid)
+        generate(giver, *asked)
+        assert giver.info.kv_format == engine.info.kv_format and engine.exchange is not None
+        for request in asked:
+            engine.exchange.release(carry(giver, engine, engine.exchange.names(request)))
+        handed = generate(engine, *asked)
+        giver.close()
+    return {
+        "expected": expected, "first": said[0], "again": said[1], "handed": handed, "restored": load.restored_blocks,
+        "read": load.disk_read_blocks, "blocks_in": engine.exchange.counts.blocks_in,
     }  # fmt: skip
 
 

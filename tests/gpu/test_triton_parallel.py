@@ -166,6 +166,17 @@ def test_two_ranks_on_one_gpu_draft_and_sleep() -> None:
     print(f"  asleep after {found['slept_s']:.2f} s, awake after {found['woke_s']:.2f} s", flush=True)
 
 
+def test_blocks_of_two_ranks_on_one_gpu_leave_and_cross() -> None:
+    """To the host, to disk and back; and to an engine of one rank, whose prompts they computed."""
+    if not ON_DEVICE:
+        return
+    with peer_ranks.mps() as environment:
+        found = peer_ranks.spawn("engine_blocks", 1, environment, 80, 2)
+    for got in ("first", "again", "handed"):
+        assert_alike(found[got], found["expected"])
+    assert found["restored"] > 20 and found["read"] > 6 and found["blocks_in"] == 8 * 6, found
+
+
 def assert_alike(got: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
     # Sums in another order than one rank's may break a tie differently, once, late.
     equal = sum(got[name] == tokens for name, tokens in expected.items())

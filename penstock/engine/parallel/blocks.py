@@ -197,6 +197,8 @@ class LeadSlots(BlockMover):
             answers = ranks.call("open_slots", num_slots, tensor_bytes, (path, mark))
             self._sees = [bool(answer.result(_OPEN_S)) for answer in answers]
             """Which of the other ranks share the memory."""
+        except TimeoutError as error:
+            raise ReplicaLost(f"a rank made no slots for blocks within {_OPEN_S:g} s") from error
         finally:
             if fd is not None:
                 os.close(fd)  # it lives on in those who have mapped it
