@@ -166,6 +166,8 @@ ELSEWHERE = (
     "is more than the",
     "more than the 8 experts",
     "this model has no experts",
+    "does not split the draft model evenly",
+    "names 2 devices for 4 ranks",
     "not available for mixture-of-experts models on this device",
     "not available with adapters on this device",
     "not available for models with recurrent layers",
