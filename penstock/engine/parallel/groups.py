@@ -115,9 +115,10 @@ class Group:
     def exchange(self, x: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Rows of `x` to the members: the first `counts[0]` to the first, and so on. The rows that came from them,
         `sizes` of each, in order."""
-        out = x.new_empty(sum(sizes), *x.shape[1:])
-        self._group.alltoall_base(out, x.contiguous(), list(sizes), list(counts)).wait()
-        return out
+        mine = x.cpu() if self._through_host(x) else x.contiguous()
+        out = mine.new_empty(sum(sizes), *x.shape[1:])
+        self._group.alltoall_base(out, mine, list(sizes), list(counts)).wait()
+        return out.to(x.device)
 
     def exchange_counts(self, counts: Tensor) -> list[int]:
         """`counts` int64 [size] of rows for each member; how many each of them has for this one."""
