@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,4 +135,5 @@ class EngineConfig:
     @property
     def ranks_per_device(self) -> int:
         """Most ranks that share a device by the settings."""
-        return max((self.devices.count(device) for device in self.devices), default=1)
+        places = list(zip(self.machines or itertools.repeat(""), self.devices, strict=False))
+        return max((places.count(place) for place in places), default=1)

@@ -21,13 +21,16 @@ from safetensors.torch import save_file  # noqa: E402
 
 from penstock.bench import shapes  # noqa: E402
 from penstock.bench.shard import decode_s, shard_shape  # noqa: E402
+from penstock.bench.soak.engines import verify_everything  # noqa: E402
 from penstock.engine.adapters.spec import AdapterSpec  # noqa: E402
 from penstock.engine.backends.cuda.graphs import GraphExecutor  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
+from penstock.engine.sleep.offload import offload  # noqa: E402
 from tests.engine.adapters.files import ALL, MODULES  # noqa: E402
-from tests.engine.harness import assert_idle, generate, greedy  # noqa: E402
+from tests.engine.harness import assert_idle, generate, greedy, make_engine  # noqa: E402
+from tests.engine.tiny import write_checkpoint  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",
@@ -120,6 +123,37 @@ def write_small_adapter(folder: Path, rank: int, targets: Sequence[str], seed: i
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(targets)}
     (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def engine_sleep(ranks: int) -> dict[str, Any]:
+    """Requests with a draft model that is the target, before and after a sleep of all ranks; bytes that it frees."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-gqa", Path(folder))
+        small: dict[str, Any] = {"device": "cuda", "max_running": 8, "num_blocks": 20_000, "token_budget": 128}
+        asked = [dataclasses.replace(request, prompt=[i % 199 for i in request.prompt]) for request in requests()]
+        engine = make_engine(path, **small)
+        expected = generate(engine, *asked)
+        del engine
+        small |= {"tensor_parallel": ranks, "devices": ("cuda:0",) * ranks}
+        engine = make_engine(path, speculation="draft", draft_model=str(path), **small)
+        assert engine.speculation is not None
+        verify_everything(engine.speculation)
+        got = generate(engine, *asked)
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        begin = time.perf_counter()
+        offloaded = offload(engine)
+        slept, freed = time.perf_counter() - begin, torch.cuda.mem_get_info()[0] - before
+        offloaded.restore()
+        woke = time.perf_counter() - begin - slept
+        again = generate(engine, *asked)
+        load = engine.load_snapshot()
+        assert_idle(engine)
+        engine.close()
+    return {
+        "expected": expected, "got": got, "again": again, "freed": freed, "slept_s": slept, "woke_s": woke,
+        "draft_tokens": load.draft_tokens, "accepted_tokens": load.accepted_tokens,
+    }  # fmt: skip
 
 
 def engine_steps(ranks: int, layers: int) -> dict[str, Any]:
