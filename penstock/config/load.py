@@ -175,11 +175,8 @@ def _roles(model: ModelConfig) -> list[str]:
     problems = []
     if ("prefill" in roles) != ("decode" in roles):
         problems.append(f"{model.replicas} replicas are all of {sorted(roles)}; prefill and decode need each other")
-    if roles != {"both"}:
-        if model.tensor_parallel * model.pipeline_parallel > 1:
-            problems.append("roles need engines of one device each (no tensor_parallel or pipeline_parallel)")
-        if not model.prefix_cache:
-            problems.append("roles need prefix_cache, which is off")
+    if roles != {"both"} and not model.prefix_cache:
+        problems.append("roles need prefix_cache, which is off")
     return problems
 
 

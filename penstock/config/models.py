@@ -132,6 +132,10 @@ class ModelConfig:
     host_idle_s: float = setting(
         30.0, doc="Seconds after which an unused KV block is offloaded to host_memory ahead of its eviction.", least=0
     )
+    disk_memory: int = setting(
+        0, doc="File for KV blocks that leave host_memory, per device; 0: none.", least=0, size=True,
+    )  # fmt: skip
+    disk_path: str = setting("", doc="Folder of that file, on a fast disk.", example="/var/cache/penstock")
     prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts with a common prefix.")
     deterministic: bool = setting(
         False, doc="Batch-invariant: the same bits for a request in any batch; slower, above all for prompts."

@@ -61,6 +61,10 @@ class EngineConfig:
     """Bytes of host memory for blocks that leave the KV cache; they return when a prompt begins with them. 0: none."""
     host_idle_s: float = 30.0
     """Blocks unused for this long are copied to the host before their place is needed."""
+    disk_memory: int = 0
+    """Bytes of a file for blocks that leave host memory; they return when a prompt begins with them. 0: none."""
+    disk_path: str = ""
+    """Folder of that file, on a fast disk."""
     prefix_cache: bool = True
     deterministic: bool = False
     """Batch-invariant: a request's tokens and log-probabilities are bit-identical whatever else runs; slower."""

@@ -65,6 +65,9 @@ log = logging.getLogger(__name__)
 _REVIVAL_S = 0.05
 """How long a step waits for a rank that is being started again."""
 
+_DISK_WAIT_S = 0.0005
+"""How long a step that can do nothing waits for blocks from disk."""
+
 
 class DeviceMeter(Protocol):
     """Reads the memory and utilization of an engine's devices in the background."""
@@ -151,6 +154,9 @@ class Engine:
     def close(self) -> None:
         """Stop the other ranks, the meter and the grammar compiler. The engine cannot be used afterwards."""
         self._constraints.close()
+        host = self.scheduler.allocator.pool.host
+        if host is not None and host.disk is not None:
+            host.disk.close()
         if self.meter is not None:
             self.meter.close()
         if self.ranks is not None:
@@ -261,8 +267,11 @@ class Engine:
         if len(self._in_flight) > depth:
             self._collect(self._in_flight.popleft())
         if not self._deltas:
-            if batch is None and self.adapters is not None and not self._in_flight:
-                self.adapters.wait()
+            if batch is None and not self._in_flight:
+                if self.scheduler.recalling:
+                    time.sleep(_DISK_WAIT_S)
+                elif self.adapters is not None:
+                    self.adapters.wait()
             return None
         return self._output()
 

@@ -41,6 +41,7 @@ class Sequence:
         "pending",
         "prompt_len",
         "prompt_logprobs",
+        "recalled",
         "released",
         "request",
         "root",
@@ -75,6 +76,8 @@ class Sequence:
         """How many leading blocks are already known to the prefix cache."""
         self.released = 0
         """How many leading blocks were released because a sliding window has passed them."""
+        self.recalled = False
+        """Whether blocks of its beginning have been read from disk for it since it last ran."""
         self.row = -1
         """Row in the runner's device tensors while running."""
         self.adapter: LoadedAdapter | None = None

@@ -140,7 +140,6 @@ def test_every_mistake_is_reported_at_once() -> None:
         ("models: [{replicas: 2, replica_roles: [prefill]}]", "prefill and decode need each other"),
         ("models: [{replicas: 2, replica_roles: [prefil, decode]}]", "prefill"),
         ("models: [{replicas: 2, replica_roles: [prefill, decode], prefix_cache: false}]", "roles need prefix_cache"),
-        ("models: [{replicas: 2, replica_roles: [prefill, decode], tensor_parallel: 2}]", "one device each"),
         ("server: {port: 1}\nserver: {port: 2}", "already given at penstock.yaml:1"),
         ("server: [", "penstock.yaml:1: not valid YAML"),
         ("a: &x [*x]", "must not contain itself"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -122,8 +123,10 @@ def test_eight_ranks_with_everything_on_lose_one_and_nothing_else(tmp_path: Path
         server.wait_for("is gone (killed by SIGKILL)")
         server.wait_for("up on 8 ranks", times=2)
         assert len({answer["adapter"] for answer in told}) == 8
-        metrics = httpx.get(f"{server.url}/metrics").text
-        assert "penstock_speculation" in metrics and "penstock_adapter_on_device" in metrics
+        key = run("keys", "create", "--scope", "metrics", *store).split()[0]
+        metrics = httpx.get(f"{server.url}/metrics", headers={"authorization": f"Bearer {key}"}).text
+        drafted = re.search(r"^vllm:spec_decode_num_drafts_total{.*} (\S+)$", metrics, re.M)
+        assert "penstock_adapter_on_device" in metrics and drafted is not None and float(drafted[1]) > 0, metrics
     finally:
         server.close()
     rows = json.loads(run("usage", "--by", "tenant,adapter", "-o", "json", *store))

@@ -30,7 +30,7 @@ import torch.distributed as dist  # noqa: E402
 from penstock.engine.backends.cuda import peer_memory  # noqa: E402
 from penstock.engine.backends.cuda.kernels import peers as kernels  # noqa: E402
 
-SIZES = [(tokens, hidden) for tokens in (1, 2, 4, 8, 16, 32, 64) for hidden in (4096, 8192)]
+SIZES = [(tokens, hidden) for tokens in (1, 8, 64) for hidden in (4096, 8192)]
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ class Meeting:
         torch.cuda.set_device(self.device)
         regions = peer_memory.open_regions(store, rank, size, kernels.REGION_BYTES, self.device)
         assert regions is not None, "the ranks cannot open each other's memory"
-        self.peers = kernels.Peers(regions, rank, self.device, timeout_s=20.0)
+        self.peers = kernels.Peers(regions, rank, self.device, 20.0, size)
         self._turns = 0
 
     def together(self) -> None:
@@ -97,7 +97,7 @@ class Meeting:
             time.sleep(0.0005)
 
 
-def latency(meeting: Meeting, sizes: list[tuple[int, int]] | None = None, each: int = 20) -> list[list[Any]]:
+def latency(meeting: Meeting, sizes: list[tuple[int, int]] | None = None, each: int = 100) -> list[list[Any]]:
     """Microseconds of an all-reduce with residual addition and norm inside a graph, by tokens, width and form."""
     rows = []
     for tokens, hidden in sizes or SIZES:
@@ -132,6 +132,7 @@ def timed(meeting: Meeting, work: Callable[[], object], each: int) -> float:
         meeting.together()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
+            work()  # the ranks start at different times; behind this they are together
             begin.record()
             graph.replay()
             end.record()
@@ -152,11 +153,11 @@ def quick_latency(meeting: Meeting) -> list[list[Any]]:
 def check_collectives(meeting: Meeting) -> int:
     """Sums, norms, gathers and broadcasts of many shapes against the same in float64; how many were right."""
     rank, size, device, peers, checked = meeting.rank, meeting.size, meeting.device, meeting.peers, 0
-    shapes = [(1, 4096), (3, 128), (64, 8192), (200, 1000), (65, 16384), (7, 96)]
-    for number, (tokens, hidden) in enumerate(shapes):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            if hidden * dtype.itemsize > kernels.PIECE:
-                continue
+    # Every shape and type is another kernel to compile: few of each.
+    every = (torch.bfloat16, torch.float16, torch.float32)
+    shapes = [(1, 4096, every[:1]), (64, 8192, every[:1]), (200, 1000, every), (65, 16384, every[:1])]
+    for number, (tokens, hidden, dtypes) in enumerate(shapes):
+        for dtype in dtypes:
             rng = torch.Generator(device=device).manual_seed(number)
 
             def draw(*shape: int, rng: Any = rng, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -171,7 +172,7 @@ def check_collectives(meeting: Meeting) -> int:
             rounded = rounded.to(dtype)
             for two_shot in (False, True):
                 assert torch.equal(kernels.all_reduce(peers, parts[rank].clone(), two_shot=two_shot), rounded)
-                for before in (None, x_weight):
+                for before in (None, x_weight) if hidden == 1000 else (None,):
                     stream = residual.clone()
                     got = kernels.all_reduce_add_norm(
                         peers, parts[rank], stream, weight, 1e-5, before, two_shot=two_shot
@@ -180,12 +181,12 @@ def check_collectives(meeting: Meeting) -> int:
                     close("residual", stream, residual.double() + added)
                     close("norm", got, _normed(residual.double() + added, weight))
                     checked += 2
-            stream = residual.clone()
-            data, scale = kernels.all_reduce_add_norm_fp8(peers, parts[rank], stream, weight, 1e-5)
-            close("fp8", data.float() * scale, _normed(residual.double() + total, weight), 0.05)
+            if hidden == 4096:
+                data, scale = kernels.all_reduce_add_norm_fp8(peers, parts[rank], residual.clone(), weight, 1e-5)
+                close("fp8", data.float() * scale, _normed(residual.double() + total, weight), 0.05)
             joined = kernels.all_gather(peers, parts[rank], size * hidden - 5)
             assert torch.equal(joined, torch.cat(parts, 1)[:, : size * hidden - 5])
-            checked += 3
+            checked += 1
     for count in (1, 7, 1024, 5000):
         ids = torch.randperm(100_000, generator=torch.Generator().manual_seed(count))[:count].to(device)
         got = ids.clone() if rank == 0 else torch.zeros_like(ids)

@@ -29,7 +29,7 @@ from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
 from penstock.engine.sleep.offload import offload  # noqa: E402
 from tests.engine.adapters.files import ALL, MODULES  # noqa: E402
-from tests.engine.harness import assert_idle, generate, greedy, make_engine  # noqa: E402
+from tests.engine.harness import assert_idle, carry, generate, greedy, make_engine  # noqa: E402
 from tests.engine.tiny import write_checkpoint  # noqa: E402
 
 SMALL: dict[str, Any] = {
@@ -44,10 +44,11 @@ SMALL: dict[str, Any] = {
 }
 
 
-def load(config: dict[str, Any], ranks: int, dtype: torch.dtype, **settings: Any) -> Engine:
+def load(config: dict[str, Any], ranks: int, dtype: torch.dtype, stages: int = 1, **settings: Any) -> Engine:
     given = {"device": "cuda", "dtype": str(dtype).removeprefix("torch."), **settings}
-    if ranks > 1:
-        given |= {"tensor_parallel": ranks, "devices": ("cuda:0",) * ranks}
+    if ranks * stages > 1:
+        devices = ("cuda:0",) * (ranks * stages)
+        given |= {"tensor_parallel": ranks, "pipeline_parallel": stages, "devices": devices}
     checkpoint = RandomCheckpoint(config, device="cuda", dtype=dtype)
     return Engine.load(EngineConfig("random", **given), checkpoint=checkpoint)
 
@@ -57,14 +58,14 @@ def requests() -> list[Any]:
     return [greedy(f"r{n}", [rng.randrange(499) for _ in range(n)], 24) for n in (1, 9, 33, 70, 200)]
 
 
-def engine_tokens(ranks: int) -> dict[str, Any]:
+def engine_tokens(ranks: int, stages: int = 1) -> dict[str, Any]:
     """The same requests on one rank and on several; on those twice, and how many steps were replayed."""
     small: dict[str, Any] = {"max_running": 8, "num_blocks": 200, "token_budget": 128}
     engine = load(SMALL, 1, torch.float32, **small)
     expected = generate(engine, *requests())
     engine.close()
     begin = time.perf_counter()
-    engine = load(SMALL, ranks, torch.float32, **small)
+    engine = load(SMALL, ranks, torch.float32, stages, **small)
     started = time.perf_counter() - begin
     executor = engine.runner.executor
     captured = isinstance(executor, GraphExecutor)
@@ -156,15 +157,54 @@ def engine_sleep(ranks: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def engine_blocks(ranks: int) -> dict[str, Any]:
+    """Conversations that leave ranks with few blocks, for the host and the disk, and come back; and prompts computed by
+    ranks, continued by one device."""
+    prompts = {f"c{i}": [(31 * i + 7 * j * j) % 199 for j in range(100)] for i in range(8)}
+    asked = [greedy(name, prompt, 12) for name, prompt in prompts.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-gqa", Path(folder) / "model", spread=0.5)
+        small: dict[str, Any] = {"device": "cuda", "max_running": 4, "num_blocks": 200}
+        grid = {"tensor_parallel": ranks, "devices": ("cuda:0",) * ranks}
+        engine = make_engine(path, role="decode", **small)
+        expected = generate(engine, *asked)
+        engine.scheduler.allocator.pool.forget_all()
+        tiers = {"num_blocks": 10, "host_memory": 28 * 6144, "disk_memory": 80 * 6144, "disk_path": folder}
+        tiered = make_engine(path, **{**small, **grid, **tiers})
+        said = []
+        for _ in range(2):
+            answers: dict[str, list[int]] = {}
+            for request in asked:
+                answers |= generate(tiered, request)
+                for _ in range(20):  # steps that leave the disk some time
+                    tiered.scheduler.allocator.tick(tiered.clock())
+                    time.sleep(0.002)
+            said.append(answers)
+        load = tiered.load_snapshot()
+        assert_idle(tiered)
+        tiered.close()
+        giver = make_engine(path, role="prefill", **small, **grid)
+        generate(giver, *asked)
+        assert giver.info.kv_format == engine.info.kv_format and engine.exchange is not None
+        for request in asked:
+            engine.exchange.release(carry(giver, engine, engine.exchange.names(request)))
+        handed = generate(engine, *asked)
+        giver.close()
+    return {
+        "expected": expected, "first": said[0], "again": said[1], "handed": handed, "restored": load.restored_blocks,
+        "read": load.disk_read_blocks, "blocks_in": engine.exchange.counts.blocks_in,
+    }  # fmt: skip
+
+
 def engine_steps(ranks: int, layers: int) -> dict[str, Any]:
     """Milliseconds of decode steps of an 8B model in bfloat16 (`layers` of its layers) on ranks that share the GPU, and
     of one shard's own work."""
     config = shapes.named("llama-8b") | {"num_hidden_layers": layers}
-    settings: dict[str, Any] = {"max_running": 64, "max_model_len": 1024, "num_blocks": 3000, "token_budget": 256}
+    settings: dict[str, Any] = {"max_running": 16, "max_model_len": 512, "num_blocks": 600, "token_budget": 64}
     result: dict[str, Any] = {}
     for name, shape, count in (("shard", shard_shape(config, ranks), 1), ("ranks", config, ranks)):
         engine = load(shape, count, torch.bfloat16, **settings)
-        result[name] = {batch: decode_s(engine, batch, 200) * 1e3 for batch in (1, 16, 64)}
+        result[name] = {batch: decode_s(engine, batch, 200) * 1e3 for batch in (1, 16)}
         engine.close()
         del engine
         torch.cuda.empty_cache()

@@ -87,7 +87,7 @@ class Group:
         self, ops: ActivationOps, x: Any, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None
     ) -> Any:
         """`ops.add_rms_norm` of the sum of every member's `x`."""
-        if self.peers is not None:
+        if self.peers is not None and not self.in_order:  # steps of any size then take the same operations
             done = self.peers.add_rms_norm(ops, x, residual, weight, eps, x_weight)
             if done is not None:
                 return done

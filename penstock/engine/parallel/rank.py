@@ -45,7 +45,7 @@ from penstock.engine.process import die_with_parent
 from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.sleep.rank import RankSleep
 from penstock.engine.speculative.setup import load_draft
-from penstock.engine.startup.offload import open_host_pool
+from penstock.engine.startup.offload import open_tiers
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
@@ -285,16 +285,23 @@ def run(connection: Connection, link: Connection | None = None, find_adapter: Ca
         member = Worker(setup, connection, link)
         models = _load(setup, member)
         part = models[0].part
-        _, mover = open_host_pool(setup.config, part, member)
+        tiers = open_tiers(setup.config, part, member)
         server = RankServer(models, connection)
-        server.mover = mover
         server.member = member if setup.config.rank_restarts else None
+        if tiers is not None:
+            server.mover = tiers.mover
+            if tiers.file is not None:
+                server.handlers |= {"write_blocks": tiers.file.write, "read_blocks": tiers.file.read}
         slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
         server.handlers |= slots.handlers()
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
         if part.adapters is not None:
             server.handlers |= FollowingAdapters(part.adapters, find_adapter).handlers()
-        server.serve()
+        try:
+            server.serve()
+        finally:
+            if tiers is not None and tiers.file is not None:
+                tiers.file.close()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:

@@ -184,6 +184,13 @@ class _Sharded:
         whole: Tensor = self._whole.tensor(self._cuts.original(name))
         return self._cuts.apply(name, whole).contiguous().to(device)
 
+    def row_peaks(self, name: str, device: str | torch.device = "cpu") -> Tensor | None:
+        """See `quantization.stored`; None for a matrix whose rows are whole."""
+        if self._cuts.of(name).inputs is None:
+            return None
+        whole: Tensor = self._whole.tensor(self._cuts.original(name))
+        return whole.float().abs().amax(1).to(device)
+
 
 class ShardedTensors(_Sharded):
     """Any checkpoint of plain tensors, or one that gives them."""

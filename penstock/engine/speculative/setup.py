@@ -44,15 +44,17 @@ class Draft:
     """With a cache of one block, until the target's number of blocks is known."""
     member: DraftMember | None
     """The ranks that have the other parts; None: this is all of it."""
+    caches: int = 1
+    """Of the target, where shards have sequences of their own: their blocks are numbered through."""
 
     @property
     def block_bytes(self) -> int:
-        """What it needs beside every block of the target."""
-        return self.part.kv.shape.block_bytes
+        """What it needs beside every block of the target in this process."""
+        return self.part.kv.shape.block_bytes * self.caches
 
     def sized_like(self, target: Part) -> Part:
         """The draft model with a cache for the sequences of the target."""
-        blocks, rows = target.kv.num_blocks, state_rows(target.max_running)
+        blocks, rows = target.kv.num_blocks * self.caches, state_rows(target.max_running)
         kv = KVCache(self.part.kv.shape, blocks, target.kv.device, rows)
         return replace(self.part, kv=kv, max_running=target.max_running, max_model_len=target.max_model_len)
 
@@ -102,8 +104,9 @@ def load_draft(config: EngineConfig, phases: Phases, member: Member | None = Non
         try:
             part = load_part(alone, None, Phases(None), among, own_cache=False)
         except ConfigError as error:
-            raise ConfigError(f"draft_model: {error}") from error
-    return Draft(part, among)
+            remedy = "; draft_tensor_parallel: 1 leaves it whole" if shards > 1 else ""
+            raise ConfigError(f"draft_model: {error}{remedy}") from error
+    return Draft(part, among, config.tensor_parallel if config.attention_parallel == "data" else 1)
 
 
 def _alone(config: EngineConfig) -> EngineConfig:
@@ -123,6 +126,7 @@ def _alone(config: EngineConfig) -> EngineConfig:
         machines=(),
         expert_parallel=False,
         expert_copies=0,
+        attention_parallel="tensor",
         adapters=(),
         adapter_slots=0,
     )

@@ -17,6 +17,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Balancer, Engine
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
+from penstock.engine.kv.block_file import OneFile
+from penstock.engine.kv.disk import DiskTier
 from penstock.engine.kv.exchange import BlockExchange, SpreadBlocks
 from penstock.engine.kv.format import kv_format
 from penstock.engine.kv.host import HostTier
@@ -31,7 +33,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.setup import load_draft, make_speculation, spread_draft
 from penstock.engine.startup.adapters import adapter_rank, manage_adapters
 from penstock.engine.startup.memory import sliding_window
-from penstock.engine.startup.offload import open_host_pool
+from penstock.engine.startup.offload import open_tiers
 from penstock.engine.startup.part import Part, Phases, Progress, load_part
 from penstock.errors import ConfigError
 
@@ -95,7 +97,6 @@ def _check_data_parallel(config: EngineConfig) -> None:
     refused = {
         "host_memory": config.host_memory > 0,
         "role": config.role != "both",
-        "speculation: draft": config.speculation == "draft",
     }
     for name, is_set in refused.items():
         if is_set:
@@ -246,16 +247,18 @@ def _balancer(config: EngineConfig, part: Part, ranks: Ranks) -> Balancer:
 def _host_tier(
     config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phases
 ) -> tuple[HostTier | None, BlockMover | None]:
-    """The second tier of the KV cache, when one is configured."""
-    if config.host_memory == 0:
+    """The tiers behind the KV cache, as far as they are configured."""
+    with phases("host memory") if config.host_memory else nullcontext():
+        tiers = open_tiers(config, part, ranks)
+    if tiers is None:
         return None, None
-    with phases("host memory"):
-        slots, mover = open_host_pool(config, part, ranks)
-    if mover is not None and ranks is not None:
-        from penstock.engine.parallel.blocks import LeadMover
+    if ranks is None:
+        disk = None if tiers.file is None else DiskTier(tiers.places, OneFile(tiers.file))
+        return HostTier(tiers.slots, config.host_idle_s, disk), tiers.mover
+    from penstock.engine.parallel.blocks import LeadFiles, LeadMover
 
-        mover = LeadMover(mover, ranks)
-    return HostTier(slots, config.host_idle_s), mover
+    disk = None if tiers.file is None else DiskTier(tiers.places, LeadFiles(tiers.file, ranks))
+    return HostTier(tiers.slots, config.host_idle_s, disk), LeadMover(tiers.mover, ranks)
 
 
 def _warm_up(engine: Engine) -> None:

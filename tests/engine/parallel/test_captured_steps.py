@@ -14,15 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.bench.soak.engines import verify_everything
 from penstock.engine.backends import cpu
 from penstock.engine.backends.cuda import graphs, prompt_graphs
 from penstock.engine.backends.cuda.capture import Recording
 from penstock.engine.backends.cuda.graphs import GraphExecutor, GraphFollower
 from penstock.engine.backends.reference.backend import ReferenceBackend
+from penstock.engine.backends.reference.linear import DenseLinear
 from penstock.engine.backends.select import rank_device
 from penstock.engine.config import EngineConfig
+from penstock.engine.kv import kinds
+from penstock.engine.parallel import decoder as parallel_decoder
 from penstock.engine.parallel.channel import Capture, Replay
 from penstock.engine.parallel.groups import Group
+from penstock.engine.sleep.offload import offload
+from penstock.engine.speculative import draft
+from penstock.engine.speculative.draft import DraftProposer
 from penstock.errors import ConfigError
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
@@ -125,6 +132,34 @@ def test_graphs_that_were_dropped_are_captured_by_all_again(
         expected = generate(engine, greedy("r", [1, 2, 3], 8))
         engine.runner.executor.release()()
         assert generate(engine, greedy("r", [1, 2, 3], 8)) == expected
+
+
+@pytest.mark.slow
+def test_both_models_of_an_engine_that_speculates_are_captured_and_again_after_a_sleep(
+    tmp_path: Path, captured: list[tuple[int, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft is the target, so every draft token is right as long as both ranks replay what they should."""
+    folder = write_checkpoint("llama-gqa", tmp_path / "m")
+    requests = [greedy(f"r{i}", [(i * 17 + j * 5) % 190 for j in range(3 + 25 * i)], 20) for i in range(2)]
+    expected = generate(make_engine(folder, **SETTINGS), *requests)
+    monkeypatch.setattr(ReferenceBackend, "linear", lambda self, weight, bias=None: DenseLinear(weight.clone(), bias))
+    # As on a device: some tokens of a step were sampled there and never on the host.
+    monkeypatch.setattr(parallel_decoder, "is_host", lambda device: False)
+    # What stands for a graph here writes over its last results, which nothing has copied away.
+    monkeypatch.setattr(draft, "_IN_FLIGHT", 1)
+    monkeypatch.setattr(kinds, "zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
+    with threaded_engine(folder, 2, 1, speculation="draft", draft_model=str(folder), **SETTINGS) as engine:
+        assert engine.speculation is not None and isinstance(engine.speculation.proposer, DraftProposer)
+        assert type(engine.speculation.proposer.runner.executor) is GraphExecutor
+        verify_everything(engine.speculation)
+        for _ in range(2):
+            captured.clear()
+            assert generate(engine, *requests) == expected
+            assert {kind for kind, _ in captured} >= {graphs.Kind.DECODES}
+            offload(engine).restore()
+        load = engine.load_snapshot()
+        assert load.accepted_tokens == load.draft_tokens > 20
+        assert_idle(engine)
 
 
 def test_a_pipeline_and_ranks_without_peer_memory_launch_every_step(

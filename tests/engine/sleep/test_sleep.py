@@ -154,12 +154,14 @@ def test_ranks_with_a_draft_model_and_adapters_wake_as_they_were(
         request.getfixturevalue("plain")
     listed, later = (write_adapter(tmp_path / name, folder, seed=seed) for name, seed in (("listed", 1), ("later", 2)))
     asked = [replace(REQUEST, request_id=name, adapter=name) for name in ("", "listed", "later")]
-    settings = {"speculation": "draft", "draft_model": str(folder), "adapters": (AdapterSpec("listed", str(listed)),)}
+    specs = AdapterSpec("listed", str(listed)), AdapterSpec("later", str(later))
+    settings = {"speculation": "draft", "draft_model": str(folder), "adapters": specs[:1]}
     with threaded_engine(folder, 2, 2, **settings) as engine:
         assert engine.adapters is not None
-        engine.adapters.load(AdapterSpec("later", str(later)), lambda status: None)
+        engine.adapters.load(specs[1], lambda status: None)
         drain(engine)
         expected = answers_of(engine, asked)
+        assert expected == generate(make_engine(folder, adapters=specs), *asked)
         sleeper = EngineSleep(engine.config, Engine.load)
         with patch.object(launch, "_spawn", _spawn):
             woken = sleeper.wake(sleeper.sleep(engine))

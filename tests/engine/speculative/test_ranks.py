@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -85,6 +86,30 @@ def test_a_draft_that_is_the_target_is_always_right(target: Path) -> None:
             assert engine.steps - before == 1 + 10
         load = engine.load_snapshot()
         assert load.accepted_tokens == load.draft_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline", "shards"), [(2, 1, 2), (4, 1, 4), (2, 2, 1)])
+def test_one_draft_for_shards_with_sequences_of_their_own(
+    tmp_path: Path, tensor: int, pipeline: int, shards: int
+) -> None:
+    """Its blocks are those of all shards. As its own draft the model is right wherever the cache is as it should be."""
+    model = write_checkpoint("mixtral", tmp_path / "mixtral", spread=0.3)
+    requests = any_requests(7, count=6)
+    expected = run(make_engine(model, num_blocks=400), requests)
+    spread = {"expert_parallel": True, "attention_parallel": "data", "draft_tensor_parallel": shards}
+    with drafting(model, model, tensor, pipeline, num_blocks=11, token_budget=64, **spread) as engine:
+        for _ in range(2):
+            got = run(engine, requests)
+            assert {name: delta.tokens for name, delta in got.items()} == {n: d.tokens for n, d in expected.items()}
+            greedily = [replace(request, params=SamplingParams(40, temperature=0.0)) for request in requests]
+            before = engine.load_snapshot()
+            run(engine, greedily)
+            load = engine.load_snapshot()
+            tried, accepted = load.draft_tokens - before.draft_tokens, load.accepted_tokens - before.accepted_tokens
+            assert accepted == tried > 0
+        assert load.prefix_hit_tokens > 0
+        assert_idle(engine)
 
 
 @pytest.mark.slow
