@@ -8,7 +8,6 @@ replaced alone (`Ranks.restart`).
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import shutil
@@ -17,19 +16,17 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from penstock.engine.backends.backend import Backend
-from penstock.engine.backends.select import pick_device, pick_dtype
-from penstock.engine.config import LOCAL, DType, EngineConfig
+from penstock.engine.config import LOCAL, EngineConfig
 from penstock.engine.parallel import plain
-from penstock.engine.parallel.channel import Call, Report, limits
+from penstock.engine.parallel.channel import Call, Report
 from penstock.engine.parallel.child import describe_exit, start_rank
 from penstock.engine.parallel.layout import Place
 from penstock.engine.parallel.link import Link
@@ -77,8 +74,9 @@ class Ranks(Member):
         self._calls = itertools.count()
         self._checkpoint = checkpoint
         self._restarts_left = config.rank_restarts
-        self._agreed = 0
-        """The number of KV blocks."""
+        self._choices: Mapping[str, Any] = {}
+        self._agreed: list[int] = []
+        """What `least` came to, each time that the ranks asked each other."""
         self._begin_watch: Callable[[_Rank], None] | None = None
         self.died = False
         """A rank is gone that can be started again; see `restart`."""
@@ -90,9 +88,9 @@ class Ranks(Member):
         """Calls may come from other threads than the steps (reading an adapter); every rank gets them in one order."""
         try:
             if config.spans_machines:
-                config = self._gathered(config, checkpoint)
-            link = None if self._machines is None else Link(self._machines.link(0), 0)
+                self._gather_machines(config, checkpoint)
             self._config = config
+            link = None if self._machines is None else Link(self._machines.link(0), 0)
             super().__init__(place, Rendezvous.of(config, store, link))
             for rank in range(1, place.world):
                 self._ranks.append(self._start(config, replace(place, rank=rank)))
@@ -103,17 +101,12 @@ class Ranks(Member):
             self.close(grace_s=0.0)
             raise
 
-    def _gathered(self, config: EngineConfig, checkpoint: object | None) -> EngineConfig:
-        """Meet the other machines; returns what all of them are told."""
+    def _gather_machines(self, config: EngineConfig, checkpoint: object | None) -> None:
         if self._machines is None:
             raise ConfigError(f"ranks are placed on {', '.join(config.machines)}; this engine knows no other machine")
         if checkpoint is not None:
             raise ConfigError("ranks on other machines read a checkpoint of their own; this one exists in memory only")
-        # Another processor might choose another number type.
-        dtype = str(pick_dtype(config.dtype, pick_device(config.device))).removeprefix("torch.")
-        config = dataclasses.replace(config, dtype=cast(DType, dtype))
         self._machines.gather(config)
-        return config
 
     def _start(self, config: EngineConfig, place: Place) -> _Rank:
         if config.machine(place.rank) == LOCAL:
@@ -122,22 +115,27 @@ class Ranks(Member):
         remote = self._machines.rank(place.rank)
         return _Rank(place, remote, remote.connection, remote)
 
-    def _announce(self, backend: Backend) -> None:
-        self._limits = limits(self._config, backend)
+    def _announce(self) -> None:
+        self._gather()
+
+    def agree(self, choices: Mapping[str, Any]) -> None:
+        self._choices = choices
         for other, report in zip(self._ranks, self._gather(), strict=True):
             self._compare(other, report)
 
     def _compare(self, other: _Rank, report: Report) -> None:
-        for name, here in self._limits.items():
-            there = report.limits.get(name)
+        for name, here in self._choices.items():
+            there = report.choices.get(name)
             if there != here:
-                raise ConfigError(f"{other.place} would have {name}: {there}, rank 0 has {here}; set {name}")
+                raise ConfigError(
+                    f"{other.place} has chosen {name}: {there} and rank 0 {here}, on other hardware; set {name}"
+                )
 
     def least(self, count: int) -> int:
         count = min([count, *(report.count for report in self._gather())])
         for other in self._ranks:
             plain.send(other.connection, count)
-        self._agreed = count
+        self._agreed.append(count)
         return count
 
     def tell(self, message: bytes, below: int) -> None:
@@ -257,7 +255,7 @@ class Ranks(Member):
     def _restart(self, fresh: list[_Rank], store: Path) -> None:
         self.groups.drop()  # those that wait for this one notice
         for new in fresh:
-            self._compare(new, self._hear(new))
+            self._hear(new)  # it is up
         number = next(self._calls)
         message = Call(number, "regroup", (str(store),)).encode()
         with self._sends:
@@ -266,9 +264,11 @@ class Ranks(Member):
         for answer in answers:
             answer.result()
         for new in fresh:
-            if self._hear(new).count < self._agreed:
-                raise ReplicaLost(f"{new.place} has no room for {self._agreed} KV blocks any more")
-            plain.send(new.connection, self._agreed)
+            self._compare(new, self._hear(new))
+            for agreed in self._agreed:
+                if self._hear(new).count < agreed:
+                    raise ReplicaLost(f"{new.place} has no room for {agreed} KV blocks any more")
+                plain.send(new.connection, agreed)
             if self._begin_watch is not None:
                 self._begin_watch(new)
         self._lost, self.died = None, False
