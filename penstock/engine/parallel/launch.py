@@ -229,14 +229,16 @@ class Ranks(Member):
         done: Future[None] = Future()
         self._restarts_left -= 1
         store = self._folder / f"store-{self._restarts_left}"
+        # As many KV blocks as before, whatever is free now.
+        config = replace(self._config, num_blocks=self._agreed[-1] - 1)
         fresh: list[_Rank] = []
         for index, other in enumerate(self._ranks):
             if other.process.poll() is not None:
                 other.replaced = True
                 _hang_up(other.connection)
                 # Here and not in the thread below: a child leaves with the thread that started it.
-                self._ranks[index] = new = self._start(self._config, other.place)
-                new.connection.send_bytes(Setup(self._config, self._checkpoint, new.place, store).encode())
+                self._ranks[index] = new = self._start(config, other.place)
+                new.connection.send_bytes(Setup(config, self._checkpoint, new.place, store).encode())
                 fresh.append(new)
         for forget in self.when_lost:
             forget()
