@@ -80,6 +80,9 @@ MATRIX: dict[str, dict[str, Option]] = {
         "experts": Option(model="qwen3-moe"),
         "experts on shards": Option(ranks={"expert_parallel": True, "expert_rebalance_s": 0.0}, model="qwen3-moe"),
         "copied experts": Option(ranks={"expert_parallel": True, "expert_copies": 1}, model="qwen3-moe"),
+        "attention by sequences": Option(
+            ranks={"expert_parallel": True, "attention_parallel": "data", "expert_rebalance_s": 0.0}, model="qwen3-moe"
+        ),
         "gemma": Option(model="gemma2"),
     },
     "weights": {
@@ -110,6 +113,7 @@ MATRIX: dict[str, dict[str, Option]] = {
         "plenty": Option(),
         "preemption": Option(ranks=TIGHT),
         "host memory": Option(ranks={**TIGHT, "host_memory": 8 << 20}),
+        "disk": Option(ranks={**TIGHT, "host_memory": 64 << 10, "disk_memory": 16 << 20}),
         "no prefixes": Option(ranks={"prefix_cache": False}),
     },
     "speculation": {
@@ -160,6 +164,16 @@ REFUSED = [
     Refusal({"numbers": "deterministic", "family": "copied experts"}, "sums depend on which shard has an expert"),
     Refusal({"family": "experts on shards", "grid": "1x2"}, "experts are spread over tensor_parallel devices"),
     Refusal({"family": "copied experts", "grid": "1x2"}, "experts are spread over tensor_parallel devices"),
+    Refusal({"family": "attention by sequences", "grid": "1x2"}, "experts are spread over tensor_parallel devices"),
+    *(
+        Refusal({"family": "attention by sequences", dimension: option}, "not available with attention_parallel: data")
+        for dimension, option in (
+            ("room", "host memory"),
+            ("room", "disk"),
+            ("role", "prefill"),
+            ("role", "decode"),
+        )
+    ),
     Refusal({"room": "no prefixes", "role": "prefill"}, "hands over blocks by name, which prefix_cache: false forbids"),
     Refusal({"room": "no prefixes", "role": "decode"}, "hands over blocks by name, which prefix_cache: false forbids"),
 ]
@@ -235,6 +249,8 @@ class Subject:
         over = {name: value for option in self.chosen.values() for name, value in option.ranks.items()}
         if over.get("speculation") == "draft":
             over["draft_model"] = str(models.model("qwen3-qknorm", self.chosen["weights"].model))
+        if "disk_memory" in over:
+            over["disk_path"] = str(models.root)
         self.config = replace(self.alone, **over) if with_ranks else self.alone
 
     @contextmanager
@@ -316,8 +332,10 @@ class Subject:
     def check_used(self) -> None:
         """What the case is about must have happened."""
         load = self.now.load_snapshot()
-        # The blocks of windows are soon free again; prompt log-probabilities need every token computed.
-        if self.case["sleep"] == "awake" and self.case["role"] == "both" and self.case["family"] != "sliding window":
+        # The blocks of windows are soon free again, attention by sequences has more of them; prompt log-probabilities
+        # need every token computed.
+        roomy = self.case["family"] in ("sliding window", "attention by sequences")
+        if self.case["sleep"] == "awake" and self.case["role"] == "both" and not roomy:
             assert load.preemptions > 0 or self.case["room"] != "preemption"
             if self.case["requests"] != "log-probabilities":
                 assert load.restored_blocks > 0 or self.case["room"] != "host memory"
