@@ -30,7 +30,7 @@ import torch.distributed as dist  # noqa: E402
 from penstock.engine.backends.cuda import peer_memory  # noqa: E402
 from penstock.engine.backends.cuda.kernels import peers as kernels  # noqa: E402
 
-SIZES = [(tokens, hidden) for tokens in (1, 2, 4, 8, 16, 32, 64) for hidden in (4096, 8192)]
+SIZES = [(tokens, hidden) for tokens in (1, 8, 64) for hidden in (4096, 8192)]
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ class Meeting:
         torch.cuda.set_device(self.device)
         regions = peer_memory.open_regions(store, rank, size, kernels.REGION_BYTES, self.device)
         assert regions is not None, "the ranks cannot open each other's memory"
-        self.peers = kernels.Peers(regions, rank, self.device, timeout_s=20.0)
+        self.peers = kernels.Peers(regions, rank, self.device, 20.0, size)
         self._turns = 0
 
     def together(self) -> None:

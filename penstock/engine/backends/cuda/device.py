@@ -104,7 +104,7 @@ class TorchCudaBackend(Backend):
         return CudaBlockMover(kv, num_slots)
 
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        if peer_memory.shared_devices(store, rank, size, self.device):  # NCCL wants a device for each rank
+        if peer_memory.ranks_per_device(store, rank, size, self.device) > 1:  # NCCL wants a device for each
             return gloo_group(store, rank, size, timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections import Counter
 from ctypes import byref, c_int, c_size_t, c_uint64
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,10 @@ def _uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def shared_devices(store: Any, rank: int, size: int, device: torch.device) -> bool:
-    """Whether some of the ranks that meet in `store` have the same GPU; all of them call this."""
+def ranks_per_device(store: Any, rank: int, size: int, device: torch.device) -> int:
+    """How many of the ranks that meet in `store` have the same GPU, at most; all of them call this."""
     store.set(f"device/{rank}", f"{_machine()} {_uuid(device)}")
-    return len({store.get(f"device/{other}").decode() for other in range(size)}) < size
+    return max(Counter(store.get(f"device/{other}").decode() for other in range(size)).values())
 
 
 def _machine() -> str:
