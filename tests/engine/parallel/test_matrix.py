@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations, takewhile
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
@@ -50,7 +51,8 @@ class Option:
     apart: float = 1e-3
     """How far log-probabilities may be from those of one device."""
     same_tokens: bool = True
-    """False: weights are rounded differently, and only log-probabilities are compared."""
+    """False: weights are rounded differently, and only log-probabilities are compared, on average: where two experts
+    are almost as good, the other one may be taken."""
 
 
 INT16: dict[str, Any] = {"activations": "int16"}
@@ -94,7 +96,7 @@ MATRIX: dict[str, dict[str, Option]] = {
         "stored fp8 tiles": Option(model="fp8-tiles"),
         "gptq": few_bits("gptq"),
         # Dense on ranks where its groups are scattered: more exact than the kernels, which round minima to float16.
-        "gptq act-order": replace(few_bits("gptq-act-order"), apart=0.1, same_tokens=False),
+        "gptq act-order": replace(few_bits("gptq-act-order"), apart=0.03, same_tokens=False),
         "awq": few_bits("awq"),
         "compressed-tensors int4": few_bits("packed-zero-point"),
         "compressed-tensors int8": few_bits("int8"),
@@ -184,6 +186,7 @@ ELSEWHERE = (
     "this model has no experts",
     "does not split the draft model evenly",
     "names 2 devices for 4 ranks",
+    "read a checkpoint of their own",
     "not available for mixture-of-experts models on this device",
     "not available with adapters on this device",
     "not available for models with recurrent layers",
@@ -357,7 +360,8 @@ def compare(case: Case, models: Models) -> None:
         found, expected = ranks.talk(), alone.talk()
         ranks.check_used()
         if not all(option.same_tokens for option in ranks.chosen.values()):
-            assert ranks.scores() == pytest.approx(alone.scores(), abs=apart)
+            pairs = zip(ranks.scores(), alone.scores(), strict=True)
+            assert mean(abs(here - there) for here, there in pairs) < apart
             return
         assert collect(found) == collect(expected)
         assert logprobs(found) == pytest.approx(logprobs(expected), abs=apart)
