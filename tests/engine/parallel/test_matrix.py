@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,7 @@ class Option:
 INT16: dict[str, Any] = {"activations": "int16"}
 """One form of arithmetic for any number of rows: what is fastest is measured, and not the same in two engines."""
 TIGHT: dict[str, Any] = {"num_blocks": 34, "block_size": 4}
+DISK = {"host_memory": 64 << 10, "disk_memory": 1 << 20, "disk_path": tempfile.gettempdir()}
 SAMPLED = {"top_k": 40, "top_p": 0.95, "min_p": 0.01, "typical_p": 0.95, "temperature": 0.8, "seed": 7}
 PENALIZED = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1, "logit_bias": {5: 2.0}}
 DATES = LLMatcher.grammar_from_regex(r"(19|20)\d\d-(0[1-9]|1[0-2])-[0-3]\d( and (19|20)\d\d){0,3}!")
@@ -108,6 +110,7 @@ MATRIX: dict[str, dict[str, Option]] = {
         "plenty": Option(),
         "preemption": Option(ranks=TIGHT),
         "host memory": Option(ranks={**TIGHT, "host_memory": 8 << 20}),
+        "disk": Option(ranks={**TIGHT, **DISK}),
         "no prefixes": Option(ranks={"prefix_cache": False}),
     },
     "speculation": {
