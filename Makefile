@@ -18,8 +18,9 @@ BIN := $(VENV)/bin
 # An environment whose creation was interrupted may lack pip: ensurepip puts it back.
 PIP := $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip; \
        $(BIN)/python -m pip --disable-pip-version-check
-# Compiled once per machine and version into the user's cache, so that the first start does not have to.
-KERNELS := $(BIN)/python -W ignore -m penstock.engine.backends.cpu.build
+# Compiled once per machine and version into the user's cache, so that the first start does not have to; the script needs
+# nothing but Python, so it runs while packages are installed.
+KERNELS := PYTHONPATH=. $(BIN)/python -P penstock/engine/backends/cpu/build.py
 RUN_STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 INPUTS := pyproject.toml constraints.txt
@@ -126,12 +127,10 @@ $(BIN)/python:
 # Order-only on the interpreter: its timestamp is the system python's and says nothing about the environment.
 $(RUN_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock into $(VENV) (a few hundred megabytes the first time)"
-	@$(PIP) install --no-compile -c constraints.txt -e .
-	@$(KERNELS)
+	@$(KERNELS) & kernels=$$!; $(PIP) install --no-compile -c constraints.txt -e .; wait $$kernels
 	@touch $@
 
 $(TEST_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock and its test tools into $(VENV) (a few hundred megabytes the first time)"
-	@$(PIP) install --no-compile -c constraints.txt -e '.[test]'
-	@$(KERNELS)
+	@$(KERNELS) & kernels=$$!; $(PIP) install --no-compile -c constraints.txt -e '.[test]'; wait $$kernels
 	@touch $(RUN_STAMP) $@

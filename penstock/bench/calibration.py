@@ -169,7 +169,7 @@ def _measurements(
     seconds = sum(step.seconds for step in trace.steps if not step.decode_only)
     yield f"{workload.name}, prompts", prompts, seconds
     decodes = [step for step in trace.steps if step.decode_only]
-    size = -(-len(decodes) // _SEGMENTS)
+    size = max(1, -(-len(decodes) // _SEGMENTS))  # a workload of one token each has none
     for begin in range(0, len(decodes) if len(decodes) >= 2 * _SEGMENTS else 0, size):
         part = decodes[begin : begin + size]
         works = [StepWork(step.sampled, step.context, 0, 0, step.sampled) for step in part]

@@ -63,6 +63,9 @@ class OfflineBenchSettings:
     adapters: int = 0
     """Compare with and without this many random LoRA adapters."""
     adapter_rank: int = 16
+    tensor_parallel: int = 1
+    devices: tuple[str, ...] = ()
+    """Of each rank; see `EngineConfig`."""
     profile: bool = False
     """Also record decode steps of each workload and show where they go."""
 
@@ -77,7 +80,11 @@ class Loaded:
     @property
     def bytes_per_weight(self) -> float:
         """As the engine keeps them; 4 for float32, about 0.6 for blocks of 4 bits with their scales."""
-        return self.engine.runner.decoder.weight_bytes / sum(shapes.parameters(self.checkpoint.config))
+        return (
+            self.engine.runner.decoder.weight_bytes
+            * self.engine.info.ranks
+            / sum(shapes.parameters(self.checkpoint.config))
+        )
 
     @property
     def numbers(self) -> str:
@@ -123,6 +130,8 @@ def load(settings: OfflineBenchSettings, chosen: Sequence[Workload], console: Co
             adapter_rank=settings.adapter_rank,
             num_blocks=settings.num_blocks,
             host_memory=settings.host_memory,
+            tensor_parallel=settings.tensor_parallel,
+            devices=settings.devices,
         )
         engine = Engine.load(config, engine_progress, checkpoint=checkpoint)
     return Loaded(engine, checkpoint, label, time.perf_counter() - begin)

@@ -117,11 +117,18 @@ def conflicts(config: Config) -> list[str]:
                 problems.append(f"models[{index}].adapters[{position}]: {problem}")
         if model.speculation == "draft" and model.draft_model is None:
             problems.append(f"models[{index}]: speculation: draft needs a draft_model")
-        if model.speculation != "draft" and model.draft_model is not None:
-            problems.append(f"models[{index}]: draft_model is only used with speculation: draft")
+        for name in ("draft_model", "draft_tensor_parallel"):
+            if model.speculation != "draft" and getattr(model, name) is not None:
+                problems.append(f"models[{index}]: {name} is only used with speculation: draft")
+        if (model.draft_tensor_parallel or 1) > model.tensor_parallel:
+            problems.append(f"models[{index}]: draft_tensor_parallel is more than tensor_parallel")
         if model.replicas > 1 and model.time_slice:
             problems.append(f"models[{index}]: a model with time_slice must have one replica")
+        ranks = model.tensor_parallel * model.pipeline_parallel
+        if model.devices and len(model.devices) != ranks:
+            problems.append(f"models[{index}].devices: names {len(model.devices)} devices for {ranks} ranks")
         problems += [f"models[{index}].replica_roles: {problem}" for problem in _roles(model)]
+        problems += [f"models[{index}].placement.{problem}" for problem in _placement(model)]
         problems += [f"models[{index}].autoscale: {problem}" for problem in _autoscale(model)]
         others = {other.name for other in config.models if other is not model}
         if model.downgrade_to and model.downgrade_to not in others:
@@ -168,12 +175,16 @@ def _roles(model: ModelConfig) -> list[str]:
     problems = []
     if ("prefill" in roles) != ("decode" in roles):
         problems.append(f"{model.replicas} replicas are all of {sorted(roles)}; prefill and decode need each other")
-    if roles != {"both"}:
-        if model.tensor_parallel * model.pipeline_parallel > 1:
-            problems.append("roles need engines of one device each (no tensor_parallel or pipeline_parallel)")
-        if not model.prefix_cache:
-            problems.append("roles need prefix_cache, which is off")
+    if roles != {"both"} and not model.prefix_cache:
+        problems.append("roles need prefix_cache, which is off")
     return problems
+
+
+def _placement(model: ModelConfig) -> list[str]:
+    """Mistakes in where ranks run."""
+    if model.placement is None:
+        return []
+    return model.placement.problems(model.tensor_parallel, model.pipeline_parallel)
 
 
 def _autoscale(model: ModelConfig) -> list[str]:

@@ -8,9 +8,19 @@ from typing import Literal
 
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.fields import setting
+from penstock.config.placement import PlacementConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.engine.adapters.spec import AdapterSpec
-from penstock.engine.config import ActivationForm, DType, EngineConfig, KVDType, Role, SpeculationForm, WeightForm
+from penstock.engine.config import (
+    ActivationForm,
+    AttentionForm,
+    DType,
+    EngineConfig,
+    KVDType,
+    Role,
+    SpeculationForm,
+    WeightForm,
+)
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -90,12 +100,19 @@ class ModelConfig:
     pipeline_parallel: int = setting(
         1, doc="Pipeline stages, each with some of the layers; times tensor_parallel devices in all.", least=1
     )
+    placement: PlacementConfig | None = setting(  # noqa: RUF009
+        None, doc="Ranks on other machines: which, and where they join.",
+        example="{machines: [local, host-b], listen: tcp://127.0.0.1:7001}",
+    )  # fmt: skip
     devices: tuple[str, ...] = setting(
         (), doc="Device of each rank; several may share one. Empty: consecutive ones from device on.",
         example="[cuda:0, cuda:0]",
     )  # fmt: skip
     expert_parallel: bool = setting(
         False, doc="Place experts whole on the tensor_parallel devices instead of cutting each of them."
+    )
+    attention_parallel: AttentionForm = setting(  # noqa: RUF009
+        "tensor", doc="With expert_parallel: devices share the heads (tensor), or have sequences of their own (data)."
     )
     expert_copies: int = setting(
         0, doc="With expert_parallel: experts on each device beyond its part, copies of the most visited.", least=0
@@ -112,6 +129,10 @@ class ModelConfig:
     host_idle_s: float = setting(
         30.0, doc="Seconds after which an unused KV block is offloaded to host_memory ahead of its eviction.", least=0
     )
+    disk_memory: int = setting(
+        0, doc="File for KV blocks that leave host_memory, per device; 0: none.", least=0, size=True,
+    )  # fmt: skip
+    disk_path: str = setting("", doc="Folder of that file, on a fast disk.", example="/var/cache/penstock")
     prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts with a common prefix.")
     deterministic: bool = setting(
         False, doc="Batch-invariant: the same bits for a request in any batch; slower, above all for prompts."
@@ -123,6 +144,10 @@ class ModelConfig:
     draft_model: str | None = setting(
         None, doc="Source of a smaller model with the same vocabulary, for speculation: draft.", example="smollm2-135m"
     )
+    draft_tensor_parallel: int | None = setting(
+        None, doc="Devices that split the draft model; when not set, as many of tensor_parallel as can.",
+        least=1, example="1",
+    )  # fmt: skip
     threads: int | None = setting(None, doc="CPU threads; when not set, all cores.", least=1, example="8")
     watchdog_s: float = setting(
         60.0, doc="Seconds with work but without a finished step after which the engine is restarted.", least=1
@@ -174,8 +199,11 @@ class ModelConfig:
 
     def engine_config(self, path: str) -> EngineConfig:
         """Settings of the engine; `path` is the resolved source."""
-        names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "role"}
-        return EngineConfig(model=path, **{name: getattr(self, name) for name in names})
+        names = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "role", "machines"}
+        machines: tuple[str, ...] = ()
+        if self.placement is not None:
+            machines = self.placement.ranks(self.tensor_parallel, self.pipeline_parallel)
+        return EngineConfig(model=path, machines=machines, **{name: getattr(self, name) for name in names})
 
     @property
     def first_replicas(self) -> int:

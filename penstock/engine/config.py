@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +13,10 @@ ActivationForm = Literal["auto", "int8", "int16"]
 KVDType = Literal["auto", "full", "int8", "fp8"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
 SpeculationForm = Literal["off", "ngram", "draft"]
+AttentionForm = Literal["tensor", "data"]
 Role = Literal["both", "prefill", "decode"]
+LOCAL = "local"
+"""The machine of rank 0, in a placement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,10 @@ class EngineConfig:
     """Bytes of host memory for blocks that leave the KV cache; they return when a prompt begins with them. 0: none."""
     host_idle_s: float = 30.0
     """Blocks unused for this long are copied to the host before their place is needed."""
+    disk_memory: int = 0
+    """Bytes of a file for blocks that leave host memory; they return when a prompt begins with them. 0: none."""
+    disk_path: str = ""
+    """Folder of that file, on a fast disk."""
     prefix_cache: bool = True
     deterministic: bool = False
     """Batch-invariant: a request's tokens and log-probabilities are bit-identical whatever else runs; slower."""
@@ -79,10 +87,15 @@ class EngineConfig:
     `device`."""
     expert_parallel: bool = False
     """Experts are placed whole on the `tensor_parallel` devices of a stage instead of being cut by width."""
+    attention_parallel: AttentionForm = "tensor"
+    """With `expert_parallel`. `tensor`: the devices of a stage share the heads. `data`: each has all heads, and
+    sequences of its own with their KV cache; tokens go to the devices of their experts and back."""
     expert_copies: int = 0
     """With `expert_parallel`: experts that each device holds beyond its part, copies of those with the most tokens."""
     expert_rebalance_s: float = 60.0
     """With `expert_parallel`: how often experts may move to even out the load of the devices; 0: never."""
+    machines: tuple[str, ...] = ()
+    """The machine of each rank, `local` being that of rank 0; empty when all are."""
     max_waiting: int = 4096
     """Requests beyond this are refused at once instead of queueing without bound."""
     threads: int | None = None
@@ -110,6 +123,14 @@ class EngineConfig:
         # Few sequences can have many draft tokens each; beyond that, more than one step's worth of rows never pays.
         return max(max_running, min(max_running * (1 + self.speculation_depth), 64))
 
+    def machine(self, rank: int) -> str:
+        """Where a rank runs."""
+        return self.machines[rank] if self.machines else LOCAL
+
+    @property
+    def spans_machines(self) -> bool:
+        return len(set(self.machines)) > 1
+
     @property
     def ranks(self) -> int:
         """Devices, and processes, of this engine."""
@@ -118,4 +139,5 @@ class EngineConfig:
     @property
     def ranks_per_device(self) -> int:
         """Most ranks that share a device by the settings."""
-        return max((self.devices.count(device) for device in self.devices), default=1)
+        places = list(zip(self.machines or itertools.repeat(""), self.devices, strict=False))
+        return max((places.count(place) for place in places), default=1)

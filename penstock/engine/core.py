@@ -58,8 +58,12 @@ from penstock.errors import ConfigError, ReplicaLost
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
+    from penstock.engine.parallel.machines import Machines
 
 log = logging.getLogger(__name__)
+
+_DISK_WAIT_S = 0.0005
+"""How long a step that can do nothing waits for blocks from disk."""
 
 
 class DeviceMeter(Protocol):
@@ -132,17 +136,22 @@ class Engine:
         checkpoint: object | None = None,
         grammars: MakeCompiler | None = None,
         find_adapter: Callable[[str], Path] = Path,
+        machines: Machines | None = None,
     ) -> Engine:
         """Read the checkpoint and make ready to run. `progress(phase, fraction)` reports how far it is; `grammars`
         makes the compiler for requests with a grammar, when the first of them comes; `find_adapter` turns an adapter's
-        source into a local folder, and may download it (it runs on a loader thread)."""
+        source into a local folder, and may download it (it runs on a loader thread); `machines` reaches those that
+        `config` places ranks on."""
         from penstock.engine.startup.engine import load_engine
 
-        return load_engine(config, progress, checkpoint, grammars, find_adapter)
+        return load_engine(config, progress, checkpoint, grammars, find_adapter, machines)
 
     def close(self) -> None:
         """Stop the other ranks, the meter and the grammar compiler. The engine cannot be used afterwards."""
         self._constraints.close()
+        host = self.scheduler.allocator.pool.host
+        if host is not None and host.disk is not None:
+            host.disk.close()
         if self.meter is not None:
             self.meter.close()
         if self.ranks is not None:
@@ -208,8 +217,11 @@ class Engine:
         if len(self._in_flight) > depth:
             self._collect(self._in_flight.popleft())
         if not self._deltas:
-            if batch is None and self.adapters is not None and not self._in_flight:
-                self.adapters.wait()
+            if batch is None and not self._in_flight:
+                if self.scheduler.recalling:
+                    time.sleep(_DISK_WAIT_S)
+                elif self.adapters is not None:
+                    self.adapters.wait()
             return None
         deltas, self._deltas = self._deltas, []
         return StepOutput(deltas, self.load_snapshot())

@@ -219,6 +219,12 @@ class EngineLoad:
     restored_blocks: int = 0
     host_hit_tokens: int = 0
     """Prompt tokens that came back from the host; they count in `prefix_hit_tokens` too."""
+    disk_blocks: int = 0
+    """Blocks on disk, and how many fit."""
+    total_disk_blocks: int = 0
+    disk_written_blocks: int = 0
+    """Blocks copied from the host to disk, and back."""
+    disk_read_blocks: int = 0
     drafts: int = 0
     """Times that draft tokens of a sequence were verified (speculation)."""
     draft_tokens: int = 0

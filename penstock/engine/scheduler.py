@@ -35,6 +35,8 @@ from penstock.engine.sequence import Sequence
 if TYPE_CHECKING:
     from penstock.engine.adapters.pool import AdapterPool
 
+RECALL_S = 10.0
+"""A sequence does not wait longer than this for its blocks to be read from disk; it is computed instead."""
 AGEING_S = 30.0
 LEAST_SHARE, LEAST_BESIDE_DECODES = 128, 32
 """Prompt tokens that are not divided further between steps in flight: a smaller step would read the weights for too
@@ -136,6 +138,8 @@ class Scheduler:
         self._live: dict[str, Sequence] = {}
         self._waiting: list[tuple[tuple[float, int], Sequence]] = []
         self._waiting_count = 0
+        self._recalls: dict[Sequence, tuple[list[bytes], float]] = {}
+        """Sequences that wait for blocks from disk: which, and since when."""
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._suspects: deque[Sequence] = deque()
         self._arrivals = 0
@@ -147,6 +151,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._live)
+
+    @property
+    def recalling(self) -> bool:
+        """Whether some sequence waits for blocks from disk."""
+        return bool(self._recalls)
 
     @property
     def next_waiting(self) -> Sequence | None:
@@ -181,12 +190,14 @@ class Scheduler:
             self._stop(seq)
         else:
             self._waiting_count -= 1
+            self._recalls.pop(seq, None)
         if self.adapters is not None and seq.request.adapter:
             self.adapters.forget(seq)
         self._tidy()
 
     def check_idle(self) -> None:
         """Assert that nothing is held though nothing is live; for tests and soaks."""
+        assert not self._recalls, "an ended sequence waits for its blocks"
         assert not self._live and not self.running and self._waiting_count == 0, f"{len(self._live)} sequences live"
         assert sorted(self._rows) == list(range(self.max_running)), f"{self.max_running - len(self._rows)} rows leaked"
         assert self.allocator.pool.used == 0, f"{self.allocator.pool.used} blocks leaked"
@@ -215,7 +226,7 @@ class Scheduler:
         count = min(drafts, seq.limit - seq.length - 1)
         end = seq.length + count
         missing = self.allocator.blocks_for(end) - len(seq.blocks)
-        if missing > 0 and self.allocator.pool.free - missing < len(self.running):
+        if missing > 0 and self.allocator.free_for(seq) - missing < len(self.running):
             end = len(seq.blocks) * self.allocator.block_size  # what its blocks hold anyway
         self.allocator.grow(seq, end)
         return max(end - seq.length, 0)
@@ -228,6 +239,8 @@ class Scheduler:
         self.allocator.tick(now)
         if self._suspects:
             return self._schedule_suspect(now)
+        if self._recalls:
+            self.resume(self._recalled(now))
         if self.adapters is not None:
             self.resume(self.adapters.returning(now))
         chunks, budget = self._continue_running(drafts or {})
@@ -350,7 +363,7 @@ class Scheduler:
             length = min(remaining, budget)
             end = seq.computed + length
             while not (roomy and end <= len(seq.blocks) * size) and not grow(seq, end):
-                victim = self._latest()
+                victim = self._latest(seq.base)
                 self.preempt(victim)
                 dropped = chunks.pop(victim, None)
                 budget += dropped.length if dropped else 0
@@ -371,17 +384,39 @@ class Scheduler:
 
     def _admit(self, budget: int, now: float) -> Chunk | None:
         """Start the first waiting sequence, if all it has so far fits (so that it is not preempted at once)."""
-        seq = self._first_waiting(now)
-        if seq is None or seq.pending:
-            return None
-        cached = self.allocator.match(seq)
-        if self.allocator.shortfall(cached, seq.length) > 0:
-            return None
-        heapq.heappop(self._waiting)
-        return self._start(seq, cached, budget, now)
+        while True:
+            seq = self._first_waiting(now)
+            if seq is None or seq.pending:
+                return None
+            cached = self.allocator.match(seq)
+            if self.allocator.shortfall(cached, seq.length, seq) > 0:
+                return None
+            heapq.heappop(self._waiting)
+            if seq.recalled or not self._recall(seq, now):
+                return self._start(seq, cached, budget, now)
+
+    def _recall(self, seq: Sequence, now: float) -> bool:
+        """Whether a sequence waits for blocks that are on disk; others may go before it meanwhile."""
+        names = self.allocator.recall(seq)
+        if names:
+            seq.recalled = True
+            self._recalls[seq] = (names, now)
+        return bool(names)
+
+    def _recalled(self, now: float) -> list[Sequence]:
+        """Sequences whose blocks have been read from disk, or take too long."""
+        host = self.allocator.pool.host
+        assert host is not None
+        back = [
+            seq for seq, (names, since) in self._recalls.items() if now - since > RECALL_S or not host.is_coming(names)
+        ]
+        for seq in back:
+            del self._recalls[seq]
+        return back
 
     def _start(self, seq: Sequence, cached: list[Found], budget: int, now: float) -> Chunk:
         self._waiting_count -= 1
+        seq.recalled = False
         seq.row = self._rows.pop()
         seq.epoch += 1
         self.running[seq] = None
@@ -410,8 +445,9 @@ class Scheduler:
         if self.adapters is not None:
             self.adapters.stop(seq)
 
-    def _latest(self) -> Sequence:
-        return max(self.running, key=lambda seq: seq.key)
+    def _latest(self, base: int | None = None) -> Sequence:
+        """The running sequence that is preempted first, of those whose blocks are in the cache `base`."""
+        return max((s for s in self.running if base is None or s.base == base), key=lambda seq: seq.key)
 
     def _chunk(self, seq: Sequence, length: int, drafts: tuple[int, ...] = ()) -> Chunk:
         start = seq.computed
@@ -431,7 +467,8 @@ class Scheduler:
         if seq not in self.running:
             self._waiting = [entry for entry in self._waiting if entry[1] is not seq]
             heapq.heapify(self._waiting)
-            while not self._rows or self.allocator.shortfall([], seq.length) > 0 or not self._has_slot(seq):
+            self._recalls.pop(seq, None)
+            while not self._rows or self.allocator.shortfall([], seq.length, seq) > 0 or not self._has_slot(seq):
                 if not self.running:
                     return None  # steps in flight hold the rows
                 self.preempt(self._latest())
@@ -439,7 +476,7 @@ class Scheduler:
         else:
             length = min(self._remaining(seq), self.token_budget)
             while not self.allocator.grow(seq, seq.computed + length):
-                self.preempt(max((s for s in self.running if s is not seq), key=lambda s: s.key))
+                self.preempt(max((s for s in self.running if s is not seq and s.base == seq.base), key=lambda s: s.key))
             chunk = self._chunk(seq, length)
         if chunk.samples:
             self._suspects.popleft()

@@ -22,6 +22,7 @@ class Sequence:
     __slots__ = (
         "adapter",
         "arrived",
+        "base",
         "block_names",
         "blocks",
         "cached_tokens",
@@ -40,6 +41,7 @@ class Sequence:
         "pending",
         "prompt_len",
         "prompt_logprobs",
+        "recalled",
         "released",
         "request",
         "root",
@@ -66,12 +68,16 @@ class Sequence:
         """Tokens whose keys and values are in the cache once the scheduled steps have run."""
         self.pending = 0
         self.blocks: list[int] = []
+        self.base = 0
+        """Which cache they are in, where there are several; see `kv.partition`."""
         self.root = root_name(request.cache_salt)
         self.block_names: list[bytes] = []
         self.named = 0
         """How many leading blocks are already known to the prefix cache."""
         self.released = 0
         """How many leading blocks were released because a sliding window has passed them."""
+        self.recalled = False
+        """Whether blocks of its beginning have been read from disk for it since it last ran."""
         self.row = -1
         """Row in the runner's device tensors while running."""
         self.adapter: LoadedAdapter | None = None

@@ -200,11 +200,11 @@ class Deployment:
 
     @property
     def draft(self) -> Deployment | None:
-        """The draft model, spread over the devices of the first stage: as many of them as divide it."""
+        """The draft model, spread over the devices of the first stage: as many of them as split it evenly."""
         shape = None if self.speculation is None else self.speculation.draft
         if shape is None:
             return None
-        tensor = max(size for size in possible_tensor_parallel(shape) if self.tensor_parallel % size == 0)
+        tensor = max(size for size in possible_tensor_parallel(shape) if size <= self.tensor_parallel)
         return replace(
             self,
             shape=shape,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket as sockets
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -96,7 +96,11 @@ class Listener:
         curve: CurveServer | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
         send_limit: int = SEND_LIMIT,
+        silence_s: float = 10.0,
+        on_stranger: Callable[[str], None] | None = None,
     ) -> None:
+        """`silence_s`: a TCP connection that answers no heartbeat for this long is closed. `on_stranger`: told the key
+        of a client that was refused, from another thread."""
         _check(endpoint, curve)
         self.secret_key = "" if curve is None else curve.secret_key
         """This engine's own key, also where it is the client of another engine."""
@@ -112,11 +116,10 @@ class Listener:
         self.socket.setsockopt(zmq.LINGER, 300)
         if endpoint.startswith("tcp://"):
             # Half-open connections are found by the socket itself, also while a long step runs.
-            self.socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+            set_heartbeats(self.socket, silence_s)
         try:
             if curve is not None:
-                self._admit(curve)
+                self._admit(curve, on_stranger)
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
@@ -124,14 +127,14 @@ class Listener:
         self.endpoint: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         """Where it really listens: `tcp://127.0.0.1:*` becomes a port."""
 
-    def _admit(self, curve: CurveServer) -> None:
+    def _admit(self, curve: CurveServer, on_stranger: Callable[[str], None] | None) -> None:
         public_key(curve.secret_key)
         self.socket.setsockopt(zmq.CURVE_SERVER, 1)
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, curve.secret_key.encode())
         self.socket.setsockopt(zmq.ZAP_DOMAIN, b"engine")
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("engine", _Allowed(frozenset(curve.clients)))
+        self._authenticator.configure_curve_callback("engine", _Allowed(frozenset(curve.clients), on_stranger))
 
     def close(self) -> None:
         """Idempotent; waits briefly for the last messages to leave."""
@@ -156,11 +159,21 @@ class Listener:
 class _Allowed:
     """The credentials provider that the authenticator asks about each client's key."""
 
-    def __init__(self, clients: frozenset[str]) -> None:
+    def __init__(self, clients: frozenset[str], on_stranger: Callable[[str], None] | None) -> None:
         self._clients = clients
+        self._on_stranger = on_stranger
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return domain == "engine" and key.decode() in self._clients
+        allowed = domain == "engine" and key.decode() in self._clients
+        if not allowed and self._on_stranger is not None:
+            self._on_stranger(key.decode())
+        return allowed
+
+
+def set_heartbeats(socket: zmq.Socket[bytes], silence_s: float) -> None:
+    """Have libzmq's own thread close a TCP connection on which nothing arrives for so long."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(1000 * silence_s))
 
 
 def _check(endpoint: str, curve: CurveServer | None) -> None:

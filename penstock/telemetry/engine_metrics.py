@@ -107,6 +107,25 @@ _LOADS: tuple[tuple[str, str, str, Callable[[EngineLoad], float]], ...] = (
         "Prompt tokens found in host memory.",
         lambda load: load.host_hit_tokens,
     ),
+    ("gauge", "penstock_kv_disk_blocks_used", "KV blocks on disk.", lambda load: load.disk_blocks),
+    (
+        "gauge",
+        "penstock_kv_disk_blocks",
+        "Capacity of the disk tier in KV blocks.",
+        lambda load: load.total_disk_blocks,
+    ),
+    (
+        "counter",
+        "penstock_kv_disk_blocks_written_total",
+        "KV blocks written to disk.",
+        lambda load: load.disk_written_blocks,
+    ),
+    (
+        "counter",
+        "penstock_kv_disk_blocks_read_total",
+        "KV blocks read back from disk.",
+        lambda load: load.disk_read_blocks,
+    ),
     ("counter", "penstock_engine_steps_total", "Engine steps.", lambda load: load.steps),
 )
 

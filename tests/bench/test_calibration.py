@@ -83,6 +83,8 @@ def test_prompts_and_decode_steps_are_measured_apart() -> None:
         ("2 x 8/7, 2 decoding at 13", 2),
     ]
     assert [seconds for _, _, seconds in found[1:]] == pytest.approx([0.2, 0.2, 0.2])
+    (alone,) = calibration._measurements(workload, works, Trace(steps=steps[:1]))
+    assert alone == found[0], "a workload of one token each decodes nothing"
 
 
 @pytest.mark.parametrize(

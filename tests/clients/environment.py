@@ -159,10 +159,11 @@ def _interpreter(client: Client) -> str:
     if not client.interpreter:
         return sys.executable
     versions = sorted(Path("~/.pyenv/versions").expanduser().glob(f"*/bin/{client.interpreter}"))
-    found = shutil.which(client.interpreter) or (str(versions[0]) if versions else None)
-    if found is None:
-        pytest.skip(f"{client.name} needs {client.interpreter}, which is not installed")
-    return found
+    for candidate in (shutil.which(client.interpreter), *map(str, versions)):
+        # pyenv puts a script of that name in the path even where that version is not in use.
+        if candidate and subprocess.run([candidate, "--version"], capture_output=True).returncode == 0:
+            return candidate
+    pytest.skip(f"{client.name} needs {client.interpreter}, which is not installed")
 
 
 def _call(command: Sequence[str]) -> None:

@@ -132,10 +132,14 @@ def test_every_mistake_is_reported_at_once() -> None:
         ("encoders: [{name: smollm2-135m}]", "is already taken by models[0]"),
         ("models: [{speculation: draft}]", "needs a draft_model"),
         ("models: [{draft_model: a}]", "only used with speculation: draft"),
+        ("models: [{draft_tensor_parallel: 1}]", "only used with speculation: draft"),
+        (
+            "models: [{speculation: draft, draft_model: a, draft_tensor_parallel: 2}]",
+            "draft_tensor_parallel is more than tensor_parallel",
+        ),
         ("models: [{replicas: 2, replica_roles: [prefill]}]", "prefill and decode need each other"),
         ("models: [{replicas: 2, replica_roles: [prefil, decode]}]", "prefill"),
         ("models: [{replicas: 2, replica_roles: [prefill, decode], prefix_cache: false}]", "roles need prefix_cache"),
-        ("models: [{replicas: 2, replica_roles: [prefill, decode], tensor_parallel: 2}]", "one device each"),
         ("server: {port: 1}\nserver: {port: 2}", "already given at penstock.yaml:1"),
         ("server: [", "penstock.yaml:1: not valid YAML"),
         ("a: &x [*x]", "must not contain itself"),
@@ -217,7 +221,8 @@ def test_every_key_is_documented() -> None:
 
 
 def test_every_engine_setting_can_be_configured() -> None:
-    assert {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "role"} <= {
+    made = {"model", "role", "machines"}  # by the resolved source, the replica, the placement
+    assert {field.name for field in dataclasses.fields(EngineConfig)} - made <= {
         field.name for field in dataclasses.fields(ModelConfig)
     }
     engine = ModelConfig(name="m", source="s", max_running=3, kv_memory=5).engine_config("/path")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,26 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import Server, free_port
+from tests.e2e.test_parallel import ranks
 from tests.engine_host.client import eventually
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder, port = tmp_path_factory.mktemp("roles"), free_port()
+@pytest.fixture
+def server(default_model: Path, tmp_path: Path) -> Iterator[Server]:
+    with serving(default_model, tmp_path) as running:
+        yield running
+
+
+@contextmanager
+def serving(model: Path, folder: Path, more: str = "") -> Iterator[Server]:
+    port = free_port()
     (folder / "penstock.yaml").write_text(
-        f"models: [{{name: small, source: {default_model}, replicas: 2, replica_roles: [prefill, decode], "
-        "handover_tokens: 128, max_model_len: 2048, threads: 1, token_budget: 64}]\n"
+        f"models: [{{name: small, source: {model}, replicas: 2, replica_roles: [prefill, decode], "
+        f"handover_tokens: 128, max_model_len: 2048, threads: 1, token_budget: 64{more}}}]\n"
         f"server: {{port: {port}, drain_s: 5}}\ngeneration: {{time_limit_s: null}}\nencoders: []\n"
+        "resilience: {resume_s: 180}\n"
     )
     command = [sys.executable, "-m", "penstock", "serve", "-c", str(folder / "penstock.yaml")]
     process = subprocess.Popen(command)
@@ -73,6 +82,26 @@ def test_an_answer_survives_whatever_becomes_of_the_engine_that_computes_its_pro
     ask(server, story(3))
     assert eventually(lambda: server.metric("penstock_handovers_total") == 2, 30)
     assert answers[0]["choices"][0]["text"] == ask(server, story(2))["choices"][0]["text"]
+
+
+def test_a_rank_that_dies_on_either_side_of_a_handover_loses_nothing(default_model: Path, tmp_path: Path) -> None:
+    """Both replicas on three ranks, and host memory behind them."""
+    with serving(default_model, tmp_path, ", tensor_parallel: 3, host_memory: 64MiB, watchdog_s: 120") as server:
+        expected = ask(server, story(1))["choices"][0]["text"]
+        assert eventually(lambda: server.metric("penstock_handovers_total") == 1, 10)
+        assert server.metric("penstock_handover_blocks_received_total") > 10
+        for number, role in ((2, "prefill"), (3, "decode")):
+            (engine,) = [pid for pid in server.children("engine") if role in _command(pid)]
+            replies: list[dict[str, Any]] = []
+            thread = threading.Thread(target=lambda n, to: to.append(ask(server, story(n))), args=(number, replies))
+            thread.start()
+            assert eventually(lambda: server.metric("penstock_handover_waiting") == 1, 60)
+            os.kill(ranks(engine)[0], signal.SIGKILL)
+            thread.join(300)
+            assert len(replies) == 1 and replies[0]["usage"]["completion_tokens"] == 12
+            assert eventually(lambda: server.metric("penstock_engine_up") == 2, 180)
+            assert replies[0]["choices"][0]["text"] == ask(server, story(number))["choices"][0]["text"]
+        assert ask(server, story(1))["choices"][0]["text"] == expected
 
 
 def _command(pid: int) -> list[str]:

@@ -50,3 +50,35 @@ def test_three_ranks_answer_and_a_killed_one_is_replaced_with_its_engine() -> No
         assert set(ranks(server.children()["engine"])).isdisjoint(before)
     finally:
         server.close()
+
+
+@pytest.mark.slow
+def test_ranks_share_a_draft_model_and_sleep_with_it() -> None:
+    """The default model as its own draft: every draft token of it is right. Asleep, the ranks are gone."""
+    settings = ("speculation=draft", "draft_model=smollm2-135m")
+    server = Server("--tensor-parallel", "3", *(word for one in settings for word in ("--set", f"models.0.{one}")))
+    try:
+        server.wait_for("curl http")
+        engine = server.children()["engine"]
+        for turn in range(2):
+            before = ranks(engine)
+            assert len(before) == 2
+            drafted = server.ask(max_tokens=40, ignore_eos=True).json()["choices"][0]["message"]["content"]
+            plain = server.ask(max_tokens=40, ignore_eos=True, speculation=False).json()
+            assert "Paris" in drafted and drafted == plain["choices"][0]["message"]["content"]
+            metrics = httpx.get(f"{server.url}/metrics").text
+            tried, accepted = (count(metrics, f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted"))
+            assert accepted == tried > 0
+            if turn:
+                break
+            for action in ("sleep", "wake"):
+                done = httpx.post(f"{server.url}/v1/admin/models/smollm2-135m/{action}", timeout=120)
+                assert done.status_code == 200, done.text
+                assert not any(alive(pid) for pid in before)
+        assert server.children()["engine"] == engine, "it is the same process"
+    finally:
+        server.close()
+
+
+def count(metrics: str, name: str) -> float:
+    return sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(name))

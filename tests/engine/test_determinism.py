@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends import cpu
+from penstock.engine.backends.cpu.backend import CpuBackend
 from penstock.engine.backends.cpu.dense_linear import DenseLinear
 from penstock.engine.core import Engine
 from penstock.engine.request import Delta, Request, SamplingParams, TokenLogprob
 from penstock.errors import ConfigError
+from tests.engine.adapters.files import write_adapter
 from tests.engine.harness import assert_idle, drain, make_engine
 from tests.engine.speculative.forced import Oracle, eager_engine
 from tests.engine.tiny import write_checkpoint
@@ -123,7 +128,28 @@ def test_dense_linears_ignore_how_many_rows_there_are(shape: tuple[int, int], dt
     assert torch.allclose(whole.double(), exact, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
 
 
+@native
+def test_the_same_bits_with_experts_and_with_adapters(tmp_path: Path) -> None:
+    """Any number of tokens for an expert, or of an adapter, at a time."""
+    for family in ("qwen3-moe", "llama-gqa"):
+        folder = write_checkpoint(family, tmp_path / family, spread=0.6)
+        targets = ("q_proj", "v_proj", "o_proj")
+        files = [
+            write_adapter(tmp_path / f"{family}{i}", folder, rank=5 + i, seed=i, targets=targets) for i in range(2)
+        ]
+        specs = tuple(AdapterSpec(str(i), str(file)) for i, file in enumerate(files))
+        requests = [replace(request, adapter=str(i)) for i, request in enumerate([*WATCHED[:2]])] + [WATCHED[2]]
+        engine = make_engine(folder, deterministic=True, num_blocks=400, adapters=specs, token_budget=64)
+        expected = {request.request_id: bits(run(engine, [request]), request.request_id) for request in requests}
+        others = [replace(other, adapter=str(i % 2)) for i, other in enumerate(others_in_batch(4))]
+        deltas = run(engine, others + requests)
+        for name, wanted in expected.items():
+            assert bits(deltas, name) == wanted, (family, name)
+
+
 def test_what_has_no_deterministic_form_is_refused(tmp_path: Path) -> None:
     experts = write_checkpoint("mixtral", tmp_path)
-    with pytest.raises(ConfigError, match="mixture-of-experts"):
+    with patch.object(CpuBackend, "all_invariant", False), pytest.raises(ConfigError, match="mixture-of-experts"):
         make_engine(experts, deterministic=True)
+    with patch.object(CpuBackend, "all_invariant", False), pytest.raises(ConfigError, match="with adapters on this"):
+        make_engine(write_checkpoint("llama-gqa", tmp_path / "dense"), deterministic=True, adapter_slots=2)

@@ -42,6 +42,11 @@ def test_logprobs_stay_close_at_long_context(folder: Path, kv_dtype: str, limit:
     assert float((exact[-100:] - close[-100:]).abs().mean()) < limit, "the error grows with the context"
 
 
+def test_an_fp8_cache_beside_weights_that_are_calibrated(folder: Path) -> None:
+    close = prompt_logprobs(folder, kv_dtype="fp8", weights="int8", activations="int8")
+    assert (close - prompt_logprobs(folder)).abs().mean() < 0.1
+
+
 def test_one_byte_per_number_doubles_the_blocks(folder: Path) -> None:
     blocks = {
         kv_dtype: make_engine(folder, kv_dtype=kv_dtype, kv_memory=1 << 20).info.num_blocks

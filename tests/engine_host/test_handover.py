@@ -20,6 +20,7 @@ import pytest
 
 from penstock.engine.core import Engine
 from penstock.engine.request import Delta, Handover, HandoverLoad, Request
+from penstock.errors import ConfigError
 from penstock.protocol.messages import Abort, Count, Counted, Drain, Produced, Submit
 from penstock.protocol.transport import CurveServer, generate_keypair
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
@@ -335,6 +336,30 @@ def test_blocks_that_do_not_fit_are_refused_with_the_reason(
         assert world.counts.fallbacks == 2 and world.counts.blocks_in == 0
     told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert len(told) == 1 and why in told[0]
+
+
+@pytest.mark.parametrize("side", ["giver", "taker"])
+def test_without_memory_for_blocks_prompts_are_computed_where_they_are_used(
+    folder: Path, alone: Engine, caplog: pytest.LogCaptureFixture, side: str
+) -> None:
+    giver = make_engine(folder, role="prefill")
+    with serving(giver) as running, decoder(folder, source(running.endpoint)) as world:
+        exchange = (giver if side == "giver" else world.engine).exchange
+        assert exchange is not None
+        make = exchange._make_mover
+
+        def refuse(num_slots: int) -> Any:
+            raise ConfigError("it cannot be pinned")
+
+        exchange._make_mover = refuse
+        for number in (1, 2):
+            request = greedy(f"r{number}", text(number), 6)
+            assert world.answer(request)[0] == generate(alone, request)[request.request_id]
+        assert world.counts.blocks_in == 0
+        exchange._make_mover = make
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told == ["no blocks are handed over: it cannot be pinned"]
+    assert_idle(giver)
 
 
 def test_between_machines_the_connection_is_encrypted_and_strangers_get_nothing(folder: Path, alone: Engine) -> None:

@@ -30,7 +30,7 @@ import torch.distributed as dist  # noqa: E402
 from penstock.engine.backends.cuda import peer_memory  # noqa: E402
 from penstock.engine.backends.cuda.kernels import peers as kernels  # noqa: E402
 
-SIZES = [(tokens, hidden) for tokens in (1, 2, 4, 8, 16, 32, 64) for hidden in (4096, 8192)]
+SIZES = [(tokens, hidden) for tokens in (1, 8, 64) for hidden in (4096, 8192)]
 
 
 @contextlib.contextmanager
@@ -58,13 +58,13 @@ def mps() -> Iterator[dict[str, str] | None]:
             subprocess.run([control], input="quit\n", text=True, env=here, capture_output=True, timeout=20)
 
 
-def spawn(work: str, size: int, environment: dict[str, str] | None = None, timeout_s: float = 80) -> Any:
+def spawn(work: str, size: int, environment: dict[str, str] | None = None, timeout_s: float = 80, *args: int) -> Any:
     """Run `work` on `size` ranks, a process each; what rank 0 returns."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, work, folder, str(size)]
         given = os.environ | {"PYTHONPATH": str(ROOT)} | (environment or {})
         print(f"{work} on {size} ranks", flush=True)
-        ranks = [subprocess.Popen([*command, str(rank)], env=given) for rank in range(size)]
+        ranks = [subprocess.Popen([*command, str(rank), *map(str, args)], env=given) for rank in range(size)]
         deadline = time.monotonic() + timeout_s
         try:
             for rank in ranks:
@@ -86,7 +86,7 @@ class Meeting:
         torch.cuda.set_device(self.device)
         regions = peer_memory.open_regions(store, rank, size, kernels.REGION_BYTES, self.device)
         assert regions is not None, "the ranks cannot open each other's memory"
-        self.peers = kernels.Peers(regions, rank, self.device, timeout_s=20.0)
+        self.peers = kernels.Peers(regions, rank, self.device, 20.0, size)
         self._turns = 0
 
     def together(self) -> None:
@@ -97,7 +97,7 @@ class Meeting:
             time.sleep(0.0005)
 
 
-def latency(meeting: Meeting, sizes: list[tuple[int, int]] | None = None, each: int = 20) -> list[list[Any]]:
+def latency(meeting: Meeting, sizes: list[tuple[int, int]] | None = None, each: int = 100) -> list[list[Any]]:
     """Microseconds of an all-reduce with residual addition and norm inside a graph, by tokens, width and form."""
     rows = []
     for tokens, hidden in sizes or SIZES:
@@ -132,6 +132,7 @@ def timed(meeting: Meeting, work: Callable[[], object], each: int) -> float:
         meeting.together()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
+            work()  # the ranks start at different times; behind this they are together
             begin.record()
             graph.replay()
             end.record()
@@ -147,6 +148,94 @@ def few_latencies(meeting: Meeting) -> list[list[Any]]:
 
 def quick_latency(meeting: Meeting) -> list[list[Any]]:
     return latency(meeting, [(1, 4096), (64, 8192)])
+
+
+def check_collectives(meeting: Meeting) -> int:
+    """Sums, norms, gathers and broadcasts of many shapes against the same in float64; how many were right."""
+    rank, size, device, peers, checked = meeting.rank, meeting.size, meeting.device, meeting.peers, 0
+    # Every shape and type is another kernel to compile: few of each.
+    every = (torch.bfloat16, torch.float16, torch.float32)
+    shapes = [(1, 4096, every[:1]), (64, 8192, every[:1]), (200, 1000, every), (65, 16384, every[:1])]
+    for number, (tokens, hidden, dtypes) in enumerate(shapes):
+        for dtype in dtypes:
+            rng = torch.Generator(device=device).manual_seed(number)
+
+            def draw(*shape: int, rng: Any = rng, dtype: torch.dtype = dtype) -> torch.Tensor:
+                return torch.randn(*shape, generator=rng, device=device).to(dtype)
+
+            parts = [draw(tokens, hidden) for _ in range(size)]
+            residual, weight, x_weight = draw(tokens, hidden), draw(hidden), draw(hidden)
+            total = sum(part.double() for part in parts)
+            rounded = parts[0].float()
+            for part in parts[1:]:
+                rounded = rounded + part.float()
+            rounded = rounded.to(dtype)
+            for two_shot in (False, True):
+                assert torch.equal(kernels.all_reduce(peers, parts[rank].clone(), two_shot=two_shot), rounded)
+                for before in (None, x_weight) if hidden == 1000 else (None,):
+                    stream = residual.clone()
+                    got = kernels.all_reduce_add_norm(
+                        peers, parts[rank], stream, weight, 1e-5, before, two_shot=two_shot
+                    )
+                    added = total if before is None else _normed(total, before)
+                    close("residual", stream, residual.double() + added)
+                    close("norm", got, _normed(residual.double() + added, weight))
+                    checked += 2
+            if hidden == 4096:
+                data, scale = kernels.all_reduce_add_norm_fp8(peers, parts[rank], residual.clone(), weight, 1e-5)
+                close("fp8", data.float() * scale, _normed(residual.double() + total, weight), 0.05)
+            joined = kernels.all_gather(peers, parts[rank], size * hidden - 5)
+            assert torch.equal(joined, torch.cat(parts, 1)[:, : size * hidden - 5])
+            checked += 1
+    for count in (1, 7, 1024, 5000):
+        ids = torch.randperm(100_000, generator=torch.Generator().manual_seed(count))[:count].to(device)
+        got = ids.clone() if rank == 0 else torch.zeros_like(ids)
+        assert torch.equal(kernels.broadcast(peers, got), ids)
+        checked += 1
+    return checked + _check_graphs(meeting)
+
+
+def _check_graphs(meeting: Meeting) -> int:
+    """A captured chain of exchanges of different shapes, replayed with new inputs."""
+    device, peers = meeting.device, meeting.peers
+    x, y = torch.zeros(5, 512, device=device), torch.zeros(70, 64, device=device)
+    ids = torch.zeros(9, dtype=torch.int64, device=device)
+
+    def work() -> tuple[torch.Tensor, ...]:
+        first = kernels.all_reduce(peers, x.clone())
+        second = kernels.all_reduce(peers, y.clone(), two_shot=True)
+        third = kernels.broadcast(peers, ids.clone())
+        return first, second, third, kernels.all_gather(peers, first[:, :8] + meeting.rank, 8 * meeting.size)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        first, second, third, fourth = work()
+    for turn in range(1, 6):
+        x.fill_(turn + meeting.rank)
+        y.fill_(turn * (1 + meeting.rank))
+        ids.fill_(turn if meeting.rank == 0 else -1)
+        graph.replay()
+        torch.cuda.synchronize()
+        ranks = range(meeting.size)
+        assert float(first.min()) == float(first.max()) == sum(turn + rank for rank in ranks)
+        assert float(second.min()) == float(second.max()) == sum(turn * (1 + rank) for rank in ranks)
+        assert int(third.min()) == int(third.max()) == turn
+        assert torch.equal(fourth[0, ::8].cpu(), float(first[0, 0]) + torch.arange(meeting.size, dtype=torch.float32))
+    return 5
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+
+
+def close(name: str, got: torch.Tensor, want: torch.Tensor, limit: float | None = None) -> None:
+    limit = limit or {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[got.dtype]
+    error = float((got.double() - want).norm() / want.norm())
+    assert error <= limit, f"{name}: relative error {error:.1e}"  # NaN fails too
 
 
 def probe() -> None:
@@ -178,6 +267,12 @@ def main() -> None:
         probe()
         return
     work, folder, size, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    if work.startswith("engine_"):
+        import rank_engines
+
+        (Path(folder) / "result").write_text(json.dumps(getattr(rank_engines, work)(*map(int, sys.argv[5:]))))
+        sys.stdout.flush()
+        os._exit(0)
     store = dist.FileStore(f"{folder}/store", size)  # type: ignore[attr-defined]
     with torch.inference_mode():
         result = globals()[work](Meeting(store, rank, size))

@@ -35,6 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-bench", action="store_true")
     parser.add_argument("--no-test", action="store_true")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--no-build", action="store_true", help="build kernels when they are first launched")
     parser.add_argument("--shard", default="0/1", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -83,7 +84,7 @@ def main() -> int:
     print(f"mode {harness.MODE}, seed {harness.seed()}", flush=True)
     if harness.MODE == "compile":
         harness.install_compile_mode(*map(int, options.shard.split("/")))
-    elif harness.MODE == "device":
+    elif harness.MODE == "device" and not options.no_build:
         build_in_parallel(options, harness.seed())
 
     failures = []

@@ -1,88 +1,34 @@
-"""Sleep on CUDA, and as much of tensor parallelism as one GPU can show.
+"""As much of tensor parallelism as one GPU can show.
 
-NCCL wants a GPU per rank, so its groups are tried with one member; two shards share the GPU over gloo instead, which
-runs everything else of the CUDA path: the cut weights, the eager steps, tokens that never see the host.
+NCCL wants a GPU per rank, so its groups are tried with one member. Ranks are processes that share the GPU (see
+`peer_ranks`): all else runs as on several GPUs, with peer memory at the speed of one GPU's own.
 """
 
 from __future__ import annotations
 
-import gc
-import itertools
+import multiprocessing
 import os
-import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from penstock.bench import shapes  # noqa: E402
-from penstock.engine.backends import copy_streams  # noqa: E402
+from penstock.bench import shapes, shard  # noqa: E402
 from penstock.engine.backends.cuda.device import TorchCudaBackend  # noqa: E402
-from penstock.engine.backends.host_memory import Slabs  # noqa: E402
-from penstock.engine.backends.reference.backend import ReferenceBackend  # noqa: E402
+from penstock.engine.backends.cuda.kernels import peers  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
-from penstock.engine.core import Engine  # noqa: E402
-from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
-from penstock.engine.parallel import groups, launch  # noqa: E402
-from penstock.engine.parallel.member import Member  # noqa: E402
-from penstock.engine.sleep.offload import offload  # noqa: E402
-from tests.engine.harness import assert_idle, generate, greedy  # noqa: E402
-from tests.engine.parallel.threads import _spawn  # noqa: E402
-from tests.gpu.gpu_harness import Row  # noqa: E402
+from penstock.engine.parallel import groups  # noqa: E402
+from tests.gpu import peer_ranks  # noqa: E402
+from tests.gpu.gpu_harness import MODE, Row  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
-SMALL = {
-    "model_type": "llama",
-    "vocab_size": 499,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
-
-
-def load(config: dict[str, object] = SMALL, **settings: object) -> Engine:
-    checkpoint = RandomCheckpoint(config, device="cuda", dtype=torch.float32)
-    given = {"device": "cuda", "dtype": "float32", "max_running": 8, "num_blocks": 200, **settings}
-    return Engine.load(EngineConfig("random", **given), checkpoint=checkpoint)  # type: ignore[arg-type]
-
-
-def requests() -> list:  # type: ignore[type-arg]
-    rng = random.Random(1)
-    return [greedy(f"r{n}", [rng.randrange(499) for _ in range(n)], 24) for n in (1, 9, 70, 200)]
-
-
-def test_a_sleeping_engine_frees_the_device_and_wakes_with_the_same_answers() -> None:
-    if not ON_DEVICE:
-        return
-    gc.collect()  # engines of other tests, held by reference cycles
-    torch._C._cuda_clearCublasWorkspaces()
-    others = torch.cuda.memory_allocated()
-    engine = load(num_blocks=20_000)
-    expected = generate(engine, *requests())
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated() - others
-    offloaded = offload(engine)
-    asleep = torch.cuda.memory_allocated() - others
-    assert asleep < before / 20, (before, asleep)
-    woken = offloaded.restore()
-    assert woken is engine
-    assert generate(engine, *requests()) == expected
-    assert_idle(engine)
-    offloaded = offload(engine)
-    assert torch.cuda.memory_allocated() - others <= 2 * asleep + (1 << 20), "sleeping again leaves no more behind"
-    assert generate(offloaded.restore(), *requests()) == expected
 
 
 def test_nccl_groups_of_one_sum_gather_and_can_be_captured() -> None:
@@ -115,83 +61,165 @@ def nccl() -> None:
         os._exit(0)
 
 
-def test_two_shards_on_one_gpu_answer_like_one() -> None:
+def test_sums_gathers_and_broadcasts_over_peer_memory() -> None:
+    """Two and four ranks, a process each, under MPS where there is one; in the interpreter two, with little data."""
+    if ON_DEVICE:
+        for size in (2, 4):
+            with peer_ranks.mps() as environment:
+                assert peer_ranks.spawn("check_collectives", size, environment, 60) > 40
+    elif MODE == "interpret":
+        interpreted_peers()
+    else:
+        compiled_peers()
+
+
+def interpreted_peers() -> None:
+    """Forked processes share memory at the same addresses, which is all that the kernels need."""
+    size = 2
+    memory = torch.zeros(size, peers.REGION_BYTES, dtype=torch.uint8).share_memory_()
+    regions = [region.data_ptr() for region in memory]
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=exchange_a_little, args=(regions, rank), daemon=True) for rank in range(size)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    assert codes == [0] * size, codes
+
+
+def exchange_a_little(regions: list[int], rank: int) -> None:
+    group = peers.Peers(regions, rank, torch.device("cpu"), timeout_s=1e3)
+    for turn, (rows, two_shot) in enumerate(((1, False), (3, True), (2, False))):
+        rng = torch.Generator().manual_seed(turn)
+        parts = [torch.randn(rows, 16, generator=rng) for _ in regions]
+        residual, weight = torch.randn(rows, 16, generator=rng), torch.rand(16, generator=rng)
+        total = parts[0] + parts[1]
+        assert torch.equal(peers.all_reduce(group, parts[rank].clone(), two_shot=two_shot), total)
+        stream = residual.clone()
+        normed = peers.all_reduce_add_norm(group, parts[rank], stream, weight, 1e-5, two_shot=two_shot)
+        assert torch.equal(stream, residual + total)
+        assert torch.allclose(normed, torch.nn.functional.rms_norm(stream, (16,), weight, 1e-5), atol=1e-5)
+    assert torch.equal(peers.all_gather(group, parts[rank], 30), torch.cat(parts, 1)[:, :30])
+    ids = torch.arange(3) if rank == 0 else torch.zeros(3, dtype=torch.int64)
+    assert torch.equal(peers.broadcast(group, ids), torch.arange(3))
+
+
+def compiled_peers() -> None:
+    """Build what the ranks will launch."""
+    for size in (2, 4):
+        group = peers.Peers([0] * size, 0, torch.device("cpu"))
+        for hidden in (4096, 8192):
+            x = torch.empty(8, hidden, dtype=torch.bfloat16)
+            for two_shot in (False, True):
+                peers.all_reduce_add_norm(group, x, x, x[0], 1e-5, two_shot=two_shot)
+        peers.all_gather(group, x, x.shape[1] * size)
+        peers.broadcast(group, torch.empty(8, dtype=torch.int64))
+
+
+def test_two_ranks_on_one_gpu_answer_like_one() -> None:
+    answer_like_one(2)
+
+
+def test_four_ranks_on_one_gpu_answer_like_one() -> None:
+    answer_like_one(4)
+
+
+def test_two_stages_on_one_gpu_answer_like_one() -> None:
+    answer_like_one(1, stages=2)
+
+
+def answer_like_one(size: int, stages: int = 1) -> None:
+    """Processes that share the GPU; shards with captured steps and overlap."""
     if not ON_DEVICE:
         return
-    expected = generate(load(), *requests())
+    with peer_ranks.mps() as environment:
+        found = peer_ranks.spawn("engine_tokens", 1, environment, 80, size, stages)
+    assert found["captured"] == (stages == 1) and (found["replays"] > 20 or stages > 1), found["replays"]
+    assert found["got"] == found["again"], "the same twice: sums are made in one order"
+    assert_alike(found["got"], found["expected"])
+    print(f"  {size * stages} ranks started in {found['start_s']:.1f} s, {found['replays']} steps replayed", flush=True)
 
-    def gloo(backend: TorchCudaBackend, store: object, rank: int, size: int, timeout: timedelta) -> object:
-        return ReferenceBackend().process_group(store, rank, size, timeout)
 
-    with (
-        patch.object(launch, "_spawn", _spawn),
-        patch.object(Member, "device", lambda self, first: first),
-        patch.object(TorchCudaBackend, "process_group", gloo),
-    ):
-        engine = load(tensor_parallel=2)
-        try:
-            got = generate(engine, *requests())
-        finally:
-            engine.close()
-    # Sums in another order may break a tie differently, once, late.
+def test_two_ranks_on_one_gpu_serve_adapters_like_one() -> None:
+    """Several in a batch and one alone, on all linears and on query, key and value only."""
+    if not ON_DEVICE:
+        return
+    with peer_ranks.mps() as environment:
+        found = peer_ranks.spawn("engine_adapters", 1, environment, 80, 2)
+    assert_alike(found["got"], found["expected"])
+
+
+def test_two_ranks_on_one_gpu_draft_and_sleep() -> None:
+    """A draft model that is the target, on both ranks; both give their memory back and wake as they were."""
+    if not ON_DEVICE:
+        return
+    with peer_ranks.mps() as environment:
+        found = peer_ranks.spawn("engine_sleep", 1, environment, 80, 2)
+    assert_alike(found["got"], found["expected"])
+    assert_alike(found["again"], found["got"])
+    # Draft and target run in batches of different sizes, so a tie may fall either way now and then.
+    assert found["accepted_tokens"] > 0.9 * found["draft_tokens"] > 0
+    assert found["freed"] > 100 << 20, "the caches alone are more"
+    print(f"  asleep after {found['slept_s']:.2f} s, awake after {found['woke_s']:.2f} s", flush=True)
+
+
+def test_blocks_of_two_ranks_on_one_gpu_leave_and_cross() -> None:
+    """To the host, to disk and back; and to an engine of one rank, whose prompts they computed."""
+    if not ON_DEVICE:
+        return
+    with peer_ranks.mps() as environment:
+        found = peer_ranks.spawn("engine_blocks", 1, environment, 80, 2)
+    for got in ("first", "again", "handed"):
+        assert_alike(found[got], found["expected"])
+    assert found["restored"] > 20 and found["read"] > 6 and found["blocks_in"] == 8 * 6, found
+
+
+def assert_alike(got: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
+    # Sums in another order than one rank's may break a tie differently, once, late.
     equal = sum(got[name] == tokens for name, tokens in expected.items())
     assert equal >= len(expected) - 1, (expected, got)
     assert all(got[name][:8] == tokens[:8] for name, tokens in expected.items())
 
 
-def bench_sleep() -> Iterator[Row]:
-    """An 8B model in bfloat16 from awake to asleep and back, graphs captured again."""
+def bench_all_reduce() -> Iterator[Row]:
+    """An all-reduce with residual addition and norm, in a graph; ranks on one GPU."""
     if not ON_DEVICE:
         return
-    checkpoint = RandomCheckpoint(shapes.named("llama-8b"), device="cuda", dtype=torch.bfloat16)
-    config = EngineConfig("llama-8b", device="cuda", max_running=64, max_model_len=4096, kv_memory=8 << 30)
-    engine = Engine.load(config, checkpoint=checkpoint)
-    size = engine.runner.decoder.weight_bytes
-    for turn in ("first", "second"):
-        begin = time.perf_counter()
-        offloaded = offload(engine)
-        slept = time.perf_counter()
-        executors = offloaded.memory.executors
-        engine = offloaded.restore()
-        woke = time.perf_counter()
-        for executor, capture in executors:
-            executor.release()
-            capture()
-        torch.cuda.synchronize()
-        recorded = time.perf_counter() - woke
-        yield f"8B falls asleep, {turn} time", (slept - begin) * 1e6, f"{size / (slept - begin) / 1e9:.1f} GB/s"
-        yield (
-            f"8B wakes, {turn} time",
-            (woke - slept) * 1e6,
-            f"{size / (woke - slept - recorded) / 1e9:.1f} GB/s and {recorded * 1e3:.0f} ms for graphs",
-        )
+    with peer_ranks.mps() as environment:
+        kind = "MPS" if environment is not None else "taking turns"
+        for size in (2, 4):
+            for tokens, hidden, two_shot, us in peer_ranks.spawn("latency", size, environment, 80):
+                form = "two-shot" if two_shot else "one-shot"
+                yield f"{size} ranks, {kind}: {form} {tokens} x {hidden}", us, f"{tokens * hidden * 2 >> 10} KiB"
 
 
-def tune_copy_streams() -> Iterator[Row]:
-    """Between the device and ordinary host memory: how many copy streams, how large their buffers."""
+def bench_ranks_on_one_gpu() -> Iterator[Row]:
+    """Decode steps against the sum of what the shards do alone."""
     if not ON_DEVICE:
         return
-    device = torch.device("cuda")
-    there = torch.zeros(4 << 30, dtype=torch.uint8, device=device)
-    kind = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    large = kind.read_text().strip() if kind.exists() else "unknown"
-    for count, buffer in itertools.product((4, 8, 12, 16, 24), (4 << 20, 16 << 20)):
-        with (
-            patch.object(copy_streams, "COPY_STREAMS", count),
-            patch.object(copy_streams, "BUFFER", buffer),
-            patch.object(copy_streams, "_PIECE", 4 * buffer),
-        ):
-            here = Slabs().take(there.numel())
-            times = []
-            for carry in (copy_streams.to_host, copy_streams.to_host, copy_streams.to_device):
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                carry([(there, here)], device)
-                times.append(time.perf_counter() - begin)
-            del here
-        fresh, again, back = (there.numel() / took / 1e9 for took in times)
-        words = f"{fresh:.1f} GB/s to fresh memory, {again:.1f} again, {back:.1f} back; large pages {large}"
-        yield f"{count} copy streams, {buffer >> 20} MiB", sum(times) * 1e6, words
+    with peer_ranks.mps() as environment:
+        for size in (2, 4):
+            found = peer_ranks.spawn("engine_steps", 1, environment, 110, size, 32)
+            for batch, ms in found["ranks"].items():
+                alone = found["shard"][batch] * size
+                label = f"8B on {size} ranks of one GPU, batch {batch}"
+                yield label, ms * 1e3, f"{ms / alone:.2f} of {size} shards alone ({alone:.2f} ms)"
+
+
+def bench_one_shard_of_eight() -> Iterator[Row]:
+    """A 70B in eight shards: one is measured, what passes between them is computed."""
+    if not ON_DEVICE:
+        return
+    link = shard.Link()
+    settings = EngineConfig(
+        "llama-70b", device="cuda", max_running=64, max_model_len=1024, num_blocks=4096, token_budget=256
+    )
+    for step in shard.measure(shapes.named("llama-70b"), 8, (1, 16, 64), link, settings, context=500):
+        words = f"measured; with {step.sums_s * 1e3:.2f} ms of sums {step.batch / step.step_s:,.0f} tokens/s, computed"
+        yield f"70B, one shard of eight, batch {step.batch}", step.shard_s * 1e6, words
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["nccl"]:

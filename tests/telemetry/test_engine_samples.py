@@ -7,6 +7,7 @@ from penstock.telemetry.metrics import EngineView, Metrics
 def test_the_host_tier_is_visible() -> None:
     load = EngineLoad(
         host_blocks=3, total_host_blocks=40, offloaded_blocks=17, restored_blocks=11, host_hit_tokens=176,
+        disk_blocks=70, total_disk_blocks=90, disk_written_blocks=80, disk_read_blocks=5,
     )  # fmt: skip
     text = Metrics(lambda: [EngineView("m", "e", True, None, load)]).render().decode()
     for name, value in {
@@ -15,6 +16,10 @@ def test_the_host_tier_is_visible() -> None:
         "penstock_kv_blocks_offloaded_total": 17,
         "penstock_kv_blocks_restored_total": 11,
         "penstock_kv_host_hit_tokens_total": 176,
+        "penstock_kv_disk_blocks_used": 70,
+        "penstock_kv_disk_blocks": 90,
+        "penstock_kv_disk_blocks_written_total": 80,
+        "penstock_kv_disk_blocks_read_total": 5,
     }.items():
         line = next(line for line in text.splitlines() if line.startswith(name + "{"))
         assert line.endswith((f" {value}", f" {value}.0")), line

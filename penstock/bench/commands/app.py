@@ -27,6 +27,7 @@ from penstock.bench.commands.scrape import scrape
 from penstock.bench.commands.search_speed import search_speed
 from penstock.bench.commands.semantic_cache import semantic_cache
 from penstock.bench.commands.serve import serve
+from penstock.bench.commands.shard import shard
 from penstock.bench.commands.soak import soak
 from penstock.bench.commands.speculation import speculation
 from penstock.bench.commands.streams import streams
@@ -42,6 +43,7 @@ app = typer.Typer(
 )
 for command in (
     engine,
+    shard,
     predictions,
     compare,
     cpu_peers,

@@ -44,6 +44,10 @@ def engine(
         int, typer.Option(min=0, help="Compare with and without this many random LoRA adapters, in the same run.")
     ] = 0,
     adapter_rank: Annotated[int, typer.Option(min=1, max=512, help="Rank of those adapters.")] = 16,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that split every layer.")] = 1,
+    devices: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Device of each rank, like cuda:0,cuda:0.")
+    ] = None,
     profile: Annotated[
         bool,
         typer.Option("--profile", help="Also show where steps spend their time: busy, idle, kernels."),
@@ -73,6 +77,8 @@ def engine(
         penstock bench engine -w b1 -w c16 --repeat 5 --json results.json
 
         penstock bench engine --shape llama-8b --device cuda -w b1 -w b64 -w mix
+
+        penstock bench engine --shape llama-8b --tensor-parallel 2 --devices cuda:0,cuda:0
 
         penstock bench engine -w c16 --profile
 
@@ -107,6 +113,8 @@ def engine(
         warm_up=warm_up,
         adapters=adapters,
         adapter_rank=adapter_rank,
+        tensor_parallel=tensor_parallel,
+        devices=tuple(devices.split(",")) if devices else (),
         profile=profile,
     )
     if calibrate is not None:

@@ -50,6 +50,10 @@ class OtherRanks(Protocol):
         """Free their host memory."""
         ...
 
+    def renew(self, placed: dict[LoadedAdapter, int]) -> None:
+        """One of them was started again and has none: read all that are in host memory, and fill their slots."""
+        ...
+
 
 class AdapterRuntime:
     """What the runner needs: the adapted decoder, and a step's adapters in place."""
@@ -83,6 +87,11 @@ class AdapterRuntime:
             if self._others is not None:
                 self._others.put(*moves[0])
             del moves[0]  # only now: a copy that failed is made again
+
+    def renew(self) -> None:
+        """Another rank was started again: give it what it had."""
+        if self._others is not None:
+            self._others.renew(self.pool.slots.placed)
 
     def begin(self, batch: Batch) -> Decoder | None:
         """Prepare the kernel for a batch; the decoder that runs it, None when no sequence of it uses an adapter."""

@@ -30,6 +30,11 @@ class SlotTable:
         return len(self._slot_of)
 
     @property
+    def placed(self) -> dict[LoadedAdapter, int]:
+        """Every adapter in a slot, and which."""
+        return dict(self._slot_of)
+
+    @property
     def in_use(self) -> list[LoadedAdapter]:
         return list(self._users)
 

@@ -70,6 +70,18 @@ class HostBatch:
     block_size: int
 
 
+class StepShare(Protocol):
+    """A shard's part of a step; see `parallel.data`."""
+
+    def take(self, token_ids: Tensor) -> Tensor:
+        """Its tokens, of all of the step."""
+        ...
+
+    def collect(self, hidden: Tensor, shards: Any) -> Tensor:
+        """On the first shard: the hidden states of all tokens of the step, in its order. All shards call it."""
+        ...
+
+
 class Followers(Protocol):
     """The other ranks of an engine: they capture the steps that rank 0 captures and replay them when it does.
 
@@ -109,6 +121,8 @@ class AttentionBatch:
     """Upper bound of `context_lens` (host value)."""
     host: HostBatch | None = None
     """Only in an engine of several ranks."""
+    share: StepShare | None = None
+    """Where these are the tokens of one shard only, and others have other tokens of the step."""
 
     @classmethod
     def of_one(cls, tokens: int, block_size: int, device: torch.device) -> AttentionBatch:

@@ -73,8 +73,29 @@ class BlockAllocator:
             found.append(Found(name, block))
         return found
 
-    def shortfall(self, cached: list[Found], tokens: int) -> int:
-        """How many blocks are missing to hold `tokens` when `cached` are reused; zero or less: it fits."""
+    def recall(self, seq: Sequence) -> list[bytes]:
+        """Begin to read what is on disk only of the beginning of `seq`; the blocks to wait for before it is matched."""
+        host = self.pool.host
+        if host is None or host.disk is None or not self.prefix_cache or seq.prompt_logprobs is not None:
+            return []
+        limit = (len(seq.tokens) - 1) // self.block_size
+        names = list[bytes]()
+        for index in range(0 if self.window is None else self._first_visible(limit * self.block_size), limit):
+            name = self._name(seq, index)
+            if self.pool.find(name) is not None:
+                continue
+            if not host.has(name):
+                break
+            names.append(name)
+        return names if names and host.recall(names) else []
+
+    def free_for(self, seq: Sequence) -> int:
+        """Blocks that `seq` could be given."""
+        return self.pool.free
+
+    def shortfall(self, cached: list[Found], tokens: int, seq: Sequence | None = None) -> int:
+        """How many blocks are missing to hold `tokens` when `cached` are reused; zero or less: it fits. `seq`: whose
+        tokens they are, where there are several caches (`kv.partition`)."""
         taken = 0  # from the free blocks: those that return from the host, and cached ones that nobody holds
         is_held = self.pool.is_held
         for _, block in cached:
@@ -141,6 +162,7 @@ class BlockAllocator:
         """A step is about to be scheduled."""
         if self.pool.host is not None:
             self.pool.host.now = now
+            self.pool.host.write_ahead()
             self.pool.host.copy_idle()
 
     def take_transfers(self) -> Transfers | None:

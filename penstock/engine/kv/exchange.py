@@ -94,10 +94,10 @@ class BlockExchange:
         return block_names(tokens[:-1], self._allocator.block_size, request.cache_salt, version)
 
     def present(self, names: Sequence[bytes]) -> int:
-        """How many of them, from the first, are here: on the device or in the host tier."""
+        """How many of them, from the first, are here: on the device, in the host tier or on disk."""
         host = self._pool.host
         for index, name in enumerate(names):
-            if self._pool.find(name) is None and (host is None or name not in host):
+            if self._pool.find(name) is None and (host is None or not host.has(name)):
                 return index
         return len(names)
 

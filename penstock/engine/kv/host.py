@@ -5,13 +5,20 @@ slot on the host under the same name, least recently used out first. Nothing is 
 collected until the next step takes it (`take`). Invariant: a slot that is the source or target of a copy not yet taken
 is not given to another name. Copies out run before copies back, so a block may be copied out and then filled from the
 host in the same step.
+
+With a disk behind it (`disk`), the older half of the blocks is written there while they still rest here, so that giving
+their slots away costs nothing; blocks that are on disk only are read back into slots before a sequence that
+begins with them is scheduled (`recall`). A slot that is being written or read is not given away either.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import islice
 
+from penstock.engine.kv.disk import DiskTier
 from penstock.engine.request import EngineLoad
 
 IDLE_COPIES = 32
@@ -31,8 +38,9 @@ class Transfers:
 class HostTier:
     """Names and slots of the host's blocks."""
 
-    def __init__(self, num_slots: int, idle_s: float) -> None:
+    def __init__(self, num_slots: int, idle_s: float, disk: DiskTier | None = None) -> None:
         self.capacity = num_slots
+        self.disk = disk
         self.idle_s = idle_s
         self.offloaded = 0
         self.restored = 0
@@ -43,6 +51,10 @@ class HostTier:
         self._moving: dict[bytes, int] = {}
         self._transfers = Transfers()
         self._cooling: OrderedDict[int, tuple[bytes, float]] = OrderedDict()
+        self._written: OrderedDict[bytes, None] = OrderedDict()
+        """With a disk: the blocks here that are there too. They leave before those that are not."""
+        self._unwritten: OrderedDict[bytes, None] = OrderedDict()
+        """Those that are not, nor on their way; about half of all slots when the disk keeps up."""
 
     @property
     def used(self) -> int:
@@ -51,18 +63,19 @@ class HostTier:
     def __contains__(self, name: bytes) -> bool:
         return name in self._resting or name in self._moving
 
+    def has(self, name: bytes) -> bool:
+        """Whether a block is here or on disk."""
+        return name in self or (self.disk is not None and name in self.disk)
+
     def keep(self, block: int, name: bytes) -> bool:
         """Copy a device block before it is overwritten. False when every slot is busy: its content is lost."""
         if name in self._moving:
             return True
         if name in self._resting:
-            self._resting.move_to_end(name)
+            self._touch(name)
             return True
-        if self._empty:
-            slot = self._empty.pop()
-        elif self._resting:
-            _, slot = self._resting.popitem(last=False)
-        else:
+        slot = self._take_slot()
+        if slot is None:
             return False
         self._moving[name] = slot
         self._transfers.out.append((block, slot))
@@ -98,9 +111,83 @@ class HostTier:
                 return
             del self._cooling[block]
 
+    def write_ahead(self) -> None:
+        """Write blocks that are next to leave to disk, and learn what has become of earlier copies."""
+        if self.disk is None:
+            return
+        for name, slot, was_read in self.disk.poll():
+            if was_read and name not in self:
+                self._resting[name] = slot
+                self._written[name] = None
+            elif self._resting.get(name, -1) == slot or self._moving.get(name, -1) == slot:
+                self._written[name] = None  # or could not be, and would not be if tried again
+            else:
+                self._empty.append(slot)
+        ready = len(self._empty) + len(self._written) + self.disk.writing
+        lacking = min(self.capacity // 2 - ready, self.disk.capacity - len(self._written), self.disk.room)
+        if lacking > 0 and self._unwritten:
+            oldest = islice(self._unwritten, lacking)
+            blocks = [(name, self._resting[name]) for name in oldest if name in self._resting]
+            for name, _ in blocks:
+                del self._unwritten[name]
+            if blocks:
+                for name in self.disk.begin_write(blocks):
+                    self._written.pop(name, None)
+                    if name in self:
+                        self._unwritten[name] = None
+
+    def recall(self, names: Collection[bytes]) -> bool:
+        """Begin to read those of `names` that are on disk only. Whether some of them are on their way."""
+        if self.disk is None:
+            return False
+        on_the_way, wanted = False, list[bytes]()
+        for name in names:
+            if name in self._resting:
+                self._touch(name)
+            elif self.disk.is_reading(name):
+                on_the_way = True
+            elif name not in self._moving and name in self.disk:
+                wanted.append(name)
+        blocks, spared = list[tuple[bytes, int]](), set(names)
+        for name in wanted[: self.capacity // 2]:
+            slot = self._take_slot(spared)
+            if slot is None:
+                break
+            blocks.append((name, slot))
+        if blocks:
+            self.disk.begin_read(blocks)
+        return on_the_way or bool(blocks)
+
+    def is_coming(self, names: Collection[bytes]) -> bool:
+        """Whether some of `names` are being read from disk."""
+        return self.disk is not None and any(map(self.disk.is_reading, names))
+
+    def _take_slot(self, spared: Collection[bytes] = ()) -> int | None:
+        """An empty slot, or that of the block least recently used; None when there is none to give away."""
+        if self._empty:
+            return self._empty.pop()
+        for names in (self._resting,) if self.disk is None else (self._written, self._unwritten):
+            for name in names:
+                if name not in spared and name in self._resting:
+                    self._written.pop(name, None)
+                    self._unwritten.pop(name, None)
+                    return self._resting.pop(name)
+        return None
+
+    def _touch(self, name: bytes) -> None:
+        """A block was used just now."""
+        for names in (self._resting, self._written, self._unwritten):
+            if name in names:
+                names.move_to_end(name)
+
     def take(self) -> Transfers | None:
         """The copies collected so far, to be made before anything else happens on the device."""
         self._resting.update(self._moving)
+        if self.disk is not None:
+            for name in self._moving:
+                if name not in self._written and name not in self._unwritten and not self.disk.is_writing(name):
+                    (self._written if name in self.disk else self._unwritten)[name] = None
+                self._touch(name)
         self._moving.clear()
         transfers = self._transfers
         if not transfers.out and not transfers.back:
@@ -110,21 +197,39 @@ class HostTier:
 
     def forget_all(self) -> None:
         """Drop every name: what was copied may have been wrong, or was not copied at all."""
-        self._empty.extend(self._resting.values())
-        self._empty.extend(self._moving.values())
+        busy = {} if self.disk is None else self.disk.slots
+        self._empty.extend(slot for slot in self._resting.values() if slot not in busy)
+        self._empty.extend(slot for slot in self._moving.values() if slot not in busy)
+        if self.disk is not None:
+            self.disk.forget_all()
         self._resting.clear()
         self._moving.clear()
         self._cooling.clear()
+        self._written.clear()
+        self._unwritten.clear()
         self._transfers = Transfers()
 
     def report(self, load: EngineLoad) -> None:
         load.host_blocks, load.total_host_blocks = self.used, self.capacity
         load.offloaded_blocks, load.restored_blocks = self.offloaded, self.restored
+        if self.disk is not None:
+            self.disk.report(load)
 
     def check(self) -> None:
         """Assert the invariant; used by tests."""
         slots = [*self._empty, *self._resting.values(), *self._moving.values()]
-        assert sorted(slots) == list(range(self.capacity)), "a slot is lost or has two names"
+        copied = {} if self.disk is None else self.disk.slots
+        assert len(slots) == len(set(slots)), "a slot has two names"
+        assert {*slots, *copied} == set(range(self.capacity)), "a slot is lost"
+        names = {slot: name for held in (self._resting, self._moving) for name, slot in held.items()}
+        assert all(names.get(slot) == name for slot, name in copied.items()), "a slot is given away while it is copied"
+        assert not copied.keys() & set(self._empty), "a slot is given away while it is copied"
+        if self.disk is not None:
+            here, known = self._resting.keys() | self._moving.keys(), self._written.keys() | self._unwritten.keys()
+            assert known <= here and not self._written.keys() & self._unwritten.keys(), "a block that left is known"
+            lost = [name for name in self._resting if name not in known and not self.disk.is_writing(name)]
+            assert not lost, "a block can never leave"
+            self.disk.check()
         assert not self._resting.keys() & self._moving.keys(), "a name has two slots"
         moving = set(self._moving.values())
         written = [slot for _, slot in self._transfers.out]

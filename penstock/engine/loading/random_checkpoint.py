@@ -108,6 +108,7 @@ class ShapeReader(WeightReader):
         self.norms: set[str] = set()
         self._fused = family_of(model.family).names.fused if fused is None else fused
         self._nothing = torch.empty(0)
+        self._quantize = None
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.shapes[name] = shape

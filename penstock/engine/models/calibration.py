@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.backend import Backend, InputObserver
-from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.backends.interface import FP8, AttentionBatch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.kinds import PagedKVCache
 from penstock.engine.models.decoder import Decoder, DecoderLayer
@@ -61,7 +61,9 @@ def _keys_of_a_prompt(decoder: Decoder, observers: list[InputObserver], forward:
     """By layer: float32 [tokens, kv_heads, head_dim], None where a layer has no keys."""
     config, device = decoder.config, decoder.embedding.device
     tokens = min(_TOKENS, decoder.max_positions)
-    shape = decoder.cache_shape(_BLOCK_SIZE, decoder.embedding.dtype)
+    # Layers made for an fp8 cache have its scales, and run with no other.
+    fp8 = any(isinstance(layer.mixer, Attention) and layer.mixer.kv_scales is not None for layer in decoder.layers)
+    shape = decoder.cache_shape(_BLOCK_SIZE, FP8 if fp8 else decoder.embedding.dtype)
     kv = KVCache(shape, -(-tokens // _BLOCK_SIZE) + 1, device, num_rows=1)
     chance = random.Random(0)
     ids = torch.tensor([chance.randrange(config.vocab_size) for _ in range(tokens)], device=device)

@@ -56,7 +56,8 @@ class WeightReader:
     def dense(self) -> WeightReader:
         """The same, making dense linears only."""
         reader = copy(self)
-        reader._quantize = None
+        # Deterministic mode has dense linears of its own.
+        reader._quantize = getattr(self._quantize, "widened", None)
         return reader
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -12,6 +12,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, ReplicaLost
 
 READ, PUT, DROP = "read_adapter", "put_adapter", "drop_adapter"
 
@@ -45,6 +46,16 @@ def _times(span: Span, size: int) -> Span:
     return span[0] * size, span[1] * size
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An adapter that all ranks have read."""
+
+    number: int
+    """What the other ranks know it by: a reload of the same name is another adapter."""
+    source: str
+    folder: str
+
+
 class LeadAdapters:
     """Rank 0's side: the other ranks do as it does. See `OtherRanks`."""
 
@@ -56,8 +67,7 @@ class LeadAdapters:
         self._model = model
         self._find = find
         self._counter = itertools.count()
-        self._numbers: dict[LoadedAdapter, int] = {}
-        """What the other ranks know an adapter by: a reload of the same name is another one."""
+        self._known: dict[LoadedAdapter, _Known] = {}
 
     def read(self, name: str, source: str) -> LoadedAdapter:
         """Read an adapter on all ranks; see `loader.Read`. Runs on a loader thread."""
@@ -75,14 +85,23 @@ class LeadAdapters:
         except Exception:
             self._call(DROP, number)
             raise
-        self._numbers[adapter] = number
+        self._known[adapter] = _Known(number, source, str(folder))
         return adapter
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
-        self._call(PUT, slot, self._numbers[adapter])
+        self._call(PUT, slot, self._known[adapter].number)
 
     def drop(self, adapter: LoadedAdapter) -> None:
-        self._call(DROP, self._numbers.pop(adapter))
+        self._call(DROP, self._known.pop(adapter).number)
+
+    def renew(self, placed: dict[LoadedAdapter, int]) -> None:
+        """Ranks that have an adapter answer at once. Waits for the files: the engine can do nothing else meanwhile."""
+        for adapter, known in list(self._known.items()):
+            for answer in self._call(READ, known.number, adapter.name, known.source, known.folder):
+                if answer.result() != adapter.version:
+                    raise ReplicaLost(f"{known.source} has changed since the adapter {adapter.name} was read")
+        for adapter, slot in placed.items():
+            self.put(slot, adapter)
 
 
 class FollowingAdapters:
@@ -100,6 +119,9 @@ class FollowingAdapters:
     def read(self, number: int, name: str, source: str, folder: str) -> Future[str]:
         """Its version, in the end. Steps go on meanwhile; rank 0 asks for few at a time."""
         done: Future[str] = Future()
+        if number in self._adapters:
+            done.set_result(self._adapters[number].version)
+            return done
 
         def work() -> None:
             try:

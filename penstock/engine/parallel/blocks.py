@@ -1,9 +1,9 @@
 """KV blocks of several ranks: each has its part of every block, and makes the same copies as rank 0, in the same order.
 
-For the host tier each rank has a pool of its own, and nothing comes together. Blocks that are handed over to other
-engines do: they lie whole in slots (`block_part` says where each rank's part is), in memory that the ranks of one
-machine share; a rank that cannot see it, because it is on another machine, sends and receives its part in its answers
-and calls. Rank 0 decides about everything.
+For the tiers behind the cache each rank has a pool and a file of its own, and nothing comes together. Blocks that are
+handed over to other engines do: they lie whole in slots (`block_part` says where each rank's part is), in memory that
+the ranks of one machine share; a rank that cannot see it, because it is on another machine, sends and receives its part
+in its answers and calls. Rank 0 decides about everything.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import secrets
 import stat
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.kv.block_file import BlockFile
 from penstock.engine.kv.block_part import BlockPart, whole_shape
 from penstock.engine.kv.cache import CacheShape
 from penstock.engine.kv.exchange import SpreadBlocks
@@ -39,11 +41,8 @@ _OPEN_S = 60.0
 def block_part(model: ModelConfig, place: Place) -> BlockPart:
     """What `place` has of every block."""
     heads = kv_head_span(model, place)
-    first = next(
-        shard
-        for shard in range(place.tensor)
-        if kv_head_span(model, Place(shard, place.tensor, place.pipeline)) == heads
-    )
+    shards = (replace(place, rank=shard) for shard in range(place.tensor))
+    first = next(other.shard for other in shards if kv_head_span(model, other) == heads)
     layers = layer_span(model.num_layers, place)
     return BlockPart(model.num_layers, model.num_kv_heads, layers, heads, gives=first == place.shard)
 
@@ -65,6 +64,23 @@ class LeadMover(BlockMover):
         with self._ranks.lost_if_it_fails():
             self._ranks.tell(Move(transfers).encode(), self._ranks.place.world)
             self._own.run(transfers)
+
+
+class LeadFiles:
+    """The `BlockStore` of several ranks: each has a file with its part of every block, at the same places."""
+
+    def __init__(self, own: BlockFile, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+
+    def write(self, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
+        return [*self._ranks.call("write_blocks", pairs), self._own.write(pairs)]
+
+    def read(self, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
+        return [*self._ranks.call("read_blocks", pairs), self._own.read(pairs)]
+
+    def close(self) -> None:
+        self._own.close()
 
 
 class WholeBlocks:
@@ -181,6 +197,8 @@ class LeadSlots(BlockMover):
             answers = ranks.call("open_slots", num_slots, tensor_bytes, (path, mark))
             self._sees = [bool(answer.result(_OPEN_S)) for answer in answers]
             """Which of the other ranks share the memory."""
+        except TimeoutError as error:
+            raise ReplicaLost(f"a rank made no slots for blocks within {_OPEN_S:g} s") from error
         finally:
             if fd is not None:
                 os.close(fd)  # it lives on in those who have mapped it

@@ -30,8 +30,10 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.parallel.channel import TARGET, Capture, Forward, Head, Replay
+from penstock.engine.parallel.data import Share, Shares
 from penstock.engine.parallel.groups import Group, Groups, Transfer
 from penstock.engine.parallel.launch import Ranks
+from penstock.engine.runner.executor import Releasable
 from penstock.errors import ReplicaLost
 
 
@@ -49,12 +51,14 @@ class Arriving:
         return self.tensor
 
 
-class Stage:
+class Stage(Releasable):
     """One rank's part of every step."""
 
-    def __init__(self, decoder: Decoder, groups: Groups) -> None:
+    def __init__(self, decoder: Decoder, groups: Groups, shares: Shares | None = None) -> None:
+        """`shares`: divides steps between shards that have sequences of their own."""
         self.decoder = decoder
         self.groups = groups
+        self.shares = shares
         self._sent: deque[tuple[Transfer, Tensor]] = deque()
         """What may still be on its way, oldest first."""
 
@@ -78,8 +82,10 @@ class Stage:
         else:
             if shards is not None and not is_host(token_ids.device):
                 shards.broadcast(token_ids)  # some were sampled on rank 0's device and never on the host
-            stream = self.decoder.embed(token_ids)
+            stream = self.decoder.embed(token_ids if batch.share is None else batch.share.take(token_ids))
         hidden = self.decoder.run(stream, batch, kv)
+        if batch.share is not None and place.stage == place.pipeline - 1:
+            hidden = batch.share.collect(hidden, shards)
         if ring is None:
             return Arriving(hidden)
         if place.stage < ring.size - 1:
@@ -87,17 +93,25 @@ class Stage:
         elif back is not None:
             self._send(hidden, back, 0)
         if place.rank == 0 and back is not None:
-            final = torch.empty_like(hidden)
+            final = hidden.new_empty(len(token_ids), hidden.shape[1])
             return Arriving(final, back.begin_receive(final, back.size - 1))
         return Arriving(hidden)
 
     def whole(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """A step that every rank calls by itself, waited for. In the first stage: the final hidden states."""
-        hidden = self.forward(token_ids, batch, kv, self.expect(len(token_ids), kv.device)).take()
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        hidden = self.forward(token_ids, batch, kv, self.expect(len(batch.positions), kv.device)).take()
+        self._settle()
         shards, place = self.groups.tensor, self.groups.place
         return shards.broadcast(hidden) if shards is not None and place.first and place.pipeline > 1 else hidden
+
+    def release(self) -> Callable[[], None]:
+        self._settle()
+        return lambda: None
+
+    def _settle(self) -> None:
+        """Wait until everything sent has left, and keep nothing of it."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
 
     def _send(self, x: Tensor, group: Group, to: int) -> None:
         """Rank 0 has at most a few steps in flight, so what was sent long before has arrived."""
@@ -136,6 +150,8 @@ class LeadDecoder(Decoder):
     model: int
     known: Ints
     """The block tables as the other ranks know them."""
+    plain: Stage | None = None
+    """The stage without adapters, where `stage` has some."""
     adapters: AdapterRuntime | None = None
     """Where its layers have adapters: knows those of the step."""
     narrow: bool = False
@@ -148,8 +164,13 @@ class LeadDecoder(Decoder):
         if batch.host is None:
             raise ReplicaLost("a step came without the host's copy of its inputs, which other ranks need")
         with self.ranks.lost_if_it_fails():
-            self.ranks.tell(self._message(batch.host, batch).encode(), self.stage.groups.place.world)
-            arriving = self.stage.forward(token_ids, batch, kv)
+            message = self._message(batch.host, batch)
+            self.ranks.tell(message.encode(), self.stage.groups.place.world)
+            if self.stage.shares is None:
+                arriving = self.stage.forward(token_ids, batch, kv)
+            else:
+                share = self.stage.shares.of(message)
+                arriving = self._stage_of(share).forward(token_ids, share.batch(batch.block_tables), kv)
         return partial(self._take, arriving)
 
     def _take(self, arriving: Arriving) -> Tensor:
@@ -159,9 +180,19 @@ class LeadDecoder(Decoder):
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         return self.stage.decoder.run(residual, batch, kv)
 
+    def _stage_of(self, share: Share) -> Stage:
+        """The stage that runs rank 0's own part of a step, with the adapters of its tokens or without any."""
+        if self.adapters is None:
+            return self.stage
+        if share.message.adapter_slots is None:
+            assert self.plain is not None
+            return self.plain
+        self.adapters.kernel.begin(share.message.adapter_slots.astype(np.int32))
+        return self.stage
+
     @property
     def followers(self) -> Followers | None:
-        return LeadFollowers(self) if self.stage.groups.capturable else None
+        return LeadFollowers(self) if self.stage.groups.capturable and self.stage.shares is None else None
 
     def captured(self) -> Decoder:
         return part_of(self.stage)
@@ -232,10 +263,17 @@ def part_of(stage: Stage) -> PartDecoder:
 
 
 def lead(
-    decoder: Decoder, ranks: Ranks, max_rows: int, max_blocks: int, *, model: int = TARGET, groups: Groups | None = None
+    decoder: Decoder,
+    ranks: Ranks,
+    max_rows: int,
+    max_blocks: int,
+    *,
+    model: int = TARGET,
+    groups: Groups | None = None,
+    shares: Shares | None = None,
 ) -> LeadDecoder:
     """Rank 0's decoder over its own part of a model, which all ranks share, or those of `groups`."""
-    stage = Stage(decoder, groups or ranks.groups)
+    stage = Stage(decoder, groups or ranks.groups, shares)
     head: Linear = decoder.head if stage.groups.tensor is None else LeadHead(stage, ranks, model)
     parts = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
     known = np.zeros((max_rows, max_blocks), np.int64)
@@ -246,12 +284,13 @@ def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:
     """Have all ranks run the steps with adapters too."""
 
     def led(decoder: Decoder, narrow: bool) -> LeadDecoder:
-        stage = Stage(decoder, plain.stage.groups)
+        stage = Stage(decoder, plain.stage.groups, plain.stage.shares)
         return dataclasses.replace(
             plain,
             layers=decoder.layers,
             fused_up_to=decoder.fused_up_to,
             stage=stage,
+            plain=plain.stage,
             adapters=adapters,
             narrow=narrow,
         )

@@ -169,9 +169,14 @@ class ExpertBalancer:
         self._plan = [(layer, table) for _, layer, table in sorted(gains, reverse=True)]
 
     def _fresh(self) -> dict[int, np.ndarray]:
-        """Visits since the last look, by layer. Shards of a stage route the same tokens: those of the first count."""
-        firsts = [other.result() for rank, other in enumerate(self._waiting, 1) if rank % self._ranks.place.tensor == 0]
-        totals = dict(pair for counted in (self._held.loads(), *firsts) for pair in counted)
+        """Visits since the last look, by layer. Where shards of a stage route the same tokens, those of the first
+        count."""
+        place = self._ranks.place
+        totals: dict[int, np.ndarray] = {}
+        for rank, counted in enumerate([self._held.loads(), *(other.result() for other in self._waiting)]):
+            if place.data or rank % place.tensor == 0:
+                for layer, counts in counted:
+                    totals[layer] = totals.get(layer, 0) + counts
         return {layer: counts - self._counted.get(layer, 0) for layer, counts in sorted(totals.items())}
 
     def _read(self, layer: int, table: LayerTable) -> None:

@@ -10,10 +10,10 @@ is an error, not a hang.
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from penstock.engine.backends.backend import Backend, PeerGroup
 from penstock.engine.backends.host_memory import is_host
 from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.parallel.layout import Place
+from penstock.engine.parallel.rendezvous import Rendezvous
 
 
 class Transfer(Protocol):
@@ -84,7 +85,7 @@ class Group:
         self, ops: ActivationOps, x: Any, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None
     ) -> Any:
         """`ops.add_rms_norm` of the sum of every member's `x`."""
-        if self.peers is not None:
+        if self.peers is not None and not self.in_order:  # steps of any size then take the same operations
             done = self.peers.add_rms_norm(ops, x, residual, weight, eps, x_weight)
             if done is not None:
                 return done
@@ -143,15 +144,19 @@ class Groups:
     resident = True
     """Its memory may be known to other processes: it stays on the device while the engine sleeps."""
 
-    def __init__(self, place: Place, store: Path, backend: Backend, timeout_s: float) -> None:
+    def __init__(self, place: Place, rendezvous: Rendezvous, backend: Backend) -> None:
         self.place = place
         self._backend = backend
-        self._meeting = dist.FileStore(str(store), place.world)  # type: ignore[attr-defined]
-        self._deadline = timedelta(seconds=timeout_s)
-        self.tensor = self._group(f"tensor/{place.stage}", place.shard, place.tensor)
-        self.pipeline = self._group(f"pipeline/{place.shard}", place.stage, place.pipeline)
+        self._rendezvous = rendezvous
+        here = len(rendezvous.beside(place.rank))
+        self._store = dist.FileStore(str(rendezvous.store), here)  # type: ignore[attr-defined]
+        self._deadline = timedelta(seconds=rendezvous.timeout_s)
+        shards = range(place.stage * place.tensor, (place.stage + 1) * place.tensor)
+        stages = range(place.shard, place.world, place.tensor)
+        self.tensor = self._group(f"tensor/{place.stage}", shards)
+        self.pipeline = self._group(f"pipeline/{place.shard}", stages)
         # The way back is a group of its own: what NCCL does in one group waits for what was begun there before.
-        self.back = self._group("back", place.stage, place.pipeline) if place.shard == 0 else None
+        self.back = self._group("back", stages) if place.shard == 0 else None
 
     @property
     def capturable(self) -> bool:
@@ -163,17 +168,24 @@ class Groups:
         first = copy.copy(self)
         first.place = Place(self.place.rank, shards, 1)
         if shards != self.place.tensor:
-            first.tensor = self._group("tensor/first", first.place.rank, shards)
+            first.tensor = self._group("tensor/first", range(shards))
         first.pipeline = first.back = None
         return first
 
-    def _group(self, name: str, rank: int, size: int) -> Group | None:
-        if size == 1:
+    def _group(self, name: str, members: Sequence[int]) -> Group | None:
+        """Of the ranks `members`, of which this is one; they all call it the same."""
+        if len(members) == 1:
             return None
+        if self._rendezvous.spans(members):
+            from penstock.engine.parallel.link_group import LinkGroup
+
+            assert self._rendezvous.link is not None, "ranks on several machines have a link"
+            return LinkGroup(self._rendezvous.link, members, zlib.crc32(name.encode()) >> 1, self._rendezvous.timeout_s)
         backend = self._backend
+        rank, size = members.index(self.place.rank), len(members)
 
         def apart(kind: str) -> Any:
-            return dist.PrefixStore(f"{kind}/{name}", self._meeting)  # type: ignore[attr-defined]
+            return dist.PrefixStore(f"{kind}/{name}", self._store)  # type: ignore[attr-defined]
 
         return Group(
             backend.process_group(apart("torch"), rank, size, self._deadline),

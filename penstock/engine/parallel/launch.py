@@ -7,29 +7,34 @@ collective and their caches no longer agree. The supervisor starts it again.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.select import pick_device, pick_dtype
+from penstock.engine.config import LOCAL, DType, EngineConfig
 from penstock.engine.parallel import plain
-from penstock.engine.parallel.channel import Call, Report
+from penstock.engine.parallel.channel import Call, Report, limits
+from penstock.engine.parallel.child import describe_exit, start_rank
 from penstock.engine.parallel.layout import Place
+from penstock.engine.parallel.link import Link
+from penstock.engine.parallel.machines import Machines, RankProcess, RemoteRank
 from penstock.engine.parallel.member import Member
+from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.setup import Setup
 from penstock.errors import ConfigError, ReplicaLost
 
@@ -42,8 +47,10 @@ _LEAVE_S = 5.0
 @dataclass(slots=True)
 class _Rank:
     place: Place
-    process: subprocess.Popen[bytes]
+    process: RankProcess
     connection: Connection
+    remote: RemoteRank | None = None
+    """The same, where it runs on another machine."""
     calls: dict[int, Future[Any]] = field(default_factory=dict)
     """Those it has not answered yet."""
     reader: threading.Thread | None = None
@@ -55,10 +62,12 @@ class _Rank:
 class Ranks(Member):
     """Rank 0's membership, and its handles of all the others."""
 
-    def __init__(self, config: EngineConfig, checkpoint: object | None) -> None:
+    def __init__(self, config: EngineConfig, checkpoint: object | None, machines: Machines | None = None) -> None:
+        """`machines`: how to reach those that `config` names."""
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-ranks-"))
-        place = Place(0, config.tensor_parallel, config.pipeline_parallel)
-        super().__init__(place, self._folder / "store", config.watchdog_s, config.devices)
+        place = Place(0, config.tensor_parallel, config.pipeline_parallel, config.attention_parallel == "data")
+        self._machines = machines if config.spans_machines else None
+        store = self._folder / "store"
         self._ranks: list[_Rank] = []
         self._lost: str | None = None
         self._closing = False
@@ -66,16 +75,46 @@ class Ranks(Member):
         self._sends = threading.Lock()
         """Calls may come from other threads than the steps (reading an adapter); every rank gets them in one order."""
         try:
+            if config.spans_machines:
+                config = self._gathered(config, checkpoint)
+            link = None if self._machines is None else Link(self._machines.link(0), 0)
+            self._config = config
+            super().__init__(place, Rendezvous.of(config, store, link))
             for rank in range(1, place.world):
-                self._ranks.append(_spawn(Place(rank, place.tensor, place.pipeline)))
+                self._ranks.append(self._start(config, replace(place, rank=rank)))
             for other in self._ranks:
-                Setup(config, checkpoint, other.place, self._store).send(other.connection)
+                if other.remote is None:  # those are told by the process that starts them
+                    other.connection.send_bytes(Setup(config, checkpoint, other.place, store).encode())
         except BaseException:
             self.close(grace_s=0.0)
             raise
 
-    def _announce(self) -> None:
-        self._gather()
+    def _gathered(self, config: EngineConfig, checkpoint: object | None) -> EngineConfig:
+        """Meet the other machines; returns what all of them are told."""
+        if self._machines is None:
+            raise ConfigError(f"ranks are placed on {', '.join(config.machines)}; this engine knows no other machine")
+        if checkpoint is not None:
+            raise ConfigError("ranks on other machines read a checkpoint of their own; this one exists in memory only")
+        # Another processor might choose another number type.
+        dtype = str(pick_dtype(config.dtype, pick_device(config.device))).removeprefix("torch.")
+        config = dataclasses.replace(config, dtype=cast(DType, dtype))
+        self._machines.gather(config)
+        return config
+
+    def _start(self, config: EngineConfig, place: Place) -> _Rank:
+        if config.machine(place.rank) == LOCAL:
+            return _spawn(place, None if self._machines is None else self._machines.link(place.rank))
+        assert self._machines is not None
+        remote = self._machines.rank(place.rank)
+        return _Rank(place, remote, remote.connection, remote)
+
+    def _announce(self, backend: Backend) -> None:
+        ours = limits(self._config, backend)
+        for other, report in zip(self._ranks, self._gather(), strict=True):
+            for name, here in ours.items():
+                there = report.limits.get(name)
+                if there != here:
+                    raise ConfigError(f"{other.place} would have {name}: {there}, rank 0 has {here}; set {name}")
 
     def least(self, count: int) -> int:
         count = min([count, *(report.count for report in self._gather())])
@@ -170,6 +209,8 @@ class Ranks(Member):
             except subprocess.TimeoutExpired:
                 other.process.kill()
                 other.process.wait()
+        if self._machines is not None:
+            self._machines.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -195,22 +236,16 @@ class Ranks(Member):
             for other in self._ranks:
                 code = other.process.poll()
                 if code is not None:
-                    self._lost = f"{other.place} is gone ({_describe(code)}){_last_report(other)}"
+                    ended = describe_exit(code) if other.remote is None else other.remote.ended
+                    self._lost = f"{other.place} is gone ({ended}){_last_report(other)}"
                     break
             else:
                 time.sleep(0.02)
         return self._lost
 
 
-def _spawn(place: Place) -> _Rank:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.engine.parallel.rank", str(theirs.fileno())],
-            stdin=subprocess.PIPE,
-            pass_fds=(theirs.fileno(),),
-        )
-    return _Rank(place, process, Connection(ours.detach()))
+def _spawn(place: Place, link: Connection | None = None) -> _Rank:
+    return _Rank(place, *start_rank(link))
 
 
 def _hang_up(connection: Connection) -> None:
@@ -218,13 +253,6 @@ def _hang_up(connection: Connection) -> None:
     with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
         end.shutdown(socket.SHUT_RDWR)
     connection.close()
-
-
-def _describe(code: int) -> str:
-    if code < 0:
-        with suppress(ValueError):
-            return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
 
 
 def _last_report(rank: _Rank) -> str:

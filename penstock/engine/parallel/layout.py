@@ -25,6 +25,8 @@ class Place:
     rank: int
     tensor: int
     pipeline: int
+    data: bool = False
+    """Shards have whole layers, but for the experts, and attend each over sequences of their own."""
 
     @property
     def world(self) -> int:
@@ -43,6 +45,11 @@ class Place:
         """In the stage that has the embedding and the head."""
         return self.stage == 0
 
+    @property
+    def cut(self) -> Span:
+        """Which part of a layer's heads and widths it has, of how many."""
+        return (0, 1) if self.data else (self.shard, self.tensor)
+
     def __str__(self) -> str:
         return f"rank {self.rank} (shard {self.shard} of {self.tensor}, stage {self.stage} of {self.pipeline})"
 
@@ -60,9 +67,9 @@ def place_experts(model: ModelConfig, shards: int, copies: int) -> ModelConfig:
     return dataclasses.replace(model, moe=dataclasses.replace(moe, placement=(table,) * model.num_layers))
 
 
-def check_layout(model: ModelConfig, tensor: int, pipeline: int) -> None:
+def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = False) -> None:
     """Raise `ConfigError` when the model cannot be split like that."""
-    if not splits(model, tensor):
+    if not data and not splits(model, tensor):
         possible = [size for size in range(1, model.num_heads + 1) if splits(model, size)]
         raise ConfigError(
             f"tensor_parallel: {tensor} cannot split {model.num_heads} heads over {model.num_kv_heads} KV heads and a "
@@ -94,8 +101,7 @@ def layer_span(layers: int, place: Place) -> Span:
 
 def head_span(model: ModelConfig, place: Place) -> Span:
     """The query heads of a shard."""
-    count = model.num_heads // place.tensor
-    return place.shard * count, (place.shard + 1) * count
+    return even_span(model.num_heads, place)
 
 
 def kv_head_span(model: ModelConfig, place: Place) -> Span:
@@ -107,28 +113,30 @@ def kv_head_span(model: ModelConfig, place: Place) -> Span:
 
 def even_span(size: int, place: Place) -> Span:
     """A shard's part of a width that `tensor` divides."""
-    part = size // place.tensor
-    return place.shard * part, (place.shard + 1) * part
+    index, parts = place.cut
+    part = size // parts
+    return index * part, (index + 1) * part
 
 
 def local_config(model: ModelConfig, place: Place) -> ModelConfig:
     """The model as one rank sees it: its heads, its width, its layers."""
     first, last = layer_span(model.num_layers, place)
+    parts = place.cut[1]
     kv_first, kv_last = kv_head_span(model, place)
     moe = model.moe
     if moe is not None:
         moe = dataclasses.replace(
             moe,
-            ffn_size=moe.ffn_size if moe.placement else moe.ffn_size // place.tensor,
+            ffn_size=moe.ffn_size if moe.placement else moe.ffn_size // parts,
             layers=moe.layers[first:last],
             placement=moe.placement[first:last],
             shard=place.shard,
         )
     return dataclasses.replace(
         model,
-        num_heads=model.num_heads // place.tensor,
+        num_heads=model.num_heads // parts,
         num_kv_heads=kv_last - kv_first,
-        ffn_size=model.ffn_size // place.tensor,
+        ffn_size=model.ffn_size // parts,
         num_layers=last - first,
         windows=model.windows[first:last],
         moe=moe,

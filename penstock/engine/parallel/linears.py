@@ -38,6 +38,8 @@ class SummingOps:
         self._group = group
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)  # of a copy that is not whole yet
         return getattr(self._ops, name)
 
     def add_rms_norm(self, x: Any, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None) -> Any:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,21 +20,20 @@ from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.adapters import adapter_cut
+from penstock.engine.parallel.dispatch import ExchangedExperts
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear, summing
+from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.shards import head_rows, shard
 
 
 class Member(ABC):
     """One rank of several."""
 
-    def __init__(self, place: Place, store: Path, timeout_s: float, devices: Sequence[str] = ()) -> None:
-        """`devices`: those of all ranks, where they are named."""
+    def __init__(self, place: Place, rendezvous: Rendezvous) -> None:
         self.place = place
-        self._devices = devices
-        self._store = store
-        self._timeout_s = timeout_s
+        self.rendezvous = rendezvous
         self._groups: Groups | None = None
 
     @property
@@ -43,15 +41,22 @@ class Member(ABC):
         assert self._groups is not None, "the ranks have not met yet"
         return self._groups
 
+    @property
+    def neighbours(self) -> int:
+        """Ranks on this machine, itself included."""
+        return len(self.rendezvous.beside(self.place.rank))
+
     def device(self, first: torch.device) -> torch.device:
-        """This rank's device, when rank 0 has `first` and none are named."""
-        return rank_device(first, self.place.rank, self.place.world, self._devices)
+        """This rank's device, when the first rank on its machine has `first` and none are named."""
+        beside = self.rendezvous.beside(self.place.rank)
+        devices = [self.rendezvous.devices[rank] for rank in beside] if self.rendezvous.devices else ()
+        return rank_device(first, beside.index(self.place.rank), len(beside), devices)
 
     def meet(self, backend: Backend) -> None:
         """Connect with the other ranks, once."""
         if self._groups is None:
-            self._announce()
-            self._groups = Groups(self.place, self._store, backend, self._timeout_s)
+            self._announce(backend)
+            self._groups = Groups(self.place, self.rendezvous, backend)
 
     def cut(
         self, weights: Weights, model: ModelConfig, expert_copies: int | None = None
@@ -62,7 +67,7 @@ class Member(ABC):
         """
         if expert_copies is not None:
             model = place_experts(model, self.place.tensor, expert_copies)
-        check_layout(model, self.place.tensor, self.place.pipeline)
+        check_layout(model, self.place.tensor, self.place.pipeline, self.place.data)
         return shard(weights, model, self.place), local_config(model, self.place), head_rows(model, self.place)
 
     def adapter_cut(self, model: ModelConfig) -> AdapterCut:
@@ -76,14 +81,14 @@ class Member(ABC):
             return decoder
         return dataclasses.replace(
             decoder,
-            ops=summing(decoder.ops, group),
-            layers=[_summed(layer, group) for layer in decoder.layers],
+            ops=decoder.ops if self.place.data else summing(decoder.ops, group),
+            layers=[(_exchanged if self.place.data else _summed)(layer, group) for layer in decoder.layers],
             head=GatheredLinear(decoder.head, group, decoder.config.vocab_size),
             # The fused path adds to the residual stream inside the linears, before there is a sum.
             fused_up_to=0,
         )
 
-    def _announce(self) -> None:  # noqa: B027 - some have nobody to tell
+    def _announce(self, backend: Backend) -> None:  # noqa: B027 - some have nobody to tell
         """Before the first collective: this rank is up and has found its device."""
 
     @abstractmethod
@@ -95,7 +100,7 @@ class DraftMember(Member):
     """A rank's membership among those that have a part of the draft model: the first few shards of the first stage."""
 
     def __init__(self, whole: Member, shards: int) -> None:
-        super().__init__(Place(whole.place.rank, shards, 1), whole._store, whole._timeout_s)
+        super().__init__(Place(whole.place.rank, shards, 1), whole.rendezvous)
         self._whole = whole
 
     def device(self, first: torch.device) -> torch.device:
@@ -108,6 +113,16 @@ class DraftMember(Member):
     def least(self, count: int) -> int:
         """Its cache has the target's number of blocks, on which the ranks agree."""
         return count
+
+
+def _exchanged(layer: DecoderLayer, group: Group) -> DecoderLayer:
+    """Layers are whole, and each shard has its own tokens: only those for experts elsewhere are exchanged."""
+    experts: Any = layer.feed_forward
+    return (
+        layer
+        if not hasattr(experts, "slots")
+        else dataclasses.replace(layer, feed_forward=ExchangedExperts(experts, group))
+    )
 
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:

@@ -1,8 +1,9 @@
 """A worker rank: loads its part of the model and runs it when rank 0 says so, until rank 0 is gone.
 
-Started by `launch` as `python -m penstock.engine.parallel.rank FD`, with one end of a socket. It decides nothing: no
-scheduling, no sampling. If it fails it reports why and exits; rank 0 then gives up the whole engine. A call that is
-refused (a `PenstockError`) is answered with the reason, and the rank goes on.
+Started by `child` as `python -m penstock.engine.parallel.rank FD...`, with one end of a socket, and of another in an
+engine that spans machines. It decides nothing: no scheduling, no sampling. If it fails it reports why and exits; rank 0
+then gives up the whole engine. A call that is refused (a `PenstockError`) is answered with the reason, and the rank
+goes on.
 """
 
 from __future__ import annotations
@@ -18,27 +19,32 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
+from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.host_memory import is_host
 from penstock.engine.backends.interface import Ints
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.blocks import RankSlots, block_part
-from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, receive
+from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, limits, receive
+from penstock.engine.parallel.data import shares_of
 from penstock.engine.parallel.decoder import Arriving, Stage, part_of
 from penstock.engine.parallel.experts import HeldExperts
+from penstock.engine.parallel.link import Link
 from penstock.engine.parallel.member import Member
+from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
 from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.sleep.rank import RankSleep
 from penstock.engine.speculative.setup import load_draft
-from penstock.engine.startup.offload import open_host_pool
+from penstock.engine.startup.offload import open_tiers
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
@@ -49,12 +55,14 @@ Message = Forward | Head | Move | Call | Replay | Capture
 class Worker(Member):
     """A worker's membership: rank 0 sends it what was agreed on."""
 
-    def __init__(self, setup: Setup, connection: Connection) -> None:
-        super().__init__(setup.place, setup.store, setup.config.watchdog_s, setup.config.devices)
+    def __init__(self, setup: Setup, connection: Connection, link: Connection | None) -> None:
+        linked = None if link is None else Link(link, setup.place.rank)
+        super().__init__(setup.place, Rendezvous.of(setup.config, setup.store, linked))
+        self._config = setup.config
         self._connection = connection
 
-    def _announce(self) -> None:
-        plain.send(self._connection, Report())
+    def _announce(self, backend: Backend) -> None:
+        plain.send(self._connection, Report(limits=limits(self._config, backend)))
 
     def least(self, count: int) -> int:
         plain.send(self._connection, Report(count))
@@ -71,7 +79,8 @@ class ServedModel:
         self.adapted = {}
         if part.adapters is not None:
             narrow = part.adapters.narrow or part.adapters.decoder
-            self.adapted = {False: Stage(part.adapters.decoder, stage.groups), True: Stage(narrow, stage.groups)}
+            decoders = {False: part.adapters.decoder, True: narrow}
+            self.adapted = {key: Stage(one, stage.groups, stage.shares) for key, one in decoders.items()}
         self.device = part.kv.device
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
@@ -106,12 +115,17 @@ class ServedModel:
 
     def expect(self, message: Forward) -> Arriving | None:
         """Begin to receive what a step needs from the stage before this one."""
-        return self.stage.expect(len(message.token_ids), self.device)
+        shares = self.stage.shares
+        own = message if shares is None else shares.of(message).message
+        return self.stage.expect(len(own.token_ids), self.device)
 
     def forward(self, message: Forward, arriving: Arriving | None) -> None:
-        self._note(message.cells)
         token_ids = torch.from_numpy(message.token_ids).to(self.device, non_blocking=True)
-        self._stage_of(message).forward(token_ids, message.batch(self.tables), self.part.kv, arriving)
+        share = None if self.stage.shares is None else self.stage.shares.of(message)
+        own = message if share is None else share.message
+        self._note(own.cells)
+        batch = own.batch(self.tables) if share is None else share.batch(self.tables)
+        self._stage_of(own).forward(token_ids, batch, self.part.kv, arriving)
 
     def _stage_of(self, message: Forward) -> Stage:
         """The stage that runs a step, with the adapters of its tokens or without any."""
@@ -138,7 +152,7 @@ class RankServer:
         """For the host tier, where there is one."""
         self._connection = connection
         self._sends = threading.Lock()
-        self.handlers |= RankSleep(self, models[0].part.backend).handlers
+        self.handlers |= RankSleep(self, models[0].part.backend, self.handlers).handlers
 
     @torch.inference_mode()
     def serve(self) -> None:
@@ -205,28 +219,36 @@ def _load(setup: Setup, member: Worker) -> list[ServedModel]:
         backend=None if draft is None else draft.part.backend,
         beside=0 if draft is None else draft.block_bytes,
     )
-    models = [ServedModel(part, Stage(part.decoder, member.groups))]
+    models = [ServedModel(part, Stage(part.decoder, member.groups, shares_of(member.place, part.kv, part.max_running)))]
     if draft is not None and draft.member is not None:
         models.append(ServedModel(draft.sized_like(part), Stage(draft.part.decoder, draft.member.groups)))
     return models
 
 
-def run(connection: Connection) -> int:
-    """Load, serve, and return the exit code."""
+def run(connection: Connection, link: Connection | None = None, find_adapter: Callable[[str], Path] = Path) -> int:
+    """Load, serve, and return the exit code. `link`: for tensors to and from ranks on other machines. `find_adapter`:
+    see `Engine.load`."""
     try:
         setup = Setup.receive(connection)
-        member = Worker(setup, connection)
+        member = Worker(setup, connection, link)
         models = _load(setup, member)
         part = models[0].part
-        _, mover = open_host_pool(setup.config, part, member)
+        tiers = open_tiers(setup.config, part, member)
         server = RankServer(models, connection)
-        server.mover = mover
+        if tiers is not None:
+            server.mover = tiers.mover
+            if tiers.file is not None:
+                server.handlers |= {"write_blocks": tiers.file.write, "read_blocks": tiers.file.read}
         slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
         server.handlers |= slots.handlers()
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
         if part.adapters is not None:
-            server.handlers |= FollowingAdapters(part.adapters).handlers()
-        server.serve()
+            server.handlers |= FollowingAdapters(part.adapters, find_adapter).handlers()
+        try:
+            server.serve()
+        finally:
+            if tiers is not None and tiers.file is not None:
+                tiers.file.close()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:
@@ -240,15 +262,17 @@ def run(connection: Connection) -> int:
     return 0
 
 
-def main() -> int:
+def main(find_adapter: Callable[[str], Path] = Path) -> NoReturn:
+    """The process of a rank."""
     die_with_parent()
     # Signals are for rank 0; the others exit with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return run(Connection(int(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    code = main()
+    control, *links = (Connection(int(number)) for number in sys.argv[1:])
+    code = run(control, links[0] if links else None, find_adapter)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # taking NCCL's groups down can wait for peers that are gone
+
+
+if __name__ == "__main__":
+    main()

@@ -23,10 +23,10 @@ class Setup:
     store: Path
     """Where the ranks of this machine meet."""
 
-    def send(self, connection: Connection) -> None:
+    def encode(self) -> bytes:
         # A checkpoint of another kind is a Python object, which only a parent may hand to its child.
         checkpoint = None if self.checkpoint is None else pickle.dumps(self.checkpoint)
-        plain.send(connection, (self.config, checkpoint, self.place, self.store))
+        return plain.encode((self.config, checkpoint, self.place, self.store))
 
     @classmethod
     def receive(cls, connection: Connection) -> Setup:

@@ -94,6 +94,8 @@ class Cuts:
         self._experts = self._dense if model.moe is None else self._gated(model.moe.ffn_size, *expert)
         if model.moe is not None and model.moe.placement:
             self._experts = {}  # whole experts, each on some shards
+        if place.data:
+            self._attention, self._dense = {}, {}
         rows = head_rows(model, place)
         begin = min(place.shard * rows, model.vocab_size)
         end = min(begin + rows, model.vocab_size)
@@ -181,6 +183,13 @@ class _Sharded:
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         whole: Tensor = self._whole.tensor(self._cuts.original(name))
         return self._cuts.apply(name, whole).contiguous().to(device)
+
+    def row_peaks(self, name: str, device: str | torch.device = "cpu") -> Tensor | None:
+        """See `quantization.stored`; None for a matrix whose rows are whole."""
+        if self._cuts.of(name).inputs is None:
+            return None
+        whole: Tensor = self._whole.tensor(self._cuts.original(name))
+        return whole.float().abs().amax(1).to(device)
 
 
 class ShardedTensors(_Sharded):

@@ -31,6 +31,11 @@ class BatchInvariantLinears:
         self.device = device
         self.dtype = dtype
 
+    @property
+    def widened(self) -> BatchInvariantLinears:
+        """The same, making dense linears only."""
+        return BatchInvariantLinears(self.dense, None, self.device, self.dtype)
+
     def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
         if self.few_bits is not None:
             linear = self.few_bits(weights, names, inputs, bias)

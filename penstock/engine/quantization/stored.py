@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from penstock.engine.config import WeightForm
 from penstock.engine.loading.checkpoint import GGUFCheckpoint
@@ -29,3 +32,13 @@ def stored_groups(
             raise CheckpointError(f"tensor {name!r} has shape {groups.shape}, the configuration says {(size, inputs)}")
         found.append(groups)
     return found
+
+
+def row_peaks(weights: Weights, names: Iterable[str], device: str | torch.device) -> Tensor | None:
+    """float32 [out]: the largest magnitude of every whole row, where `weights` has a part of each row's inputs. With
+    it, what is rounded with a scale per row is rounded alike on any number of ranks."""
+    find = getattr(weights, "row_peaks", None)
+    if find is None:
+        return None
+    found = [find(name, device) for name in names]
+    return None if any(part is None for part in found) else torch.cat(found)

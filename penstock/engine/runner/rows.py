@@ -110,9 +110,10 @@ class Rows:
                 fresh.append(seq)
             known = blocks[row]
             if known < len(seq.blocks):
-                self.host_tables[row, known : len(seq.blocks)] = seq.blocks[known:]
+                new = [block + seq.base for block in seq.blocks[known:]] if seq.base else seq.blocks[known:]
+                self.host_tables[row, known : len(seq.blocks)] = new
                 if self._mirrored:
-                    cells.extend((row, col, seq.blocks[col]) for col in range(known, len(seq.blocks)))
+                    cells.extend((row, known + col, block) for col, block in enumerate(new))
                 blocks[row] = len(seq.blocks)
         if fresh:
             self._load_parameters(fresh)

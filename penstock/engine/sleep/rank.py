@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -15,11 +16,12 @@ SLEEP, WAKE, RESUME = "sleep", "wake", "resume"
 
 
 class RankSleep:
-    """Moves the device memory of everything that `root` holds."""
+    """Moves the device memory of everything that `root`, and whoever handles its calls, holds."""
 
-    def __init__(self, root: object, backend: Backend) -> None:
+    def __init__(self, root: object, backend: Backend, handlers: Mapping[str, Callable[..., Any]]) -> None:
         self._root = root
         self._backend = backend
+        self._others = handlers
         self._offloaded: OffloadedMemory | None = None
         """While it sleeps, and until all ranks are awake."""
 
@@ -29,7 +31,8 @@ class RankSleep:
 
     def sleep(self) -> None:
         if self._offloaded is None:
-            self._offloaded = offload_memory(self._root, self._backend)
+            owners = [getattr(handler, "__self__", None) for handler in self._others.values()]
+            self._offloaded = offload_memory([self._root, *owners], self._backend)
         else:
             self._offloaded.empty()  # it was about to wake, and another rank has no room
 

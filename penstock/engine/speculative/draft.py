@@ -140,7 +140,7 @@ class DraftProposer:
         chunk = Chunk(seq, first, length, samples, drafts)
         size = self.scheduler.allocator.block_size
         for index in range(first // size, (end - 1) // size + 1):
-            self._contents[seq.blocks[index]] = None
+            self._contents[seq.base + seq.blocks[index]] = None
         state.read = end
         return chunk
 
@@ -157,7 +157,7 @@ class DraftProposer:
         """Leading tokens of a sequence that just (re)started that the draft model has already computed."""
         known = 0
         for block, name in zip(seq.blocks, seq.block_names, strict=False):
-            if self._contents[block] != name:
+            if self._contents[seq.base + block] != name:
                 break
             known += self.scheduler.allocator.block_size
         return min(known, len(seq.tokens) - 1)
@@ -165,6 +165,7 @@ class DraftProposer:
     def _note_contents(self, seq: Sequence, state: _State) -> None:
         full = min(state.read // self.scheduler.allocator.block_size, len(seq.block_names))
         for index in range(full - 1, -1, -1):
-            if self._contents[seq.blocks[index]] == seq.block_names[index]:
+            block = seq.base + seq.blocks[index]
+            if self._contents[block] == seq.block_names[index]:
                 break
-            self._contents[seq.blocks[index]] = seq.block_names[index]
+            self._contents[block] = seq.block_names[index]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.engine.backends.select import pick_device
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
@@ -43,15 +44,17 @@ class Draft:
     """With a cache of one block, until the target's number of blocks is known."""
     member: DraftMember | None
     """The ranks that have the other parts; None: this is all of it."""
+    caches: int = 1
+    """Of the target, where shards have sequences of their own: their blocks are numbered through."""
 
     @property
     def block_bytes(self) -> int:
-        """What it needs beside every block of the target."""
-        return self.part.kv.shape.block_bytes
+        """What it needs beside every block of the target in this process."""
+        return self.part.kv.shape.block_bytes * self.caches
 
     def sized_like(self, target: Part) -> Part:
         """The draft model with a cache for the sequences of the target."""
-        blocks, rows = target.kv.num_blocks, state_rows(target.max_running)
+        blocks, rows = target.kv.num_blocks * self.caches, state_rows(target.max_running)
         kv = KVCache(self.part.kv.shape, blocks, target.kv.device, rows)
         return replace(self.part, kv=kv, max_running=target.max_running, max_model_len=target.max_model_len)
 
@@ -88,18 +91,22 @@ def load_draft(config: EngineConfig, phases: Phases, member: Member | None = Non
     shards = config.draft_tensor_parallel or 1
     if member is not None and member.place.rank >= shards:
         return None
-    among = None
+    alone, among = _alone(config), None
     if shards > 1:
         from penstock.engine.parallel.member import DraftMember
 
         assert member is not None
         among = DraftMember(member, shards)
+    elif member is not None:
+        threads = config.threads or max(1, (os.cpu_count() or 1) // member.neighbours)
+        alone = replace(alone, device=str(member.device(pick_device(config.device))), threads=threads)
     with phases("draft model"):
         try:
-            part = load_part(_alone(config), None, Phases(None), among, own_cache=False)
+            part = load_part(alone, None, Phases(None), among, own_cache=False)
         except ConfigError as error:
-            raise ConfigError(f"draft_model: {error}") from error
-    return Draft(part, among)
+            remedy = "; draft_tensor_parallel: 1 leaves it whole" if shards > 1 else ""
+            raise ConfigError(f"draft_model: {error}{remedy}") from error
+    return Draft(part, among, config.tensor_parallel if config.attention_parallel == "data" else 1)
 
 
 def _alone(config: EngineConfig) -> EngineConfig:
@@ -115,9 +122,11 @@ def _alone(config: EngineConfig) -> EngineConfig:
         draft_tensor_parallel=None,
         tensor_parallel=config.draft_tensor_parallel or 1,
         pipeline_parallel=1,
+        devices=(),
+        machines=(),
         expert_parallel=False,
         expert_copies=0,
-        threads=config.threads or max(1, (os.cpu_count() or 1) // config.ranks),
+        attention_parallel="tensor",
         adapters=(),
         adapter_slots=0,
     )

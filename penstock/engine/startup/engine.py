@@ -16,10 +16,13 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Balancer, Engine
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
+from penstock.engine.kv.block_file import OneFile
+from penstock.engine.kv.disk import DiskTier
 from penstock.engine.kv.exchange import BlockExchange, SpreadBlocks
 from penstock.engine.kv.format import kv_format
 from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.mover import BlockMover
+from penstock.engine.kv.partition import PartitionedAllocator
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
@@ -29,12 +32,13 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.setup import load_draft, make_speculation, spread_draft
 from penstock.engine.startup.adapters import adapter_rank, manage_adapters
 from penstock.engine.startup.memory import sliding_window
-from penstock.engine.startup.offload import open_host_pool
+from penstock.engine.startup.offload import open_tiers
 from penstock.engine.startup.part import Part, Phases, Progress, load_part
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
+    from penstock.engine.parallel.machines import Machines
 
 log = logging.getLogger(__name__)
 
@@ -45,22 +49,38 @@ def load_engine(
     checkpoint: object | None,
     grammars: MakeCompiler | None = None,
     find_adapter: Callable[[str], Path] = Path,
+    machines: Machines | None = None,
 ) -> Engine:
     """See `Engine.load`."""
     # Once, for all ranks.
     config = spread_draft(replace(config, adapter_rank=adapter_rank(config)))
     if config.ranks == 1:
-        if config.expert_parallel:
+        if config.expert_parallel or config.attention_parallel == "data":
             raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), None)
+    if config.attention_parallel == "data":
+        _check_data_parallel(config)
     from penstock.engine.parallel.launch import Ranks
 
-    ranks = Ranks(config, checkpoint)
+    ranks = Ranks(config, checkpoint, machines)
     try:
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), ranks)
     except BaseException:
         ranks.close(grace_s=0.0)
         raise
+
+
+def _check_data_parallel(config: EngineConfig) -> None:
+    """Refuse what relies on one cache for all sequences, and what would be replicas."""
+    if not config.expert_parallel:
+        raise ConfigError("attention_parallel: data is for expert_parallel: true; else run replicas of the model")
+    refused = {
+        "host_memory": config.host_memory > 0,
+        "role": config.role != "both",
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"{name} is not available with attention_parallel: data; use attention_parallel: tensor")
 
 
 def _assemble(
@@ -83,10 +103,9 @@ def _assemble(
     host, mover = _host_tier(config, part, ranks, phases)
     adapters = None if part.adapters is None else manage_adapters(config, part.adapters, find_adapter, ranks)
     pipelined = config.pipeline_parallel > 1
-    pool = BlockPool(part.kv.num_blocks, host)
-    window = sliding_window(part.model, part.token_budget)
+    allocator = _allocator(config, part, host)
     scheduler = Scheduler(
-        BlockAllocator(pool, config.block_size, config.prefix_cache and part.kv.shape.blocks_suffice, window),
+        allocator,
         max_running=part.max_running,
         token_budget=part.token_budget,
         max_model_len=part.max_model_len,
@@ -113,7 +132,7 @@ def _assemble(
         max_model_len=part.max_model_len,
         vocab_size=part.model.vocab_size,
         block_size=config.block_size,
-        num_blocks=pool.capacity,
+        num_blocks=allocator.pool.capacity,
         max_running=part.max_running,
         device=str(part.kv.device),
         product=part.backend.product,
@@ -176,12 +195,27 @@ def _spread(part: Part, ranks: Ranks) -> SpreadBlocks:
 
 
 def _lead(part: Part, ranks: Ranks, adapters: AdapterRuntime | None) -> Decoder:
+    from penstock.engine.parallel.data import shares_of
     from penstock.engine.parallel.decoder import lead, lead_adapted
 
-    decoder = lead(part.decoder, ranks, part.max_running + 1, -(-part.max_model_len // part.kv.block_size))
+    width, shares = -(-part.max_model_len // part.kv.block_size), shares_of(ranks.place, part.kv, part.max_running)
+    decoder = lead(part.decoder, ranks, part.max_running + 1, width, shares=shares)
     if adapters is not None:
         lead_adapted(decoder, adapters)
     return decoder
+
+
+def _allocator(config: EngineConfig, part: Part, host: HostTier | None) -> BlockAllocator:
+    """The blocks of the KV cache; of those of all shards, where each has sequences of its own."""
+    window = sliding_window(part.model, part.token_budget)
+    prefixes = config.prefix_cache and part.kv.shape.blocks_suffice
+
+    def one() -> BlockAllocator:
+        return BlockAllocator(BlockPool(part.kv.num_blocks, host), config.block_size, prefixes, window)
+
+    if config.attention_parallel == "tensor":
+        return one()
+    return PartitionedAllocator([one() for _ in range(config.tensor_parallel)])
 
 
 def _balancer(config: EngineConfig, part: Part, ranks: Ranks) -> Balancer:
@@ -193,16 +227,18 @@ def _balancer(config: EngineConfig, part: Part, ranks: Ranks) -> Balancer:
 def _host_tier(
     config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phases
 ) -> tuple[HostTier | None, BlockMover | None]:
-    """The second tier of the KV cache, when one is configured."""
-    if config.host_memory == 0:
+    """The tiers behind the KV cache, as far as they are configured."""
+    with phases("host memory") if config.host_memory else nullcontext():
+        tiers = open_tiers(config, part, ranks)
+    if tiers is None:
         return None, None
-    with phases("host memory"):
-        slots, mover = open_host_pool(config, part, ranks)
-    if mover is not None and ranks is not None:
-        from penstock.engine.parallel.blocks import LeadMover
+    if ranks is None:
+        disk = None if tiers.file is None else DiskTier(tiers.places, OneFile(tiers.file))
+        return HostTier(tiers.slots, config.host_idle_s, disk), tiers.mover
+    from penstock.engine.parallel.blocks import LeadFiles, LeadMover
 
-        mover = LeadMover(mover, ranks)
-    return HostTier(slots, config.host_idle_s), mover
+    disk = None if tiers.file is None else DiskTier(tiers.places, LeadFiles(tiers.file, ranks))
+    return HostTier(tiers.slots, config.host_idle_s, disk), LeadMover(tiers.mover, ranks)
 
 
 def _warm_up(engine: Engine) -> None:

@@ -1,27 +1,50 @@
-"""The second tier of the KV cache: its slots in host memory, on every rank."""
+"""The tiers behind the KV cache: slots in host memory and a file on disk, on every rank."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.kv.block_file import BlockFile
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.startup.memory import count_host_blocks
 from penstock.engine.startup.part import Part
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.member import Member
 
 
-def open_host_pool(config: EngineConfig, part: Part, member: Member | None = None) -> tuple[int, BlockMover | None]:
-    """Slots for blocks that leave this rank's cache, and what makes the copies. All ranks have as many: those of the
-    rank whose blocks are largest."""
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What one rank has behind its cache."""
+
+    slots: int
+    mover: BlockMover
+    """Owns the slots, and makes the copies."""
+    places: int = 0
+    file: BlockFile | None = None
+
+
+def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -> Tiers | None:
+    """Memory for blocks that leave this rank's cache; None where none is configured. All ranks have room for as many
+    blocks: as many as the rank whose parts are largest."""
     if config.host_memory == 0:
-        return 0, None
-    slots = count_host_blocks(config, part.kv.shape)
-    if member is None:
-        return slots, part.backend.block_mover(part.kv, slots)
-    slots = member.least(slots)
-    mover = part.backend.block_mover(part.kv, slots)
-    member.least(slots)  # a rank that cannot have that memory says so before anything runs
-    return slots, mover
+        if config.disk_memory:
+            raise ConfigError("disk_memory is for blocks that leave host memory; set host_memory too")
+        return None
+    slots, places = count_host_blocks(config, part.kv.shape), config.disk_memory // part.kv.shape.block_bytes
+    if config.disk_memory and not places:
+        raise ConfigError(f"disk_memory is less than one KV block of {part.kv.shape.block_bytes} bytes")
+    if member is not None:
+        slots, places = member.least(slots), member.least(places)
+    tiers = Tiers(slots, part.backend.block_mover(part.kv, slots))
+    if places:
+        if not config.disk_path:
+            raise ConfigError("disk_memory needs disk_path, a folder for it on a fast disk")
+        tiers = Tiers(slots, tiers.mover, places, BlockFile(Path(config.disk_path), places, tiers.mover))
+    if member is not None:
+        member.least(slots)  # a rank that cannot have that memory says so before anything runs
+    return tiers

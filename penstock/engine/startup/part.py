@@ -93,7 +93,7 @@ def load_part(
     `backend`: to share with another model in this process. `beside`: bytes that every block needs elsewhere.
     `own_cache`: or else the cache is made later, like another model's; until then it has one block.
     """
-    threads = config.threads or max(1, (os.cpu_count() or 1) // config.ranks)
+    threads = config.threads or max(1, (os.cpu_count() or 1) // (1 if member is None else member.neighbours))
     torch.set_num_threads(threads)
     device = pick_device(config.device)
     if member is not None:
@@ -110,7 +110,7 @@ def load_part(
     with phases("kernels"):
         backend = backend or pick_backend(device, threads)
         if config.deterministic:
-            check_deterministic(config, model)
+            check_deterministic(config, model, backend)
             backend.ops.batch_invariant = True
         plan = backend.plan_weights(config, dtype, weights)
         kv_dtype = backend.kv_dtype(config, model, dtype)
@@ -193,12 +193,19 @@ def _together(member: Member, decoder: Decoder) -> Forward:
     return Stage(member.connect(decoder), member.groups).whole
 
 
-def check_deterministic(config: EngineConfig, model: ModelConfig) -> None:
+def check_deterministic(config: EngineConfig, model: ModelConfig, backend: Backend) -> None:
     """Refuse what has no batch-invariant kernels yet."""
+    if config.expert_parallel and (config.expert_copies or config.expert_rebalance_s):
+        raise ConfigError(
+            "deterministic: true with expert_parallel needs expert_copies: 0 and expert_rebalance_s: 0, because sums "
+            "depend on which shard has an expert"
+        )
+    if backend.all_invariant:
+        return
     if model.moe is not None:
-        raise ConfigError("deterministic: true is not available for mixture-of-experts models")
+        raise ConfigError("deterministic: true is not available for mixture-of-experts models on this device")
     if config.adapters or config.adapter_slots:
-        raise ConfigError("deterministic: true is not available with adapters")
+        raise ConfigError("deterministic: true is not available with adapters on this device")
 
 
 def check_stateful(config: EngineConfig) -> None:

@@ -5,6 +5,7 @@ An engine's role decides which of the two it does; with role `both` it does neit
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -14,10 +15,13 @@ from penstock.engine.request import Delta, Request
 from penstock.engine_host.handover.inbound import Incoming
 from penstock.engine_host.handover.outbound import Outgoing
 from penstock.engine_host.interfaces import EngineLike
+from penstock.errors import ConfigError
 from penstock.protocol.messages import Pull
 
 if TYPE_CHECKING:
     from penstock.engine.kv.exchange import BlockExchange
+
+log = logging.getLogger("penstock.protocol")
 
 POLL_S = 0.001
 """How often copies and sends are polled whose completion is not signalled."""
@@ -41,6 +45,8 @@ class HandoverEndpoint:
         self._outgoing = Outgoing(socket)
         self._incoming: Incoming | None = None
         self._secret_key = secret_key
+        self._problem: str | None = None
+        """Why there is no memory for blocks; empty: there is some; None: nobody has asked yet."""
 
     @property
     def open(self) -> bool:
@@ -63,7 +69,7 @@ class HandoverEndpoint:
         if request.handover is None or engine.info.role != "decode" or not isinstance(engine, BlockHost):
             return False
         exchange = engine.exchange
-        if exchange is None:
+        if exchange is None or not self._has_slots(exchange):
             return False
         if self._incoming is None:
             self._incoming = Incoming(exchange, engine.info, self._secret_key)
@@ -77,8 +83,19 @@ class HandoverEndpoint:
         """Called between two steps; returns requests for the engine to take. `lives`: whether a request still runs."""
         if self._outgoing.busy:
             exchange = engine.exchange if isinstance(engine, BlockHost) and engine.info.role == "prefill" else None
-            self._outgoing.advance(exchange, lives)
+            self._outgoing.advance(exchange if exchange is not None and self._has_slots(exchange) else None, lives)
         return self._incoming.advance() if self._incoming is not None else []
+
+    def _has_slots(self, exchange: BlockExchange) -> bool:
+        """Whether there is memory for blocks in transit; it is taken at the first handover."""
+        if self._problem is None:
+            self._problem = ""
+            try:
+                exchange.slots  # noqa: B018
+            except ConfigError as error:
+                self._problem = str(error)
+                log.error("no blocks are handed over: %s", error)
+        return not self._problem
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a request that waits for blocks; returns whether there was one."""
@@ -94,3 +111,4 @@ class HandoverEndpoint:
             self._poller.unregister(self._incoming.fetcher.wake)
             self._incoming.close()
             self._incoming = None
+        self._problem = None  # the engine that wakes is another

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,20 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def specs(base: Path) -> tuple[AdapterSpec, ...]:
     return adapters_for(base, base.parent, "llama-gqa")
+
+
+@pytest.fixture
+def followers(monkeypatch: pytest.MonkeyPatch) -> list[FollowingAdapters]:
+    """What the other ranks of engines that are started meanwhile keep."""
+    found: list[FollowingAdapters] = []
+    handlers = FollowingAdapters.handlers
+
+    def seen(self: FollowingAdapters) -> Any:
+        found.append(self)
+        return handlers(self)
+
+    monkeypatch.setattr(FollowingAdapters, "handlers", seen)
+    return found
 
 
 def ask(id: str, prompt: list[int], adapter: str, count: int = 8, **params: Any) -> Request:
@@ -119,25 +134,18 @@ def load(engine: Engine, spec: AdapterSpec) -> AdapterStatus:
 
 
 def test_adapters_come_and_go_on_all_ranks(
-    base: Path, specs: tuple[AdapterSpec, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, specs: tuple[AdapterSpec, ...], tmp_path: Path, followers: list[FollowingAdapters]
 ) -> None:
     """Load, use, reload with other weights, pin, unload: the other ranks keep exactly what rank 0 keeps."""
-    followers: list[FollowingAdapters] = []
-    handlers = FollowingAdapters.handlers
-
-    def seen(self: FollowingAdapters) -> Any:
-        followers.append(self)
-        return handlers(self)
-
-    monkeypatch.setattr(FollowingAdapters, "handlers", seen)
     folder = shutil.copytree(specs[0].source, tmp_path / "a")
     prompt = [5, 6, 7] * 9
-    old, new = (
-        generate(make_engine(base, adapters=(spec,)), ask("x", prompt, spec.name))["x"] for spec in (specs[0], specs[2])
-    )
+    alone = make_engine(base, adapters=specs)
+    old, new = (generate(alone, ask("x", prompt, spec.name))["x"] for spec in (specs[0], specs[2]))
+    assert alone.adapters is not None
     with threaded_engine(base, 2, 2, adapter_slots=2, adapter_rank=20) as engine:
         first = load(engine, AdapterSpec("a", str(folder)))
         assert first.state == "ready" and first.rank == 20
+        assert first.version == alone.adapters.version("every"), "engines of other grids call it the same"
         assert generate(engine, ask("x", prompt, "a"))["x"] == old
         engine.submit(ask("old", prompt, "a"))
         deltas: list[Delta] = []
@@ -158,6 +166,24 @@ def test_adapters_come_and_go_on_all_ranks(
         assert generate(engine, ask("x", prompt, ""))["x"]
         assert not any(follower._adapters for follower in followers)
         assert_idle(engine)
+
+
+def test_a_rank_that_was_started_again_gets_its_adapters_back(
+    base: Path, specs: tuple[AdapterSpec, ...], followers: list[FollowingAdapters]
+) -> None:
+    with threaded_engine(base, 2, 1, adapters=specs) as engine:
+        expected = generate(engine, *requests(specs))
+        (follower,) = followers
+        had = follower._adapters.copy()
+        lora: Any = follower._model.kernel
+        follower._adapters.clear()
+        lora._adapters[:] = [None] * len(lora._adapters)
+        lora._pointers[:] = 0
+        lora._ranks[:] = 0
+        assert engine.runner.adapters is not None
+        engine.runner.adapters.renew()
+        assert generate(engine, *requests(specs)) == expected
+        assert follower._adapters.keys() == had.keys()
 
 
 def test_an_adapter_that_one_rank_cannot_read_fails_alone(
@@ -194,3 +220,48 @@ def test_a_rank_on_another_machine_finds_the_source_itself(base: Path, specs: tu
     there = follower.read(0, "a", "store:a", "/no/such/folder").result(60)
     here = follower.read(1, "a", "store:a", specs[0].source).result(60)
     assert asked == ["store:a"] and there == here
+
+
+@pytest.mark.slow
+def test_a_mixed_load_with_aborts_and_reloads_gives_what_each_request_gives_alone(base: Path, tmp_path: Path) -> None:
+    folders = [write_adapter(tmp_path / f"a{i}", base, rank=1 + 3 * i, seed=i) for i in range(5)]
+    specs = tuple(AdapterSpec(folder.name, str(folder)) for folder in folders)
+    rng = random.Random(4)
+    shared = [rng.randrange(199) for _ in range(40)]
+    batch = []
+    for i in range(24):
+        prompt = shared[: rng.randrange(8, 40)] + [rng.randrange(199)] * rng.randrange(1, 6)
+        params = SamplingParams(max_tokens=rng.randrange(4, 20), temperature=rng.choice([0.0, 0.8]), seed=i)
+        batch.append(Request(f"r{i}", prompt, params, adapter=rng.choice(["", *(s.name for s in specs)])))
+    roomy = make_engine(base, adapters=specs)
+    alone: dict[str, list[int]] = {}
+    for request in batch:
+        alone |= generate(roomy, request)
+    tight: dict[str, Any] = {
+        "adapter_slots": 2, "adapter_host_slots": 3, "num_blocks": 9, "max_running": 6, "token_budget": 32,
+        "speculation": "ngram",
+    }  # fmt: skip
+    with threaded_engine(base, 2, 2, adapters=specs, **tight) as engine:
+        pool = engine.adapters
+        assert pool is not None
+        leaving = {request.request_id for request in batch[::5]}
+        for request in batch:
+            engine.submit(request)
+        deltas: list[Delta] = []
+        for step in range(20_000):
+            if not engine.has_work:
+                break
+            output = engine.step()
+            deltas += output.deltas if output else []
+            if step % 7 == 3 and leaving:
+                engine.abort(leaving.pop())
+            if step % 9 == 5:
+                pool.load(rng.choice(specs), lambda status: None)  # again, with the same content
+        got = collect(deltas)
+        aborted = {delta.request_id for delta in deltas if delta.finish_reason == "abort"}
+        assert aborted
+        for id, tokens in alone.items():
+            assert got.get(id, []) == (tokens[: len(got.get(id, []))] if id in aborted else tokens), id
+        assert_idle(engine)
+        load = engine.load_snapshot()
+        assert load.preemptions > 0 and load.adapters is not None and load.adapters.host_evictions > 0

@@ -116,7 +116,7 @@ def test_a_rank_that_shares_no_memory_sends_its_part(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fp8"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_coarse_caches_cross_between_grids(engines: Any, folder: Path, kind: str) -> None:
     alone = make_engine(folder, role="prefill", kv_dtype=kind)
     check(alone, engines("prefill", (2, 1), kv_dtype=kind), engines("decode", (1, 2), kv_dtype=kind))

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from penstock.engine.backends.select import pick_backend
+from penstock.engine.config import LOCAL
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.layout import Place
+from penstock.engine.parallel.rendezvous import Rendezvous
 
 
 def rows_between(sender: int, receiver: int) -> int:
@@ -33,8 +35,10 @@ def shuffle(group: Group) -> None:
 def test_every_row_arrives_in_order(tmp_path: Path, size: int) -> None:
     backend = pick_backend(torch.device("cpu"), 1)
 
+    rendezvous = Rendezvous(tmp_path / "store", 20.0, (LOCAL,) * size, None)
+
     def member(rank: int) -> None:
-        group = Groups(Place(rank, size, 1), tmp_path / "store", backend, 20.0).tensor
+        group = Groups(Place(rank, size, 1), rendezvous, backend).tensor
         assert group is not None
         shuffle(group)
 

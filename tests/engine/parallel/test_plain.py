@@ -23,7 +23,7 @@ values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st
 
 
 @given(values)
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_values_come_back(value: Any) -> None:
     assert decode(encode(value)) == value
 
@@ -47,7 +47,7 @@ class Exploit:
 
 
 @given(st.binary(max_size=64))
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 def test_other_bytes_are_refused(data: bytes) -> None:
     with contextlib.suppress(NotPlain):
         decode(data)

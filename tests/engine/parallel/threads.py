@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from unittest.mock import patch
 
 from penstock.engine.core import Engine
 from penstock.engine.parallel import launch, rank
+from penstock.engine.parallel.child import connection_pair
 from penstock.engine.parallel.layout import Place
 from tests.engine.harness import make_engine
 
@@ -24,14 +24,14 @@ class ThreadProcess:
     stdin = None
     pid = 0
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, link: Connection | None = None) -> None:
         self.returncode: int | None = None
-        self._thread = threading.Thread(target=self._run, args=(connection,), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(connection, link), daemon=True)
         self._thread.start()
 
-    def _run(self, connection: Connection) -> None:
-        with connection:
-            self.returncode = rank.run(connection)
+    def _run(self, connection: Connection, link: Connection | None) -> None:
+        with connection, link or nullcontext():
+            self.returncode = rank.run(connection, link)
 
     def poll(self) -> int | None:
         return self.returncode
@@ -43,13 +43,15 @@ class ThreadProcess:
         return self.returncode
 
     def kill(self) -> None:
-        raise AssertionError("the rank did not leave by itself")
+        """A thread cannot be killed: it must leave by itself when its connection is closed."""
+        self._thread.join(20.0)
+        assert not self._thread.is_alive(), "the rank did not leave by itself"
 
 
-def _spawn(place: Place) -> launch._Rank:
-    ours, theirs = socket.socketpair()
-    process: Any = ThreadProcess(Connection(theirs.detach()))
-    return launch._Rank(place, process, Connection(ours.detach()))
+def _spawn(place: Place, link: Connection | None = None) -> launch._Rank:
+    ours, theirs = connection_pair()
+    process: Any = ThreadProcess(theirs, link)
+    return launch._Rank(place, process, ours)
 
 
 @contextmanager

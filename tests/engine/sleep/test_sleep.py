@@ -7,6 +7,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,18 +15,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.bench.soak.engines import verify_everything
+from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.backends.reference.linear import DenseLinear
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.parallel import launch
 from penstock.engine.parallel.rank import RankServer
+from penstock.engine.request import Request
 from penstock.engine.sleep.memory import storages_of, walk
 from penstock.engine.sleep.offload import offload
 from penstock.engine.sleep.sleep import EngineSleep
 from penstock.errors import ConfigError
-from tests.engine.harness import assert_idle, generate, greedy, make_engine
-from tests.engine.parallel.threads import threaded_engine
+from tests.engine.adapters.files import write_adapter
+from tests.engine.harness import assert_idle, drain, generate, greedy, make_engine
+from tests.engine.parallel.threads import _spawn, threaded_engine
 from tests.engine.tiny import write_checkpoint
 
 REQUEST = greedy("a", [5, 9, 2, 77, 31, 8, 8, 1, 4, 60, 61, 62, 63, 64, 65, 66, 67], 10)
@@ -137,6 +143,47 @@ def test_every_rank_sleeps_and_wakes_with_what_it_knew(folder: Path, plain: None
                 assert torch.equal(table, engine.runner.rows.block_tables), "the ranks no longer agree on the tables"
             assert generate(engine, REQUEST) == expected
         assert_idle(engine)
+
+
+@pytest.mark.parametrize("moved", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["moved", "dropped"])
+def test_ranks_with_a_draft_model_and_adapters_wake_as_they_were(
+    folder: Path, tmp_path: Path, request: pytest.FixtureRequest, moved: bool
+) -> None:
+    """Also an adapter that was loaded at run time; and nothing of the draft's old cache is taken for a prefix."""
+    if moved:
+        request.getfixturevalue("plain")
+    listed, later = (write_adapter(tmp_path / name, folder, seed=seed) for name, seed in (("listed", 1), ("later", 2)))
+    asked = [replace(REQUEST, request_id=name, adapter=name) for name in ("", "listed", "later")]
+    specs = AdapterSpec("listed", str(listed)), AdapterSpec("later", str(later))
+    settings = {"speculation": "draft", "draft_model": str(folder), "adapters": specs[:1]}
+    with threaded_engine(folder, 2, 2, **settings) as engine:
+        assert engine.adapters is not None
+        engine.adapters.load(specs[1], lambda status: None)
+        drain(engine)
+        expected = answers_of(engine, asked)
+        assert expected == generate(make_engine(folder, adapters=specs), *asked)
+        sleeper = EngineSleep(engine.config, Engine.load)
+        with patch.object(launch, "_spawn", _spawn):
+            woken = sleeper.wake(sleeper.sleep(engine))
+        try:
+            assert (woken is engine) is moved
+            assert answers_of(woken, asked) == expected
+            assert_idle(woken)
+        finally:
+            woken.close()
+
+
+def answers_of(engine: Engine, asked: list[Request]) -> dict[str, list[int]]:
+    """With draft tokens of the model itself, all of which must be accepted where no adapter changes what follows."""
+    assert engine.speculation is not None
+    verify_everything(engine.speculation)
+    plain, *adapted = asked
+    before = engine.load_snapshot()
+    answers = generate(engine, plain)
+    load = engine.load_snapshot()
+    tried, accepted = load.draft_tokens - before.draft_tokens, load.accepted_tokens - before.accepted_tokens
+    assert tried == accepted > 0
+    return answers | generate(engine, *adapted)
 
 
 def test_without_room_on_one_rank_all_ranks_stay_asleep(folder: Path, plain: None) -> None:

@@ -104,6 +104,19 @@ def test_the_draft_reads_what_it_missed(target: Path, plain: Engine) -> None:
     assert load.accepted_tokens == load.draft_tokens > before.draft_tokens
 
 
+def test_nothing_of_a_cache_that_was_emptied_is_taken_for_a_prefix(target: Path) -> None:
+    engine = drafting(target, target, num_blocks=7)
+    for _ in range(4):
+        generate(engine, greedy("a", [i % 199 for i in range(70)], 20))
+        engine.forget_caches()
+        proposer = engine.speculation.proposer  # type: ignore[union-attr]
+        assert isinstance(proposer, DraftProposer)
+        for tensor in (*proposer.runner.kv.tensors, *engine.runner.kv.tensors):
+            tensor.zero_()
+    load = engine.load_snapshot()
+    assert load.accepted_tokens == load.draft_tokens > 0
+
+
 def test_a_draft_that_fails_is_given_up(target: Path, plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = drafting(target, target)
     request = greedy("a", [1, 2, 3], 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,10 +43,10 @@ def drafting(target: Path, draft: Path, tensor: int, pipeline: int, **settings: 
 
 
 GRIDS = [
-    (4, 1, None, 2),
+    (2, 2, 1, 1),
     pytest.param(2, 2, None, 2, marks=pytest.mark.slow),
     pytest.param(1, 3, None, 1, marks=pytest.mark.slow),
-    pytest.param(2, 2, 1, 1, marks=pytest.mark.slow),
+    pytest.param(4, 1, None, 2, marks=pytest.mark.slow),
 ]
 
 
@@ -66,6 +67,15 @@ def test_any_mix_of_requests_gets_the_answers_of_one_device(
         assert_idle(engine)
 
 
+def test_a_draft_on_fewer_shards_than_the_target(target: Path, other: Path) -> None:
+    asked = [greedy("a", [5, 9, 2], 12), Request("b", [7] * 20, SamplingParams(max_tokens=12, temperature=0.8, seed=3))]
+    expected = generate(make_engine(target), *asked)
+    with drafting(target, other, 4, 1) as engine:
+        assert engine.config.draft_tensor_parallel == 2
+        assert generate(engine, *asked) == expected
+        assert engine.load_snapshot().draft_tokens > 10
+
+
 def test_a_draft_that_is_the_target_is_always_right(target: Path) -> None:
     """At any temperature: the ranks' caches of the draft are as the target's after every number of accepted tokens."""
     with drafting(target, target, 2, 2, speculation_depth=5) as engine:
@@ -76,6 +86,30 @@ def test_a_draft_that_is_the_target_is_always_right(target: Path) -> None:
             assert engine.steps - before == 1 + 10
         load = engine.load_snapshot()
         assert load.accepted_tokens == load.draft_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline", "shards"), [(2, 1, 2), (4, 1, 4), (2, 2, 1)])
+def test_one_draft_for_shards_with_sequences_of_their_own(
+    tmp_path: Path, tensor: int, pipeline: int, shards: int
+) -> None:
+    """Its blocks are those of all shards. As its own draft the model is right wherever the cache is as it should be."""
+    model = write_checkpoint("mixtral", tmp_path / "mixtral", spread=0.3)
+    requests = any_requests(7, count=6)
+    expected = run(make_engine(model, num_blocks=400), requests)
+    spread = {"expert_parallel": True, "attention_parallel": "data", "draft_tensor_parallel": shards}
+    with drafting(model, model, tensor, pipeline, num_blocks=11, token_budget=64, **spread) as engine:
+        for _ in range(2):
+            got = run(engine, requests)
+            assert {name: delta.tokens for name, delta in got.items()} == {n: d.tokens for n, d in expected.items()}
+            greedily = [replace(request, params=SamplingParams(40, temperature=0.0)) for request in requests]
+            before = engine.load_snapshot()
+            run(engine, greedily)
+            load = engine.load_snapshot()
+            tried, accepted = load.draft_tokens - before.draft_tokens, load.accepted_tokens - before.accepted_tokens
+            assert accepted == tried > 0
+        assert load.prefix_hit_tokens > 0
+        assert_idle(engine)
 
 
 @pytest.mark.slow

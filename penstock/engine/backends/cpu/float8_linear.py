@@ -57,10 +57,13 @@ class Float8Linear:
         return len(shape) == 2 and shape[0] > 0 and shape[1] > 0 and shape[1] % BLOCK == 0
 
     @classmethod
-    def from_float(cls, handle: Handle, weight: Tensor, bias: Tensor | None = None) -> Float8Linear:
-        """Round a float weight to nearest, with one scale per output."""
+    def from_float(
+        cls, handle: Handle, weight: Tensor, bias: Tensor | None = None, peaks: Tensor | None = None
+    ) -> Float8Linear:
+        """Round a float weight to nearest, with one scale per output; `peaks`: see `row_peaks`."""
         wide = weight.detach().float()
-        scale = (wide.abs().amax(1, keepdim=True) / _LARGEST).clamp(min=1e-12)
+        peaks = wide.abs().amax(1) if peaks is None else peaks
+        scale = (peaks.unsqueeze(1) / _LARGEST).clamp(min=1e-12)
         return cls(handle, (wide / scale).to(torch.float8_e4m3fn), scale, bias)
 
     def take_many(self) -> Float8Linear:

@@ -10,6 +10,7 @@ from penstock.engine.backends.cpu.native import Handle
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.weights import Quantizer, Weights
+from penstock.engine.quantization.stored import row_peaks
 
 
 class Float8Quantizer:
@@ -42,4 +43,4 @@ class Float8Quantizer:
         if not self._rounding or any("embed_tokens" in name or "lm_head" in name for name in names):
             return None
         dense = torch.cat([weights.tensor(name).float() for name in names])
-        return Float8Linear.from_float(self._handle, dense, bias)
+        return Float8Linear.from_float(self._handle, dense, bias, row_peaks(weights, names, "cpu"))

@@ -15,6 +15,7 @@ from penstock.engine.backends.backend import Backend, WeightPlan
 from penstock.engine.backends.cuda import peer_memory
 from penstock.engine.backends.cuda.block_mover import CudaBlockMover
 from penstock.engine.backends.cuda.memory import CudaMemory
+from penstock.engine.backends.gloo import gloo_group
 from penstock.engine.backends.interface import CopyEvent, DeviceMemory, Ops, Staging, StepDefaults
 from penstock.engine.backends.reference.linear import DenseLinear
 from penstock.engine.backends.reference.lora import ReferenceLora
@@ -103,8 +104,8 @@ class TorchCudaBackend(Backend):
         return CudaBlockMover(kv, num_slots)
 
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        if peer_memory.shared_devices(store, rank, size, self.device):  # NCCL wants a device for each rank
-            return dist.ProcessGroupGloo(store, rank, size, timeout)
+        if peer_memory.ranks_per_device(store, rank, size, self.device) > 1:  # NCCL wants a device for each
+            return gloo_group(store, rank, size, timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -66,6 +66,8 @@ class GroupedExpertMlp:
         return moe.route(self.router.linear(x), self.router.top_k, self.router.normalize)
 
     def apply(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        if not len(x):
+            return torch.empty_like(x)
         top_k, gelu, chosen = chosen.shape[1], self.activation == "gelu_tanh", chosen.int()
         experts = self.gate_up.weight.shape[0]
         plan = moe.plan(chosen, experts)

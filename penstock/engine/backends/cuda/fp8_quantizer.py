@@ -10,6 +10,7 @@ from penstock.engine.backends.cuda.linear import CudaLinear, ScaledTensor
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.weights import Weights
+from penstock.engine.quantization.stored import row_peaks
 
 
 class Fp8Quantizer:
@@ -28,7 +29,7 @@ class Fp8Quantizer:
                 parts = [part for part in stored if part is not None]
                 return CudaLinear(torch.cat([w for w, _ in parts]), bias, torch.cat([s for _, s in parts]))
         dense = torch.cat([weights.tensor(name, self.device).to(self.dtype) for name in names])
-        return CudaLinear.fp8(dense, bias)
+        return CudaLinear.fp8(dense, bias, row_peaks(weights, names, self.device))
 
 
 class Fp8Activations:

@@ -41,9 +41,10 @@ class CudaLinear:
         self.weight_bytes = weight.numel() * weight.element_size()
 
     @classmethod
-    def fp8(cls, weight: Tensor, bias: Tensor | None) -> CudaLinear:
-        """Round a dense weight to FP8, each output row scaled by its own largest value."""
-        scale = weight.abs().amax(dim=1).float().clamp_(min=1e-12) / FP8_MAX
+    def fp8(cls, weight: Tensor, bias: Tensor | None, peaks: Tensor | None = None) -> CudaLinear:
+        """Round a dense weight to FP8, each output row scaled by its own largest value; `peaks`: see `row_peaks`."""
+        peaks = weight.abs().amax(dim=1).float() if peaks is None else peaks
+        scale = peaks.clamp(min=1e-12) / FP8_MAX
         data = (weight.float() / scale.unsqueeze(1)).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
         return cls(data, bias, scale)
 

@@ -32,10 +32,11 @@ class CudaPeerGroup:
     """See `PeerGroup`."""
 
     def __init__(
-        self, regions: list[int], rank: int, device: torch.device, timeout_s: float, *, any_size: bool
+        self, regions: list[int], rank: int, device: torch.device, timeout_s: float, ranks_per_device: int
     ) -> None:
-        self._peers = peers.Peers(regions, rank, device, timeout_s)
-        self._any_size = any_size
+        self._peers = peers.Peers(regions, rank, device, timeout_s, ranks_per_device)
+        # NCCL wants a GPU for each rank: where some share one, these kernels carry everything.
+        self._any_size = ranks_per_device > 1
         self.size = len(regions)
 
     @classmethod
@@ -46,9 +47,7 @@ class CudaPeerGroup:
         regions = peer_memory.open_regions(store, rank, size, peers.REGION_BYTES, device)
         if regions is None:
             return None
-        # NCCL wants a GPU for each rank: where some share one, these kernels carry everything.
-        any_size = peer_memory.shared_devices(store, rank, size, device)
-        return cls(regions, rank, device, timeout_s, any_size=any_size)
+        return cls(regions, rank, device, timeout_s, peer_memory.ranks_per_device(store, rank, size, device))
 
     def takes(self, x: Tensor | Addends) -> bool:
         base = x if isinstance(x, Tensor) else x.base

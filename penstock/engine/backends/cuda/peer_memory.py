@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections import Counter
 from ctypes import byref, c_int, c_size_t, c_uint64
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def open_regions(store: Any, rank: int, size: int, nbytes: int, device: torch.de
         _call("cuCtxSynchronize")
         handle = _Handle()
         _call("cuIpcGetMemHandle", byref(handle), address)
-        shown = f"{_machine()} {os.getpid()} {address.value} {_uuid(device)} {bytes(handle.reserved).hex()}"
+        shown = f"{_machine()} {os.getpid()} {_uuid(device)} {bytes(handle.reserved).hex()}"
     except PeersNotVisible as error:
         why, shown = str(error), "none"
     store.set(f"region/{rank}", shown)
@@ -84,13 +85,14 @@ def _open(shown: str, own: int, device: torch.device, mine: bool) -> int:
         return own
     if shown == "none":
         raise PeersNotVisible("another rank could not share its memory")
-    machine, process, address, uuid, handle = shown.split()
+    machine, process, uuid, handle = shown.split()
     if machine != _machine():
         raise PeersNotVisible("the ranks are on different machines")
     if uuid != _uuid(device):
         _check_link(device, uuid)
-    if int(process) == os.getpid():  # ranks as threads: the address is good here
-        return int(address)
+    if int(process) == os.getpid():
+        # A kernel that waits for another thread's would wait for ever: loading that one waits for running kernels.
+        raise PeersNotVisible("the ranks are threads of one process")
     opened = c_uint64(0)
     raw = _Handle.from_buffer_copy(bytes.fromhex(handle))
     _call("cuIpcOpenMemHandle_v2", byref(opened), raw, ctypes.c_uint(_LAZY_PEER_ACCESS))
@@ -114,10 +116,10 @@ def _uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def shared_devices(store: Any, rank: int, size: int, device: torch.device) -> bool:
-    """Whether some of the ranks that meet in `store` have the same GPU; all of them call this."""
+def ranks_per_device(store: Any, rank: int, size: int, device: torch.device) -> int:
+    """How many of the ranks that meet in `store` have the same GPU, at most; all of them call this."""
     store.set(f"device/{rank}", f"{_machine()} {_uuid(device)}")
-    return len({store.get(f"device/{other}").decode() for other in range(size)}) < size
+    return max(Counter(store.get(f"device/{other}").decode() for other in range(size)).values())
 
 
 def _machine() -> str:

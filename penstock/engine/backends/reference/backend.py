@@ -6,12 +6,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.backends.backend import Backend, WeightPlan
+from penstock.engine.backends.gloo import gloo_group
 from penstock.engine.backends.host_memory import HostMemory
 from penstock.engine.backends.interface import CopyEvent, DeviceMemory, Ops, Staging, StepDefaults
 from penstock.engine.backends.reference.linear import DenseLinear, PackedLinear
@@ -85,10 +85,4 @@ class ReferenceBackend(Backend):
         return HostBlockMover(kv, num_slots)
 
     def process_group(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        if not dist.is_gloo_available():
-            raise ConfigError("this torch was built without gloo, which ranks on CPU need")
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # Ranks of one engine share a machine; the name of the host may lead to a network that blocks them.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timeout
-        return dist.ProcessGroupGloo(store, rank, size, options)
+        return gloo_group(store, rank, size, timeout)

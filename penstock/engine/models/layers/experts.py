@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -35,7 +36,7 @@ class Router:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 [T, top_k] and experts int64 [T, top_k], the best first."""
         weights, experts = self.linear(x).float().softmax(-1).topk(self.top_k, dim=-1)
-        return (weights / weights.sum(-1, keepdim=True) if self.normalize else weights), experts
+        return (weights / _sum(weights).unsqueeze(-1) if self.normalize else weights), experts
 
 
 class ExpertSlots:
@@ -157,11 +158,16 @@ class ExpertMlp:
             outputs[order] = torch.cat(
                 [expert.forward(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)]
             )
-        by_token = outputs.view(-1, top_k, x.shape[1])
-        return (by_token * weights.to(x.dtype).unsqueeze(-1)).sum(1)
+        by_token = outputs.view(len(x), top_k, x.shape[1])
+        return _sum(by_token * weights.to(x.dtype).unsqueeze(-1))
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
         self.experts[slot] = expert
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Over the second axis, one after another: the order of `Tensor.sum` depends on how many rows there are."""
+    return reduce(torch.add, x.unbind(1))
 
 
 def held(table: LayerTable | None, shard: int, experts: int) -> Sequence[int]:

@@ -24,12 +24,15 @@ from penstock.engine.backends.cuda.kernels.addends import Addends, parts, second
 from penstock.engine.backends.cuda.kernels.common import FP8_MAX, INTERPRETED, launch, next_power_of_2
 
 PROGRAMS = 64
-"""Most programs of a launch; all of them run at the same time on any GPU, beside those of other ranks on it too."""
+"""Most programs of a launch."""
+SHARED_PROGRAMS = 96
+"""Most programs that wait on one GPU at the same time, for all ranks on it: a GPU has more processors than that, so one
+is always left for the kernels that the others wait for."""
 PIECE = 32 << 10
 """Bytes that a program exchanges at once: a row of activations fits."""
 MOST_RANKS = 32
-_LOOKS_PER_S = 1_000_000
-"""A look at flags in the device's own memory takes about a microsecond."""
+_LOOKS_PER_S = 3_000_000
+"""A look at flags in the device's own memory takes about a third of a microsecond."""
 _PHASES = 2
 _FLAG_BYTES = PROGRAMS * _PHASES * MOST_RANKS * 4
 REGION_BYTES = _FLAG_BYTES + PROGRAMS * 2 * _PHASES * PIECE
@@ -106,7 +109,7 @@ def _await(
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "rows", "patience"])
 def _sum_kernel(
     x_ptr: tl.tensor,
     delta_ptr: tl.tensor,
@@ -186,7 +189,7 @@ def _sum_kernel(
     tl.store(epochs_ptr + program, epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "rows", "patience"])
 def _gather_kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -231,8 +234,17 @@ def _gather_kernel(
 class Peers:
     """What launches need of a group: every rank's region as this rank addresses it, and how far its programs are."""
 
-    def __init__(self, regions: list[int], rank: int, device: torch.device, timeout_s: float = 60.0) -> None:
-        """`timeout_s`: about how long a launch waits for the other ranks before it fails."""
+    def __init__(
+        self,
+        regions: list[int],
+        rank: int,
+        device: torch.device,
+        timeout_s: float = 60.0,
+        ranks_per_device: int = 1,
+    ) -> None:
+        """`timeout_s`: about how long a launch waits for the other ranks before it fails. `ranks_per_device`: the most
+        that share one; the same on all ranks."""
+        self.programs = max(1, min(PROGRAMS, SHARED_PROGRAMS // ranks_per_device))
         self.rank = rank
         self.patience = int(timeout_s * _LOOKS_PER_S)
         self.size = len(regions)
@@ -259,7 +271,7 @@ def _sum(
     block = next_power_of_2(cols)
     launch(
         _sum_kernel,
-        (min(rows, PROGRAMS),),
+        (min(rows, peers.programs),),
         x,
         *delta,
         out,
@@ -343,7 +355,7 @@ def _gather(peers: Peers, x: Tensor, out: Tensor, rows: int, outputs: int, first
     block = PIECE // x.element_size() if cols > 1024 else 1024
     launch(
         _gather_kernel,
-        (min(rows * -(-cols // block), PROGRAMS),),
+        (min(rows * -(-cols // block), peers.programs),),
         x,
         out,
         peers.regions,

@@ -1,0 +1,187 @@
+"""The third tier: blocks that leave host memory, in a file on every rank.
+
+Only names and places are kept here; a `BlockStore` makes the copies beside the steps, and what has become of them is
+asked for between steps (`poll`). Invariant: a place that is being read or written is not given to another name, and a
+name is found here only when its block has been written on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from penstock.engine.request import EngineLoad
+from penstock.errors import ReplicaLost
+
+MOST_WRITES = 128
+"""Blocks on their way to the disk at a time; blocks that leave the host while it has no time for more are lost."""
+WRITES_AT_ONCE = 8
+
+Pairs = list[tuple[int, int]]
+"""Slots in host memory and places on disk."""
+
+
+class BlockStore(Protocol):
+    """Copies blocks between slots and places. One answer from every rank: which of the copies were made."""
+
+    def write(self, pairs: Pairs) -> list[Future[list[bool]]]: ...
+
+    def read(self, pairs: Pairs) -> list[Future[list[bool]]]: ...
+
+    def close(self) -> None: ...
+
+
+class Moved(NamedTuple):
+    """A copy is over: the slot is no longer used for it."""
+
+    name: bytes
+    slot: int
+    was_read: bool
+    """Into the slot. Otherwise it was written, or could not be read."""
+
+
+@dataclass(slots=True)
+class _Job:
+    reads: bool
+    blocks: list[tuple[bytes, int, int]]
+    """Names, slots, places."""
+    answers: list[Future[list[bool]]]
+    void: bool = False
+    """Whether its names have been forgotten meanwhile."""
+
+
+class DiskTier:
+    """Names and places of the blocks on disk, least recently used out first."""
+
+    def __init__(self, num_places: int, store: BlockStore) -> None:
+        self.capacity = num_places
+        self.written = 0
+        self.read = 0
+        self._store = store
+        self._free = list(range(num_places - 1, -1, -1))
+        self._places: OrderedDict[bytes, int] = OrderedDict()
+        self._writing: set[bytes] = set()
+        self._reading: set[bytes] = set()
+        self._jobs: list[_Job] = []
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._places
+
+    @property
+    def used(self) -> int:
+        return len(self._places)
+
+    @property
+    def writing(self) -> int:
+        """Blocks on their way here."""
+        return len(self._writing)
+
+    @property
+    def room(self) -> int:
+        """Blocks that may be given to `begin_write` now."""
+        return MOST_WRITES - len(self._writing)
+
+    @property
+    def slots(self) -> dict[int, bytes | None]:
+        """Slots in host memory that copies are using, and the block that rests in those that are being written."""
+        return {slot: None if job.reads or job.void else name for job in self._jobs for name, slot, _ in job.blocks}
+
+    def is_writing(self, name: bytes) -> bool:
+        return name in self._writing
+
+    def is_reading(self, name: bytes) -> bool:
+        return name in self._reading
+
+    def begin_write(self, blocks: Sequence[tuple[bytes, int]]) -> list[bytes]:
+        """Copy (name, slot) pairs to disk. The blocks that are no longer there to make room, or did not find any."""
+        found, gone = list[tuple[bytes, int, int]](), list[bytes]()
+        for name, slot in blocks:
+            if self._free:
+                found.append((name, slot, self._free.pop()))
+                continue
+            oldest = next((name for name in self._places if name not in self._reading), None)
+            gone.append(name if oldest is None else oldest)
+            if oldest is not None:
+                found.append((name, slot, self._places.pop(oldest)))
+        self._writing.update(name for name, _, _ in found)
+        for begin in range(0, len(found), WRITES_AT_ONCE):
+            part = found[begin : begin + WRITES_AT_ONCE]
+            self._jobs.append(_Job(False, part, self._store.write([(slot, place) for _, slot, place in part])))
+        return gone
+
+    def begin_read(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        """Copy blocks that are here into slots of host memory."""
+        found = [(name, slot, self._places[name]) for name, slot in blocks]
+        self._reading.update(name for name, _, _ in found)
+        self._jobs.append(_Job(True, found, self._store.read([(slot, place) for _, slot, place in found])))
+
+    def poll(self) -> list[Moved]:
+        """Copies that are over now."""
+        over: list[Moved] = []
+        for job in [job for job in self._jobs if all(answer.done() for answer in job.answers)]:
+            self._jobs.remove(job)
+            answers = [_outcome(answer, len(job.blocks)) for answer in job.answers]
+            for (name, slot, place), *made in zip(job.blocks, *answers, strict=True):
+                made_everywhere = all(made) and not job.void
+                if job.reads:
+                    self._end_read(name, place, made_everywhere, job.void)
+                else:
+                    self._end_write(name, place, made_everywhere, job.void)
+                over.append(Moved(name, slot, job.reads and made_everywhere))
+        return over
+
+    def forget_all(self) -> None:
+        """Drop every name, also of copies that are under way."""
+        pinned = {place for job in self._jobs for _, _, place in job.blocks}
+        self._free.extend(place for place in self._places.values() if place not in pinned)
+        self._places.clear()
+        self._writing.clear()
+        self._reading.clear()
+        for job in self._jobs:
+            job.void = True
+
+    def close(self) -> None:
+        self._store.close()
+
+    def report(self, load: EngineLoad) -> None:
+        load.disk_blocks, load.total_disk_blocks = self.used, self.capacity
+        load.disk_written_blocks, load.disk_read_blocks = self.written, self.read
+
+    def check(self) -> None:
+        """Assert the invariant; used by tests."""
+        pinned = {place for job in self._jobs for _, _, place in job.blocks}
+        places = {*self._free, *self._places.values(), *pinned}
+        assert places == set(range(self.capacity)), "a place is lost"
+        assert len(self._free) == len(set(self._free)) and not pinned.intersection(self._free), "a place is used twice"
+        assert len(set(self._places.values())) == len(self._places), "a place has two names"
+        assert not self._writing & self._places.keys(), "a block is found before it is written"
+
+    def _end_read(self, name: bytes, place: int, made: bool, void: bool) -> None:
+        if void:
+            self._free.append(place)
+            return
+        self._reading.discard(name)
+        if made:
+            self._places.move_to_end(name)
+            self.read += 1
+        else:
+            self._free.append(self._places.pop(name))
+
+    def _end_write(self, name: bytes, place: int, made: bool, void: bool) -> None:
+        if not void:
+            self._writing.discard(name)
+        if made:
+            self._places[name] = place
+            self.written += 1
+        else:
+            self._free.append(place)
+
+
+def _outcome(answer: Future[list[bool]], count: int) -> list[bool]:
+    error = answer.exception()
+    if isinstance(error, ReplicaLost):
+        raise error
+    return [False] * count if error is not None else answer.result()

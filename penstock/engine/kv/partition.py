@@ -1,0 +1,90 @@
+"""The blocks of several caches as one: every sequence lives in one of them, with all its blocks.
+
+For ranks that attend each over sequences of their own. A cache has its own pool, its own null block and its own
+prefixes. `Sequence.base` says which it is: the number of its block 0 when the blocks of all caches are numbered
+through. A sequence that starts goes where the longest prefix of it is, and of those to the one with the most free
+blocks.
+"""
+
+from __future__ import annotations
+
+from penstock.engine.kv.allocator import BlockAllocator, Found
+from penstock.engine.kv.pool import BlockPool
+from penstock.engine.sequence import Sequence
+
+
+class PartitionedPool(BlockPool):
+    """The sums over several pools; blocks are taken and given back in these."""
+
+    def __init__(self, parts: list[BlockPool]) -> None:
+        super().__init__(parts[0].num_blocks)
+        self.parts = parts
+
+    @property
+    def capacity(self) -> int:
+        return sum(part.capacity for part in self.parts)
+
+    @property
+    def free(self) -> int:
+        return sum(part.free for part in self.parts)
+
+    @property
+    def cached(self) -> int:
+        return sum(part.cached for part in self.parts)
+
+    def forget_all(self) -> None:
+        for part in self.parts:
+            part.forget_all()
+
+    def check(self) -> None:
+        for part in self.parts:
+            part.check()
+
+
+class PartitionedAllocator(BlockAllocator):
+    """Allocators of equal caches, behind the interface of one."""
+
+    def __init__(self, parts: list[BlockAllocator]) -> None:
+        first = parts[0]
+        super().__init__(
+            PartitionedPool([part.pool for part in parts]), first.block_size, first.prefix_cache, first.window
+        )
+        self.parts = parts
+        self._blocks = first.pool.num_blocks
+
+    def match(self, seq: Sequence) -> list[Found]:
+        """Also decides where `seq` will be: with what was found, it must start there."""
+        found = [part.match(seq) for part in self.parts]
+        lacking = [part.shortfall(cached, seq.length) for part, cached in zip(self.parts, found, strict=True)]
+        # Where there is room at all, if it is anywhere.
+        best = max(
+            range(len(self.parts)),
+            key=lambda i: (lacking[i] <= 0, len(found[i]), self.parts[i].pool.free, -i),
+        )
+        seq.base = best * self._blocks
+        return found[best]
+
+    def shortfall(self, cached: list[Found], tokens: int, seq: Sequence | None = None) -> int:
+        assert seq is not None
+        if not cached:  # then it can be anywhere
+            best = max(range(len(self.parts)), key=lambda i: (self.parts[i].pool.free, -i))
+            seq.base = best * self._blocks
+        return self._of(seq).shortfall(cached, tokens)
+
+    def free_for(self, seq: Sequence) -> int:
+        return self._of(seq).pool.free
+
+    def attach(self, seq: Sequence, cached: list[Found]) -> int:
+        return self._of(seq).attach(seq, cached)
+
+    def grow(self, seq: Sequence, tokens: int) -> bool:
+        return self._of(seq).grow(seq, tokens)
+
+    def publish(self, seq: Sequence) -> None:
+        self._of(seq).publish(seq)
+
+    def free(self, seq: Sequence) -> None:
+        self._of(seq).free(seq)
+
+    def _of(self, seq: Sequence) -> BlockAllocator:
+        return self.parts[seq.base // self._blocks]
