@@ -17,6 +17,7 @@ from penstock.cli.doctor import doctor
 from penstock.cli.engine import engine
 from penstock.cli.gateway import gateway
 from penstock.cli.ingest import ingest
+from penstock.cli.join import join
 from penstock.cli.keys import keys, tenants
 from penstock.cli.models import app as models
 from penstock.cli.plan import plan
@@ -94,6 +95,7 @@ app.command(help=drain.__doc__)(drain)
 app.command(help=simulate.__doc__)(simulate)
 app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
+app.command(help=join.__doc__)(join)
 app.add_typer(adapters, name="adapters")
 app.add_typer(batch, name="batch")
 app.add_typer(models, name="models")

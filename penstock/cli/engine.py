@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -26,9 +26,11 @@ from penstock.cli.options import (
 if TYPE_CHECKING:
     from penstock.config import Config, ModelConfig
     from penstock.config.encoders import EncoderConfig
+    from penstock.config.placement import PlacementConfig
     from penstock.engine.config import Role
     from penstock.engine.request import EngineInfo
     from penstock.engine_host.process import EngineProcess
+    from penstock.engine_host.rank_hub import RankHub
     from penstock.supervisor.status import StatusPipe
 
 
@@ -64,6 +66,9 @@ def engine(
     ] = None,
     make_curve_key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a new secret key to FILE, print its public key, exit.")
+    ] = None,
+    join_endpoint: Annotated[
+        str | None, typer.Option(metavar="ENDPOINT", help="Where other machines join, in place of placement.listen.")
     ] = None,
     resolved: Resolved = None,
     supervised: Supervised = None,
@@ -131,7 +136,9 @@ def engine(
             chosen = config.models[0]
             path = resolve_models(config, stderr())[chosen.name]
         _configure_logging(config)
-        code = _run_generator(_process(endpoint, curve_key, curve_clients, config, status), chosen, path, role.value)
+        code = _run_generator(
+            _process(endpoint, curve_key, curve_clients, config, status), chosen, path, role.value, join_endpoint
+        )
     raise typer.Exit(code)
 
 
@@ -158,7 +165,9 @@ def _process(
     )
 
 
-def _run_generator(process: EngineProcess, model: ModelConfig, path: Path, role: Role) -> int:
+def _run_generator(
+    process: EngineProcess, model: ModelConfig, path: Path, role: Role, join_endpoint: str | None
+) -> int:
     from dataclasses import replace
 
     from penstock.sources.adapters import rank_of_listed, resolve_adapter
@@ -172,7 +181,30 @@ def _run_generator(process: EngineProcess, model: ModelConfig, path: Path, role:
         watchdog_s=model.watchdog_s,
         stream_interval_s=model.stream_interval_s,
         start_asleep=bool(model.time_slice),
+        machines=None if model.placement is None else _machines(process, model, model.placement, join_endpoint),
     )
+
+
+def _machines(
+    process: EngineProcess, model: ModelConfig, placement: PlacementConfig, endpoint: str | None
+) -> Callable[[], RankHub]:
+    """Meets the machines of a placement."""
+    from penstock.engine_host.rank_hub import RankHub
+    from penstock.protocol.transport import CurveServer
+
+    key, clients = (Path(file) if file else None for file in (placement.curve_key, placement.curve_clients))
+    curve = CurveServer.read(key, clients)
+
+    def meet() -> RankHub:
+        return RankHub(
+            endpoint or placement.listen,
+            curve,
+            join_s=placement.join_s,
+            progress=process.progress,
+            source=model.source,
+        )
+
+    return meet
 
 
 def _run_encoder(process: EngineProcess, encoder: EncoderConfig) -> int:

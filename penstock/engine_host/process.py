@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from penstock.engine_host.pacer import Pacing, pick_interval
+from penstock.engine_host.rank_hub import RankHub
 from penstock.engine_host.server import EngineServer
 from penstock.engine_host.watchdog import Watchdog
 from penstock.protocol.transport import CurveServer, Listener
@@ -53,9 +54,10 @@ class EngineProcess:
         watchdog_s: float,
         stream_interval_s: float | None = None,
         start_asleep: bool = False,
+        machines: Callable[[], RankHub] | None = None,
     ) -> int:
         """Serve a model that generates. `start_asleep`: load it when it is woken, because other models that share the
-        device may have the memory now."""
+        device may have the memory now. `machines`: meets those that ranks are placed on, for each loading."""
         with Listener(self.endpoint, curve=self.curve) as listener:
             self.progress("import", 0.0)
             begin = time.perf_counter()
@@ -66,7 +68,15 @@ class EngineProcess:
             imported = round(time.perf_counter() - begin, 3)
 
             def load(config: EngineConfig) -> Engine:
-                engine = Engine.load(config, self.progress, grammars=grammars, find_adapter=find_adapter)
+                hub = None if machines is None else machines()
+                try:
+                    engine = Engine.load(
+                        config, self.progress, grammars=grammars, find_adapter=find_adapter, machines=hub
+                    )
+                except BaseException:
+                    if hub is not None:
+                        hub.close()
+                    raise
                 engine.meter = open_meter(engine.info.device, engine.info.ranks)
                 if engine.ranks is not None:
                     engine.ranks.watch(lambda why: server.fail(why))

@@ -49,6 +49,8 @@ def replica(config: Config, folder: RuntimeFolder, name: str, index: int, place:
     command = [*_run("engine", config, folder, place), model.name, "--endpoint", endpoint]
     if model.replica_devices:
         command += ["--device", model.replica_devices[index % len(model.replica_devices)]]
+    if model.placement is not None:
+        command += ["--join-endpoint", model.placement.endpoint(index)]
     if model.replica_roles:
         command += ["--role", model.role(index)]
     return Unit(engine_name(model, index), command, model=model.name, replica=str(index), endpoint=endpoint)

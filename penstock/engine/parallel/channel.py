@@ -18,9 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.interface import AttentionBatch, Ints
-from penstock.engine.config import EngineConfig
 from penstock.engine.kv.host import Transfers
 from penstock.engine.parallel import plain
 
@@ -207,19 +205,11 @@ class Report:
     """A rank's message while it starts: a number to agree on, or why it cannot go on."""
 
     count: int = 0
-    limits: dict[str, Any] = field(default_factory=dict)
-    """Its own, which must be those of rank 0."""
+    choices: dict[str, Any] = field(default_factory=dict)
+    """What it has chosen by itself, and must have chosen like rank 0."""
     problem: str = ""
     on_purpose: bool = False
     """Whether the problem is a `PenstockError`, to be shown to the operator, and not a bug."""
-
-
-def limits(config: EngineConfig, backend: Backend) -> dict[str, Any]:
-    """What all ranks must have in common, and would not where a default is that of another device."""
-    return {
-        "max_running": config.max_running or backend.defaults.max_running,
-        "token_budget": config.token_budget or backend.defaults.token_budget,
-    }
 
 
 @plain.record

@@ -7,7 +7,6 @@ collective and their caches no longer agree. The supervisor starts it again.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import shutil
@@ -16,19 +15,17 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from penstock.engine.backends.backend import Backend
-from penstock.engine.backends.select import pick_device, pick_dtype
-from penstock.engine.config import LOCAL, DType, EngineConfig
+from penstock.engine.config import LOCAL, EngineConfig
 from penstock.engine.parallel import plain
-from penstock.engine.parallel.channel import Call, Report, limits
+from penstock.engine.parallel.channel import Call, Report
 from penstock.engine.parallel.child import describe_exit, start_rank
 from penstock.engine.parallel.layout import Place
 from penstock.engine.parallel.link import Link
@@ -76,9 +73,8 @@ class Ranks(Member):
         """Calls may come from other threads than the steps (reading an adapter); every rank gets them in one order."""
         try:
             if config.spans_machines:
-                config = self._gathered(config, checkpoint)
+                self._gather_machines(config, checkpoint)
             link = None if self._machines is None else Link(self._machines.link(0), 0)
-            self._config = config
             super().__init__(place, Rendezvous.of(config, store, link))
             for rank in range(1, place.world):
                 self._ranks.append(self._start(config, replace(place, rank=rank)))
@@ -89,17 +85,12 @@ class Ranks(Member):
             self.close(grace_s=0.0)
             raise
 
-    def _gathered(self, config: EngineConfig, checkpoint: object | None) -> EngineConfig:
-        """Meet the other machines; returns what all of them are told."""
+    def _gather_machines(self, config: EngineConfig, checkpoint: object | None) -> None:
         if self._machines is None:
             raise ConfigError(f"ranks are placed on {', '.join(config.machines)}; this engine knows no other machine")
         if checkpoint is not None:
             raise ConfigError("ranks on other machines read a checkpoint of their own; this one exists in memory only")
-        # Another processor might choose another number type.
-        dtype = str(pick_dtype(config.dtype, pick_device(config.device))).removeprefix("torch.")
-        config = dataclasses.replace(config, dtype=cast(DType, dtype))
         self._machines.gather(config)
-        return config
 
     def _start(self, config: EngineConfig, place: Place) -> _Rank:
         if config.machine(place.rank) == LOCAL:
@@ -108,13 +99,17 @@ class Ranks(Member):
         remote = self._machines.rank(place.rank)
         return _Rank(place, remote, remote.connection, remote)
 
-    def _announce(self, backend: Backend) -> None:
-        ours = limits(self._config, backend)
+    def _announce(self) -> None:
+        self._gather()
+
+    def agree(self, choices: Mapping[str, Any]) -> None:
         for other, report in zip(self._ranks, self._gather(), strict=True):
-            for name, here in ours.items():
-                there = report.limits.get(name)
+            for name, here in choices.items():
+                there = report.choices.get(name)
                 if there != here:
-                    raise ConfigError(f"{other.place} would have {name}: {there}, rank 0 has {here}; set {name}")
+                    raise ConfigError(
+                        f"{other.place} has chosen {name}: {there} and rank 0 {here}, on other hardware; set {name}"
+                    )
 
     def least(self, count: int) -> int:
         count = min([count, *(report.count for report in self._gather())])

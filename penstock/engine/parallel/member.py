@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Member(ABC):
     def meet(self, backend: Backend) -> None:
         """Connect with the other ranks, once."""
         if self._groups is None:
-            self._announce(backend)
+            self._announce()
             self._groups = Groups(self.place, self.rendezvous, backend)
 
     def cut(
@@ -88,8 +89,12 @@ class Member(ABC):
             fused_up_to=0,
         )
 
-    def _announce(self, backend: Backend) -> None:  # noqa: B027 - some have nobody to tell
+    def _announce(self) -> None:  # noqa: B027 - some have nobody to tell
         """Before the first collective: this rank is up and has found its device."""
+
+    def agree(self, choices: Mapping[str, Any]) -> None:  # noqa: B027 - as above
+        """Make sure that all ranks have chosen the same where the configuration left it to them: their machines may
+        differ."""
 
     @abstractmethod
     def least(self, count: int) -> int:

@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
@@ -25,14 +25,13 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.host_memory import is_host
 from penstock.engine.backends.interface import Ints
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.blocks import RankSlots, block_part
-from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, limits, receive
+from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, receive
 from penstock.engine.parallel.data import shares_of
 from penstock.engine.parallel.decoder import Arriving, Stage, part_of
 from penstock.engine.parallel.experts import HeldExperts
@@ -58,11 +57,13 @@ class Worker(Member):
     def __init__(self, setup: Setup, connection: Connection, link: Connection | None) -> None:
         linked = None if link is None else Link(link, setup.place.rank)
         super().__init__(setup.place, Rendezvous.of(setup.config, setup.store, linked))
-        self._config = setup.config
         self._connection = connection
 
-    def _announce(self, backend: Backend) -> None:
-        plain.send(self._connection, Report(limits=limits(self._config, backend)))
+    def _announce(self) -> None:
+        plain.send(self._connection, Report())
+
+    def agree(self, choices: Mapping[str, Any]) -> None:
+        plain.send(self._connection, Report(choices=dict(choices)))
 
     def least(self, count: int) -> int:
         plain.send(self._connection, Report(count))

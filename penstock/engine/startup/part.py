@@ -119,6 +119,16 @@ def load_part(
     if member is not None:
         with phases("ranks"):
             member.meet(backend)
+            forms = "as stored" if plan.quantize is None else type(plan.quantize).__name__
+            member.agree(
+                {
+                    "dtype": str(dtype),
+                    "kv_dtype": str(kv_dtype),
+                    "weights": forms,
+                    "max_running": max_running,
+                    "token_budget": budget,
+                }
+            )
     wanted_len = min(config.max_model_len or model.max_positions, model.max_positions)
     if config.max_model_len is not None and wanted_len < config.max_model_len:
         _log.warning(
