@@ -122,6 +122,9 @@ class ModelConfig:
         doc="With expert_parallel: seconds between looks at the load of experts, which may move; 0: never.",
         least=0,
     )
+    rank_restarts: int = setting(
+        0, doc="Times that a lost rank is started again alone; 0: the whole engine restarts. CPU ranks only.", least=0
+    )
     host_memory: int = setting(
         0, doc="Host memory for offloaded KV blocks; 0: none.",
         least=0, size=True,

@@ -96,6 +96,9 @@ class EngineConfig:
     """With `expert_parallel`: how often experts may move to even out the load of the devices; 0: never."""
     machines: tuple[str, ...] = ()
     """The machine of each rank, `local` being that of rank 0; empty when all are."""
+    rank_restarts: int = 0
+    """How often a rank that is lost is started again alone, while the others keep their weights and running sequences
+    are computed again; 0: the engine as a whole is lost. On CPU, on one machine."""
     max_waiting: int = 4096
     """Requests beyond this are refused at once instead of queueing without bound."""
     threads: int | None = None

@@ -25,6 +25,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
     from penstock.engine.parallel.machines import Machines
 
 log = logging.getLogger(__name__)
+_REVIVAL_S = 0.05
+"""How long a step waits for a rank that is being started again."""
 
 _DISK_WAIT_S = 0.0005
 """How long a step that can do nothing waits for blocks from disk."""
@@ -124,6 +127,8 @@ class Engine:
         """Steps that stay in flight when another is launched."""
         self._constraints = Constraints(grammars, info.vocab_size)
         self._in_flight: deque[PendingStep] = deque()
+        self._revival: Future[None] | None = None
+        """A rank is being started again; see `Ranks.restart`."""
         self._deltas: list[Delta] = []
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -161,6 +166,7 @@ class Engine:
     def has_work(self) -> bool:
         waiting = self.scheduler.has_work or self._constraints.opening > 0
         waiting = waiting or (self.adapters is not None and self.adapters.busy)
+        waiting = waiting or self._revival is not None or (self.ranks is not None and self.ranks.died)
         return waiting or bool(self._in_flight) or bool(self._deltas)
 
     def submit(self, request: Request) -> None:
@@ -200,6 +206,50 @@ class Engine:
 
     def step(self) -> StepOutput | None:
         """Launch the next step and collect what is due. None when there is nothing to report."""
+        ranks = self.ranks
+        if self._revival is not None:
+            return self._wait_for_rank(self._revival)
+        try:
+            if ranks is None or not (ranks.died and ranks.restartable):
+                return self._step()
+            lost = "a rank is gone"
+        except ReplicaLost as error:
+            if ranks is None or not ranks.restartable:
+                raise
+            lost = str(error)
+        # Outside of the handler: what failed holds on to transfers, and those to the other ranks.
+        log.error("%s; it is started again, and %d sequences too", lost, len(self.scheduler.running))
+        self._in_flight.clear()
+        self.scheduler.start_over()
+        if self.speculation is not None:
+            self.speculation.forget_caches()
+        self._revival = ranks.restart()
+        return None
+
+    @property
+    def reviving(self) -> bool:
+        """Whether a rank is being started again; nothing runs until then."""
+        return self._revival is not None
+
+    def _wait_for_rank(self, revival: Future[None]) -> StepOutput | None:
+        for seq in self.scheduler.expired(self.clock()):
+            self._finish(seq, "timeout")
+        wait([revival], timeout=_REVIVAL_S)
+        if revival.done():
+            self._revival = None
+            revival.result()
+            assert self.ranks is not None
+            for then in self.ranks.after_restart:
+                then()
+        return self._output()
+
+    def _output(self) -> StepOutput | None:
+        if not self._deltas:
+            return None
+        deltas, self._deltas = self._deltas, []
+        return StepOutput(deltas, self.load_snapshot())
+
+    def _step(self) -> StepOutput | None:
         now = self.clock()
         if self._constraints.opening:
             self._take_grammars(now)
@@ -223,8 +273,7 @@ class Engine:
                 elif self.adapters is not None:
                     self.adapters.wait()
             return None
-        deltas, self._deltas = self._deltas, []
-        return StepOutput(deltas, self.load_snapshot())
+        return self._output()
 
     def load_snapshot(self) -> EngineLoad:
         scheduler, pool = self.scheduler, self.scheduler.allocator.pool

@@ -265,6 +265,18 @@ class Scheduler:
         if self._parked:
             self._rows.extend(self._parked.pop(c.seq) for c in batch.chunks if c.samples and c.seq in self._parked)
 
+    def start_over(self) -> None:
+        """The caches are lost, and what was in flight: all running sequences wait again."""
+        for seq in self._live.values():
+            seq.pending = 0
+        self._rows.extend(self._parked.values())
+        self._parked.clear()
+        self._suspects.clear()
+        self._in_flight = self._prompts_in_flight = 0
+        for seq in list(self.running):
+            self.preempt(seq)
+        self.allocator.pool.forget_all()
+
     def preempt(self, seq: Sequence) -> None:
         """Send a running sequence back to wait; it will be computed again, mostly from the cache."""
         self._stop(seq)

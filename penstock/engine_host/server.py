@@ -290,6 +290,7 @@ class EngineServer:
         load = output.load if output is not None else self._engine.load_snapshot()
         # Nothing runs while adapters are being read, which may take minutes: that is not being stuck.
         reading = load.adapters is not None and load.adapters.loading > 0 and not load.running
+        reading = reading or getattr(self._engine, "reviving", False)  # so is a rank that is started again
         if output is not None or load.steps != self._steps or reading:
             self._steps = load.steps
             self._fruitless = 0

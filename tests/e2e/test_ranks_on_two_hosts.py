@@ -196,4 +196,5 @@ def _up(url: str) -> int:
         text = httpx.get(f"{url}/metrics", timeout=15).text
     except httpx.HTTPError:
         return 0
-    return sum(line.startswith("penstock_engine_up{") and line.endswith(" 1.0") for line in text.splitlines())
+    rows = [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("penstock_engine_up")]
+    return sum(map(int, map(float, rows)))

@@ -108,6 +108,10 @@ class Stage(Releasable):
         self._settle()
         return lambda: None
 
+    def start_over(self) -> None:
+        """Steps in flight are lost."""
+        self._sent.clear()
+
     def _settle(self) -> None:
         """Wait until everything sent has left, and keep nothing of it."""
         while self._sent:
@@ -189,6 +193,11 @@ class LeadDecoder(Decoder):
             return self.plain
         self.adapters.kernel.begin(share.message.adapter_slots.astype(np.int32))
         return self.stage
+
+    def start_over(self) -> None:
+        """A rank is lost; the one in its place knows nothing."""
+        self.stage.start_over()
+        self.known[:] = 0
 
     @property
     def followers(self) -> Followers | None:
@@ -277,7 +286,9 @@ def lead(
     head: Linear = decoder.head if stage.groups.tensor is None else LeadHead(stage, ranks, model)
     parts = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
     known = np.zeros((max_rows, max_blocks), np.int64)
-    return LeadDecoder(**{**parts, "head": head}, stage=stage, ranks=ranks, model=model, known=known)
+    made = LeadDecoder(**{**parts, "head": head}, stage=stage, ranks=ranks, model=model, known=known)
+    ranks.when_lost.append(made.start_over)
+    return made
 
 
 def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:

@@ -102,7 +102,9 @@ def make_balancer(decoder: Decoder, model: ModelConfig, ranks: Ranks, copies: in
     moe = place_experts(model, ranks.place.tensor, copies).moe
     assert moe is not None
     tables = {index: table for index, table in enumerate(moe.placement) if moe.layers[index]}
-    return ExpertBalancer(HeldExperts(decoder, model.num_layers, ranks.place), ranks, tables, period_s)
+    balancer = ExpertBalancer(HeldExperts(decoder, model.num_layers, ranks.place), ranks, tables, period_s)
+    ranks.after_restart.append(balancer.start_over)
+    return balancer
 
 
 def _frozen(table: Sequence[Sequence[int]]) -> LayerTable:
@@ -119,6 +121,7 @@ class ExpertBalancer:
         self._held = held
         self._ranks = ranks
         self._tables = tables
+        self._first = dict(tables)
         self._counted: dict[int, np.ndarray] = {}
         """What each layer had counted at the last look."""
         self._recent: dict[int, np.ndarray] = {}
@@ -142,6 +145,14 @@ class ExpertBalancer:
             self._next = now + self.period_s
             self._waiting = self._ranks.call("expert loads")
             self._then = self._look
+
+    def start_over(self) -> None:
+        """A rank was lost and is there again: it holds the experts of the beginning."""
+        self._waiting, self._then, self._plan = [], None, []
+        self._counted.clear()
+        for layer, table in self._tables.items():
+            if table != self._first[layer]:
+                self._ranks.call("move experts", layer, table)
 
     def report(self, load: EngineLoad) -> None:
         load.expert_imbalance = round(self._imbalance, 3)

@@ -10,10 +10,12 @@ is an error, not a hang.
 from __future__ import annotations
 
 import copy
+import gc
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -115,13 +117,20 @@ class Group:
     def exchange(self, x: Tensor, counts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Rows of `x` to the members: the first `counts[0]` to the first, and so on. The rows that came from them,
         `sizes` of each, in order."""
-        out = x.new_empty(sum(sizes), *x.shape[1:])
-        self._group.alltoall_base(out, x.contiguous(), list(sizes), list(counts)).wait()
-        return out
+        mine = x.cpu() if self._through_host(x) else x.contiguous()
+        out = mine.new_empty(sum(sizes), *x.shape[1:])
+        self._group.alltoall_base(out, mine, list(sizes), list(counts)).wait()
+        return out.to(x.device)
 
     def exchange_counts(self, counts: Tensor) -> list[int]:
         """`counts` int64 [size] of rows for each member; how many each of them has for this one."""
         return self.exchange(counts, [1] * self.size, [1] * self.size).tolist()
+
+    def leave(self) -> None:
+        self._group = None
+
+    def join_again(self, group: Any) -> None:
+        self._group = group
 
     def begin_send(self, x: Tensor, to: int) -> Transfer:
         """Does not wait for the receiver."""
@@ -151,6 +160,8 @@ class Groups:
         here = len(rendezvous.beside(place.rank))
         self._store = dist.FileStore(str(rendezvous.store), here)  # type: ignore[attr-defined]
         self._deadline = timedelta(seconds=rendezvous.timeout_s)
+        self._made: list[tuple[str, Group]] = []
+        """Those between processes of this machine, with what they are known by."""
         shards = range(place.stage * place.tensor, (place.stage + 1) * place.tensor)
         stages = range(place.shard, place.world, place.tensor)
         self.tensor = self._group(f"tensor/{place.stage}", shards)
@@ -187,10 +198,29 @@ class Groups:
         def apart(kind: str) -> Any:
             return dist.PrefixStore(f"{kind}/{name}", self._store)  # type: ignore[attr-defined]
 
-        return Group(
+        group = Group(
             backend.process_group(apart("torch"), rank, size, self._deadline),
             rank,
             size,
             backend.ops.batch_invariant,
             backend.peer_group(apart("peers"), rank, size, self._deadline) if name.startswith("tensor/") else None,
         )
+        self._made.append((name, group))
+        return group
+
+    def drop(self) -> None:
+        """Leave all groups: whoever waits for this rank in one of them is told at once, if no transfer that was begun
+        still holds it."""
+        for _, group in self._made:
+            group.leave()
+        gc.collect()  # of what failed, frames that hold such transfers
+
+    def renew(self, store: Path) -> None:
+        """Meet again, as the same members, at another place. All ranks call it together; only where they have no
+        memory in common (`peers`)."""
+        self.drop()
+        here = len(self._rendezvous.beside(self.place.rank))
+        self._store = dist.FileStore(str(store), here)  # type: ignore[attr-defined]
+        for name, group in self._made:
+            apart = dist.PrefixStore(f"torch/{name}", self._store)  # type: ignore[attr-defined]
+            group.join_again(self._backend.process_group(apart, group.rank, group.size, self._deadline))

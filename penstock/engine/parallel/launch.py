@@ -2,7 +2,8 @@
 
 Each is a child process with a socket to rank 0. Invariants: no rank outlives rank 0 (see `engine.process`); when one
 dies, or a step fails on any of them, the engine as a whole is lost (`ReplicaLost`), because the others wait inside a
-collective and their caches no longer agree. The supervisor starts it again.
+collective and their caches no longer agree. The supervisor starts it again. With `rank_restarts` a rank that dies is
+replaced alone (`Ranks.restart`).
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class _Rank:
     """Takes its replies, once something was asked."""
     last_words: str = ""
     """Why it ended, where the reader was told."""
+    replaced: bool = False
+    """It is gone, and another was started in its place."""
 
 
 class Ranks(Member):
@@ -69,11 +72,24 @@ class Ranks(Member):
         self._lost: str | None = None
         self._closing = False
         self._calls = itertools.count()
+        self._checkpoint = checkpoint
+        self._restarts_left = config.rank_restarts
+        self._choices: Mapping[str, Any] = {}
+        self._agreed: list[int] = []
+        """What `least` came to, each time that the ranks asked each other."""
+        self._begin_watch: Callable[[_Rank], None] | None = None
+        self.died = False
+        """A rank is gone that can be started again; see `restart`."""
+        self.when_lost: list[Callable[[], None]] = []
+        """Called before a lost rank is replaced."""
+        self.after_restart: list[Callable[[], None]] = []
+        """Called between steps, once all ranks are there again."""
         self._sends = threading.Lock()
         """Calls may come from other threads than the steps (reading an adapter); every rank gets them in one order."""
         try:
             if config.spans_machines:
                 self._gather_machines(config, checkpoint)
+            self._config = config
             link = None if self._machines is None else Link(self._machines.link(0), 0)
             super().__init__(place, Rendezvous.of(config, store, link))
             for rank in range(1, place.world):
@@ -103,18 +119,23 @@ class Ranks(Member):
         self._gather()
 
     def agree(self, choices: Mapping[str, Any]) -> None:
+        self._choices = choices
         for other, report in zip(self._ranks, self._gather(), strict=True):
-            for name, here in choices.items():
-                there = report.choices.get(name)
-                if there != here:
-                    raise ConfigError(
-                        f"{other.place} has chosen {name}: {there} and rank 0 {here}, on other hardware; set {name}"
-                    )
+            self._compare(other, report)
+
+    def _compare(self, other: _Rank, report: Report) -> None:
+        for name, here in self._choices.items():
+            there = report.choices.get(name)
+            if there != here:
+                raise ConfigError(
+                    f"{other.place} has chosen {name}: {there} and rank 0 {here}, on other hardware; set {name}"
+                )
 
     def least(self, count: int) -> int:
         count = min([count, *(report.count for report in self._gather())])
         for other in self._ranks:
             plain.send(other.connection, count)
+        self._agreed.append(count)
         return count
 
     def tell(self, message: bytes, below: int) -> None:
@@ -180,15 +201,79 @@ class Ranks(Member):
 
         def wait(other: _Rank) -> None:
             other.process.wait()
-            if self._closing:
+            if self._closing or other.replaced:
+                return
+            if self._restarts_left:
+                self.died = True
                 return
             on_lost(self._why() or f"{other.place} is gone")
             if exit_after_s is not None:
                 time.sleep(exit_after_s)
                 os._exit(EXIT_RANK_LOST)
 
-        for other in self._ranks:
+        def begin(other: _Rank) -> None:
             threading.Thread(target=wait, args=(other,), name=f"rank {other.place.rank}", daemon=True).start()
+
+        self._begin_watch = begin
+        for other in self._ranks:
+            begin(other)
+
+    @property
+    def restartable(self) -> bool:
+        """Whether a rank is gone, and may be started again."""
+        return self._restarts_left > 0 and self._why() is not None
+
+    def restart(self) -> Future[None]:
+        """Start the ranks that are gone once more. They load their parts; the others keep theirs and meet them again.
+        What all had in their caches is lost. Nothing else may be asked of them before the future is done."""
+        done: Future[None] = Future()
+        self._restarts_left -= 1
+        store = self._folder / f"store-{self._restarts_left}"
+        # As many KV blocks as before, whatever is free now.
+        config = replace(self._config, num_blocks=self._agreed[-1] - 1)
+        fresh: list[_Rank] = []
+        for index, other in enumerate(self._ranks):
+            if other.process.poll() is not None:
+                other.replaced = True
+                _hang_up(other.connection)
+                # Here and not in the thread below: a child leaves with the thread that started it.
+                self._ranks[index] = new = self._start(config, other.place)
+                new.connection.send_bytes(Setup(config, self._checkpoint, new.place, store).encode())
+                fresh.append(new)
+        for forget in self.when_lost:
+            forget()
+
+        def work() -> None:
+            try:
+                self._restart(fresh, store)
+            except Exception as error:
+                done.set_exception(ReplicaLost(f"a lost rank could not be replaced: {error}"))
+            else:
+                done.set_result(None)
+
+        threading.Thread(target=work, name="restart of a rank", daemon=True).start()
+        return done
+
+    def _restart(self, fresh: list[_Rank], store: Path) -> None:
+        self.groups.drop()  # those that wait for this one notice
+        for new in fresh:
+            self._hear(new)  # it is up
+        number = next(self._calls)
+        message = Call(number, "regroup", (str(store),)).encode()
+        with self._sends:
+            answers = [self._ask(other, number, message) for other in self._ranks if other not in fresh]
+        self.groups.renew(store)
+        for answer in answers:
+            answer.result()
+        for new in fresh:
+            self._compare(new, self._hear(new))
+            for agreed in self._agreed:
+                if self._hear(new).count < agreed:
+                    raise ReplicaLost(f"{new.place} has no room for {agreed} KV blocks any more")
+                plain.send(new.connection, agreed)
+            if self._begin_watch is not None:
+                self._begin_watch(new)
+        self._lost, self.died = None, False
 
     def close(self, grace_s: float = _LEAVE_S) -> None:
         """Stop every rank; those that have not exited after `grace_s` are killed."""
@@ -213,16 +298,17 @@ class Ranks(Member):
         return [other.process.pid for other in self._ranks]
 
     def _gather(self) -> list[Report]:
-        reports = []
-        for other in self._ranks:
-            try:
-                report: Report = plain.receive(other.connection)
-            except (EOFError, OSError):
-                raise ReplicaLost(self._why() or f"{other.place} ended while starting") from None
-            if report.problem:
-                raise (ConfigError if report.on_purpose else ReplicaLost)(f"{other.place}: {report.problem}")
-            reports.append(report)
-        return reports
+        return [self._hear(other) for other in self._ranks]
+
+    def _hear(self, other: _Rank) -> Report:
+        """What a rank reports while it starts."""
+        try:
+            report: Report = plain.receive(other.connection)
+        except (EOFError, OSError):
+            raise ReplicaLost(self._why() or f"{other.place} ended while starting") from None
+        if report.problem:
+            raise (ConfigError if report.on_purpose else ReplicaLost)(f"{other.place}: {report.problem}")
+        return report
 
     def _why(self) -> str | None:
         """Which rank is gone, and its last report. A rank that just closed its connection may still be exiting."""

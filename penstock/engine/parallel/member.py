@@ -89,6 +89,11 @@ class Member(ABC):
             fused_up_to=0,
         )
 
+    def leave(self) -> None:
+        """Let those that wait for this rank know that it is gone."""
+        if self._groups is not None:
+            self._groups.drop()
+
     def _announce(self) -> None:  # noqa: B027 - some have nobody to tell
         """Before the first collective: this rank is up and has found its device."""
 

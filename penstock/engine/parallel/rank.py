@@ -8,6 +8,7 @@ goes on.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -48,7 +49,9 @@ from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
 
 EXIT_FAILED = 1
-Message = Forward | Head | Move | Call | Replay | Capture
+Step = Forward | Head | Move | Replay | Capture
+Message = Step | Call
+log = logging.getLogger(__name__)
 
 
 class Worker(Member):
@@ -128,6 +131,11 @@ class ServedModel:
         batch = own.batch(self.tables) if share is None else share.batch(self.tables)
         self._stage_of(own).forward(token_ids, batch, self.part.kv, arriving)
 
+    def start_over(self) -> None:
+        """Another rank is lost, and with it what all had computed."""
+        self.stage.start_over()
+        self.tables.zero_()
+
     def _stage_of(self, message: Forward) -> Stage:
         """The stage that runs a step, with the adapters of its tokens or without any."""
         adapters = self.part.adapters
@@ -151,8 +159,13 @@ class RankServer:
         """What calls may name. A handler that returns a future is answered when that is done."""
         self.mover: BlockMover | None = None
         """For the host tier, where there is one."""
+        self.member: Member | None = None
+        """Where this rank outlives others that are lost: its membership, to be renewed."""
+        self._adrift = False
+        """Another rank is lost: steps are dropped until all meet again."""
         self._connection = connection
         self._sends = threading.Lock()
+        self.handlers["regroup"] = self._regroup
         self.handlers |= RankSleep(self, models[0].part.backend, self.handlers).handlers
 
     @torch.inference_mode()
@@ -164,27 +177,64 @@ class RankServer:
         ahead = is_host(self.models[0].device)
         while True:
             try:
-                while not waiting or (ahead and self._connection.poll()):
+                while not waiting or (ahead and not self._adrift and self._connection.poll()):
                     waiting.append(self._expect(receive(self._connection)))
             except (EOFError, ConnectionError):
                 return
             message, arriving = waiting.popleft()
-            if isinstance(message, Forward):
-                self.models[message.model].forward(message, arriving)
-            elif isinstance(message, Replay):
-                self.models[message.model].replay(message)
-            elif isinstance(message, Capture):
-                self.models[message.model].follower.capture(message.kind, message.shape)
-            elif isinstance(message, Head):
-                self.models[message.model].head(message)
-            elif isinstance(message, Move):
-                assert self.mover is not None
-                self.mover.run(message.transfers)
-            else:
+            if isinstance(message, Call):
                 self._answer(message)
+            elif not self._adrift:
+                failure = self._try(message, arriving)
+                if failure is not None:
+                    # Transfers that were begun hold their connection, and so the other end of it.
+                    arriving, waiting = None, deque((message, None) for message, _ in waiting)
+                    self._drift(failure)
+
+    def _run(self, message: Step, arriving: Arriving | None) -> None:
+        if isinstance(message, Forward):
+            self.models[message.model].forward(message, arriving)
+        elif isinstance(message, Replay):
+            self.models[message.model].replay(message)
+        elif isinstance(message, Capture):
+            self.models[message.model].follower.capture(message.kind, message.shape)
+        elif isinstance(message, Head):
+            self.models[message.model].head(message)
+        else:
+            assert self.mover is not None
+            self.mover.run(message.transfers)
+
+    def _try(self, message: Step, arriving: Arriving | None) -> str | None:
+        """Run a step; what failed, where this rank outlives it."""
+        try:
+            self._run(message, arriving)
+        except RuntimeError as error:  # what collectives raise when a member is gone
+            if self.member is None:
+                raise
+            return str(error)
+        return None
+
+    def _drift(self, failure: str) -> None:
+        """Let go of the others. Rank 0 knows whether one of them is lost, and makes all meet again or leaves."""
+        assert self.member is not None
+        log.warning("%s: a step failed, waiting for rank 0: %s", self.member.place, failure)
+        self._adrift = True
+        for model in self.models:
+            model.start_over()
+        self.member.groups.drop()
+
+    def _regroup(self, store: str) -> None:
+        """Meet the other ranks again, with nothing of the steps before."""
+        assert self.member is not None
+        for model in self.models:
+            model.start_over()
+        self.member.groups.renew(Path(store))
+        self._adrift = False
 
     def _expect(self, message: Message) -> tuple[Message, Arriving | None]:
-        return message, self.models[message.model].expect(message) if isinstance(message, Forward) else None
+        if self._adrift or not isinstance(message, Forward):
+            return message, None
+        return message, self.models[message.model].expect(message)
 
     def _answer(self, call: Call) -> None:
         try:
@@ -229,6 +279,8 @@ def _load(setup: Setup, member: Worker) -> list[ServedModel]:
 def run(connection: Connection, link: Connection | None = None, find_adapter: Callable[[str], Path] = Path) -> int:
     """Load, serve, and return the exit code. `link`: for tensors to and from ranks on other machines. `find_adapter`:
     see `Engine.load`."""
+    member: Worker | None = None
+    models: list[ServedModel] = []
     try:
         setup = Setup.receive(connection)
         member = Worker(setup, connection, link)
@@ -236,6 +288,7 @@ def run(connection: Connection, link: Connection | None = None, find_adapter: Ca
         part = models[0].part
         tiers = open_tiers(setup.config, part, member)
         server = RankServer(models, connection)
+        server.member = member if setup.config.rank_restarts else None
         if tiers is not None:
             server.mover = tiers.mover
             if tiers.file is not None:
@@ -260,6 +313,11 @@ def run(connection: Connection, link: Connection | None = None, find_adapter: Ca
             problem = str(error) if on_purpose else f"{type(error).__name__}: {error}"
             plain.send(connection, Report(problem=problem, on_purpose=on_purpose))
         return EXIT_FAILED
+    finally:
+        for model in models:
+            model.start_over()
+        if member is not None:
+            member.leave()
     return 0
 
 

@@ -36,6 +36,7 @@ class EagerExecutor(Executor):
         self._rows = resources.rows
         self._inputs = resources.inputs
         self._adapters = resources.adapters
+        self._scores_prompts = resources.scores_prompts
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> PendingStep:
@@ -85,7 +86,7 @@ class EagerExecutor(Executor):
 
     def _score_prompts(self, batch: Batch, hidden: Tensor) -> None:
         """Log-probabilities of prompt tokens, for the sequences that asked for them."""
-        for index, begin, wanted in chunk_targets(batch):
+        for index, begin, wanted in chunk_targets(batch) if self._scores_prompts else ():
             seq = batch.chunks[index].seq
             count = seq.params.prompt_logprobs or 0
             assert seq.prompt_logprobs is not None

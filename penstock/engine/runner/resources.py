@@ -26,3 +26,5 @@ class RunnerResources:
     """Most sequences in a step; `rows` has one more, the scratch row."""
     max_verified: int
     """Most decoded tokens in a step that verifies draft tokens."""
+    scores_prompts: bool = True
+    """Whether prompt log-probabilities come from this model: not from a draft model."""

@@ -40,10 +40,11 @@ class Runner:
         several_ranks: bool = False,
         deferred: bool = False,
         mover: BlockMover | None = None,
+        scores_prompts: bool = True,
     ) -> None:
         """`max_verified`: most decoded tokens in a step that verifies draft tokens. `followed`: see `Rows`. `deferred`:
         several steps are in flight in a pipeline, each samples when it is waited for. `mover`: makes the copies to and
-        from the host."""
+        from the host. `scores_prompts`: see `RunnerResources`."""
         self.backend = backend
         self.decoder = decoder
         self.adapters = adapters
@@ -54,7 +55,9 @@ class Runner:
             max_rows + 1, max_model_len, decoder.config.vocab_size, backend, block_size, followed, deterministic
         )
         self.inputs = InputBuilder(self.rows, block_size, keep_host=several_ranks, alone=deterministic)
-        resources = RunnerResources(backend, decoder, kv, self.rows, self.inputs, adapters, max_rows, max_verified)
+        resources = RunnerResources(
+            backend, decoder, kv, self.rows, self.inputs, adapters, max_rows, max_verified, scores_prompts
+        )
         # Other ranks that cannot follow captured steps launch every step themselves: nothing of it is recorded here.
         eager = several_ranks and decoder.followers is None
         self.executor: Executor = EagerExecutor(resources, deferred=deferred) if eager else backend.executor(resources)

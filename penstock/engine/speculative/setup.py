@@ -176,6 +176,7 @@ def _draft_proposer(
         followed=FOLLOWED,
         deterministic=config.deterministic,
         several_ranks=draft.member is not None,
+        scores_prompts=False,
     )
     runner.executor.prepare(target.token_budget)
     positions = part.model.max_positions

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engine.adapters.runtime import AdapterRuntime
+from penstock.engine.backends.select import pick_device
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Balancer, Engine
 from penstock.engine.grammar.constraints import MakeCompiler
@@ -60,6 +61,8 @@ def load_engine(
         return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), None)
     if config.attention_parallel == "data":
         _check_data_parallel(config)
+    if config.rank_restarts:
+        _check_restarts(config)
     from penstock.engine.parallel.launch import Ranks
 
     ranks = Ranks(config, checkpoint, machines)
@@ -68,6 +71,23 @@ def load_engine(
     except BaseException:
         ranks.close(grace_s=0.0)
         raise
+
+
+def _check_restarts(config: EngineConfig) -> None:
+    """Refuse what a rank that is started again would have to be told, or to run with the others while it loads."""
+    refused = {
+        "CUDA devices": pick_device(config.device).type != "cpu",
+        "ranks on other machines": config.spans_machines,
+        "adapters": bool(config.adapters or config.adapter_slots),
+        "host_memory": config.host_memory > 0,
+        f"weights: {config.weights}": config.weights in ("int8", "int4"),
+        "kv_dtype: int8": config.kv_dtype == "int8",
+        f"role: {config.role}": config.role != "both",
+        "speculation: draft": config.speculation == "draft",
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"rank_restarts is not available with {name}: there the engine restarts as a whole")
 
 
 def _check_data_parallel(config: EngineConfig) -> None:

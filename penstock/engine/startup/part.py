@@ -152,6 +152,11 @@ def load_part(
             progress=lambda fraction: phases.report("weights", fraction),
         )
     if backend.calibrates and (kv_dtype == INT8 or plan.quantize is not None):
+        if config.rank_restarts:
+            raise ConfigError(
+                "rank_restarts: few-bit weights and keys are calibrated by all ranks together; use weights: dense and "
+                "kv_dtype: full"
+            )
         with phases("calibration"):
             together = None if member is None else _together(member, decoder)
             decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)

@@ -38,8 +38,7 @@ class PaddedExecutor(EagerExecutor):
     def __init__(self, engine: Engine) -> None:
         eager = engine.runner.executor
         assert type(eager) is EagerExecutor
-        for name in ("_backend", "_decoder", "_kv", "_rows", "_inputs", "_adapters", "_deferred"):
-            setattr(self, name, getattr(eager, name))
+        vars(self).update(vars(eager))
         self.graphs = PromptGraphs(self._decoder, self._kv, self._rows, max_rows=self._rows.flags.shape[0] - 1)
         self.shapes: list[Shape] = []
 

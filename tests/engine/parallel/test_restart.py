@@ -1,0 +1,155 @@
+"""A rank that is lost is started again alone: the others keep their weights, and the output is that of one device."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from penstock.engine.core import Engine
+from penstock.engine.parallel import experts, launch
+from penstock.engine.parallel.channel import Call
+from penstock.errors import ConfigError, ReplicaLost
+from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
+from tests.engine.parallel.threads import _spawn, threaded_engine
+from tests.engine.tiny import write_checkpoint
+from tests.engine_host.client import eventually
+
+BATCH = [greedy(f"r{i}", [(i * 17 + j * 5) % 190 for j in range(3 + 9 * i)], 16) for i in range(4)]
+SETTINGS: dict[str, Any] = {"token_budget": 32, "rank_restarts": 2, "kv_dtype": "full", "watchdog_s": 30}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("qwen3-moe-some-dense", tmp_path_factory.mktemp("restart") / "model")
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[int]]:
+    return generate(make_engine(folder, token_budget=32, kv_dtype="full"), *BATCH)
+
+
+def lose(engine: Engine, rank: int) -> None:
+    """Have a rank fail as by a bug: it is told to do what nobody knows."""
+    assert engine.ranks is not None
+    engine.ranks._ranks[rank - 1].connection.send_bytes(Call(10**6, "nonsense", ()).encode())
+
+
+def run_and_lose(engine: Engine, rank: int) -> dict[str, list[int]]:
+    for request in BATCH:
+        engine.submit(request)
+    deltas = []
+    for step in range(100_000):
+        if not engine.has_work:
+            break
+        if step == 6:
+            lose(engine, rank)
+        output = engine.step()
+        deltas += output.deltas if output is not None else []
+    return collect(deltas)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "rank", "more"),
+    [
+        (2, 1, 1, {"expert_parallel": True, "expert_copies": 1}),
+        pytest.param(2, 2, 3, {"expert_parallel": True}, marks=pytest.mark.slow),
+        pytest.param(2, 2, 1, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
+        pytest.param(4, 1, 2, {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
+        pytest.param(2, 2, 2, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_running_sequences_go_on(
+    folder: Path, expected: dict[str, list[int]], tensor: int, pipeline: int, rank: int, more: dict[str, Any]
+) -> None:
+    as_threads = patch.object(launch, "_spawn", _spawn)
+    with threaded_engine(folder, tensor, pipeline, **SETTINGS, **more) as engine, as_threads:
+        assert engine.ranks is not None
+        kept = [other.process for other in engine.ranks._ranks if other.place.rank != rank]
+        assert run_and_lose(engine, rank) == expected
+        assert engine.load_snapshot().preemptions > 0
+        now = [other.process for other in engine.ranks._ranks if other.place.rank != rank]
+        assert all(one is other for one, other in zip(kept, now, strict=True)), "the others were not started again"
+        assert generate(engine, *BATCH) == expected
+        assert_idle(engine)
+
+
+@pytest.mark.slow
+def test_experts_that_had_moved_are_where_they_were(
+    folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "_VISITS", 4)
+    more = {"expert_parallel": True, "expert_copies": 1, "expert_rebalance_s": 1e-6}
+    as_threads = patch.object(launch, "_spawn", _spawn)
+    with threaded_engine(folder, 2, 1, **SETTINGS, **more) as engine, as_threads:
+        balancer = engine.balancer
+        assert isinstance(balancer, experts.ExpertBalancer)
+        while not balancer.moved:
+            assert generate(engine, *BATCH) == expected
+        balancer.period_s = 0.0
+        tables = dict(balancer._tables)
+        for _ in range(2):
+            assert run_and_lose(engine, 1) == expected
+            assert balancer._tables == tables and tables != balancer._first
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_replaced_so_often_and_no_oftener(
+    folder: Path, expected: dict[str, list[int]]
+) -> None:
+    settings = {**SETTINGS, "rank_restarts": 1, "expert_parallel": True}
+    engine = make_engine(folder, threads=1, tensor_parallel=2, **settings)
+    assert engine.ranks is not None
+    lost: list[str] = []
+    engine.ranks.watch(lost.append, exit_after_s=None)
+    try:
+        for request in BATCH:
+            engine.submit(request)
+        output = engine.step()
+        deltas = output.deltas if output is not None else []
+        (pid,) = engine.ranks.pids
+        os.kill(pid, signal.SIGKILL)
+        deltas += drain(engine)
+        assert collect(deltas) == expected and not lost
+        (again,) = engine.ranks.pids
+        assert again != pid
+        engine.submit(BATCH[0])
+        engine.step()
+        os.kill(again, signal.SIGKILL)
+        with pytest.raises(ReplicaLost, match="killed by SIGKILL"):
+            drain(engine)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_an_idle_engine_notices_and_is_ready_for_the_next_request(folder: Path, expected: dict[str, list[int]]) -> None:
+    engine = make_engine(folder, threads=1, tensor_parallel=2, **SETTINGS)
+    assert engine.ranks is not None
+    engine.ranks.watch(lambda why: None, exit_after_s=None)
+    try:
+        assert generate(engine, *BATCH) == expected and not engine.has_work
+        os.kill(engine.ranks.pids[0], signal.SIGKILL)
+        assert eventually(lambda: engine.has_work), "to replace it"
+        drain(engine)
+        assert generate(engine, *BATCH) == expected
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"host_memory": 1 << 20}, "host_memory"),
+        ({"adapter_slots": 2}, "adapters"),
+        ({"role": "prefill"}, "role: prefill"),
+        ({"kv_dtype": "int8"}, "kv_dtype: int8"),
+    ],
+)
+def test_what_a_new_rank_could_not_know_is_refused(folder: Path, more: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why), patch.object(launch, "_spawn", _spawn):
+        make_engine(folder, tensor_parallel=2, **{**SETTINGS, **more})
