@@ -120,8 +120,12 @@ def engine(
             if chosen is None:
                 raise ConfigError(f"{resolved}: no model is called {model!r}")
             path = Path(chosen.source)
-            if device is not None:
-                chosen = replace(chosen, device=device)
+            chosen = replace(
+                chosen,
+                device=device or chosen.device,
+                tensor_parallel=tensor_parallel or chosen.tensor_parallel,
+                pipeline_parallel=pipeline_parallel or chosen.pipeline_parallel,
+            )
         else:
             given = flags(
                 settings,

@@ -128,6 +128,7 @@ def conflicts(config: Config) -> list[str]:
         if model.devices and len(model.devices) != ranks:
             problems.append(f"models[{index}].devices: names {len(model.devices)} devices for {ranks} ranks")
         problems += [f"models[{index}].replica_roles: {problem}" for problem in _roles(model)]
+        problems += [f"models[{index}].replica_grids: {problem}" for problem in _grids(model)]
         problems += [f"models[{index}].placement.{problem}" for problem in _placement(model)]
         problems += [f"models[{index}].autoscale: {problem}" for problem in _autoscale(model)]
         others = {other.name for other in config.models if other is not model}
@@ -177,6 +178,15 @@ def _roles(model: ModelConfig) -> list[str]:
         problems.append(f"{model.replicas} replicas are all of {sorted(roles)}; prefill and decode need each other")
     if roles != {"both"} and not model.prefix_cache:
         problems.append("roles need prefix_cache, which is off")
+    return problems
+
+
+def _grids(model: ModelConfig) -> list[str]:
+    """Mistakes in the grids of replicas."""
+    wrong = [grid for grid in model.replica_grids if not re.fullmatch(r"[1-9]\d{0,3}x[1-9]\d{0,3}", grid)]
+    problems = [f"{grid!r} is not TENSORxPIPELINE, such as 4x1" for grid in wrong]
+    if model.replica_grids and (model.devices or model.placement is not None):
+        problems.append("devices and placement are of one grid; use replica_devices, or one entry per grid")
     return problems
 
 

@@ -82,6 +82,10 @@ class ModelConfig:
         (), doc="Roles of the replicas, in turn: prefill computes long prompts for decode; empty: both.",
         example="[prefill, decode]",
     )  # fmt: skip
+    replica_grids: tuple[str, ...] = setting(
+        (), doc="Devices of the replicas, in turn, as tensor_parallel x pipeline_parallel; empty: all have the same.",
+        example="[4x1, 1x2]",
+    )  # fmt: skip
     handover_tokens: int = setting(
         512, doc="Minimum of uncached prompt tokens for which a decode replica uses a prefill replica.", least=1
     )
@@ -215,6 +219,13 @@ class ModelConfig:
         if self.autoscale is None:
             return self.replicas
         return min(max(self.replicas, self.autoscale.min), self.autoscale.max)
+
+    def grid(self, replica: int) -> tuple[int, int]:
+        """Tensor and pipeline parallelism of replica number `replica`."""
+        if not self.replica_grids:
+            return self.tensor_parallel, self.pipeline_parallel
+        tensor, _, pipeline = self.replica_grids[replica % len(self.replica_grids)].partition("x")
+        return int(tensor), int(pipeline)
 
     def role(self, replica: int) -> Role:
         """The role of replica number `replica`."""

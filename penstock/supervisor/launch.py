@@ -49,6 +49,9 @@ def replica(config: Config, folder: RuntimeFolder, name: str, index: int, place:
     command = [*_run("engine", config, folder, place), model.name, "--endpoint", endpoint]
     if model.replica_devices:
         command += ["--device", model.replica_devices[index % len(model.replica_devices)]]
+    if model.replica_grids:
+        tensor, pipeline = model.grid(index)
+        command += ["--tensor-parallel", str(tensor), "--pipeline-parallel", str(pipeline)]
     if model.placement is not None:
         command += ["--join-endpoint", model.placement.endpoint(index)]
     if model.replica_roles:

@@ -63,13 +63,17 @@ def test_with_json_logs_every_line_of_ours_is_json() -> None:
 
 
 def test_children_get_the_resolved_configuration_and_each_others_addresses(tmp_path: Path) -> None:
-    several = ModelConfig(name="b", source="hf:x/b", replicas=2, replica_devices=("cuda:0", "cuda:1"))
+    several = ModelConfig(
+        name="b", source="hf:x/b", replicas=2, replica_devices=("cuda:0", "cuda:1"), replica_grids=("4x1", "1x2")
+    )
     config = Config(models=(ModelConfig(name="a", source="hf:x/a"), several), encoders=())
     config = resolved(config, {"a": Path("/cache/a"), "b": Path("/cache/b")})
     with RuntimeFolder(tmp_path) as folder:
         engines, (gateway,) = units(config, folder)
         assert [unit.name for unit in engines] == ["engine a", "engine b/0", "engine b/1"]
-        assert [unit.command[-1] for unit in engines[1:]] == ["cuda:0", "cuda:1"]
+        for unit, device, tensor, pipeline in zip(engines[1:], ("cuda:0", "cuda:1"), "41", "12", strict=True):
+            options = ["--device", device, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline]
+            assert unit.command[-6:] == options
         assert len({unit.endpoint for unit in engines}) == 3
         for unit, name in zip(engines, "abb", strict=True):
             endpoint = unit.command[unit.command.index("--endpoint") + 1]

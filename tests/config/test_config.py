@@ -139,6 +139,8 @@ def test_every_mistake_is_reported_at_once() -> None:
         ),
         ("models: [{replicas: 2, replica_roles: [prefill]}]", "prefill and decode need each other"),
         ("models: [{replicas: 2, replica_roles: [prefil, decode]}]", "prefill"),
+        ("models: [{replica_grids: [4x0]}]", "'4x0' is not TENSORxPIPELINE, such as 4x1"),
+        ("models: [{replica_grids: [2x1], tensor_parallel: 2, devices: [cpu, cpu]}]", "are of one grid"),
         ("models: [{replicas: 2, replica_roles: [prefill, decode], prefix_cache: false}]", "roles need prefix_cache"),
         ("server: {port: 1}\nserver: {port: 2}", "already given at penstock.yaml:1"),
         ("server: [", "penstock.yaml:1: not valid YAML"),

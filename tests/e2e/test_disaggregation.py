@@ -104,5 +104,15 @@ def test_a_rank_that_dies_on_either_side_of_a_handover_loses_nothing(default_mod
         assert ask(server, story(1))["choices"][0]["text"] == expected
 
 
+def test_replicas_of_different_grids_hand_over(default_model: Path, tmp_path: Path) -> None:
+    with serving(default_model, tmp_path, ", replica_grids: [3x1, 1x2], watchdog_s: 120") as server:
+        found = ask(server, story(1))["choices"][0]["text"]
+        assert eventually(lambda: server.metric("penstock_handovers_total") == 1, 10)
+        assert server.metric("penstock_handover_blocks_received_total") > 10
+        lines = {len(ranks(pid)): _command(pid) for pid in server.children("engine")}
+        assert "prefill" in lines[2] and "decode" in lines[1]
+        assert ask(server, story(1))["choices"][0]["text"] == found
+
+
 def _command(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
