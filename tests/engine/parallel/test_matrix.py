@@ -187,6 +187,7 @@ ELSEWHERE = (
     "does not split the draft model evenly",
     "names 2 devices for 4 ranks",
     "else run replicas of the model",
+    "there the engine restarts as a whole",
     "read a checkpoint of their own",
     "not available for mixture-of-experts models on this device",
     "not available with adapters on this device",
