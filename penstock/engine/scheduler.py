@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 RECALL_S = 10.0
 """A sequence does not wait longer than this for its blocks to be read from disk; it is computed instead."""
 AGEING_S = 30.0
-LEAST_SHARE = 128
-"""Prompt tokens that are not divided between steps in flight: smaller steps read the weights for too little."""
+LEAST_SHARE, LEAST_BESIDE_DECODES = 128, 32
+"""Prompt tokens that are not divided further between steps in flight: a smaller step would read the weights for too
+little. One that decodes reads them anyway."""
 
 
 @dataclass(slots=True)
@@ -305,14 +306,15 @@ class Scheduler:
         free = max(self.batches - self._in_flight, 1)
         return min(-(-decoding // self.batches), -(-ready // free))
 
-    def _prompt_share(self, remaining: int) -> int:
-        """Most prompt tokens in one step: an equal part of those that run (`remaining`), wait or are in flight."""
+    def _prompt_share(self, remaining: int, decodes: int) -> int:
+        """Most prompt tokens in a step with so many decodes: an equal part of those that run (`remaining`), wait or are
+        in flight."""
         total, enough = self._prompts_in_flight + remaining, self.batches * self.token_budget
         for _, seq in self._waiting:
             if total >= enough:
                 break
             total += 0 if seq.finished else seq.length
-        return max(LEAST_SHARE, -(-total // self.batches))
+        return max(LEAST_BESIDE_DECODES if decodes else LEAST_SHARE, -(-total // self.batches))
 
     def resume(self, sequences: Iterable[Sequence]) -> None:
         """Put sequences that waited for their adapter back into the queue, at their old places."""
@@ -359,7 +361,8 @@ class Scheduler:
         budget = self.token_budget
         if in_turns:
             del decodes[self._decode_share(len(decodes)) :]
-            budget = min(budget, len(decodes) + self._prompt_share(sum(remaining for _, remaining in prefills)))
+            prompts = sum(remaining for _, remaining in prefills)
+            budget = min(budget, len(decodes) + self._prompt_share(prompts, len(decodes)))
         spare = budget - len(decodes)
         chunks: dict[Sequence, Chunk] = {}
         grow, size = self.allocator.grow, self.allocator.block_size

@@ -137,8 +137,8 @@ def deployments(
 
 
 def _layouts(shape: ModelShape, device: Device, options: Options) -> Iterator[tuple[int, int]]:
-    """Sizes of tensor and pipeline parallelism, single stages first. Stages take turns, so they add memory and no
-    speed: they are for models that no single stage holds."""
+    """Sizes of tensor and pipeline parallelism, single stages first. Stages serve as many requests as replicas
+    of one stage's devices would, later each: they are for models that no single stage holds."""
     node = device.devices_per_node if device.kind == "gpu" else 1
     sizes = options.tensor_parallel or tuple(
         size for size in possible_tensor_parallel(shape) if size <= node and node % size == 0
@@ -189,7 +189,8 @@ def judge(deployment: Deployment, workload: Workload, slo: Slo, options: Options
     static = monthly_bill(paid, workload, options.overheads, weight_bytes)
     autoscaled = monthly_bill(following, workload, options.overheads, weight_bytes)
     monthly = (autoscaled if options.autoscaled else static).total
-    share = prefill_share(StepTime(deployment, calibration), request, most.concurrency, deployment.step_tokens)
+    at_once = most.concurrency / deployment.pipeline_parallel
+    share = prefill_share(StepTime(deployment, calibration), request, at_once, deployment.step_tokens)
     return Candidate(
         deployment, calibration, memory, weight_bytes, most, now, fleet, static, autoscaled, monthly, share,
         token_prices(monthly, workload, share),

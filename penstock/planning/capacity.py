@@ -6,12 +6,13 @@ a decode step of n sequences, and waits while the prompts of later requests are 
     time in service R = output * decode_step(n) + n * prompt(n),  rate = n / R  (Little's law)
 
 where prompt(n) is how much longer steps get by one prompt. This gives the rate for every n, and is inverted for a given
-rate. Arrivals are taken to be random (Poisson), so a request sees one sequence more than the mean. Waiting is
-approximated by queues: one server for prompts (M/D/1), and one server per slot (M/M/c, Sakasegawa's formula), where
-slots are what the KV cache and `max_running` allow; the 95th percentile is that of a moment with as many sequences as
-one in twenty has. Not modelled: preemption, and lengths that differ from their mean; `penstock simulate` has both.
-Beside it, the p95 of first tokens (8B on an H200, 2,000 and 500 tokens) is 10% too early at 38 and 76% of the largest
-rate, and 60% at 96%: there, plan with less or simulate.
+rate. In a pipeline as many steps are in flight as there are stages, each with an equal part of the sequences: a step is
+as long as one of so many sequences, and all of them share the prompts. Arrivals are taken to be random (Poisson), so a
+request sees one sequence more than the mean. Waiting is approximated by queues: one server for prompts (M/D/1), and one
+server per slot (M/M/c, Sakasegawa's formula), where slots are what the KV cache and `max_running` allow; the 95th
+percentile is that of a moment with as many sequences as one in twenty has. Not modelled: preemption, and lengths that
+differ from their mean; `penstock simulate` has both. Beside it, the p95 of first tokens (8B on an H200, 2,000 and 500
+tokens) is 10% too early at 38 and 76% of the largest rate, and 60% at 96%: there, plan with less or simulate.
 """
 
 from __future__ import annotations
@@ -127,6 +128,8 @@ class Replica:
         self.request = request
         self.time = StepTime(deployment, calibration)
         self.budget = deployment.step_tokens
+        self.in_flight = deployment.pipeline_parallel
+        """Steps at the same time, between which sequences are divided."""
         self.room = max(1, plan.concurrency(round(request.context)))
         """Sequences of mean length that the KV cache holds."""
         self.slots = min(self.room, deployment.most_running)
@@ -138,7 +141,7 @@ class Replica:
         """Requests per second with `running` sequences on average, in batches of `batch`; no more than have their
         prompts within the token budget."""
         longer, step, _ = self._prompt(batch)
-        budget = max(1.0, self.budget - batch) / (self.request.computed * step)
+        budget = self.in_flight * max(1.0, self.budget - batch / self.in_flight) / (self.request.computed * step)
         return min(budget, running / (self.request.output * self._decode(batch) + running * longer))
 
     def open(self, running: float) -> Steady:
@@ -171,19 +174,21 @@ class Replica:
 
     def _decode(self, batch: float) -> float:
         """A decode step; with speculation, the time per token."""
+        batch /= self.in_flight
         return self.time.token_s(batch, batch * self.request.context)
 
     def _prompt(self, batch: float) -> tuple[float, float, float]:
         """By how much one prompt lengthens steps, all together; the length of a step with prompts; and how many such
         steps a prompt takes. Prompts share a step where they arrive faster than steps end."""
         request = self.request
+        batch /= self.in_flight
         together = max(1.0, batch / request.output) * request.computed
         chunk = min(together, max(1.0, self.budget - batch))
         positions = chunk * (request.prompt - request.computed + (request.computed + 1) / 2)
         context = batch * request.context
         step = self.time.of(batch, context, chunk, positions, batch + chunk / request.computed)
         longer = (step - self.time.of(batch, context, 0, 0, batch)) * request.computed / chunk
-        return longer, step, max(1.0, request.computed / chunk)
+        return longer / self.in_flight, step, max(1.0, request.computed / chunk)
 
     def _state(self, rate: float, running: float, batch: float, queues: bool) -> Steady:
         request = self.request
@@ -218,11 +223,12 @@ class Replica:
         """Mean and 95th percentile of the time from a slot to the first token."""
         longer, step, chunks = self._prompt(batch)
         decode, service = self._decode(batch), chunks * step
-        shared = max(1.0, batch / self.request.output)
-        busy = min(1.0, rate * service / shared)
+        share = batch / self.in_flight
+        shared = max(1.0, share / self.request.output)
+        busy = min(1.0, rate * service / shared / self.in_flight)
         # Prompts that come one at a time queue for steps; the more share a step, the more only its budget counts.
-        fits = max(1.0, (self.budget - batch) / self.request.computed)
-        budget = min(busy, rate * (longer + decode / fits))
+        fits = max(1.0, (self.budget - share) / self.request.computed)
+        budget = min(busy, rate * (longer + decode / fits / self.in_flight))
         load = budget + (busy - budget) / shared
         # Who arrives waits for the step in progress: half of it on average, all of it at worst.
         ahead = busy * step + (1 - busy) * decode if running >= 1 else running * decode
@@ -242,7 +248,8 @@ class Replica:
         """What most of a mean step goes to; where all slots are taken while the device still has something to
         give by larger batches, what limits the slots."""
         request = self.request
-        prefill = rate * itl * request.computed
+        batch /= self.in_flight
+        prefill = rate * itl * request.computed / self.in_flight
         positions = prefill * (request.prompt - request.computed + request.computed / 2)
         work = StepWork(round(batch), round(batch * request.context), round(prefill), round(positions), round(batch))
         shares = self.time.shares(work)

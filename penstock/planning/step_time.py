@@ -6,8 +6,9 @@ sampled token. Reading and multiplying a matrix overlap, but not perfectly: both
 their squares, which is the larger one where they differ and 1.4 times as much where they are equal, as GEMMs between 64
 and 512 rows do. The rest is fixed time per step, per layer and per sequence.
 
-Tensor parallelism divides reading and computing and adds two all-reduces per layer. Pipeline stages take turns, since
-the engine has one batch in flight: they divide nothing and add hand-overs.
+Tensor parallelism divides reading and computing and adds two all-reduces per layer. Pipeline stages divide nothing and
+add hand-overs: a step goes through all of them. What they gain is that as many steps are in flight as there are stages,
+each with its own sequences; that is for those to count who ask for steps (`capacity`, `simulation`).
 """
 
 from __future__ import annotations

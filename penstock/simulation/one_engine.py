@@ -63,6 +63,7 @@ def simulated(
         token_budget=deployment.step_tokens,
         max_model_len=max_model_len or deployment.context_len,
         overlap=overlap,
+        stages=deployment.pipeline_parallel,
     )
     gateway = GatewaySpec(policy="round_robin", admission=AdmissionConfig(enabled=False), hop_s=0.0)
     last = max(planned.at for planned in plan)

@@ -4,6 +4,9 @@ As in `engine.core`, with overlap the next step is scheduled when one begins, so
 after it. Uneventful decode steps are taken together (`decode_run`); whatever happens to the replica in the meantime
 ends such a run at the next step's end, where the engine would have noticed it. Records are the same either way.
 
+With stages each takes its share of a step's time, one step after the other, and as many steps are in flight as there
+are stages; see `engine.core`. Such steps are simulated one by one.
+
 Invariant: every job submitted here comes back exactly once, finished, expired or taken away (`evict`).
 """
 
@@ -47,6 +50,8 @@ class ReplicaSpec:
     """Seconds to copy one block back from the host; a step waits for its blocks."""
     overlap: bool = True
     """Whether a step is scheduled while the one before it runs, as on CUDA."""
+    stages: int = 1
+    """Of a pipeline; `step_time` is that of a step through all of them."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1 or self.block_size < 1 or self.max_running < 1 or self.token_budget < 1:
@@ -56,6 +61,11 @@ class ReplicaSpec:
     def window(self) -> int:
         """Most tokens of a sequence: its context window, or what the whole cache holds."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
+
+    @property
+    def batches(self) -> int:
+        """Steps in flight between which sequences take turns."""
+        return self.stages + self.overlap if self.stages > 1 else 1
 
 
 class ReplicaEvents(Protocol):
@@ -82,6 +92,8 @@ class _Step:
     attended: int
     samples: int
     restored: int
+    end: float = 0.0
+    """When the last stage of a pipeline is done with it."""
 
 
 class Replica:
@@ -99,6 +111,7 @@ class Replica:
             max_running=spec.max_running,
             token_budget=spec.token_budget,
             max_model_len=spec.window,
+            batches=spec.batches,
         )
         self.info = info_of(spec)
         self.load = EngineLoad(total_blocks=spec.num_blocks)
@@ -109,7 +122,8 @@ class Replica:
         self._events = events
         self._listener = listener
         self._fast = fast_forward
-        self._depth = 1 if spec.overlap else 0
+        self._depth = spec.batches - 1 if spec.stages > 1 else int(spec.overlap)
+        self._busy_until = [0.0] * spec.stages
         self._in_flight: deque[_Step] = deque()
         self._run: DecodeRun | None = None
         self._reported = 0
@@ -144,7 +158,10 @@ class Replica:
             seq.finish_reason = "abort"
             self.scheduler.finish(seq)
         self.jobs.clear()
+        for step in self._in_flight:
+            self.scheduler.landed(step.batch)
         self._in_flight.clear()
+        self._busy_until = [now] * self.spec.stages
         self._running = False
         self._planned += 1
         return jobs
@@ -178,11 +195,17 @@ class Replica:
             batch = scheduler.schedule(now)
             if batch is None:
                 break
-            self._in_flight.append(_step(batch))
+            step = _step(batch)
+            if self.spec.stages > 1:
+                step.end = self._through_stages(step)
+            self._in_flight.append(step)
         self._running = bool(self._in_flight)
         if not self._running:
             return
         self._planned += 1
+        if self.spec.stages > 1:
+            self._events.at(self._in_flight[0].end, self._stepped, self._planned)
+            return
         steps = self._uneventful() if self._fast else 1
         if steps > 1:
             head = self._in_flight[0]
@@ -202,6 +225,13 @@ class Replica:
         decodes = step.batch.num_decodes
         seconds = self.spec.step_time.of(decodes, step.context, step.prefill, step.attended, step.samples)
         return seconds + step.restored * self.spec.host_block_s
+
+    def _through_stages(self, step: _Step) -> float:
+        """When a step that is launched now leaves the last stage; each begins when it has done the step before."""
+        share, at = self._seconds(step) / self.spec.stages, self._events.now
+        for stage, busy_until in enumerate(self._busy_until):
+            at = self._busy_until[stage] = max(at, busy_until) + share
+        return at
 
     def _uneventful(self) -> int:
         """How many steps from here on, at most, run the same batch; the last of them may change something."""
@@ -257,7 +287,7 @@ class Replica:
             self._collect(self._in_flight.popleft())
         else:
             self._collect_run(self._run.steps - 1)
-            self._in_flight.popleft()
+            self.scheduler.landed(self._in_flight.popleft().batch)
         self._go()
         load, scheduler = self.load, self.scheduler
         load.running, load.waiting = len(scheduler.running), scheduler.waiting
@@ -296,6 +326,7 @@ class Replica:
 
     def _collect(self, step: _Step) -> None:
         """Hands out the tokens of a finished step."""
+        self.scheduler.landed(step.batch)
         now, jobs = self._events.now, self.jobs
         self.steps += 1
         meters: dict[ReplicaMeter, int] = {}

@@ -80,6 +80,7 @@ class Setup:
             host_idle_s=self.scenario.engine.host_idle_s,
             host_block_s=self.host_block_s,
             overlap=deployment.device.kind == "gpu",
+            stages=deployment.pipeline_parallel,
         )
 
     def fleet(self, *, replicas: int | None = None, scaler: Scaler | None = None) -> FleetSpec:

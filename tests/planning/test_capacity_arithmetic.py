@@ -54,9 +54,11 @@ def linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Linear, "largest", "bandwidth")
 
 
-def deployed(budget: int = 8192, most_running: int = 40, room: int = 100, longest: int = 4096) -> Any:
+def deployed(budget: int = 8192, most_running: int = 40, room: int = 100, longest: int = 4096, stages: int = 1) -> Any:
     plan = SimpleNamespace(problem=None, longest=longest, concurrency=lambda context: room)
-    return SimpleNamespace(plan=plan, step_tokens=budget, most_running=most_running, label="a device")
+    return SimpleNamespace(
+        plan=plan, step_tokens=budget, most_running=most_running, label="a device", pipeline_parallel=stages
+    )
 
 
 def replica(request: RequestShape = CHAT, **settings: int) -> Replica:
@@ -96,6 +98,17 @@ def test_an_objective_is_above_zero(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="must be greater than 0 seconds"):
         Slo(**wrong)
     assert Slo(ttft_s=0.001, itl_s=0.5).itl_s == 0.5
+
+
+def test_stages_have_a_step_each_in_flight() -> None:
+    """Three lanes of one step each, with a third of the sequences, and a third of the prompts to wait for."""
+    one, three = replica(), replica(stages=3)
+    assert three.rate(30, 30) == pytest.approx(3 * one.rate(10, 10))
+    narrow, narrow_lanes = replica(budget=20), replica(budget=20, stages=3)
+    assert narrow_lanes.rate(30, 30) == pytest.approx(3 * narrow.rate(10, 10)), "where the token budget is the limit"
+    alone, lane = three.closed(30), one.closed(10)
+    assert (alone.itl_s, alone.gap_s, alone.ttft_s) == pytest.approx((lane.itl_s, lane.gap_s, lane.ttft_s))
+    assert alone.prefill_share == pytest.approx(lane.prefill_share)
 
 
 def test_what_fits_in_one_sequence_and_what_does_not() -> None:

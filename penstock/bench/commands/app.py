@@ -20,6 +20,7 @@ from penstock.bench.commands.http_servers import http_servers
 from penstock.bench.commands.offload import offload
 from penstock.bench.commands.overhead import overhead
 from penstock.bench.commands.perplexity import perplexity
+from penstock.bench.commands.pipeline import pipeline
 from penstock.bench.commands.predictions import predictions
 from penstock.bench.commands.retrieval import retrieval
 from penstock.bench.commands.scrape import scrape
@@ -54,6 +55,7 @@ for command in (
     structure,
     speculation,
     perplexity,
+    pipeline,
     soak,
     serve,
     http,

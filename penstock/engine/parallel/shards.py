@@ -176,6 +176,7 @@ class _Sharded:
         self.config: dict[str, Any] = whole.config
         self._whole = whole
         self._cuts = Cuts(model, place, whole.names())
+        self._told: set[str] = set()
 
     def names(self) -> Collection[str]:
         return self._cuts.names()
@@ -183,6 +184,17 @@ class _Sharded:
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         whole: Tensor = self._whole.tensor(self._cuts.original(name))
         return self._cuts.apply(name, whole).contiguous().to(device)
+
+    def _cut_groups(self, groups: IntGroups, name: str) -> IntGroups | None:
+        """This rank's part; None: better dense, which is logged once for the same matrix of all layers."""
+        found = _cut_groups(groups, self._cuts.of(name))
+        if isinstance(found, IntGroups):
+            return found
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if module not in self._told and self._cuts.place.rank == 0:
+            self._told.add(module)
+            _log.warning("%s and those like it are dense on every shard: %s", name, found)
+        return None
 
     def row_peaks(self, name: str, device: str | torch.device = "cpu") -> Tensor | None:
         """See `quantization.stored`; None for a matrix whose rows are whole."""
@@ -201,7 +213,7 @@ class ShardedQuantized(_Sharded, QuantizedCheckpoint):
 
     def groups(self, name: str, device: str | torch.device = "cpu") -> IntGroups | None:
         found: IntGroups | None = self._whole.groups(self._cuts.original(name), device)
-        return None if found is None else _cut_groups(found, self._cuts.of(name), name)
+        return None if found is None else self._cut_groups(found, name)
 
     def kv_scale(self, attention: str) -> tuple[float, float]:
         scale: tuple[float, float] = self._whole.kv_scale(self._cuts.original_prefix(attention))
@@ -263,22 +275,20 @@ class ShardedGGUF(_Sharded, GGUFCheckpoint):
         if raw.type != GGMLType.F32:
             return from_gguf(raw, device)
         found: IntGroups | None = self._whole.groups(self._cuts.original(name), device)
-        return None if found is None else _cut_groups(found, self._cuts.of(name), name)
+        return None if found is None else self._cut_groups(found, name)
 
 
-def _cut_groups(groups: IntGroups, cut: Cut, name: str) -> IntGroups | None:
-    """A rank's part of integers in groups; None where it is better dense."""
+def _cut_groups(groups: IntGroups, cut: Cut) -> IntGroups | str:
+    """A rank's part of integers in groups, or why it is dense there."""
     if cut.inputs is None:
         low = None if groups.minimum is None else cut.apply(groups.minimum)
         return replace(groups, quants=cut.apply(groups.quants), scale=cut.apply(groups.scale), minimum=low)
     begin, end = cut.inputs
     if groups.order is not None:
-        _log.warning("%s is dense on each shard: its groups are scattered over the inputs (act-order)", name)
-        return None
+        return "its groups are scattered over the inputs (act-order)"
     size = math.gcd(begin, end, groups.group)
     if size % LEAST_GROUP:
-        _log.warning("%s is dense on each shard: a cut at inputs %d and %d leaves groups of %d", name, begin, end, size)
-        return None
+        return f"a cut at inputs {begin} and {end} leaves groups of {size}"
     groups = groups.in_groups_of(size)
     columns = slice(begin // size, end // size)
     return replace(

@@ -77,8 +77,10 @@ class Models:
 
         def quantize(data: np.ndarray, to: gguf.GGMLQuantizationType) -> np.ndarray:
             if kind.name not in K_QUANTS:
-                return reference(data, to)
-            return K_QUANTS[kind.name](data.reshape(-1, 256)).reshape(*data.shape[:-1], -1)
+                quantized: np.ndarray = reference(data, to)
+                return quantized
+            blocks: np.ndarray = K_QUANTS[kind.name](data.reshape(-1, 256))
+            return blocks.reshape(*data.shape[:-1], -1)
 
         reference = gguf.quants.quantize
         with patch.object(gguf_families, "write_gguf", write), patch.object(gguf.quants, "quantize", quantize):

@@ -186,6 +186,9 @@ ELSEWHERE = (
     "this model has no experts",
     "does not split the draft model evenly",
     "names 2 devices for 4 ranks",
+    "else run replicas of the model",
+    "use attention_parallel: tensor",
+    "there the engine restarts as a whole",
     "read a checkpoint of their own",
     "not available for mixture-of-experts models on this device",
     "not available with adapters on this device",
@@ -339,7 +342,8 @@ class Subject:
         # need every token computed.
         roomy = self.case["family"] in ("sliding window", "attention by sequences")
         if self.case["sleep"] == "awake" and self.case["role"] == "both" and not roomy:
-            assert load.preemptions > 0 or self.case["room"] != "preemption"
+            if self.case["speculation"] == "off":  # else sequences may end before others need their room
+                assert load.preemptions > 0 or self.case["room"] != "preemption"
             if self.case["requests"] != "log-probabilities":
                 assert load.restored_blocks > 0 or self.case["room"] != "host memory"
         if self.case["requests"] not in ("grammar", "token rules") and self.case["role"] != "prefill":

@@ -122,10 +122,19 @@ def test_the_kv_cache_is_split_so_more_tokens_fit_the_same_memory(checkpoints: d
         assert engine.info.num_blocks == pytest.approx(2 * one, abs=2)
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(4, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_deterministic_ranks_give_the_same_bits_in_any_batch(tmp_path: Path, tensor: int, pipeline: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline"),
+    [
+        ("llama-mha-bias", 4, 1),
+        pytest.param("llama-mha-bias", 2, 2, marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", 4, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_deterministic_ranks_give_the_same_bits_in_any_batch(
+    tmp_path: Path, family: str, tensor: int, pipeline: int
+) -> None:
     """An all-reduce adds in an order that depends on what else is in the step; theirs does not."""
-    folder = write_checkpoint("llama-mha-bias", tmp_path / "model", spread=0.6)
+    folder = write_checkpoint(family, tmp_path / "model", spread=0.6)
     watched = Request("w", [(7 * j) % 190 for j in range(50)], SamplingParams(max_tokens=8, logprobs=1, seed=3))
     with threaded_engine(folder, tensor, pipeline, deterministic=True, num_blocks=200, token_budget=40) as engine:
         engine.submit(watched)
