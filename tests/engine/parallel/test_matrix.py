@@ -187,7 +187,6 @@ ELSEWHERE = (
     "does not split the draft model evenly",
     "names 2 devices for 4 ranks",
     "else run replicas of the model",
-    "use attention_parallel: tensor",
     "there the engine restarts as a whole",
     "read a checkpoint of their own",
     "not available for mixture-of-experts models on this device",

@@ -145,7 +145,8 @@ def test_every_rank_sleeps_and_wakes_with_what_it_knew(folder: Path, plain: None
         assert_idle(engine)
 
 
-@pytest.mark.parametrize("moved", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["moved", "dropped"])
+@pytest.mark.slow
+@pytest.mark.parametrize("moved", [True, False], ids=["moved", "dropped"])
 def test_ranks_with_a_draft_model_and_adapters_wake_as_they_were(
     folder: Path, tmp_path: Path, request: pytest.FixtureRequest, moved: bool
 ) -> None:

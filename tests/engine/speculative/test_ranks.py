@@ -43,7 +43,7 @@ def drafting(target: Path, draft: Path, tensor: int, pipeline: int, **settings: 
 
 
 GRIDS = [
-    (2, 2, 1, 1),
+    pytest.param(2, 2, 1, 1, marks=pytest.mark.slow),
     pytest.param(2, 2, None, 2, marks=pytest.mark.slow),
     pytest.param(1, 3, None, 1, marks=pytest.mark.slow),
     pytest.param(4, 1, None, 2, marks=pytest.mark.slow),
