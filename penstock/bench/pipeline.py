@@ -65,7 +65,7 @@ class PipelineBenchSettings:
     def cases(self) -> tuple[Case, ...]:
         return (
             Case(f"decode, {self.batch} a step", self.batch, 32, self.output_len),
-            Case(f"prompts of {self.input_len}", 2, self.input_len, 1),
+            Case(f"prompts of {self.input_len}", 10, self.input_len, 1),
             Case(f"one prompt of {4 * self.input_len}", 1, 4 * self.input_len, 1),
         )
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from playwright.async_api import Page, expect
 
 from penstock.config.schema import DEFAULT_TIERS, RequestLogConfig
@@ -55,6 +56,7 @@ async def two_tenants(gateway: Running) -> dict[str, str]:
     return keys
 
 
+@pytest.mark.slow
 async def test_an_administrator_at_work(serving: Serving, page: Page, encoder_endpoint: str, tmp_path: Path) -> None:
     async with serving(encoders=encoders(encoder_endpoint), **settings(tmp_path)) as gateway:
         client = gateway.client

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from playwright.async_api import Browser, expect
 
 from penstock.console.app import Console
@@ -74,6 +75,7 @@ async def blank_pages() -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
+@pytest.mark.slow
 async def test_no_other_page_gets_in_and_the_console_does(serving: Serving, browser: Browser, tmp_path: Path) -> None:
     async with (
         serving(wrap=Console, store_url=f"sqlite:///{tmp_path}/store.db") as gateway,

@@ -27,6 +27,7 @@ def pass_minutes(gateway: Running, count: int) -> None:
         workers.history.record(now + 60 * (minute + 1), gateway.parts.metrics.registry.readings(FAMILIES))
 
 
+@pytest.mark.slow
 async def test_headroom_cost_and_charts_of_the_running_server(
     serving: Serving, page: Page, text: TextModel, tmp_path: Path
 ) -> None:

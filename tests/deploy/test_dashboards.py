@@ -105,6 +105,7 @@ class Busy(ScriptedEngine):
         return load
 
 
+@pytest.mark.slow
 @need_prometheus
 async def test_every_expression_has_a_result(
     serving: Serving, text: TextModel, tmp_path: Path, build: dict[str, Any], monkeypatch: pytest.MonkeyPatch

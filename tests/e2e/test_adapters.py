@@ -45,6 +45,7 @@ def test_load_list_use_unload(server: Server, default_model: Path, tmp_path: Pat
     assert "style" not in {model.id for model in client.models.list()}
 
 
+@pytest.mark.slow
 def test_the_command_line_does_the_same(server: Server, default_model: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "cli", default_model, rank=4, targets=("q_proj", "v_proj"))
 

@@ -248,6 +248,7 @@ class Traffic:
                 return
 
 
+@pytest.mark.slow
 def test_streams_of_a_killed_engine_go_on_and_say_what_they_would_have_said(pair: Server) -> None:
     same_after(
         kill, pair, streams=10, tokens=200, least=0

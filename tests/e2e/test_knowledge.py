@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.e2e.conftest import MODEL, Server
 
@@ -31,6 +32,7 @@ def ingest(server: Server, *arguments: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_folder_becomes_answers_with_citations(server: Server, tmp_path: Path) -> None:
     folder = tmp_path / "handbook"
     folder.mkdir()

@@ -165,6 +165,7 @@ async def test_the_ledger_balances_with_what_the_engine_produced(tmp_path: Path,
     assert recovered > 0 and exact >= 0.25 * len(rows)
 
 
+@pytest.mark.slow
 async def test_when_both_die_at_once_what_was_noted_is_billed(tmp_path: Path) -> None:
     """A stream by itself, so that nothing but the stream makes the gateway write."""
     seen = 0

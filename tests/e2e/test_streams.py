@@ -9,6 +9,7 @@ import signal
 import time
 
 import httpx
+import pytest
 
 from tests.e2e.conftest import MODEL, Server
 
@@ -48,6 +49,7 @@ def client(server: Server) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits)
 
 
+@pytest.mark.slow
 async def test_64_streams_with_random_departures_leave_nothing_behind(server: Server) -> None:
     rng = random.Random(5)
     async with client(server) as http:

@@ -63,6 +63,7 @@ def check_person(text: str | None) -> None:
     assert person["colour"] in ("red", "green", "blue")
 
 
+@pytest.mark.slow
 async def test_a_schema_is_followed_whatever_the_seed(client: openai.AsyncOpenAI) -> None:
     async def one(seed: int) -> str | None:
         reply = await client.chat.completions.create(

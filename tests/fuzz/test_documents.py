@@ -125,7 +125,7 @@ def test_every_document_is_read_or_refused(seconds: float) -> None:
             check_chunks(found, chunk(found, count, most=MOST, overlap=OVERLAP, name="name"))
 
         try:
-            report = fuzz("documents", run, seeds(), seconds=seconds, quick=300, limit_s=5.0, mutate=mutate)
+            report = fuzz("documents", run, seeds(), seconds=seconds, quick=100, limit_s=5.0, mutate=mutate)
         finally:
             loop.run(reader.close())
     assert seconds == QUICK_S or report.inputs > 50, "a busy machine may stop a quick run early"

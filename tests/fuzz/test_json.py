@@ -294,7 +294,7 @@ def test_json(
                 loop.run_until_complete(target.check_left_over())
             assert not caplog.records, caplog.text
 
-        harness.fuzz("json", run, SEEDS, seconds=seconds, quick=2500, mutate=mutate, limit_s=3.0)
+        harness.fuzz("json", run, SEEDS, seconds=seconds, quick=1200, mutate=mutate, limit_s=3.0)
         loop.run_until_complete(finish(target))
     finally:
         loop.run_until_complete(stack.aclose())

@@ -117,6 +117,7 @@ async def test_models_come_and_go_and_gateways_hear_of_them_when_they_are_ready(
         assert not any(unit.child.alive for unit in it.made if unit.child is not None)
 
 
+@pytest.mark.slow
 async def test_models_that_were_loaded_are_there_again_after_a_restart(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -166,6 +167,7 @@ async def test_a_restart_renews_one_after_the_other_without_backoff(
         assert not set(before) & {unit.child.pid for unit in units if unit.child is not None}
 
 
+@pytest.mark.slow
 async def test_a_drained_replica_stays_away_until_it_is_restarted(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

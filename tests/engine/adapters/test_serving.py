@@ -58,6 +58,7 @@ def ends(deltas: list[Delta]) -> dict[str, Delta]:
     return {delta.request_id: delta for delta in deltas if delta.finish_reason is not None}
 
 
+@pytest.mark.slow
 def test_a_hundred_adapters_on_twenty_slots(base: Path, folders: list[Path]) -> None:
     """Random order, some several times, mixed with the base model; each answer is that of the adapter alone."""
     specs = specs_of(folders)

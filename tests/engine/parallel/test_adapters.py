@@ -100,6 +100,7 @@ def test_adapters_give_the_tokens_of_one_device(
     assert sum(plain[id] != expected[id] for id in plain) >= 3, "the adapters matter"
 
 
+@pytest.mark.slow
 def test_with_speculation_preemption_prefixes_and_few_slots(base: Path, specs: tuple[AdapterSpec, ...]) -> None:
     shared = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5, 3, 1]
     batch = [

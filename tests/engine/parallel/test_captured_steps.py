@@ -124,6 +124,7 @@ def test_ranks_replay_the_steps_that_rank_0_replays(
     assert {kind for kind, _ in captured} == {graphs.Kind.DECODES, graphs.Kind.PROMPTS}
 
 
+@pytest.mark.slow
 def test_graphs_that_were_dropped_are_captured_by_all_again(
     tmp_path: Path, captured: list[tuple[int, tuple[int, int]]]
 ) -> None:

@@ -86,6 +86,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_rank_0_that_is_killed(folder: Path) -> None:
     lead = subprocess.Popen(
         [sys.executable, "-c", RANK_0, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -76,6 +76,7 @@ def test_a_draft_on_fewer_shards_than_the_target(target: Path, other: Path) -> N
         assert engine.load_snapshot().draft_tokens > 10
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_the_target_is_always_right(target: Path) -> None:
     """At any temperature: the ranks' caches of the draft are as the target's after every number of accepted tokens."""
     with drafting(target, target, 2, 2, speculation_depth=5) as engine:

@@ -271,6 +271,7 @@ async def test_what_outlives_the_drain_is_cut_with_an_error(serving: Serving, te
     assert engine.load_snapshot().running == 0
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_cannot_hold_up_the_end(serving: Serving, text: TextModel) -> None:
     engine = ScriptedEngine(text, lambda request: [10] * 30_000, max_model_len=10**6)
     async with serving(engine, drain_s=0.1, time_limit_s=None) as gateway:
