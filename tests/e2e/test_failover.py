@@ -258,6 +258,7 @@ def test_streams_of_a_killed_engine_go_on_and_say_what_they_would_have_said(pair
     pair.wait_for("died (killed by SIGKILL)")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_done_is_said(pair: Server) -> None:
     admin = f"{pair.url}/v1/admin/models/tiny"
     for path, body, says in (

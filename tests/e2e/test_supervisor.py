@@ -186,6 +186,7 @@ def test_sigterm_lets_a_running_stream_finish_and_then_everything_ends(server: S
     assert not any(alive(pid) for pid in children.values())
 
 
+@pytest.mark.slow
 def test_no_orphan_survives_a_kill_of_the_supervisor_while_it_starts() -> None:
     with started() as server:
         server.wait_for("engine smollm2-135m: weights")
