@@ -2,7 +2,7 @@
 
 Continuous batching in one sentence: at every step the scheduler picks whatever tokens are worth computing next, from
 any mix of requests at any stage, the runner computes them in one forward pass, and requests join and leave between
-steps. `step()` below is the whole loop.
+steps. `_step()` below is the whole loop.
 
 Overlap: on CUDA the step just launched is still running when `step()` goes on to collect the one before it, so the
 host schedules and emits while the device computes. A sequence that turns out to have stopped has by then been computed

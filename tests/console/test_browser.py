@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 from playwright.async_api import Page, expect
 
 from penstock.console.app import Console
@@ -43,6 +44,7 @@ async def test_text_of_a_model_is_never_markup(serving: Serving, page: Page, tex
         assert "taken" not in await page.title()
 
 
+@pytest.mark.slow
 async def test_the_live_view_draws_what_happens(serving: Serving, page: Page, tmp_path: Path) -> None:
     async with serving(wrap=Console, **store(tmp_path)) as gateway:
         await page.goto(f"http://127.0.0.1:{gateway.port}/console/#live")

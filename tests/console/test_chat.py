@@ -149,6 +149,7 @@ async def test_ask_regenerate_edit_and_stop(serving: Serving, page: Page, wide_t
         assert vote["rating"] == "up"
 
 
+@pytest.mark.slow
 async def test_what_is_refused_keeps_the_draft_and_says_why_beside_it(
     serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
 ) -> None:
@@ -180,6 +181,7 @@ async def test_what_is_refused_keeps_the_draft_and_says_why_beside_it(
         await expect(composer(page)).to_have_value("")
 
 
+@pytest.mark.slow
 async def test_conversations_are_kept_found_renamed_and_deleted(
     serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
 ) -> None:

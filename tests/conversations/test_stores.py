@@ -177,7 +177,7 @@ async def test_turns_of_one_conversation_are_answered_in_order_over_gateways(mak
 
 
 async def test_whoever_waits_too_long_is_refused_and_a_long_answer_keeps_its_lease(make: Make) -> None:
-    here, there = [Sessions(await make(), wait_s=0.5, most_bytes=10_000, lease_s=0.3) for _ in range(2)]
+    here, there = [Sessions(await make(), wait_s=2.0, most_bytes=10_000, lease_s=1.5) for _ in range(2)]
     await here.start()
     async with here.turn(ANN, "s") as held:
         for gateway in (here, there):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.conftest import MODEL, Server
 
@@ -23,6 +24,7 @@ def load(server: Server, **body: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/admin/models", json=body, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_used_and_unloaded(server: Server, default_model: Path) -> None:
     states: set[str] = set()
     over = threading.Event()

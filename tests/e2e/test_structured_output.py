@@ -117,6 +117,7 @@ async def test_other_formats(client: openai.AsyncOpenAI) -> None:
         assert answer.logprobs is not None and "".join(answer.logprobs.tokens or ()) == answer.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 async def test_a_call_that_must_be_made_is_made(client: openai.AsyncOpenAI, choice: Any) -> None:
     params: dict[str, Any] = {

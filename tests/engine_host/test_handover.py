@@ -128,6 +128,7 @@ def text(number: int, length: int = 700) -> list[int]:
     return [(number * 31 + 7 * i * i + 3 * i) % 199 for i in range(length)]
 
 
+@pytest.mark.slow
 def test_a_prompt_computed_in_another_process_gives_the_same_answer_whatever_becomes_of_it(
     folder: Path, alone: Engine, tmp_path: Path
 ) -> None:
