@@ -50,7 +50,9 @@ def certificate(folder: Path) -> ssl.SSLContext:
 
 
 @pytest.mark.parametrize(
-    ("file", "adapted"), [("nginx.conf", nginx), ("haproxy.cfg", haproxy), ("Caddyfile", caddy)], ids=str
+    ("file", "adapted"),
+    [("nginx.conf", nginx), ("haproxy.cfg", haproxy), ("Caddyfile", caddy)],
+    ids=["nginx", "haproxy", "caddy"],
 )
 async def test_streams_pass_a_proxy_token_by_token(
     file: str, adapted: Callable[..., tuple[str, list[str]]], serving: Serving, text: TextModel, tmp_path: Path
