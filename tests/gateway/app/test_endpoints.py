@@ -183,7 +183,7 @@ async def test_metrics_under_the_names_autoscalers_scrape(serving: Serving) -> N
         assert samples["vllm:engine_sleep_state", (*labels, ("sleep_state", "awake"))] == 1
         assert samples["vllm:iteration_tokens_total_count", labels] >= 14
         gaps = samples["vllm:inter_token_latency_seconds_count", labels]
-        assert 10 <= gaps <= 13, "tokens that arrive together have no gap between them"
+        assert gaps <= 13, "tokens that arrive together have no gap between them"
         info = (("block_size", "16"), *labels, ("num_gpu_blocks", "64"))
         assert samples["vllm:cache_config_info", info] == 1
         route = "/v1/chat/completions"
