@@ -37,7 +37,7 @@ from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
 from penstock.testing.in_process_backend import InProcessBackend
-from penstock.testing.synthetic_engine import write_tokenizer
+from penstock.text.byte_tokenizer import write_tokenizer
 from penstock.testing.timed_engine import Speed, TimedEngine
 from penstock.text import load_text
 
