@@ -166,9 +166,7 @@ class _Plan:
 
     def _on_spot(self, model: str) -> int:
         return sum(
-            self.counts[host.name].get(model, 0)
-            for host in self._hosts
-            if SPOT in host.labels and not host.leaving
+            self.counts[host.name].get(model, 0) for host in self._hosts if SPOT in host.labels and not host.leaving
         )
 
     def _engines(self, host: Host) -> int:
