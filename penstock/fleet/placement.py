@@ -1,8 +1,8 @@
 """Which machine runs how many replicas of which model: a pure function of the fleet.
 
 Invariants: nothing that runs is moved; replicas are only added where some are missing and taken away where there are
-too many. A machine never gets more than fits (engines, devices, memory, labels). Replicas that are there already and fit no
-longer, because a machine has shrunk, stay. The result placed again is itself.
+too many. A machine never gets more than fits (engines, devices, memory, labels). Replicas that are there already and
+fit no longer, because a machine has shrunk, stay. The result placed again is itself.
 
 A new replica goes where it fits, in this order: on spot machines up to the model's spot share and on others beyond it;
 into the zone with the fewest replicas of the model; onto the machine with the fewest of them; onto the emptiest one.
