@@ -14,6 +14,7 @@ from penstock.cli.cache import app as cache
 from penstock.cli.chat import chat
 from penstock.cli.config import config
 from penstock.cli.doctor import doctor
+from penstock.cli.drill import drill
 from penstock.cli.engine import engine
 from penstock.cli.gateway import gateway
 from penstock.cli.ingest import ingest
@@ -93,6 +94,7 @@ app.command(help=autoscale.__doc__)(autoscale)
 app.command(help=restart.__doc__)(restart)
 app.command(help=drain.__doc__)(drain)
 app.command(help=simulate.__doc__)(simulate)
+app.command(help=drill.__doc__)(drill)
 app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
 app.command(help=join.__doc__)(join)

@@ -59,13 +59,16 @@ class Answer:
 
     name: str
     text: str
-    expected: str
+    expected: str | None
+    """None: not known; then only its usage is compared, with the ledger."""
     complete: bool
     problem: str = ""
 
     @property
     def missing(self) -> int:
         """Characters from the first difference on."""
+        if self.expected is None:
+            return 0
         alike = 0
         for ours, theirs in zip(self.text, self.expected, strict=False):
             if ours != theirs:
@@ -117,7 +120,7 @@ def compare(answers: Iterable[Answer], losses: Losses) -> None:
         if not answer.complete:
             losses.streams.append(f"{answer.name} did not end: {answer.problem or 'no reason'}")
         elif answer.missing:
-            losses.tokens.append(f"{answer.name} differs in {answer.missing} of {len(answer.expected)} characters")
+            losses.tokens.append(f"{answer.name} differs in its last {answer.missing} characters")
 
 
 def balance(attempts: Sequence[Attempt], rows: Iterable[Row], price: Price, losses: Losses) -> Balance:
@@ -163,3 +166,25 @@ def _one(attempt: Attempt, rows: list[Row], price: Price, wrong: list[str], sums
     rest = [row for row in rows if row is not same[0]]
     sums.broken += len(rest)
     sums.unclaimed_tokens += sum(row.completion for row in rest)
+
+
+def balance_totals(
+    attempts: Sequence[Attempt], *, requests: int, prompt: int, completion: int, losses: Losses
+) -> Balance:
+    """The sums of a ledger against what clients were told, where single charges cannot be seen. Exact unless attempts
+    broke off for good; then within what these may have cost."""
+    told = [attempt.usage for attempt in attempts if attempt.usage is not None]
+    unsure = [attempt for attempt in attempts if attempt.usage is None or attempt.sent > 1 + attempt.refused]
+    told_prompt, told_completion = sum(usage.prompt for usage in told), sum(usage.completion for usage in told)
+    received = sum(attempt.received for attempt in attempts if attempt.usage is None)
+    most = sum(attempt.most * max(attempt.sent, 1) for attempt in unsure)
+    if requests < len(told):
+        losses.charges.append(f"{len(told)} answers, {requests} charges")
+    if prompt < told_prompt or (not unsure and prompt != told_prompt):
+        losses.charges.append(f"{told_prompt} prompt tokens told, {prompt} charged")
+    if not told_completion + received <= completion <= told_completion + most:
+        losses.charges.append(
+            f"{told_completion} completion tokens told and {received} received of broken streams, {completion} charged"
+        )
+    exact = len(told) if not losses.charges else 0
+    return Balance(requests, exact, max(0, requests - len(told)), max(0, completion - told_completion - received))

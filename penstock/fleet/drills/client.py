@@ -1,5 +1,5 @@
-"""Clients as they should be written: they resume a stream that breaks off, at another gateway if need be, wait when they
-are told to, and start over only when nobody knows their stream any more."""
+"""Clients as they should be written: they resume a stream that breaks off, at another gateway if need be, wait when
+they are told to, and start over only when nobody knows their stream any more."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ async def charges(store: str, prefix: str, within: float = _SETTLED_S) -> list[R
             database = await open_database(store)
             try:
                 left = await Ledger(database).open_charges()
-                if not left or time.monotonic() > deadline:
+                if not any(entry.charge.request_id.startswith(prefix) for entry in left) or time.monotonic() > deadline:
                     found = await database.fetch(_ROWS)
                     break
             finally:

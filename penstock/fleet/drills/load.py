@@ -1,4 +1,4 @@
-"""Continuous load: streams of which the answer is known, and a conversation per tenant, for as long as the drill lasts."""
+"""Continuous load: streams of which the answer is known, and a conversation per tenant, as long as the drill lasts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Load:
         self._urls, self._keys, self._model, self._prefix = urls, keys, model, prefix
         self._streams = streams
         self._cases = cases(model, max(4, min(streams, 12)), tokens)
-        self._expected: dict[int, str] = {}
+        self._expected: dict[int, str | None] = {}
         self._stop_at: float | None = None
         self._count = 0
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
@@ -69,18 +69,33 @@ class Load:
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
+    def cases(self) -> int:
+        return len(self._cases)
+
+    @property
     def done(self) -> int:
         return len(self.told.streams)
 
-    async def learn(self) -> None:
+    async def learn(self, twice: bool = False) -> int:
+        """`twice`: also all at the same time. Returns how many answers are not the same then."""
         client = Client(self._http, self._urls, self._keys[0], lambda: False)
         for case in self._cases:
-            stream = Followed(self._name("calm"), case)
-            await client.follow(stream)
-            if not stream.complete or not stream.text:
-                raise DrillError(f"the fleet does not answer before anything is broken: {stream.problem}")
-            self._expected[case.number] = stream.text
-            self.told.streams.append(stream)
+            await self._learn(client, case)
+        if twice:
+            alone = dict(self._expected)
+            await asyncio.gather(*(self._learn(client, case) for case in self._cases))
+            for number, text in alone.items():
+                if text != self._expected[number]:
+                    self._expected[number] = None
+        return sum(text is None for text in self._expected.values())
+
+    async def _learn(self, client: Client, case: Case) -> None:
+        stream = Followed(self._name("calm"), case)
+        await client.follow(stream)
+        if not stream.complete or not stream.text:
+            raise DrillError(f"the fleet does not answer before anything is broken: {stream.problem}")
+        self._expected[case.number] = stream.text
+        self.told.streams.append(stream)
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._follow(number)) for number in range(self._streams)]
@@ -105,7 +120,7 @@ class Load:
 
     def answers(self) -> list[Answer]:
         return [
-            Answer(stream.name, stream.text, self._expected.get(stream.case.number, ""), stream.complete, stream.problem)
+            Answer(stream.name, stream.text, self._expected[stream.case.number], stream.complete, stream.problem)
             for stream in self.told.streams
         ]
 

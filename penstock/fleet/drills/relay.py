@@ -26,14 +26,14 @@ class Relay:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for task in self._connections:
+        for task in list(self._connections):
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(*list(self._connections), return_exceptions=True)
 
     def cut(self) -> None:
         self._whole.clear()
@@ -41,10 +41,12 @@ class Relay:
     def mend(self) -> None:
         self._whole.set()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer))
         self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await self._whole.wait()
             try:
@@ -62,7 +64,6 @@ class Relay:
                 far_writer.close()
         finally:
             writer.close()
-            self._connections.discard(task)
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Chunks keep their order and their distance; each arrives `delay_s` after it was sent."""

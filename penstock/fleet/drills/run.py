@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -11,13 +12,12 @@ from typing import Any
 
 import httpx
 
-from penstock.fleet.drills.accounting import Balance, Losses, balance, compare
-from penstock.fleet.drills.ledger import charges
+from penstock.fleet.drills.accounting import Balance, Losses, compare
 from penstock.fleet.drills.load import Load
 from penstock.fleet.drills.probe import Logs, Probe
 from penstock.fleet.drills.program import DrillError
-from penstock.fleet.drills.throwaway import INPUT_PRICE, OUTPUT_PRICE, Layout, ThrowAway
-from penstock.metering.prices import Price
+from penstock.fleet.drills.target import Target
+from penstock.fleet.drills.throwaway import Layout, ThrowAway
 
 BIN_S = 0.5
 _WARM_S = 120.0
@@ -57,12 +57,21 @@ class Stage:
 
 @dataclass(frozen=True)
 class Fault:
-    """A way to break a fleet."""
+    """A way to break a fleet. `act`: one of our own; `outside`: any, if that is possible from outside."""
 
     name: str
     title: str
     act: Callable[[ThrowAway, Stage], Awaitable[None]]
     layout: Layout = "split"
+    outside: Callable[[Target, Stage], Awaitable[None]] | None = None
+
+    async def run(self, fleet: Target, stage: Stage) -> None:
+        if isinstance(fleet, ThrowAway):
+            await self.act(fleet, stage)
+        elif self.outside is not None:
+            await self.outside(fleet, stage)
+        else:
+            raise DrillError(f"the drill {self.name} needs a throw-away fleet: leave out --url")
 
 
 @dataclass
@@ -108,7 +117,7 @@ class Size:
     tokens: int = 300
 
 
-async def hold(fault: Fault, fleet: ThrowAway, size: Size, tell: Callable[[str], None]) -> Result:
+async def hold(fault: Fault, fleet: Target, size: Size, tell: Callable[[str], None]) -> Result:
     """Breaks the fleet and heals it under load. What it returns says what was lost."""
     begun = time.monotonic()
     prefix = f"{fault.name}-{int(time.time() * 1000):x}"
@@ -119,11 +128,15 @@ async def hold(fault: Fault, fleet: ThrowAway, size: Size, tell: Callable[[str],
     watchers = [asyncio.create_task(probe.run()), asyncio.create_task(logs.run())]
     try:
         tell("learning what the answers must be")
-        await load.learn()
+        if unsteady := await load.learn(twice=not fleet.deterministic):
+            stage.notes.append(
+                f"{unsteady} of {load.cases} answers change with what runs beside them (models[N].deterministic is "
+                "off): only their length is compared"
+            )
         load.start()
         await _loaded(load, load.done + size.streams)
         tell("breaking it")
-        await fault.act(fleet, stage)
+        await fault.run(fleet, stage)
         if stage.broken_at is None or stage.healed_at is None:
             raise DrillError(f"the fault {fault.name} broke nothing")
         tell("waiting for full capacity")
@@ -154,14 +167,12 @@ async def _loaded(load: Load, streams: int) -> None:
 
 
 async def _judge(
-    fault: Fault, fleet: ThrowAway, stage: Stage, load: Load, probe: Probe, logs: Logs, full: float | None, prefix: str
+    fault: Fault, fleet: Target, stage: Stage, load: Load, probe: Probe, logs: Logs, full: float | None, prefix: str
 ) -> Result:
     assert stage.broken_at is not None and stage.healed_at is not None
     broken, losses = stage.broken_at, stage.losses
     compare(load.answers(), losses)
-    rows = await charges(fleet.store, prefix)
-    price = Price.per_million(INPUT_PRICE, OUTPUT_PRICE)
-    sums = balance(load.attempts(), rows, price, losses)
+    sums = await fleet.account(load.attempts(), prefix, losses)
     await load.check_turns(losses)
     await check_keys(fleet.urls, fleet.keys, fleet.revoked, losses)
     look = next((look for look in probe.looks if look.at > broken and not look.full), None)
@@ -210,7 +221,7 @@ def longest_pause(streams: Sequence[Sequence[float]], broken: float) -> tuple[fl
     """The longest pause of a stream that was open at the fault or began later, and when it ended."""
     longest, ended = 0.0, None
     for times in streams:
-        for before, after in zip(times, times[1:], strict=False):
+        for before, after in itertools.pairwise(times):
             if after > broken and after - before > max(longest, _PAUSE_S):
                 longest, ended = after - before, after
     return longest, ended

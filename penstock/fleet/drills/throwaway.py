@@ -22,12 +22,15 @@ from typing import Any, Literal
 import httpx
 import yaml
 
-from penstock.fleet.drills.ledger import create_keys
+from penstock.fleet.drills.accounting import Attempt, Balance, Losses, balance
+from penstock.fleet.drills.ledger import charges, create_keys
 from penstock.fleet.drills.model import write_model
 from penstock.fleet.drills.program import DrillError, Program
 from penstock.fleet.drills.relay import Relay
 from penstock.fleet.drills.services import answers, free_port, postgres, postgres_url, redis
 from penstock.fleet.drills.shim import Shim
+from penstock.fleet.drills.target import Target, Victim
+from penstock.metering.prices import Price
 
 Layout = Literal["split", "file", "machines"]
 GATEWAYS, ENGINES = 2, 3
@@ -39,7 +42,7 @@ _START_S = 240.0
 
 
 @dataclass
-class ThrowAway:
+class ThrowAway(Target):
     """Use it as an asynchronous context. `model`: a checkpoint in place of the tiny one; `settings`: more of
     `penstock.yaml`, merged over what the drills need."""
 
@@ -90,6 +93,19 @@ class ThrowAway:
     def store(self) -> str:
         return self._store
 
+    @property
+    def engine_victims(self) -> Sequence[Victim]:
+        return self.engines
+
+    @property
+    def gateway_victims(self) -> Sequence[Victim]:
+        return self.gateways
+
+    async def account(self, attempts: Sequence[Attempt], prefix: str, losses: Losses) -> Balance:
+        """Charge by charge."""
+        rows = await charges(self._store, prefix)
+        return balance(attempts, rows, Price.per_million(INPUT_PRICE, OUTPUT_PRICE), losses)
+
     def programs(self) -> list[Program]:
         """Everything that a supervisor would watch, without Redis and PostgreSQL."""
         return [*self.gateways, *self.engines, *self.machines]
@@ -104,7 +120,7 @@ class ThrowAway:
         for program in [*self.programs(), *services]:
             program.kill_group()
         if self.mounted:
-            subprocess.run(["umount", "-l", str(self.disk)], check=False)
+            await asyncio.to_thread(subprocess.run, ["umount", "-l", str(self.disk)], check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     async def ready(self, url: str, within: float = _START_S) -> None:
@@ -221,9 +237,7 @@ class ThrowAway:
             own = self.source if number else self.copy_of_model()
             config = self._config(f"engine-{number}", own)
             endpoint = f"tcp://127.0.0.1:{port}"
-            engine = self._penstock(
-                f"engine-{number}", "engines", "engine", NAME, "-e", endpoint, "-c", str(config)
-            )
+            engine = self._penstock(f"engine-{number}", "engines", "engine", NAME, "-e", endpoint, "-c", str(config))
             if number == ENGINES - 1:
                 engine.group = self.engines[-1]  # the last two are one machine
             engine.start()

@@ -7,6 +7,7 @@ import resource
 from contextlib import suppress
 
 from penstock.fleet.drills.run import Fault, Stage
+from penstock.fleet.drills.target import Target
 from penstock.fleet.drills.throwaway import ThrowAway
 
 FULL_S = 6.0
@@ -16,21 +17,28 @@ _CHUNK = 1 << 16
 
 
 async def full(fleet: ThrowAway, stage: Stage) -> None:
-    """The file system of the database. Where none can be made for the drill, gateways cannot write any file longer."""
-    if fleet.mounted:
-        balloon = fleet.disk / "balloon"
-        _fill(balloon)
-        stage.broken("the file system of the database is full")
-        await stage.hold(FULL_S)
-        balloon.unlink()
-    else:
-        limits = {gateway.pid: resource.prlimit(gateway.pid, resource.RLIMIT_FSIZE) for gateway in fleet.gateways}
-        for pid, (_, most) in limits.items():
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, most))
-        stage.broken("gateways can write no file beyond its first byte (RLIMIT_FSIZE)")
-        await stage.hold(FULL_S)
-        for pid, limit in limits.items():
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+    """The file system of the database. Where none could be made for the drill, as from outside."""
+    if not fleet.mounted:
+        await cannot_write(fleet, stage)
+        return
+    balloon = fleet.disk / "balloon"
+    _fill(balloon)
+    stage.broken("the file system of the database is full")
+    await stage.hold(FULL_S)
+    balloon.unlink()
+    stage.healed("there is space again")
+
+
+async def cannot_write(fleet: Target, stage: Stage) -> None:
+    """Gateways cannot make any file longer. A database elsewhere does not notice."""
+    pids = [gateway.pid for gateway in fleet.gateway_victims]
+    limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
+    for pid, (_, most) in limits.items():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, most))
+    stage.broken("gateways can write no file beyond its first byte (RLIMIT_FSIZE)")
+    await stage.hold(FULL_S)
+    for pid, limit in limits.items():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
     stage.healed("there is space again")
 
 
@@ -56,6 +64,6 @@ async def slow(fleet: ThrowAway, stage: Stage) -> None:
 
 
 FAULTS = (
-    Fault("disk-full", "the disk of the database is full", full, "file"),
+    Fault("disk-full", "the disk of the database is full", full, "file", outside=cannot_write),
     Fault("disk-slow", "the disk of the database is slow", slow),
 )

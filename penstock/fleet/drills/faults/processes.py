@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from penstock.fleet.drills.run import Fault, Stage
+from penstock.fleet.drills.target import Target
 from penstock.fleet.drills.throwaway import ThrowAway
 
 DOWN_S = 2.0
 """How long it takes whoever restarts it: systemd, Kubernetes, a person."""
 
 
-async def engine(fleet: ThrowAway, stage: Stage) -> None:
-    victim = fleet.engines[0]
+async def engine(fleet: Target, stage: Stage) -> None:
+    victim = fleet.engine_victims[0]
     victim.kill()
     stage.broken(f"{victim.name} killed (SIGKILL)")
     await stage.hold(DOWN_S)
@@ -18,8 +19,8 @@ async def engine(fleet: ThrowAway, stage: Stage) -> None:
     stage.healed(f"{victim.name} started again")
 
 
-async def gateway(fleet: ThrowAway, stage: Stage) -> None:
-    victim = fleet.gateways[0]
+async def gateway(fleet: Target, stage: Stage) -> None:
+    victim = fleet.gateway_victims[0]
     victim.kill()
     stage.broken(f"{victim.name} killed (SIGKILL)")
     await stage.hold(DOWN_S)
@@ -50,8 +51,8 @@ async def node(fleet: ThrowAway, stage: Stage) -> None:
 
 
 FAULTS = (
-    Fault("engine", "an engine is killed", engine),
-    Fault("gateway", "a gateway is killed", gateway),
+    Fault("engine", "an engine is killed", engine, outside=engine),
+    Fault("gateway", "a gateway is killed", gateway, outside=gateway),
     Fault("supervisor", "the supervisor of a machine is killed", supervisor, "machines"),
     Fault("node", "a whole machine is killed", node),
 )
