@@ -1,8 +1,9 @@
 """What was lost: what clients got, against what they should have got and against the ledger. No I/O.
 
-Exact for every answer that came to its end: its text, its usage and its charge. An attempt that broke off for good (its
-gateway and its engine both died) is asked again by its client; the ledger may then hold what the engine had produced
-for it, which is at least what the client got, and at most what it had asked for.
+Exact for every answer that came to its end: its text, its usage and its charge. An attempt that broke off for good
+because its gateway and its engine died together is asked again by its client. The ledger then holds what that gateway
+had noted, a fifth of a second and a transaction before; what the client had received of it beyond that is nobody's
+loss but the operator's, and is counted (`uncharged_tokens`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class Attempt:
     """How often it was sent as a new request: when nobody replied it is sent again under the same id."""
     refused: int = 0
     """How often the server said that it does nothing for it."""
+    abandoned: bool = False
+    """Nobody knew it any more when its client wanted to go on."""
+    priced: bool = True
+    """Embeddings cost nothing here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,8 @@ class Balance:
     unclaimed_tokens: int = 0
     """Tokens on those that no client received: produced, then lost with their gateway."""
     cost_nanos: int = 0
+    uncharged_tokens: int = 0
+    """Tokens that clients received of attempts that were abandoned, and that were not charged."""
 
 
 def compare(answers: Iterable[Answer], losses: Losses) -> None:
@@ -146,7 +153,7 @@ def _one(attempt: Attempt, rows: list[Row], price: Price, wrong: list[str], sums
     for row in rows:
         sums.charges += 1
         sums.cost_nanos += row.cost
-        if row.cost not in (0, price.cost(Priced(row.prompt, row.cached, row.completion))):
+        if row.cost != _cost(attempt, row, price) and (row.cost or row.completion):
             wrong.append(f"{name}: {row.cost} nanodollars for {row.prompt}/{row.cached}/{row.completion} tokens")
         if row.completion > attempt.most:
             wrong.append(f"{name}: {row.completion} tokens charged, {attempt.most} asked for")
@@ -155,10 +162,16 @@ def _one(attempt: Attempt, rows: list[Row], price: Price, wrong: list[str], sums
         charged = sum(row.completion for row in rows)
         sums.broken += len(rows)
         sums.unclaimed_tokens += max(0, charged - attempt.received)
-        if charged < attempt.received:
+        if attempt.abandoned:
+            sums.uncharged_tokens += max(0, attempt.received - charged)
+        elif charged < attempt.received:
             wrong.append(f"{name}: {attempt.received} tokens received, {charged} charged")
         return
-    same = [row for row in rows if (row.prompt, row.completion) == (told.prompt, told.completion) and row.cost]
+    same = [
+        row
+        for row in rows
+        if (row.prompt, row.completion) == (told.prompt, told.completion) and row.cost == _cost(attempt, row, price)
+    ]
     if not same:
         wrong.append(f"{name}: the client was told {told}, the ledger has {[(r.prompt, r.completion) for r in rows]}")
         return
@@ -166,6 +179,10 @@ def _one(attempt: Attempt, rows: list[Row], price: Price, wrong: list[str], sums
     rest = [row for row in rows if row is not same[0]]
     sums.broken += len(rest)
     sums.unclaimed_tokens += sum(row.completion for row in rest)
+
+
+def _cost(attempt: Attempt, row: Row, price: Price) -> int:
+    return price.cost(Priced(row.prompt, row.cached, row.completion)) if attempt.priced else 0
 
 
 def balance_totals(

@@ -92,7 +92,7 @@ class Client:
             if stream.complete:
                 break
             if status == 404 and last != "new":
-                stream.text, last = "", "new"
+                stream.text, last, attempt.abandoned = "", "new", True
                 stream.restarted += 1
                 attempt = Attempt(f"{name}.{stream.restarted}", case.most)
                 stream.attempts.append(attempt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass
 
 from penstock.fleet.drills.accounting import Row
 from penstock.identity import IdentityStore
@@ -18,8 +19,17 @@ _ROWS = (
 )
 
 
-async def create_keys(store: str) -> tuple[list[str], str, str]:
-    """A key of each tenant, one that is revoked, and one for the operator."""
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A key of each tenant, one for batches, one that is revoked, and the operator's."""
+
+    clients: list[str]
+    batches: str
+    revoked: str
+    admin: str
+
+
+async def create_keys(store: str) -> Keys:
     database = await open_database(store)
     try:
         identity = IdentityStore(database)
@@ -30,8 +40,9 @@ async def create_keys(store: str) -> tuple[list[str], str, str]:
             keys.append((await identity.create_key(tenant))[1].text)
         gone, minted = await identity.create_key(TENANTS[0])
         await identity.revoke_key(gone.id)
+        _, batches = await identity.create_key(TENANTS[1])
         _, admin = await identity.create_key(TENANTS[0], scopes=("inference", "metrics", "admin"))
-        return keys, minted.text, admin.text
+        return Keys(keys, batches.text, minted.text, admin.text)
     finally:
         await database.close()
 
@@ -58,3 +69,15 @@ async def charges(store: str, prefix: str, within: float = _SETTLED_S) -> list[R
         for id, request, prompt, cached, completion, cost, by in found
         if request.startswith(prefix)
     ]
+
+
+async def settled_tokens(store: str, key: str) -> int:
+    """Completion tokens that a key was charged for."""
+    database = await open_database(store)
+    try:
+        id = key.rpartition("_")[0]
+        sql = "SELECT CAST(COALESCE(SUM(completion_tokens), 0) AS BIGINT) FROM charges_settled WHERE key_id = ?"
+        ((total,),) = await database.fetch(sql, id)
+        return int(total)
+    finally:
+        await database.close()

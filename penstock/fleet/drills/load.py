@@ -53,13 +53,21 @@ class Load:
     """`learn` asks every case once, on a healthy fleet: that is what each must say from then on."""
 
     def __init__(
-        self, urls: Sequence[str], keys: Sequence[str], model: str, *, streams: int, tokens: int, prefix: str
+        self,
+        urls: Sequence[str],
+        keys: Sequence[str],
+        model: str,
+        *,
+        streams: int,
+        tokens: int,
+        prefix: str,
+        pause_s: float = 0.05,
     ) -> None:
         self.told = Told()
         self.open: dict[int, Followed] = {}
         """By client: the stream that it reads now."""
         self._urls, self._keys, self._model, self._prefix = urls, keys, model, prefix
-        self._streams = streams
+        self._streams, self._pause_s = streams, pause_s
         self._cases = cases(model, max(4, min(streams, 12)), tokens)
         self._expected: dict[int, str | None] = {}
         self._stop_at: float | None = None
@@ -160,7 +168,7 @@ class Load:
             del self.open[number]
             self.told.streams.append(stream)
             turn += 1
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(self._pause_s)
 
     async def _converse(self, key: str) -> None:
         """Turn after turn; each goes on from the last one that is stored."""

@@ -127,6 +127,9 @@ async def hold(fault: Fault, fleet: Target, size: Size, tell: Callable[[str], No
     logs = Logs(fleet.logs)
     watchers = [asyncio.create_task(probe.run()), asyncio.create_task(logs.run())]
     try:
+        tell("waiting for the whole fleet")
+        if await probe.until(True, begun, _FULL_S) is None:
+            raise DrillError(f"the fleet is not whole before anything is broken: {probe.looks[-1].problem}")
         tell("learning what the answers must be")
         if unsteady := await load.learn(twice=not fleet.deterministic):
             stage.notes.append(

@@ -51,6 +51,8 @@ class ThrowAway(Target):
     settings: dict[str, Any] = field(default_factory=dict)
     faults: bool = True
     """Whether clocks and disks can be tampered with: needs a compiler."""
+    encoders: bool = False
+    """Whether machines have the default encoders."""
     tell: Callable[[str], None] = lambda what: None
     gateways: list[Program] = field(default_factory=list)
     engines: list[Program] = field(default_factory=list)
@@ -59,6 +61,8 @@ class ThrowAway(Target):
     urls: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     """Of two tenants."""
+    batch_key: str = ""
+    """Of one of them, for batches alone."""
     revoked: str = ""
     admin: str = ""
     shim: Shim | None = None
@@ -172,7 +176,8 @@ class ThrowAway(Target):
             await self.restart_postgres()
             self._store = postgres_url(self._postgres_port)
             await self._database_up()
-        self.keys, self.revoked, self.admin = await create_keys(self._store)
+        made = await create_keys(self._store)
+        self.keys, self.batch_key, self.revoked, self.admin = made.clients, made.batches, made.revoked, made.admin
         self.tell("writing the model")
         source = self.model
         if source is None:
@@ -212,7 +217,7 @@ class ThrowAway(Target):
         model |= {"deterministic": True, "threads": 1, "kv_memory": "128MiB", "max_running": 64, "max_model_len": 2048}
         config: dict[str, Any] = {
             "models": [model],
-            "encoders": [],
+            **({} if self.encoders else {"encoders": []}),
             "store": {"url": self._store, "gateway_timeout_s": 3},
             "counters": {"url": url},
             "admission": {"url": url},
