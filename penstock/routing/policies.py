@@ -208,8 +208,10 @@ class Predicted:
         gateway chooses alike, without asking the others (rendezvous hashing)."""
         if not request.session:
             return ""
-        names = [candidates[index].name for index in order]
         home = self._sessions.get((request.tenant, request.session), "")
+        if len(order) == 1:
+            return home
+        names = [candidates[index].name for index in order]
         return home if home in names else max(names, key=lambda name: _rank(request, name))
 
     def _remember(self, request: ReplicaRequest, replica: str) -> None:
