@@ -128,9 +128,11 @@ class RedisRegistry:
 
     async def close(self) -> None:
         self._closed = True
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        running = set(self._tasks.values())
+        while running:  # a cancellation that meets the driver's own time limit is lost there
+            for task in running:
+                task.cancel()
+            _, running = await asyncio.wait(running, timeout=0.1)
         with suppress(RegistryUnavailable, TimeoutError):
             async with asyncio.timeout(2.0):
                 if self._own:
@@ -196,7 +198,7 @@ class RedisRegistry:
 
     async def _renew(self) -> None:
         """Keeps what this process published alive; publishes what is missing."""
-        while True:
+        while not self._closed:
             await asyncio.sleep(self._lease_s / 3 if self._calls.up else RETRY_S)
             try:
                 missing = await self._run(scripts.RENEW, *self._own) if self._own else []
@@ -211,11 +213,9 @@ class RedisRegistry:
 
     async def _watch(self) -> None:
         """Reads the fleet whenever it changes, and now and then."""
-        while True:
+        while not self._closed:
             try:
                 await self._listen()
-            except asyncio.CancelledError:
-                raise
             except RegistryUnavailable:
                 pass
             except PenstockError as error:
@@ -230,7 +230,7 @@ class RedisRegistry:
         client = self._redis.pubsub(ignore_subscribe_messages=True)
         try:
             await client.subscribe(self._keys[0])
-            while True:
+            while not self._closed:
                 await self._read()
                 await client.get_message(timeout=POLL_S)
         finally:
@@ -299,7 +299,7 @@ class RedisRegistry:
             self._complain(name, f"{name}: not signed with this fleet's secret; its machine has another one, or none")
             return None
         try:
-            record = decode(payload)
+            record: Record = decode(payload)
         except msgspec.MsgspecError as error:  # of a version that is too new
             self._complain(name, f"{name}: cannot be read: {error}")
             return None

@@ -101,7 +101,7 @@ local gone = 0
 for at = 6, #ARGV do
   local key = ARGV[at]
   gone = gone + redis.call('HDEL', records, key)
-  redis.call('HDEL', loads, key)
+  if redis.call('HDEL', loads, key) == 1 then redis.call('HINCRBY', state, 'load', 1) end
   redis.call('ZREM', leases, key)
 end
 if gone > 0 then changed() end
