@@ -330,7 +330,7 @@ class EngineClient(ABC):
     def _tell_adapters(self, statuses: list[AdapterStatus]) -> None:
         self._adapters = {status.name: status for status in statuses}
 
-    def tell_placement(self, placement: Placement) -> None:
+    def tell_placement(self, placement: Placement) -> None:  # noqa: B027 (an engine in this process has no others)
         """Tells the other gateways of the engine, if any, what was sent to it."""
 
     @abstractmethod

@@ -112,7 +112,8 @@ class RedisRegistry:
         seen = -1
         while not self._closed:
             async with self._changed:
-                await self._changed.wait_for(lambda: (self._fleet and self._changes != seen) or self._closed)
+                while not self._closed and (self._fleet is None or self._changes == seen):
+                    await self._changed.wait()
                 seen, fleet = self._changes, self._fleet
             if fleet is not None and not self._closed:
                 yield fleet

@@ -37,7 +37,8 @@ if #lost > 0 then changed() end
 READ = (
     _BEGIN
     + """
-local known, version, load = ARGV[6], redis.call('HGET', state, 'version') or '0', redis.call('HGET', state, 'load') or '0'
+local known = ARGV[6]
+local version, load = redis.call('HGET', state, 'version') or '0', redis.call('HGET', state, 'load') or '0'
 local found = redis.call('HMGET', state, 'id', 'mark', 'controller', 'term', 'until')
 local leads = found[5] and tonumber(found[5]) > now
 local answer = {found[1], found[2], leads and found[3] or '', found[4] or '0', version, load, false, false}

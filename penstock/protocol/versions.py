@@ -51,7 +51,7 @@ class Proposal:
         else:
             newer, older = ("it", "this side") if answered > PROTOCOL_VERSION else ("this side", "it")
             self.problem = (
-                f"it speaks protocol {answered}, this side {OLDEST_VERSION} to {PROTOCOL_VERSION}: {newer} is more than "
-                f"one release newer than {older}; upgrade {older} first, one release at a time"
+                f"it speaks protocol {answered}, this side {OLDEST_VERSION} to {PROTOCOL_VERSION}: {newer} is more "
+                f"than one release newer than {older}; upgrade {older} first, one release at a time"
             )
         return False
