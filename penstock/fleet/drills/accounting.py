@@ -153,7 +153,7 @@ def _one(attempt: Attempt, rows: list[Row], price: Price, wrong: list[str], sums
     for row in rows:
         sums.charges += 1
         sums.cost_nanos += row.cost
-        if row.cost != _cost(attempt, row, price) and (row.cost or row.completion):
+        if row.cost not in (0, _cost(attempt, row, price)):  # what is refused after all is free
             wrong.append(f"{name}: {row.cost} nanodollars for {row.prompt}/{row.cached}/{row.completion} tokens")
         if row.completion > attempt.most:
             wrong.append(f"{name}: {row.completion} tokens charged, {attempt.most} asked for")

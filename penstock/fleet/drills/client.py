@@ -89,8 +89,6 @@ class Client:
             else:
                 stream.resumed += 1
             status, last = await self._connection(stream, attempt, last)
-            if stream.complete:
-                break
             if status == 404 and last != "new":
                 stream.text, last, attempt.abandoned = "", "new", True
                 stream.restarted += 1
@@ -100,8 +98,9 @@ class Client:
                 return
             elif last == "new" and status in _TRANSIENT:
                 attempt.refused += 1
-            await asyncio.sleep(RETRY_S)
-            self._url = next(self._urls)
+            if not stream.complete:
+                await asyncio.sleep(RETRY_S)
+                self._url = next(self._urls)
 
     async def _connection(self, stream: Followed, attempt: Attempt, last: str) -> tuple[int, str]:
         """Reads until the end or until it breaks; the status (0: no reply) and the last event's id."""

@@ -48,9 +48,14 @@ class Program:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def start(self) -> None:
-        setpriv = shutil.which("setpriv")
+    def start(self, memory: int | None = None) -> None:
+        """`memory`: bytes of address space that it may have."""
+        setpriv, prlimit = shutil.which("setpriv"), shutil.which("prlimit")
         command = [*([setpriv, "--pdeathsig", "KILL", "--"] if setpriv else []), *self.command]
+        if memory is not None:
+            if prlimit is None:
+                raise DrillError("a limit on memory needs the program prlimit: apt-get install util-linux")
+            command = [prlimit, f"--as={memory}", "--", *command]
         group = self.group.pid if self.group is not None and self.group.running else 0
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(

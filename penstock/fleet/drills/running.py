@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -146,16 +147,16 @@ class Running(Target):
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.admin}"} if self.admin else {}
 
-    async def _get(self, path: str) -> dict[str, list[dict[str, object]]] | dict[str, list[dict[str, int]]]:
+    async def _get(self, path: str) -> dict[str, Any]:
         return self._read(await self._http.get(path))
 
-    async def _post(self, path: str, body: dict[str, str]) -> dict[str, str]:
+    async def _post(self, path: str, body: dict[str, str]) -> dict[str, Any]:
         return self._read(await self._http.post(path, json=body))
 
-    def _read(self, reply: httpx.Response) -> dict[str, str]:
+    def _read(self, reply: httpx.Response) -> dict[str, Any]:
         if reply.status_code >= 300:
             raise DrillError(f"{reply.request.url}: {reply.status_code} {reply.text[:300]}")
-        found: dict[str, str] = reply.json()
+        found: dict[str, Any] = reply.json()
         return found
 
 
