@@ -67,6 +67,7 @@ def drill(
         penstock drill soak --minutes 60 --report soak.html
     """
     import asyncio
+    import signal
 
     from penstock.errors import ConfigError
 
@@ -77,6 +78,7 @@ def drill(
     if name == ["list"]:
         _list(output)
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the fleet is stopped and removed
     if name == ["soak"]:
         if url:
             raise ConfigError("a soak needs to see every process: it runs on a throw-away fleet, without --url")
@@ -175,7 +177,7 @@ async def _on_running(
     faults: Sequence[Fault], urls: list[str], key: str, model: str, size: Size, progress: Progress
 ) -> list[Result]:
     from penstock.fleet.drills.run import hold
-    from penstock.fleet.drills.running import Running
+    from penstock.fleet.drills.live import Running
 
     results = []
     for fault in faults:

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -67,10 +68,9 @@ class Example:
 
 
 @pytest.fixture
-def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Example]:
-    folder = Path(os.path.realpath(tmp_path_factory.mktemp("production")))
-    for above in (folder, folder.parent, folder.parent.parent):
-        above.chmod(above.stat().st_mode | 0o011)  # PostgreSQL runs as another user
+def example() -> Iterator[Example]:
+    folder = Path(tempfile.mkdtemp(prefix="penstock-production-"))
+    folder.chmod(0o755)  # PostgreSQL runs as another user
     model = folder / "model"
     write_model(model)
     rules = folder / "rules.yml"
@@ -96,6 +96,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Example]:
             subprocess.run([str(EXAMPLE / "production"), "kill", name], env=environment, capture_output=True)
         for name in ("postgres", "redis"):
             subprocess.run([str(EXAMPLE / "production"), "stop", name], env=environment, capture_output=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 async def prometheus(example: Example, path: str, **query: str) -> Any:
