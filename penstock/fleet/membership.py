@@ -66,7 +66,7 @@ def own_address(config: FleetConfig) -> str:
 def listening(config: FleetConfig) -> str:
     """The endpoint of an engine of this machine: the first free port of `fleet.ports`. An address behind a port mapping
     is not the machine's own, so it listens on all of them."""
-    host = "127.0.0.1" if is_loopback(own_address(config)) else "0.0.0.0"  # noqa: S104 (encrypted: CURVE)
+    host = "127.0.0.1" if is_loopback(own_address(config)) else "0.0.0.0"
     return f"tcp://{host}:{config.ports}"
 
 
@@ -78,8 +78,7 @@ def advertised(config: FleetConfig, endpoint: str) -> str:
 
 def described(model: ModelConfig) -> dict[str, Any]:
     """A model as other machines read it: what differs from the defaults, with a folder's whole path."""
-    plain = msgspec.to_builtins(dataclasses.asdict(model))
-    default = msgspec.to_builtins(dataclasses.asdict(ModelConfig()))
+    plain, default = (msgspec.json.decode(msgspec.json.encode(each)) for each in (model, ModelConfig()))
     kept = {name: value for name, value in plain.items() if value != default[name]}
     source = Path(model.source).expanduser()
     return {**kept, "name": model.name, "source": str(source.absolute()) if source.exists() else model.source}
