@@ -45,9 +45,11 @@ class Controller:
         *,
         lease_s: float,
         reporter: Reporter | None = None,
+        reachable: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name`: unique to this process."""
+        """`name`: unique to this process. `reachable`: whether the registry is."""
+        self._reachable = reachable
         self._registry = registry
         self._view = view
         self._name = name
@@ -79,6 +81,8 @@ class Controller:
     async def step(self) -> None:
         """Becomes or stays the leader if possible, and decides."""
         term = await self._registry.lead(self._name)
+        if not self._reachable():
+            return
         now = self._clock()
         if self._heard_at is None or now - self._heard_at > self._lease_s:
             self._steady_since = now
@@ -94,7 +98,7 @@ class Controller:
         if lost:
             log.warning("machines are lost; their replicas are started elsewhere", extra={"machines": sorted(lost)})
             await self._registry.withdraw(*(fleet.assignments[name] for name in lost))
-        await self._publish(fleet, self._plan(fleet, lost), term)
+        await self._publish(fleet, *self._plan(fleet, lost), term)
 
     def _follow_another(self) -> None:
         self._term = None
@@ -103,7 +107,7 @@ class Controller:
         gone = fleet.assignments.keys() - fleet.machines.keys()
         return gone if self._clock() - self._steady_since >= self._lease_s else set()
 
-    def _plan(self, fleet: Fleet, lost: set[str]) -> Placement:
+    def _plan(self, fleet: Fleet, lost: set[str]) -> tuple[list[Need], Placement]:
         models = {name: found for name in fleet.models if (found := self._model(fleet, name)) is not None}
         present = {name: self._present(fleet, name) for name in (fleet.machines.keys() | fleet.assignments) - lost}
         scaled = self._scaling.decide(fleet, models, present)
@@ -119,7 +123,7 @@ class Controller:
             if engine.state == "ready":
                 counts = ready.setdefault(engine.machine, {})
                 counts[engine.model] = counts.get(engine.model, 0) + 1
-        return place(hosts, needs, present, ready)
+        return needs, place(hosts, needs, present, ready)
 
     def _present(self, fleet: Fleet, name: str) -> dict[str, int]:
         """What a machine runs or was told to run."""
@@ -159,7 +163,7 @@ class Controller:
             spot=self._scaling.spot(name, replicas),
         )
 
-    async def _publish(self, fleet: Fleet, placement: Placement, term: int) -> None:
+    async def _publish(self, fleet: Fleet, needs: list[Need], placement: Placement, term: int) -> None:
         fresh: list[Record] = []
         for name, machine in fleet.machines.items():
             old, counts = fleet.assignments.get(name), placement.counts[name]
@@ -167,7 +171,10 @@ class Controller:
                 fresh.append(Assignment(machine=name, models=counts, term=term))
                 log.info("assignment", extra={"machine": name, "models": counts})
         decision = DecisionRecord(
-            controller=self._name, scaling=self._scaling.state(), problems=_problems(fleet, placement.missing)
+            controller=self._name,
+            scaling=self._scaling.state(),
+            wanted={need.model: need.replicas for need in needs},
+            problems=_problems(fleet, placement.missing),
         )
         if decision != self._decision:
             self._decision = decision

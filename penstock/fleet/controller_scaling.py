@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from penstock.fleet.records import ModelRecord
 from penstock.fleet.registry import Fleet
 from penstock.planning.autoscaling import Autoscaler
 from penstock.protocol.control import ModelScaling
-from penstock.supervisor.autoscaler import ReplicaAutoscaler
+from penstock.supervisor.autoscaler import DECIDE_S, ReplicaAutoscaler
 from penstock.supervisor.reporter import Reporter
 
 log = logging.getLogger("penstock.fleet")
@@ -92,7 +93,9 @@ class FleetScaling:
         self._replicas = FleetReplicas()
         self._configs: dict[str, AutoscaleConfig] = {}
         self._autoscaler = ReplicaAutoscaler(self._replicas, lambda: self._configs, clock, reporter)
+        self._clock = clock
         self._gateways: set[str] = set()
+        self._decided_at = -math.inf
 
     def decide(
         self, fleet: Fleet, models: Mapping[str, ModelConfig], present: Mapping[str, Mapping[str, int]]
@@ -119,9 +122,19 @@ class FleetScaling:
         for gateway in self._gateways - fleet.loads.keys():
             self._autoscaler.lost(gateway)
         self._gateways = set(fleet.loads)
-        if self._gateways:
+        now = self._clock()
+        # Rates need some time between two decisions; a model without replicas is woken at once.
+        if self._gateways and (now - self._decided_at >= DECIDE_S or self._asked_for(fleet)):
+            self._decided_at = now
             self._autoscaler.decide()
         return dict(self._replicas.wanted)
+
+    def _asked_for(self, fleet: Fleet) -> bool:
+        """Whether requests wait for a model that has no replicas."""
+        asleep = [name for name, count in self._replicas.wanted.items() if not count]
+        reports = [record.loads.models for record in fleet.loads.values()]
+        loads = [report[name] for report in reports for name in asleep if name in report]
+        return any(load.queued or load.shared_queue for load in loads)
 
     def spot(self, model: str, count: int) -> int:
         """How many of `count` replicas should be on spot machines."""

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -65,10 +65,15 @@ class Machine:
         *,
         public_key: str,
         descriptions: Mapping[str, Mapping[str, Any]],
+        more: Callable[[], Iterable[Record]] = tuple,
+        reachable: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`record`: what the machine is; what it runs is added here. `public_key`: of its engines. `descriptions`: the
-        models that it knows from the start, as in the configuration."""
+        models that it knows from the start, as in the configuration. `more`: other records of this machine, such as
+        its gateway's. `reachable`: whether the registry is."""
+        self._more = more
+        self._reachable = reachable
         self._registry = registry
         self._view = view
         self._supervisor = supervisor
@@ -137,7 +142,11 @@ class Machine:
             self._supervisor.stop()
 
     def _released(self, fleet: Fleet) -> bool:
-        """Whether the controller has taken everything away from this machine."""
+        """Whether the controller has taken everything away from this machine, or nobody could take it over."""
+        if not self._reachable() or not any(
+            one.state == "ready" for name, one in fleet.machines.items() if name != self.name
+        ):
+            return True
         said = fleet.machines.get(self.name)
         assignment = fleet.assignments.get(self.name)
         return said is not None and said.state == "leaving" and assignment is not None and not assignment.models
@@ -226,7 +235,7 @@ class Machine:
         running = Counter(unit.model for unit, leaving in units if not leaving)
         me = msgspec.structs.replace(self._me, running=dict(running), problems=dict(self._problems))
         engines = [self._engine(unit, leaving) for unit, leaving in units]
-        return [me, *(engine for engine in engines if engine is not None), *self._outcomes.values()]
+        return [me, *(engine for engine in engines if engine is not None), *self._outcomes.values(), *self._more()]
 
     def _engine(self, unit: Unit, leaving: bool) -> EngineRecord | None:
         if unit.paused and not unit.up.is_set():
