@@ -21,6 +21,15 @@ def machine_name(config: FleetConfig) -> str:
     return config.machine or socket.gethostname()
 
 
+def default_room() -> int:
+    """Engines that this machine may run when nobody says: one per GPU, or one per two cores."""
+    return len(_devices()) or max(_cores() // 2, 1)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def describe_machine(config: FleetConfig, room: int) -> MachineRecord:
     """This machine. `room`: how many engines it may run."""
     name = machine_name(config)
@@ -29,7 +38,7 @@ def describe_machine(config: FleetConfig, room: int) -> MachineRecord:
     return MachineRecord(
         name=name,
         address=config.advertise or _own_address(config.url),
-        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpus=_cores(),
         memory=_memory(),
         devices=_devices(),
         labels=list(config.labels),
