@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -187,7 +188,7 @@ def _run_ranks(
     host.run(once=once)
 
 
-def _refuse(options: dict[str, object], why: str) -> None:
+def _refuse(options: Mapping[str, object], why: str) -> None:
     from penstock.errors import ConfigError
 
     given = next((name for name, value in options.items() if value is not None), None)

@@ -18,7 +18,7 @@ from typing import Any
 from penstock.config import ModelConfig
 from penstock.config.load import check_model
 from penstock.errors import ConfigError, PenstockError
-from penstock.fleet.controller_scaling import FleetScaling
+from penstock.fleet.controller_autoscaler import FleetScaling
 from penstock.fleet.machine_site import gpus
 from penstock.fleet.placement import Host, Need, Placement, place
 from penstock.fleet.records import Assignment, DecisionRecord, MachineRecord, Record

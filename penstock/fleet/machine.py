@@ -22,7 +22,16 @@ import msgspec
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.fleet.records import CommandRecord, EngineRecord, MachineRecord, ModelRecord, OutcomeRecord, Record, key
+from penstock.fleet.records import (
+    Assignment,
+    CommandRecord,
+    EngineRecord,
+    MachineRecord,
+    ModelRecord,
+    OutcomeRecord,
+    Record,
+    key,
+)
 from penstock.fleet.registry import Fleet, Registry
 from penstock.fleet.view import FleetView
 from penstock.protocol.control import Replica
@@ -140,6 +149,11 @@ class Machine:
                 await self._report()
         finally:
             self._supervisor.stop()
+
+    async def goodbye(self) -> None:
+        """Its engines have ended: nobody need miss it."""
+        with suppress(PenstockError):
+            await self._registry.withdraw(Assignment(machine=self.name, models={}))
 
     def _released(self, fleet: Fleet) -> bool:
         """Whether the controller has taken everything away from this machine, or nobody could take it over."""

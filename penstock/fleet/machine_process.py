@@ -24,8 +24,8 @@ from penstock.fleet.machine import Machine
 from penstock.fleet.machine_site import MachineSite, describe_machine
 from penstock.fleet.operations import FleetOperations
 from penstock.fleet.records import GatewayRecord, MachineRecord, ModelRecord, Record
-from penstock.fleet.redis_registry import open_registry
-from penstock.fleet.registry import Fleet, Registry
+from penstock.fleet.redis_registry import RedisRegistry
+from penstock.fleet.registry import Fleet
 from penstock.fleet.view import FleetView
 from penstock.protocol.control import Topology
 from penstock.protocol.fleet_secret import FleetSecret
@@ -135,13 +135,15 @@ async def run_machine(
         await stack.enter_async_context(beside(controller.run(), "controller"))
         _on_signals(machine, supervisor)
         await supervisor.run(handle_signals=False)
+        await machine.goodbye()
 
 
 @asynccontextmanager
-async def joined(settings: FleetConfig, secret: FleetSecret) -> AsyncIterator[tuple[Registry, FleetView]]:
+async def joined(settings: FleetConfig, secret: FleetSecret) -> AsyncIterator[tuple[RedisRegistry, FleetView]]:
     """A connection to the registry and a view of the fleet, once the registry has answered."""
-    registry = await open_registry(settings, secret)
+    registry = RedisRegistry(settings.url, settings.name, secret, lease_s=settings.lease_s)
     try:
+        await registry.check()
         view = FleetView(registry)
         async with beside(view.run(), "fleet view"):
             while not view.seen.is_set():

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.config.load import check_model
 from penstock.errors import PenstockError
-from penstock.fleet.controller_scaling import limited
+from penstock.fleet.controller_autoscaler import limited
 from penstock.fleet.records import CommandRecord, EngineRecord, ModelRecord
 from penstock.fleet.registry import Fleet, Registry
 from penstock.fleet.view import FleetView

@@ -268,7 +268,7 @@ def test_a_registry_without_data_stops_nothing() -> None:
 def test_load_adds_replicas_on_other_machines_and_idleness_takes_them_away() -> None:
     async def run() -> None:
         async with world("a", "b", "c", room=1) as it:
-            autoscale = {"min": 1, "max": 3, "stabilisation_s": 30, "scale_down_cooldown_s": 5, "concurrency": 4}
+            autoscale = {"min": 1, "max": 3, "stabilisation_s": 5, "scale_down_cooldown_s": 2, "concurrency": 4}
             await it.want(1, autoscale=autoscale)
             await it.until(lambda: sum(it.ready().values()) == 1)
             scaler = FleetScaler(it.client, FleetView(it.client), "a")
@@ -278,7 +278,7 @@ def test_load_adds_replicas_on_other_machines_and_idleness_takes_them_away() -> 
                 loads = Loads({"m": ModelLoad(in_flight=running, queued=queued, slots=slots, predicted_wait_s=5.0)})
                 await it.client.publish(LoadRecord(gateway="a/1", loads=loads))
 
-            for _ in range(120):
+            for _ in range(30):
                 await load(12, 20)
                 await asyncio.sleep(1.0)
             assert it.ready() == {"a": 1, "b": 1, "c": 1}
@@ -286,7 +286,7 @@ def test_load_adds_replicas_on_other_machines_and_idleness_takes_them_away() -> 
             assert decision.scaling["m"].desired == 3 and decision.wanted == {"m": 3}
             with pytest.raises(PenstockError, match="scaled automatically"):
                 await it.nodes["a"].operations.scale("m", 2)
-            for _ in range(200):
+            for _ in range(40):
                 await load(0, 0)
                 await asyncio.sleep(1.0)
             assert sum(it.ready().values()) == 1
