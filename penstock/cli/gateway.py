@@ -96,10 +96,15 @@ def gateway(
                 fleet__url=fleet,
                 logging__level=log_level,
             )
-            encoders = {encoder.name for encoder in load(config_file, flags=given).encoders}
-            config = load(
-                config_file, models=[name for name in endpoints if name not in encoders], flags=given, bare=True
-            )
+            first = load(config_file, flags=given)
+            if not endpoints and control is None and not first.fleet.url:
+                raise ConfigError(
+                    "--engine MODEL=ENDPOINT is needed at least once, or --fleet URL; "
+                    "`penstock serve` starts engines itself"
+                )
+            encoders = {encoder.name for encoder in first.encoders}
+            named = [name for name in endpoints if name not in encoders]
+            config = load(config_file, models=named, flags=given, bare=bool(first.fleet.url))
             config = with_paths(config, resolve_models(config, stderr()))
         follows = bool(config.fleet.url) and control is None and not endpoints
         secret = FleetSecret.read(config.fleet.secret_file) if follows else FleetSecret.find(config.fleet.secret_file)
