@@ -176,8 +176,8 @@ async def _on_throwaway(
 async def _on_running(
     faults: Sequence[Fault], urls: list[str], key: str, model: str, size: Size, progress: Progress
 ) -> list[Result]:
-    from penstock.fleet.drills.run import hold
     from penstock.fleet.drills.live import Running
+    from penstock.fleet.drills.run import hold
 
     results = []
     for fault in faults:
