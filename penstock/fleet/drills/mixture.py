@@ -104,13 +104,15 @@ class Mixture:
         self.counts["clients that left"] += 1
 
     async def _read_slowly(self) -> None:
-        _, url, headers = self._request("slow", 200)
-        body = self._body(200)
+        attempt, url, headers = self._request("slow", 200)
+        body = {**self._body(200), "stream_options": {"include_usage": True}}
         async with self._http.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers) as got:
             ended = False
             async for line in lines(got):
                 await asyncio.sleep(0.05)
                 ended = ended or line == b"data: [DONE]"
+                if line.startswith(b"data: {") and (told := json.loads(line[6:]).get("usage")):
+                    attempt.usage = Usage(told["prompt_tokens"], told["completion_tokens"])
         if not ended:
             self.losses.streams.append("a slow reader's stream did not end")
         self.counts["slow readers"] += 1

@@ -86,10 +86,10 @@ def _role(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
         return str(pid)
-    for index, word in enumerate(words):
-        if word in ("serve", "gateway", "engine"):
-            more = words[index + 1] if word == "engine" and index + 1 < len(words) else ""
-            return f"{'supervisor' if word == 'serve' else word} {more}".strip()
+    for word in ("serve", "gateway", "engine"):
+        if word in words:
+            at = words.index("--endpoint") if word == "engine" and "--endpoint" in words else 0
+            return f"{'supervisor' if word == 'serve' else word} {words[at - 1] if at else ''}".strip()
     return Path(words[0]).name
 
 
