@@ -74,7 +74,7 @@ def _cells(result: Result) -> tuple[str, ...]:
 def _one(result: Result) -> list[str]:
     parts = [f"<h2>{escape(result.name)}: {escape(result.title)}</h2>"]
     if result.timeline:
-        series = {"tokens per second, all clients": {"": result.timeline}}
+        series = {"tokens per second, all clients": {"all clients": result.timeline}}
         span = (result.broken_s, result.healed_s)
         parts.append(charts.lines(f"{result.name}: broken in the shaded span", series, shaded=span))
     notes = [*result.notes, *([f"noticed by: {result.noticed}"] if result.noticed else [])]

@@ -108,7 +108,7 @@ def render(found: Soak) -> str:
         for verdict in found.verdicts
     )
     parts.append(f'<div class="figures">{table(head, rows)}</div>')
-    lived = [process for process in found.processes if len(process.samples) > 10]
+    lived = [process for process in found.processes if len(process.samples) > 3]
     panels = {
         "memory, MiB": {p.name: [(s.at / 60, s.memory_mib) for s in p.samples] for p in lived},
         "file descriptors": {p.name: [(s.at / 60, float(s.descriptors)) for s in p.samples] for p in lived},
@@ -117,7 +117,7 @@ def render(found: Soak) -> str:
         if series:
             parts.append(charts.lines(panel, {"": series}, unit="min"))
     if found.timeline:
-        parts.append(charts.lines("tokens per second in checked streams", {"": {"": found.timeline}}, unit="min"))
+        parts.append(charts.lines("tokens per second in checked streams", {"": {"all clients": found.timeline}}, unit="min"))
     lost = found.losses.lines()
     parts.append('<ul class="lost">' + "".join(f"<li>{escape(line)}</li>" for line in lost[:50]) + "</ul>")
     return document(title, parts)

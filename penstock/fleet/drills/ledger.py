@@ -12,7 +12,7 @@ from penstock.metering.ledger import Ledger
 from penstock.storage import DatabaseError, open_database
 
 TENANTS = ("north", "south")
-_SETTLED_S = 120.0
+_SETTLED_S = 300.0
 _ROWS = (
     "SELECT o.id, o.request_id, s.prompt_tokens, s.cached_tokens, s.completion_tokens, s.cost_nanos, s.settled_by "
     "FROM charges_opened o LEFT JOIN charges_settled s ON s.id = o.id"

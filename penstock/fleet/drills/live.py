@@ -27,7 +27,7 @@ from penstock.fleet.drills.target import Target, Victim
 TENANT = "penstock-drill"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _UP = re.compile(r"^penstock_engine_up{.*} (\S+)$", re.M)
-_SETTLED_S = 120.0
+_SETTLED_S = 300.0
 
 
 @dataclass

@@ -13,7 +13,7 @@ from penstock.fleet.drills.accounting import Answer, Attempt, Losses
 from penstock.fleet.drills.client import Case, Client, Followed
 from penstock.fleet.drills.program import DrillError
 
-LONGEST_S = 300.0
+LONGEST_S = 600.0
 """A stream that has not ended so long after the load was stopped is lost."""
 _TURN_TOKENS = 8
 _TOPICS = ("rivers", "bridges", "engines", "harbours", "lighthouses", "tunnels")

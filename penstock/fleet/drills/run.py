@@ -20,8 +20,8 @@ from penstock.fleet.drills.target import Target
 from penstock.fleet.drills.throwaway import Layout, ThrowAway
 
 BIN_S = 0.5
-_WARM_S = 120.0
-_FULL_S = 240.0
+_WARM_S = 300.0
+_FULL_S = 600.0
 _PAUSE_S = 1.0
 """Shorter pauses are not worth a figure: a busy machine has them too."""
 

@@ -38,7 +38,7 @@ NAME = "tiny"
 DISK = "48m"
 """Size of the file system of the layout `file`."""
 INPUT_PRICE, OUTPUT_PRICE = 1.0, 2.0
-_START_S = 240.0
+_START_S = 600.0
 
 
 @dataclass

@@ -19,7 +19,7 @@ SPARE = 8 << 20
 ENGINE = 192 << 20
 """Bytes for an engine that starts: not enough for its libraries."""
 LARGE, MANY = 3 << 20, 16
-_ENDS_S = 120.0
+_ENDS_S = 300.0
 
 
 async def memory(fleet: ThrowAway, stage: Stage) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.fleet.drills.run import Fault, Stage
 from penstock.fleet.drills.throwaway import ThrowAway
 
-_REFUSES_S = 120.0
+_REFUSES_S = 300.0
 
 
 async def weights(fleet: ThrowAway, stage: Stage) -> None:
