@@ -61,7 +61,7 @@ def replica(config: Config, folder: RuntimeFolder, name: str, index: int, place:
 
 def engine_name(model: ModelConfig, index: int) -> str:
     """The name of a replica's process in logs."""
-    return f"engine {model.name}/{index}" if index or model.replicas > 1 else f"engine {model.name}"
+    return f"engine {model.name}/{index}" if index or model.replica_count > 1 else f"engine {model.name}"
 
 
 def gateways(
