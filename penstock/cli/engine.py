@@ -56,6 +56,7 @@ def engine(
     role: Annotated[
         _Role, typer.Option(help="prefill: computes prompts for decode engines; both: does everything itself.")
     ] = _Role.both,
+    pool: Annotated[str, typer.Option(metavar="NAME", help="One of the model's pools, whose settings it gets.")] = "",
     log_level: LogLevel = None,
     settings: Settings = None,
     curve_key: Annotated[
@@ -87,6 +88,8 @@ def engine(
         penstock engine minilm --endpoint tcp://127.0.0.1:5556
 
         penstock engine smollm2-135m -e tcp://127.0.0.1:5557 --role prefill
+
+        penstock engine smollm2-135m -e tcp://127.0.0.1:5558 --pool batch -c penstock.yaml
 
         penstock engine --make-curve-key engine.key
 
@@ -121,7 +124,7 @@ def engine(
                 raise ConfigError(f"{resolved}: no model is called {model!r}")
             path = Path(chosen.source)
             chosen = replace(
-                chosen,
+                _in_pool(chosen, pool),
                 device=device or chosen.device,
                 tensor_parallel=tensor_parallel or chosen.tensor_parallel,
                 pipeline_parallel=pipeline_parallel or chosen.pipeline_parallel,
@@ -137,13 +140,26 @@ def engine(
                 logging__level=log_level,
             )
             config = resolve_drafts(load(config_file, models=[model], flags=given), stderr())
-            chosen = config.models[0]
+            chosen = _in_pool(config.models[0], pool)
+            chosen = replace(chosen, device=device or chosen.device)
             path = resolve_models(config, stderr())[chosen.name]
         _configure_logging(config)
         code = _run_generator(
             _process(endpoint, curve_key, curve_clients, config, status), chosen, path, role.value, join_endpoint
         )
     raise typer.Exit(code)
+
+
+def _in_pool(model: ModelConfig, pool: str) -> ModelConfig:
+    """The model with the settings of one of its pools."""
+    from penstock.errors import ConfigError
+
+    names = [one.name for one in model.pools]
+    if pool and pool not in names:
+        raise ConfigError(
+            f"--pool {pool}: {model.name} has " + (f"the pools {', '.join(names)}" if names else "no pools")
+        )
+    return model.in_pool(pool)
 
 
 def _process(

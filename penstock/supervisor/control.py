@@ -168,13 +168,13 @@ class ControlServer:
 
     async def _carry_out(self, operation: Operation) -> None:
         match operation:
-            case Scale(_, model, count):
+            case Scale(_, model, count, pool):
                 if self._autoscaler is not None and self._autoscaler.governs(model):
                     raise PenstockError(
                         f"`{model}` is scaled automatically; `penstock autoscale {model} --min N --max N` changes its "
                         "limits"
                     )
-                await self._replicas.scale(model, count)
+                await self._replicas.scale(model, count, pool)
             case Restart(_, model, replica):
                 await self._replicas.restart(model, replica)
             case Drain(_, model, replica):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from penstock.config import Config, ModelConfig, dump
 from penstock.gateway.workers.coordinator import WorkerCoordinator
+from penstock.routing.place import ReplicaPlace, labelled_endpoint
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.unit import Unit
@@ -31,7 +32,10 @@ def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]
     endpoints: dict[str, list[str]] = {}
     for model in config.models:
         replicas = [replica(config, folder, model.name, index) for index in range(model.first_replicas)]
-        endpoints[model.name] = [unit.endpoint for unit in replicas]
+        endpoints[model.name] = [
+            labelled_endpoint(unit.endpoint, ReplicaPlace(unit.pool, config.fleet.region, config.fleet.zone))
+            for unit in replicas
+        ]
         engines += replicas
     for position, encoder in enumerate(config.encoders, start=len(config.models)):
         endpoint = folder.endpoint(position, 0)
@@ -41,22 +45,28 @@ def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]
     return engines, gateways(config, folder, endpoints, ["--control", str(folder.control)])
 
 
-def replica(config: Config, folder: RuntimeFolder, name: str, index: int, place: int | None = None) -> Unit:
+def replica(
+    config: Config, folder: RuntimeFolder, name: str, index: int, place: int | None = None, pool: str | None = None
+) -> Unit:
     """The engine process of replica `index` of a model. `place`: for a model loaded at run time, which has a `config`
-    of its own, the number that keeps its endpoints and files apart."""
-    position, model = next((place, model) for place, model in enumerate(config.models) if model.name == name)
+    of its own, the number that keeps its endpoints and files apart. `pool`: if not the one of that number."""
+    position, whole = next((place, model) for place, model in enumerate(config.models) if model.name == name)
+    pool = whole.pool_of(index) if pool is None else pool
+    model, number = whole.in_pool(pool), whole.place_in_pool(index)
     endpoint = folder.endpoint(position if place is None else place, index)
     command = [*_run("engine", config, folder, place), model.name, "--endpoint", endpoint]
+    if pool:
+        command += ["--pool", pool]
     if model.replica_devices:
-        command += ["--device", model.replica_devices[index % len(model.replica_devices)]]
+        command += ["--device", model.replica_devices[number % len(model.replica_devices)]]
     if model.replica_grids:
-        tensor, pipeline = model.grid(index)
+        tensor, pipeline = model.grid(number)
         command += ["--tensor-parallel", str(tensor), "--pipeline-parallel", str(pipeline)]
     if model.placement is not None:
         command += ["--join-endpoint", model.placement.endpoint(index)]
     if model.replica_roles:
-        command += ["--role", model.role(index)]
-    return Unit(engine_name(model, index), command, model=model.name, replica=str(index), endpoint=endpoint)
+        command += ["--role", model.role(number)]
+    return Unit(engine_name(model, index), command, model=model.name, replica=str(index), endpoint=endpoint, pool=pool)
 
 
 def engine_name(model: ModelConfig, index: int) -> str:

@@ -21,6 +21,8 @@ class Unit:
     """For an engine: its model, replica number and endpoint."""
     replica: str = ""
     endpoint: str = ""
+    pool: str = ""
+    """Of its model's pools; empty: there are none."""
     on_progress: Callable[[str, float], None] | None = None
     """Called with the progress of its startup."""
     optional: bool = False

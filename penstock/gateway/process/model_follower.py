@@ -21,7 +21,10 @@ from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.metering.prices import PriceBook
 from penstock.protocol.control import ModelScaling, Replica, Topology
 from penstock.protocol.transport import CurveClient
+from penstock.routing.place import ReplicaPlace, labelled_endpoint, split_endpoint
+from penstock.routing.placement import Placer
 from penstock.routing.policies import make_policy
+from penstock.routing.regions import RegionChoice
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
 from penstock.sources.resolve import recommended_sampling, resolve
@@ -39,7 +42,9 @@ def served(
     if model.hold is not None:
         resilience = dataclasses.replace(resilience, park_s=max(resilience.park_s, model.hold.seconds))
     text = load_text(resolve(model.source))
-    replicas = [native(model, str(index), endpoint, curve) for index, endpoint in enumerate(endpoints)]
+    labelled = [split_endpoint(endpoint) for endpoint in endpoints]
+    replicas = [native(model, str(index), endpoint, curve) for index, (endpoint, _) in enumerate(labelled)]
+    routing = settings.routing
     return ServedModel(
         name=model.name,
         text=text,
@@ -50,6 +55,9 @@ def served(
             policy=make_policy(settings.routing.policy),
             handover=model.handover,
             hold=model.hold,
+            places={str(index): place for index, (_, place) in enumerate(labelled)},
+            placer=Placer(model.pools, model.pool_rules, routing.regions),
+            regions=RegionChoice(settings.region, routing.region_gain_s, routing.region_return_s),
         ),
         aliases=model.aliases,
         time_slice=model.time_slice,
@@ -78,6 +86,10 @@ def sampling_defaults(model: ModelSettings, text: TextModel) -> SamplingDefaults
 def native(model: ModelSettings, name: str, endpoint: str, curve: CurveClient | None = None) -> NativeBackend:
     """The client of one replica's engine."""
     return NativeBackend(endpoint, name=name, curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight)
+
+
+def _place(replica: Replica) -> ReplicaPlace:
+    return ReplicaPlace(replica.pool, replica.region, replica.zone, replica.machine)
 
 
 class ModelFollower:
@@ -131,15 +143,15 @@ class ModelFollower:
         backend = self._registry.route(model.name).model.backend
         if not isinstance(backend, ReplicaSet):
             return
-        wanted = {replica.name: replica.endpoint for replica in replicas}
+        wanted = {replica.name: replica for replica in replicas}
         known = {member.name for member in backend.members if not member.retiring}
         for name in known - wanted.keys():
             backend.retire(name)
         for name in wanted.keys() - known:
-            await backend.join(native(model, name, wanted[name]))
+            await backend.join(native(model, name, wanted[name].endpoint), _place(wanted[name]))
 
     async def _add(self, settings: ModelSettings, replicas: Sequence[Replica]) -> None:
-        endpoints = [replica.endpoint for replica in replicas]
+        endpoints = [labelled_endpoint(replica.endpoint, _place(replica)) for replica in replicas]
         model = await asyncio.to_thread(served, self._settings, settings, endpoints)
         try:
             await model.backend.start()

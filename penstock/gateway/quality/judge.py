@@ -59,6 +59,8 @@ class SampledAnswer:
     model: str
     route: str
     cache_salt: str
+    caller: tuple[str, str] = ("", "")
+    """Tenant and tier of the caller that it was for."""
 
 
 class NoJudge:
@@ -127,6 +129,7 @@ class Judge:
             generation.model.name,
             route_name(attempt.route),
             self._settings.cache_salt(attempt.exchange.caller),
+            (attempt.exchange.caller.tenant, attempt.exchange.caller.tier),
         )
         try:
             self._queue.put_nowait(sample)
@@ -175,6 +178,7 @@ class Judge:
             priority=PRIORITY,
             cache_salt=sample.cache_salt,
             time_limit_s=_LIMIT_S,
+            caller=sample.caller,
             counted=False,
         )
         said = await asyncio.gather(*(_word(model, request) for request in spec.requests()))
