@@ -152,8 +152,8 @@ class ModelFollower:
         staying = set()
         for member in [member for member in backend.members if not member.retiring]:
             endpoint = member.backend.endpoint if isinstance(member.backend, NativeBackend) else None
-            same = member.name in wanted and endpoint in (None, wanted[member.name].endpoint)
-            if same and member.place == place_of(wanted[member.name]):
+            if member.name in wanted and endpoint in (None, wanted[member.name].endpoint):
+                member.place = place_of(wanted[member.name])
                 staying.add(member.name)
             else:
                 backend.retire(member.name)
