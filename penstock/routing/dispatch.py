@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from penstock.backends.base import Clock
 from penstock.backends.mailbox import DeltaSink
+from penstock.engine.kv.block_hash import DIGEST_SIZE
 from penstock.engine.request import Delta, Request
 from penstock.protocol.errors import (
     ApiError,
@@ -29,6 +30,7 @@ from penstock.protocol.errors import (
     Overloaded,
     ServerError,
 )
+from penstock.protocol.messages import Placement
 from penstock.routing.breaker import BreakerPolicy
 from penstock.routing.flights import PROBE_PRIORITY, Flight, Leg
 from penstock.routing.handover import HandoverPolicy, Handovers, generating
@@ -95,8 +97,10 @@ class Dispatcher:
         policy: ReplicaPolicy,
         clock: Clock,
         handover: HandoverPolicy | None = None,
+        shared: bool = False,
         regions: RegionChoice | None = None,
     ) -> None:
+        """`shared`: other gateways send requests to these replicas too, and are told what goes where."""
         self.counts = DispatchCounts()
         self.regions = regions or RegionChoice()
         self._estimate = policy if isinstance(policy, Predicted) else Predicted()
@@ -108,6 +112,7 @@ class Dispatcher:
         self._policy = policy
         self._handovers = Handovers(handover or HandoverPolicy())
         self._clock = clock
+        self._shared = shared
         self._flights: dict[str, Flight] = {}
         self._started = 0
         """Requests so far, without probes; one with several answers counts once."""
@@ -195,7 +200,8 @@ class Dispatcher:
         else:
             able = [member for member in self._members if member not in besides and member.takes(request)]
         refusal: ApiError | None = None
-        for member in self._in_order(request, able, expected, now, alone=alone):
+        wanted = None if alone or not able else self._wanted(request, able[0], expected)
+        for member in self._in_order(request, able, wanted, now):
             leg = Leg(flight, member, self._on_delta, self._on_failure, metered=not alone)
             sent = request if alone else self._handovers.arrange(request, leg, self._members, now)
             try:
@@ -210,27 +216,25 @@ class Dispatcher:
             if not alone:
                 member.breaker.began()
                 member.meter.sent(flight.id, len(request.prompt) + len(request.produced), expected, now)
+            if self._shared and wanted is not None:
+                member.tell_placement(wanted)
             return member
         raise refusal or _unavailable(request)
 
     def _in_order(
-        self, request: Request, able: Sequence[Member], expected: int, now: float, *, alone: bool
+        self, request: Request, able: Sequence[Member], wanted: ReplicaRequest | None, now: float
     ) -> Iterator[Member]:
         """The replicas to try: those of the first pool that the request may use, the best one first, then the next
-        pool's."""
+        pool's. `wanted`: None for a single replica."""
         for pool in request.pools or ("",):
             left = [member for member in able if not request.pools or member.place.pool == pool]
-            left = left if alone else list(generating(left))
+            left = left if wanted is None else list(generating(left))
             while left:
-                yield left.pop(0 if alone else self._choose(request, left, expected, now))
+                yield left.pop(0 if wanted is None else self._choose(wanted, left, now))
 
-    def _choose(self, request: Request, able: Sequence[Member], expected: int, now: float) -> int:
-        """The index of the replica to use. Called even for a single candidate, because the policy records which
-        prefixes each replica has."""
-        first = able[0].place.region
-        several = any(member.place.region != first for member in able)
-        info = able[0].backend.info
-        wanted = ReplicaRequest.of(
+    def _wanted(self, request: Request, member: Member, expected: int) -> ReplicaRequest:
+        info = member.backend.info
+        return ReplicaRequest.of(
             request,
             info.block_size if info is not None else 16,
             expected_output=expected,
@@ -238,8 +242,20 @@ class Dispatcher:
             session=request.affinity,
             tenant=request.cache_salt,
         )
+
+    def heard(self, member: Member, placement: Placement) -> None:
+        """Another gateway sent something to this replica."""
+        names = placement.names
+        blocks = [names[at : at + DIGEST_SIZE] for at in range(0, len(names), DIGEST_SIZE)]
+        sent = ReplicaRequest(0, blocks=blocks, session=placement.session, tenant=placement.tenant)
+        self._policy.heard(sent, member.view(self._clock()))
+
+    def _choose(self, wanted: ReplicaRequest, able: Sequence[Member], now: float) -> int:
+        """The index of the replica to use. Called even for a single candidate, because the policy records which
+        prefixes each replica has."""
         views = [member.view(now) for member in able]
-        if not several:
+        first = able[0].place.region
+        if all(member.place.region == first for member in able):
             return self._policy.choose(wanted, views)
         near = self.regions.choose(
             [member.place.region for member in able],

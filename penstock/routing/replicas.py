@@ -10,9 +10,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
-from penstock.backends.base import Backend, Clock, deltas_of, monotonic
+from penstock.backends.base import Backend, Clock, EngineClient, deltas_of, monotonic
 from penstock.backends.mailbox import DeltaSink
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.request import Delta, EngineInfo, EngineLoad, EngineState, Request
@@ -52,18 +53,19 @@ class ReplicaSet:
         placer: Placer | None = None,
         regions: RegionChoice | None = None,
         clock: Clock = monotonic,
+        shared: bool = False,
     ) -> None:
         """`hold`: the set may be empty, and requests then wait for its first replica. `places`: where the replicas are,
-        by name. `placer`: the rules for where requests may run."""
+        by name. `placer`: the rules for where requests may run. `shared`: other gateways use these replicas too."""
         self.name = name
         self.placer = placer or Placer()
         self._resilience = resilience or Resilience()
         self._clock = clock
+        self._members: list[Member] = []
+        policy = policy or Predicted()
+        self.dispatcher = Dispatcher(name, self._members, self._resilience, policy, clock, handover, shared, regions)
         places = places or {}
-        self._members = [self._member(backend, places.get(backend.name, NOWHERE)) for backend in replicas]
-        self.dispatcher = Dispatcher(
-            name, self._members, self._resilience, policy or Predicted(), clock, handover, regions
-        )
+        self._members += [self._member(backend, places.get(backend.name, NOWHERE)) for backend in replicas]
         self.hold = None if hold is None else HoldQueue(name, hold, clock)
         self.arrived = 0
         """Requests that asked for a replica so far."""
@@ -132,7 +134,10 @@ class ReplicaSet:
         await member.backend.close()
 
     def _member(self, backend: Backend, place: ReplicaPlace) -> Member:
-        return Member(backend, self._resilience.breaker, self._resilience.stall_s, self._clock, place)
+        member = Member(backend, self._resilience.breaker, self._resilience.stall_s, self._clock, place)
+        if isinstance(backend, EngineClient):
+            backend.on_placement = partial(self.dispatcher.heard, member)
+        return member
 
     @property
     def info(self) -> EngineInfo | None:
