@@ -19,6 +19,7 @@ from penstock.config.fleet import FleetConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.models import DEFAULT_MODEL, ModelConfig
+from penstock.config.pipeline import PipelineConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 
@@ -294,6 +295,10 @@ class RequestLogConfig:
         "store; off: none.", off=True,
     )  # fmt: skip
     retention_days: float | None = setting(30.0, doc="Days that entries are kept; null: for ever.", least=0.01)
+    summary_days: float | None = setting(
+        400.0, doc="Days that summaries in ClickHouse (cost, latency, outcomes, votes) are kept; null: for ever.",
+        least=0.01,
+    )  # fmt: skip
     batch: int = setting(500, doc="Maximum of entries per write.", least=1, most=10_000)
     flush_s: float = setting(1.0, doc="Seconds an entry waits for others to be written together.", least=0.01)
     spool: str = setting(
@@ -372,6 +377,7 @@ class Config:
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     batches: BatchesConfig = dataclasses.field(default_factory=BatchesConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

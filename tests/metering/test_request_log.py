@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.metering.request_log import FIELDS, LogCounts, LogEntry, RequestLog, Sink, SinkError, entry_of
+from penstock.metering.clickhouse.schema import Retention
+from penstock.metering.log_entries import FIELDS, Entry, LogEntry
+from penstock.metering.request_log import LogCounts, RequestLog, Sink, SinkError, entry_of
 from penstock.metering.request_sinks import ClickHouseSink, KafkaSink, open_sink
 from penstock.metering.request_store import ROWS_TOGETHER, RequestStore
 from penstock.metering.spool import Spool
@@ -38,7 +40,7 @@ class Memory(Sink):
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def write(self, entries: Sequence[LogEntry]) -> None:
+    async def write(self, entries: Sequence[Entry]) -> None:
         await self.gate.wait()
         if self.away:
             raise SinkError("away")
@@ -178,7 +180,7 @@ async def test_a_database_holds_exactly_the_fields_once_and_forgets(url: str, tm
     await database.execute("DROP TABLE IF EXISTS request_log")
     await database.create("CREATE TABLE IF NOT EXISTS schema_versions (component TEXT PRIMARY KEY, version INTEGER)")
     await database.execute("DELETE FROM schema_versions WHERE component = 'request_log'")
-    sink = open_sink(url, retention_s=None)
+    sink = open_sink(url, retention=Retention())
     assert isinstance(sink, RequestStore)
     one = record(1, adapter_id="legal", model_version="m", prompt_tokens=7, ttft_ms=1.5, user_id="nul\0l" + "x" * 999)
     async with logging_to(sink, tmp_path / "spool") as (log, counts):
@@ -228,7 +230,7 @@ async def test_much_that_is_too_old_goes_a_little_at_a_time(tmp_path: Path) -> N
 
 async def test_a_database_that_is_away_at_the_start_is_no_reason_to_lose_records(tmp_path: Path) -> None:
     (tmp_path / "place").write_text("a file where the folder of the database should be")
-    sink = open_sink(f"sqlite:///{tmp_path / 'place' / 'log.db'}", retention_s=None)
+    sink = open_sink(f"sqlite:///{tmp_path / 'place' / 'log.db'}", retention=Retention())
     assert isinstance(sink, RequestStore)
     async with logging_to(sink, tmp_path / "spool") as (log, counts):
         log.add(record(1))
@@ -290,12 +292,12 @@ async def test_clickhouse_table_is_made_and_filled() -> None:
 
 async def test_clickhouse_that_is_away_is_a_sink_error() -> None:
     pytest.importorskip("clickhouse_connect", reason="pip install clickhouse-connect to test the request log")
-    sink = ClickHouseSink("clickhouse://127.0.0.1:9/default", retention_s=None)
+    sink = ClickHouseSink("clickhouse://127.0.0.1:9/default", retention=Retention())
     with pytest.raises(SinkError, match="ClickHouse"):
         await sink.write([])
 
 
 def test_a_url_that_names_no_sink_is_refused_without_its_password() -> None:
     with pytest.raises(ConfigError, match="not a sink") as refused:
-        open_sink("mysql://me:secret@host/db", retention_s=None)
+        open_sink("mysql://me:secret@host/db", retention=Retention())
     assert "secret" not in str(refused.value)
