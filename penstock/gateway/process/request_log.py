@@ -7,7 +7,8 @@ from pathlib import Path
 from penstock.errors import ConfigError
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.metering.clickhouse.schema import Retention
-from penstock.metering.log_entries import Entry, Stream
+from penstock.metering.ledger import Settlement
+from penstock.metering.log_entries import ChargeEntry, Entry, Stream
 from penstock.metering.request_log import LogCounts, RequestLog, Sink
 from penstock.metering.request_sinks import open_sink
 from penstock.metering.request_store import RequestStore
@@ -61,6 +62,27 @@ def open_request_log(
         raise ConfigError(f"request_log.spool: {folder} cannot be used: {error}") from error
     counts = LogCounts(metrics.request_log_written, metrics.request_log_spooled, metrics.request_log_lost)
     return RequestLog(sink, spool, counts, batch=config.batch, flush_s=config.flush_s)
+
+
+def charge_entry(settlement: Settlement) -> ChargeEntry:
+    charge = settlement.charge
+    return ChargeEntry(
+        charge.id,
+        charge.request_id,
+        charge.tenant,
+        charge.user,
+        charge.feature,
+        charge.model,
+        charge.adapter,
+        charge.tier,
+        charge.prompt_tokens,
+        settlement.cached_tokens,
+        settlement.completion_tokens,
+        settlement.cost_nanos,
+        settlement.finish_reason,
+        settlement.settled_by,
+        settlement.settled_at,
+    )
 
 
 def _in_store(database: Database | None, retention_s: float | None) -> RequestStore:
