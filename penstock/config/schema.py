@@ -18,8 +18,8 @@ from penstock.config.fields import setting
 from penstock.config.fleet import FleetConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
+from penstock.config.log_pipeline import LogPipelineConfig
 from penstock.config.models import DEFAULT_MODEL, ModelConfig
-from penstock.config.pipeline import PipelineConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 
@@ -377,7 +377,7 @@ class Config:
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
-    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    log_pipeline: LogPipelineConfig = dataclasses.field(default_factory=LogPipelineConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     batches: BatchesConfig = dataclasses.field(default_factory=BatchesConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

@@ -138,7 +138,8 @@ class ClickHouse:
         return set(rows)
 
     def query(self, sql: str, settings: dict[str, Any] | None = None) -> list[tuple[Any, ...]]:
-        return self._do(lambda client: [tuple(row) for row in client.query(sql, settings=settings).result_rows])
+        rows = self._do(lambda client: client.query(sql, settings=settings).result_rows)
+        return [tuple(row) for row in rows]
 
     def close(self) -> None:
         if self._client is not None:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.config.log_pipeline import LogPipelineConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.metering.clickhouse.client import ClickHouse, ClickHouseError
 from penstock.metering.clickhouse.schema import Retention
 from penstock.metering.kafka import KafkaAddress, Quiet, kafka_driver
 from penstock.metering.log_entries import STREAMS, Stream
-from penstock.metering.pipeline.batch import Batch, Message, Plan
-from penstock.metering.pipeline.metrics import PipelineMetrics
+from penstock.metering.log_pipeline.batch import Batch, Message, Plan
+from penstock.metering.log_pipeline.metrics import PipelineMetrics
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +66,6 @@ class Part:
     """When that message was written to Kafka."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Of a consumer."""
-
-    group: str = "penstock"
-    batch: int = 10_000
-    flush_s: float = 2.0
-
-
 Key = tuple[str, int]
 """Topic and partition."""
 
@@ -86,7 +78,7 @@ class Consumer:
         kafka_url: str,
         clickhouse: ClickHouse,
         retention: Retention,
-        settings: Settings,
+        settings: LogPipelineConfig,
         metrics: PipelineMetrics,
         *,
         clock: Callable[[], float] = time.monotonic,

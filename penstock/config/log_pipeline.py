@@ -1,4 +1,4 @@
-"""The log pipeline: where `penstock pipeline` brings what gateways write to Kafka."""
+"""The log pipeline: where `penstock log-pipeline` brings what gateways write to Kafka."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from penstock.config.fields import setting
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineConfig:
-    """The request log from Kafka (`request_log.url`) to ClickHouse; used by `penstock pipeline`."""
+class LogPipelineConfig:
+    """The request log from Kafka (`request_log.url`) to ClickHouse; used by `penstock log-pipeline`."""
 
     clickhouse: str = setting(
         "", doc="clickhouse://USER:PASSWORD@HOST:8123/DATABASE, clickhouses:// over TLS, or chdb:///FOLDER for the "

@@ -1,6 +1,6 @@
 """A Kafka broker in a process of its own: librdkafka's mock cluster, which speaks the wire protocol to any client.
 
-    python -m tests.pipeline.broker TOPIC=PARTITIONS ...
+    python -m tests.log_pipeline.broker TOPIC=PARTITIONS ...
 
 It prints its address and then obeys lines on standard input: `down` (connections are cut, new ones refused), `up`. What
 it holds is in memory, so it is never restarted; at most 5 MB per partition.
@@ -84,7 +84,7 @@ class Broker:
 def broker(**topics: int) -> Iterator[Broker]:
     """With topics of so many partitions; others get four when they are first used."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.pipeline.broker", *(f"{name}={count}" for name, count in topics.items())],
+        [sys.executable, "-m", "tests.log_pipeline.broker", *(f"{name}={count}" for name, count in topics.items())],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT,
     )  # fmt: skip
     try:

@@ -1,6 +1,6 @@
 """ClickHouse as a server that can be killed: its real engine (chdb, which has no port of its own) behind HTTP.
 
-    PYTHON-OF-THE-PART -m tests.pipeline.clickhouse_server PORT FOLDER
+    PYTHON-OF-THE-PART -m tests.log_pipeline.clickhouse_server PORT FOLDER
 
 It understands what `clickhouse_connect` sends: a query, or an insert in the Native format, with settings as parameters.
 """
@@ -109,7 +109,7 @@ class ClickHouseServer:
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            [parts.python("chdb"), "-m", "tests.pipeline.clickhouse_server", str(self.port), str(self.folder)],
+            [parts.python("chdb"), "-m", "tests.log_pipeline.clickhouse_server", str(self.port), str(self.folder)],
             cwd=parts.ROOT, env={**os.environ, "PYTHONPATH": str(parts.ROOT), "TZ": "UTC"},
             stdout=subprocess.DEVNULL,
         )  # fmt: skip

@@ -21,25 +21,31 @@ class PipelineMetrics:
     def __init__(self) -> None:
         self.registry = MetricRegistry()
         self._entries = self.registry.counter(
-            "penstock_pipeline_entries_total",
+            "penstock_log_pipeline_entries_total",
             "Messages consumed: inserted, skipped as copies of entries in the table, or put among the dead letters.",
             ("stream", "outcome"),
         )
         self._lag = self.registry.gauge(
-            "penstock_pipeline_lag", "Messages of the consumer's partitions that are not in ClickHouse yet.",
+            "penstock_log_pipeline_lag", "Messages of the consumer's partitions that are not in ClickHouse yet.",
             ("topic", "partition"),
         )  # fmt: skip
         self._lag_s = self.registry.gauge(
-            "penstock_pipeline_lag_seconds", "Age of the oldest message that was taken and is not in ClickHouse yet."
+            "penstock_log_pipeline_lag_seconds",
+            "Age of the oldest message that was taken and is not in ClickHouse yet.",
         ).child()
-        self.sink_up = self.registry.gauge("penstock_pipeline_sink_up", "1 while ClickHouse accepts inserts.").child()
-        self.partitions = self.registry.gauge("penstock_pipeline_partitions", "Partitions of this consumer.").child()
+        self.sink_up = self.registry.gauge(
+            "penstock_log_pipeline_sink_up", "1 while ClickHouse accepts inserts."
+        ).child()
+        self.partitions = self.registry.gauge(
+            "penstock_log_pipeline_partitions", "Partitions of this consumer."
+        ).child()
         self._insert_s = self.registry.histogram(
-            "penstock_pipeline_insert_seconds", "Time to insert a batch.", SECONDS
+            "penstock_log_pipeline_insert_seconds", "Time to insert a batch.", SECONDS
         ).child()
-        self._rows = self.registry.counter("penstock_pipeline_batches_total", "Batches inserted.", ("stream",))
+        self._rows = self.registry.counter("penstock_log_pipeline_batches_total", "Batches inserted.", ("stream",))
         self._repeated = self.registry.counter(
-            "penstock_pipeline_repeated_total", "Batches repeated that another consumer, or an earlier run, had begun."
+            "penstock_log_pipeline_repeated_total",
+            "Batches repeated that another consumer, or an earlier run, had begun.",
         ).child()
 
     def counted(self, stream: str, outcome: Outcome, count: int) -> None:
@@ -87,7 +93,9 @@ class MetricsServer:
         try:
             self._server = ThreadingHTTPServer((host, port), Handler)
         except OSError as error:
-            raise ConfigError(f"pipeline.port: cannot listen on {host}:{port}: {error.strerror}; 0: no port") from error
+            raise ConfigError(
+                f"log_pipeline.port: cannot listen on {host}:{port}: {error.strerror}; 0: no port"
+            ) from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 
