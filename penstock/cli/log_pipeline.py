@@ -54,6 +54,7 @@ def consume(
     from penstock.telemetry.logging import configure
 
     config = load(config_file, flags=flags(settings, logging__level=log_level))
+    _need_kafka(config)
     configure(config.logging.format, config.logging.level)
     wanted, metrics = config.log_pipeline, PipelineMetrics()
     consumer = Consumer(config.request_log.url, _clickhouse(config), _retention(config), wanted, metrics)

@@ -305,7 +305,8 @@ class RequestLogConfig:
         "", doc="Folder for entries while the sink is unavailable; empty: beside the SQLite store, or this user's."
     )
     spool_limit: int = setting(
-        256 * 2**20, doc="Maximum size of the spool per gateway; further entries are lost and counted.", least=0,
+        512 * 2**20, doc="Maximum size of the spool per gateway process; further entries are lost and counted.",
+        least=0,
         size=True,
     )  # fmt: skip
 

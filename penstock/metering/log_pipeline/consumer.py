@@ -83,8 +83,6 @@ class Consumer:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not kafka_url.startswith("kafka://"):
-            raise ConfigError("request_log.url: the pipeline reads from Kafka, so kafka://HOST:PORT/TOPIC is needed")
         self._kafka = kafka_driver("request_log.url")
         address = KafkaAddress.of(kafka_url)
         self._streams = {stream.topic(address.topic): stream for stream in STREAMS}
