@@ -52,19 +52,22 @@ class Supervisor:
         host: str,
         port: int,
         drain_s: float,
+        drain_delay_s: float = 0.0,
         reporter: Reporter | None = None,
         backoff_s: float = 0.5,
         frozen_s: float = 0.0,
         gateways_up: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`frozen_s`: a process without heartbeats for this long is killed; 0: never. `gateways_up`: whether all
-        gateways are listening; with several on one port, a successful request proves only one."""
+        """`drain_delay_s`: how long gateways wait before they drain. `frozen_s`: a process without heartbeats for this
+        long is killed; 0: never. `gateways_up`: whether all gateways are listening; with several on one port, a
+        successful request proves only one."""
         self._engines = list(engines)
         self._gateways = list(gateways)
         self._gateways_up = gateways_up
         self._host = host
         self._port = port
         self._drain_s = drain_s
+        self._drain_delay_s = drain_delay_s
         self._reporter = reporter or Reporter()
         self._backoff_s = backoff_s
         self._frozen_s = frozen_s
@@ -306,7 +309,7 @@ class Supervisor:
         if ready:
             self._reporter.draining(self._drain_s)
         # A gateway that was never ready has no requests to drain.
-        grace = self._drain_s + GATEWAY_EXTRA_S if ready else 2.0
+        grace = self._drain_delay_s + self._drain_s + GATEWAY_EXTRA_S if ready else 2.0
         await self._end(self._gateways, grace)
         await self._end(self._engines, ENGINE_GRACE_S if ready else 0.5)
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
