@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from penstock.protocol.control import Loads
-from penstock.protocol.messages import PROTOCOL_VERSION
+from penstock.protocol.control import Loads, ModelScaling
+from penstock.protocol.versions import PROTOCOL_VERSION
 
 
 class EngineRecord(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
@@ -40,6 +40,10 @@ class EngineRecord(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
     max_running: int = 0
     context_window: int = 0
     device: str = ""
+    memory: int = 0
+    """Bytes of its weights and KV cache on one device; 0: not known."""
+    startup_s: float = 0.0
+    """Seconds from its start until it was ready."""
     description: dict[str, Any] = {}
     """The model as in the configuration (`check_model`), with its source as the user gave it, so that a gateway that
     was not configured with the model can serve it."""
@@ -106,6 +110,8 @@ class MachineRecord(msgspec.Struct, frozen=True, tag="machine", kw_only=True):
     zone: str = ""
     room: int = 0
     """How many engines it can hold."""
+    pinned: bool = False
+    """What it runs was said on the machine itself; the controller leaves it alone."""
     state: Literal["ready", "leaving"] = "ready"
     leaves_at: float | None = None
     """Unix time at which a leaving machine will be gone, when it is known."""
@@ -128,7 +134,11 @@ class ModelRecord(msgspec.Struct, frozen=True, tag="model", kw_only=True):
     name: str
     description: dict[str, Any]
     replicas: int = 1
-    """How many should run, all machines together; with `autoscale` in the description, where it begins."""
+    """How many should run, all machines together; with `autoscale` in the description, where it begins. 0: none, the
+    model is being unloaded."""
+    min: int | None = None
+    """Limits of automatic scaling in place of those in the description."""
+    max: int | None = None
 
     @property
     def id(self) -> str:
@@ -151,7 +161,61 @@ class Assignment(msgspec.Struct, frozen=True, tag="assignment", kw_only=True):
         return self.machine
 
 
-Record: TypeAlias = EngineRecord | GatewayRecord | LoadRecord | MachineRecord | ModelRecord | Assignment
+class CommandRecord(msgspec.Struct, frozen=True, tag="command", kw_only=True):
+    """Something that a machine should do now. Whoever wants it withdraws it after the outcome."""
+
+    lasting: ClassVar[bool] = False
+
+    id: str
+    machine: str
+    verb: Literal["restart", "drain", "leave"]
+    """Restart or drain a replica (drained, it stays stopped until it is restarted), or leave the fleet."""
+    model: str = ""
+    replica: str = ""
+    """Its number on the machine; empty: all of the model, one after the other."""
+    seconds: float | None = None
+    """When a leaving machine will be gone."""
+
+
+class OutcomeRecord(msgspec.Struct, frozen=True, tag="outcome", kw_only=True):
+    """A machine has carried out a command, or could not; it stays as long as the command."""
+
+    lasting: ClassVar[bool] = False
+
+    id: str
+    """That of the command."""
+    error: str = ""
+
+
+class DecisionRecord(msgspec.Struct, frozen=True, tag="decision", kw_only=True):
+    """What the controller decided last."""
+
+    lasting: ClassVar[bool] = False
+
+    controller: str
+    scaling: dict[str, ModelScaling] = {}
+    """Models that are scaled automatically."""
+    wanted: dict[str, int] = {}
+    """How many replicas every model should have."""
+    problems: dict[str, str] = {}
+    """Models that have fewer replicas than that, and why."""
+
+    @property
+    def id(self) -> str:
+        return self.controller
+
+
+Record: TypeAlias = (
+    EngineRecord
+    | GatewayRecord
+    | LoadRecord
+    | MachineRecord
+    | ModelRecord
+    | Assignment
+    | CommandRecord
+    | OutcomeRecord
+    | DecisionRecord
+)
 
 decode = msgspec.json.Decoder(Record).decode
 encode = msgspec.json.Encoder().encode

@@ -14,11 +14,14 @@ from typing import Protocol
 from penstock.errors import PenstockError
 from penstock.fleet.records import (
     Assignment,
+    CommandRecord,
+    DecisionRecord,
     EngineRecord,
     GatewayRecord,
     LoadRecord,
     MachineRecord,
     ModelRecord,
+    OutcomeRecord,
     Record,
     key,
 )
@@ -26,6 +29,10 @@ from penstock.fleet.records import (
 
 class OutOfTerm(PenstockError):
     """Another controller has been elected since."""
+
+
+class RegistryUnavailable(PenstockError):
+    """The registry does not answer; what was last known still holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,9 @@ class Fleet:
     machines: dict[str, MachineRecord] = field(default_factory=dict)
     models: dict[str, ModelRecord] = field(default_factory=dict)
     assignments: dict[str, Assignment] = field(default_factory=dict)
+    commands: dict[str, CommandRecord] = field(default_factory=dict)
+    outcomes: dict[str, OutcomeRecord] = field(default_factory=dict)
+    decisions: dict[str, DecisionRecord] = field(default_factory=dict)
     controller: str = ""
     """Who decides what runs where; empty: nobody at the moment."""
     term: int = 0
@@ -59,6 +69,12 @@ class Fleet:
                     fleet.models[record.id] = record
                 case Assignment():
                     fleet.assignments[record.id] = record
+                case CommandRecord():
+                    fleet.commands[record.id] = record
+                case OutcomeRecord():
+                    fleet.outcomes[record.id] = record
+                case DecisionRecord():
+                    fleet.decisions[record.id] = record
         return fleet
 
 

@@ -69,6 +69,11 @@ class FleetSecret:
             raise ConfigError(f"{where}: a secret of {len(short)} characters is too short; {SHORTEST} are needed")
         return cls(found)
 
+    @classmethod
+    def find(cls, file: str, environ: Mapping[str, str] = os.environ) -> FleetSecret | None:
+        """The same, but None where neither is given."""
+        return cls.read(file, environ) if file or environ.get(VARIABLE) else None
+
     def engine(self) -> CurveServer:
         """The identity of an engine, which admits the gateways of the fleet, and its engines, which exchange KV
         blocks."""

@@ -1,4 +1,5 @@
-"""The models of this gateway follow the supervisor: replicas are added and removed, models loaded and unloaded.
+"""The models of this gateway follow the supervisor, or the fleet: replicas are added and removed, models loaded and
+unloaded.
 
 Invariant: clients find a model from the moment its engines are ready until it is unloaded; requests that have begun by
 then may finish. A model that cannot be served (its chat template is broken) does not keep others from being served.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from penstock.backends.native import NativeBackend
 from penstock.config.load import check_model
@@ -20,6 +21,7 @@ from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.metering.prices import PriceBook
 from penstock.protocol.control import ModelScaling, Replica, Topology
+from penstock.protocol.fleet_secret import FleetSecret
 from penstock.protocol.transport import CurveClient
 from penstock.routing.policies import make_policy
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -50,6 +52,7 @@ def served(
             policy=make_policy(settings.routing.policy),
             handover=model.handover,
             hold=model.hold,
+            shared=settings.shares_engines,
         ),
         aliases=model.aliases,
         time_slice=model.time_slice,
@@ -91,14 +94,17 @@ class ModelFollower:
         prices: PriceBook,
         forget_answers: Callable[[str], Awaitable[None]],
         background: BackgroundTasks,
+        secret: FleetSecret | None = None,
     ) -> None:
-        """`forget_answers` evicts a model's answers from the response cache."""
+        """`forget_answers` evicts a model's answers from the response cache. `secret`: gives the keys of engines on
+        other machines."""
         self._settings = settings
         self._registry = registry
         self._admissions = admissions
         self._prices = prices
         self._forget_answers = forget_answers
         self._background = background
+        self._secret = secret
         self._models = {model.name: model for model in settings.models}
 
     async def follow(self, topology: Topology) -> dict[str, str]:
@@ -127,22 +133,51 @@ class ModelFollower:
             await self._add(ModelSettings.of(check_model(topology.loaded[name])), topology.models[name])
 
     async def _update(self, model: ModelSettings, replicas: Sequence[Replica]) -> None:
-        """New replicas join; those that are no longer listed get no new requests."""
+        """New replicas join; those that are no longer listed get no new requests. One that has moved to another
+        endpoint is a new one."""
         backend = self._registry.route(model.name).model.backend
         if not isinstance(backend, ReplicaSet):
             return
-        wanted = {replica.name: replica.endpoint for replica in replicas}
-        known = {member.name for member in backend.members if not member.retiring}
-        for name in known - wanted.keys():
-            backend.retire(name)
-        for name in wanted.keys() - known:
-            await backend.join(native(model, name, wanted[name]))
+        wanted = {replica.name: replica for replica in replicas}
+        staying = set()
+        for member in [member for member in backend.members if not member.retiring]:
+            endpoint = member.backend.endpoint if isinstance(member.backend, NativeBackend) else None
+            if member.name in wanted and endpoint in (None, wanted[member.name].endpoint):
+                staying.add(member.name)
+            else:
+                backend.retire(member.name)
+        problem = await self._join(model, backend, [wanted[name] for name in wanted.keys() - staying])
+        if problem:
+            raise PenstockError(problem)
+
+    async def _join(self, model: ModelSettings, backend: ReplicaSet, replicas: Iterable[Replica]) -> str:
+        """Returns why some could not; these do not keep the others from joining."""
+        problems = []
+        for replica in replicas:
+            try:
+                await backend.join(self._native(model, replica))
+            except PenstockError as error:
+                problems.append(f"{replica.name}: {error}")
+        return "; ".join(problems)
+
+    def _native(self, model: ModelSettings, replica: Replica) -> NativeBackend:
+        return native(model, replica.name, replica.endpoint, self._curve(replica))
+
+    def _curve(self, replica: Replica) -> CurveClient | None:
+        if not replica.public_key:
+            return None
+        if self._secret is None:
+            raise PenstockError(
+                f"the engine at {replica.endpoint} has a key of a fleet, but this gateway has no secret"
+            )
+        return self._secret.gateway(replica.public_key)
 
     async def _add(self, settings: ModelSettings, replicas: Sequence[Replica]) -> None:
-        endpoints = [replica.endpoint for replica in replicas]
-        model = await asyncio.to_thread(served, self._settings, settings, endpoints)
+        model = await asyncio.to_thread(served, self._settings, settings, [])
+        assert isinstance(model.backend, ReplicaSet)
         try:
             await model.backend.start()
+            problem = await self._join(settings, model.backend, replicas)
             await self._admissions.add(model, settings.downgrade_to)
         except BaseException:
             await model.backend.close()
@@ -150,6 +185,8 @@ class ModelFollower:
         self._prices.add(settings.price)
         self._registry.add(model)
         self._models[settings.name] = settings
+        if problem:
+            raise PenstockError(problem)
 
     async def _remove(self, name: str) -> None:
         self._prices.remove(self._models.pop(name).price)
