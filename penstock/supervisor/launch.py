@@ -33,12 +33,19 @@ def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]
         replicas = [replica(config, folder, model.name, index) for index in range(model.first_replicas)]
         endpoints[model.name] = [unit.endpoint for unit in replicas]
         engines += replicas
+    helpers, found = encoders(config, folder)
+    return [*engines, *helpers], gateways(config, folder, endpoints | found, ["--control", str(folder.control)])
+
+
+def encoders(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], dict[str, list[str]]]:
+    """The encoders, which gateways have started on demand, and their endpoints by name."""
+    units, endpoints = [], {}
     for position, encoder in enumerate(config.encoders, start=len(config.models)):
         endpoint = folder.endpoint(position, 0)
         endpoints[encoder.name] = [endpoint]
         command = [*_run("engine", config, folder), encoder.name, "--endpoint", endpoint]
-        engines.append(Unit(f"encoder {encoder.name}", command, optional=True, autostart=encoder.start == "now"))
-    return engines, gateways(config, folder, endpoints, ["--control", str(folder.control)])
+        units.append(Unit(f"encoder {encoder.name}", command, optional=True, autostart=encoder.start == "now"))
+    return units, endpoints
 
 
 def replica(config: Config, folder: RuntimeFolder, name: str, index: int, place: int | None = None) -> Unit:

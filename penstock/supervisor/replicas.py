@@ -76,10 +76,21 @@ class Replicas:
 
     def topology(self) -> Topology:
         return Topology(
-            {model: [Replica(unit.replica, unit.endpoint) for unit in units] for model, units in self._units.items()},
+            {
+                model: [
+                    Replica(unit.replica, unit.endpoint, unit.public_key, unit.machine)
+                    for unit in units
+                    if unit.endpoint
+                ]
+                for model, units in self._units.items()
+            },
             {} if self.catalogue is None else self.catalogue.loaded,
             self._changes,
         )
+
+    def moved(self) -> None:
+        """A replica listens at another endpoint now."""
+        self._changed()
 
     async def load(self, description: Mapping[str, Any]) -> None:
         """Loads a model; gateways learn of it when its engines are ready. If anything fails, nothing stays of it."""
