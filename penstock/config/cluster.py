@@ -23,8 +23,8 @@ class ClusterConfig:
         1, doc="Gateways on the cluster, each on a node of its own with server.workers processes.", least=1, most=256
     )
     replicas: Literal["spread", "pack"] = setting(
-        "spread", doc="Where a replica goes. spread: to the node with the fewest of its model, so that a lost node takes "
-        "few; pack: to the fullest that has room, so that whole nodes stay free for large grids.",
+        "spread", doc="Where a replica goes. spread: to the node with the fewest of its model, so that a lost node "
+        "takes few; pack: to the fullest that has room, so that whole nodes stay free for large grids.",
     )  # fmt: skip
     gateway_cpus: float | None = setting(
         None, doc="CPU cores that a gateway reserves; when not set, one per worker.", least=0.01, example="2"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,8 @@ from penstock.supervisor.status import Status
 from penstock.supervisor.supervisor import Supervisor
 from penstock.supervisor.unit import Unit
 
+DISTRUST_S = 60.0
+"""How long replicas avoid a node on which a host was lost, if there is room elsewhere."""
 SWEEP_S = 1.0
 """How often the room of removed replicas is given back."""
 
@@ -68,6 +71,7 @@ class Controller:
         self._nodes: dict[Unit, str] = {}
         self._run_task: asyncio.Task[None] | None = None
         self._gateway_group: Any = None
+        self._distrusted: dict[str, float] = {}
 
     async def start(self, data: bytes, detached: bool) -> None:
         self._detached = detached
@@ -183,7 +187,13 @@ class Controller:
             for other, reservation in self._reservations.items()
             if other is not unit
         ]
-        return preferred_node(bundle, unit.model, cluster.nodes(), reserved, self._config.cluster.replicas)
+        now = time.monotonic()
+        nodes = [node for node in cluster.nodes() if now > self._distrusted.get(node.id, 0.0)]
+        return preferred_node(bundle, unit.model, nodes, reserved, self._config.cluster.replicas)
+
+    def _distrust(self, node: str) -> None:
+        """A host was lost there; Ray may need a while to notice that the node is."""
+        self._distrusted[node] = time.monotonic() + DISTRUST_S
 
     async def _gateways_answer(self) -> bool:
         return all(unit.must_answer for unit in self._gateways)
@@ -195,7 +205,9 @@ class Controller:
             model = self._catalogue.model(unit.model)
             bundle = engine_bundle(self._config, model, int(unit.replica), cluster.nodes())
             name = f"{self._config.fleet.name} {unit.name}"
-            self._reservations[unit] = Reservation(name, bundle, lambda bundle: self._prefer(unit, bundle))
+            self._reservations[unit] = Reservation(
+                name, bundle, lambda bundle: self._prefer(unit, bundle), self._distrust
+            )
         reservation = self._reservations[unit]
         if unit.model:
 

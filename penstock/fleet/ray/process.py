@@ -35,8 +35,16 @@ log = logging.getLogger("penstock.fleet")
 class Reservation:
     """Room for one process: a bundle of a placement group, which is made when it is first needed."""
 
-    def __init__(self, name: str, bundle: Bundle, prefer: Callable[[Bundle], str] = lambda bundle: "") -> None:
-        """`prefer`: the node on which the bundle should be if there is room; empty: any."""
+    def __init__(
+        self,
+        name: str,
+        bundle: Bundle,
+        prefer: Callable[[Bundle], str] = lambda bundle: "",
+        on_lost: Callable[[str], None] = lambda node: None,
+    ) -> None:
+        """`prefer`: the node on which the bundle should be if there is room; empty: any. `on_lost` is told the node of
+        a host that was lost."""
+        self._on_lost = on_lost
         self._name = name
         self._prefer = prefer
         self._wished = ""
@@ -60,7 +68,9 @@ class Reservation:
         return "" if self._group is None else self.node() or self._wished
 
     def lost(self) -> None:
-        """The node is gone: look for another one."""
+        """The node is gone, or at least the host on it: look for another one."""
+        if self._group is not None:
+            self._on_lost(self.likely_node)
         self.release()
 
     def release(self) -> None:
