@@ -31,7 +31,7 @@ from penstock.fleet.ray.messages import PlacedProcess, ServerState, decode
 from tests.e2e.test_failover import Heard, listen, tiny_model
 from tests.fleet.ray_addresses import ADDRESSES
 
-STREAMS, TOKENS = 100, 120
+STREAMS, TOKENS = 100, 200
 PATIENCE_S = 300.0
 
 STORE_BYTES = 80 * 2**20
@@ -166,7 +166,8 @@ def lost_node(folder: Path) -> None:
         config.write_text(
             f"models:\n- {two}\n- {pair}\n{settings}"
             f"cluster: {{address: '{nodes.cluster.address}', gateways: 2}}\n"
-            "generation: {time_limit_s: 600}\nrouting: {policy: round_robin}\nserver: {drain_s: 20, engine_wait_s: 120}\n"
+            "generation: {time_limit_s: 600}\nrouting: {policy: round_robin}\n"
+            "server: {drain_s: 20, engine_wait_s: 120}\n"
         )
         key = api_key(config)
         server = Server(config)
@@ -245,9 +246,7 @@ def lose_gateway(nodes: Nodes, gateways: dict[str, str], key: str) -> None:
     node, url = next((node, url) for node, url in gateways.items() if node in nodes.by_id)
     nodes.add(4)
     nodes.remove(node)
-    found = until(
-        lambda: [each for each in placed("gateway") if each.node != node][1:] and placed("gateway"), "a gateway"
-    )
+    found = until(lambda: elsewhere(node), "the gateway on another node")
     assert url not in [each.endpoint for each in found]
     until(lambda: healed(3, node), "the replicas")
     for each in found:
@@ -255,6 +254,12 @@ def lose_gateway(nodes: Nodes, gateways: dict[str, str], key: str) -> None:
         headers = {"authorization": f"Bearer {key}"}
         reply = httpx.post(f"{each.endpoint}/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_S)
         assert reply.status_code == 200, reply.text
+
+
+def elsewhere(node: str) -> list[PlacedProcess]:
+    """Both gateways, once none is on this node."""
+    found = placed("gateway")
+    return found if len(found) == 2 and node not in [each.node for each in found] else []
 
 
 def left_over() -> list[str]:
