@@ -236,6 +236,7 @@ class Supervisor:
     async def _run_once(self, unit: Unit, heartbeat: Heartbeat) -> str:
         """Starts a process and waits for its end; says how it ended."""
         unit.spawned_at = time.monotonic()
+        unit.must_answer = False
         unit.child = child = await self._spawn(
             unit,
             on_line=lambda line: self._reporter.line(unit.name, line),

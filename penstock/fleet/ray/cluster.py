@@ -140,6 +140,11 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, exceptions.RayError)
 
 
+def is_unavailable(error: BaseException) -> bool:
+    """Whether an actor could not be reached; it may still be there."""
+    return isinstance(error, library().exceptions.ActorUnavailableError)
+
+
 def reason(error: BaseException) -> str:
     """Why an actor call failed, in one line."""
     cause = getattr(error, "cause", None)

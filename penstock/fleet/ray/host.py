@@ -26,7 +26,7 @@ from penstock.config.tree import parse_yaml
 from penstock.errors import PenstockError
 from penstock.fleet.ray import cluster
 from penstock.fleet.ray.control_tunnel import ControlTunnel
-from penstock.fleet.ray.messages import Ended, HostEvent, Line, Order, Place, Told, decode, encode
+from penstock.fleet.ray.messages import Ended, HostEvent, HostEvents, Line, Order, Place, Told, decode, encode
 from penstock.protocol.address import is_loopback
 from penstock.protocol.fleet_secret import VARIABLE
 from penstock.sources.resolve import resolve
@@ -55,6 +55,8 @@ class Host:
 
     def __init__(self) -> None:
         self._events: list[HostEvent] = []
+        self._first = 0
+        """Number of the oldest event that is kept."""
         self._happened = asyncio.Event()
         self._folder = RuntimeFolder()
 
@@ -63,14 +65,17 @@ class Host:
         node, address = cluster.here()
         return encode(Place(node, socket.gethostname(), address, __version__))
 
-    async def events(self) -> bytes:
-        """What has happened since the last call; waits a few seconds if that is nothing."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
-                await self._happened.wait()
-        self._happened.clear()
-        events, self._events = self._events, []
-        return encode(events)
+    async def events(self, after: int) -> bytes:
+        """What has happened from event number `after` on; waits a few seconds if that is nothing. Older ones are no
+        longer needed."""
+        del self._events[: max(after - self._first, 0)]
+        self._first = max(after, self._first)
+        if not self._events:
+            self._happened.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._happened.wait()
+        return encode(HostEvents(self._first, self._events))
 
     def _tell(self, event: HostEvent) -> None:
         if len(self._events) < MOST_LINES or not isinstance(event, Line):

@@ -59,6 +59,14 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 HostEvent: TypeAlias = Line | Told | Ended
 
 
+class HostEvents(msgspec.Struct, frozen=True):
+    """What has happened in a host, from event number `first` on. They are kept until the next call acknowledges them,
+    so that nothing is lost with a connection."""
+
+    first: int
+    events: list[HostEvent]
+
+
 class Printed(msgspec.Struct, frozen=True, tag="printed"):
     child: str
     text: str
@@ -143,6 +151,3 @@ def encode(message: Any) -> bytes:
 
 def decode(kind: type[T], data: bytes) -> T:
     return msgspec.msgpack.decode(data, type=kind)
-
-
-decode_events = msgspec.msgpack.Decoder(list[HostEvent]).decode

@@ -19,13 +19,15 @@ from penstock import __version__
 from penstock.errors import PenstockError
 from penstock.fleet.ray import cluster
 from penstock.fleet.ray.bundle import Bundle
-from penstock.fleet.ray.messages import Ended, Line, Place, Told, decode, decode_events
+from penstock.fleet.ray.messages import Ended, HostEvents, Line, Place, Told, decode
 from penstock.supervisor.status import Failed, Listening, Progress, Started, Status
 
 LOOK_S = 0.2
 """How often to look whether there is room."""
 SAY_S = 5.0
 """How long to wait for room before saying so."""
+UNAVAILABLE_S = 5.0
+"""How long a host may be out of reach before it counts as lost."""
 AGAIN_S = 1.0
 """Pause before a lost host is placed again."""
 
@@ -199,8 +201,11 @@ class RemoteProcess:
             )
         await self._start(host, place)
         self._started = True
+        number = 0
         while True:
-            for event in decode_events(await host.events.remote()):
+            batch = decode(HostEvents, await self._events(host, number))
+            number = batch.first + len(batch.events)
+            for event in batch.events:
                 match event:
                     case Line(text):
                         self._on_line(text)
@@ -210,6 +215,17 @@ class RemoteProcess:
                     case Ended(code, how):
                         self._finish_late(code, how)
                         return
+
+    async def _events(self, host: Any, number: int) -> bytes:
+        """The events of a host from a number on; a connection that breaks for a moment is not a lost host."""
+        deadline = time.monotonic() + UNAVAILABLE_S
+        while True:
+            try:
+                return bytes(await host.events.remote(number))
+            except Exception as error:
+                if not cluster.is_unavailable(error) or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(LOOK_S)
 
     async def _wait_for_room(self) -> None:
         began, said = time.monotonic(), False
