@@ -16,9 +16,8 @@ class ClusterConfig:
         "none", doc="none: this machine; ray: gateways and engines are actors of a Ray cluster (`--cluster ray`)."
     )
     address: str = setting(
-        "auto", doc="Ray cluster: auto (the one of this machine), HOST:PORT of its head, or ray://HOST:PORT.",
-        example="10.0.0.1:6379",
-    )  # fmt: skip
+        "auto", doc="Ray cluster: auto (the one of this machine), HOST:PORT of its head, or ray://HOST:PORT."
+    )
     gateways: int = setting(
         1, doc="Gateways on the cluster, each on a node of its own with server.workers processes.", least=1, most=256
     )

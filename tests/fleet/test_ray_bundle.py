@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,12 @@ import pytest
 from penstock.config import Config, ModelConfig
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.cluster import ClusterConfig
+from penstock.config.fleet import FleetConfig
 from penstock.config.placement import PlacementConfig
 from penstock.config.resources import ResourcesConfig
 from penstock.config.schema import CountersConfig, ServerConfig, StoreConfig
+from penstock.errors import ConfigError
+from penstock.fleet.ray import cluster
 from penstock.fleet.ray.bundle import Bundle, Node, engine_bundle, gateway_bundle, placed, problems, without_room
 from penstock.fleet.ray.choice import Reserved, preferred_node
 
@@ -109,3 +113,14 @@ def test_a_replica_of_a_lost_node_goes_where_there_is_room_and_waits_where_there
     assert preferred_node(Bundle(4.0), "m", CPU, taken, "spread") == "b"
     assert preferred_node(Bundle(5.0), "m", CPU, taken, "spread") == ""
     assert preferred_node(Bundle(1.0, 1.0), "m", CPU, [], "spread") == ""
+
+
+def test_redis_is_not_where_ray_nodes_meet() -> None:
+    config = Config(models=(ModelConfig(name="m"),), fleet=FleetConfig(url="redis://redis"))
+    assert ["fleet.url" in problem for problem in problems(config, CPU[:1])] == [True]
+
+
+def test_without_the_extra_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r'pip install "penstock\[ray\]"'):
+        cluster.connect("auto")

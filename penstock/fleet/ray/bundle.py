@@ -131,6 +131,8 @@ def problems(config: Config, nodes: Sequence[Node]) -> list[str]:
             found.append(f"{where}.time_slice: its models share one machine; use one server for them")
     if config.server.loaded_models:
         found.append("server.loaded_models: the file would be on one node only; remove it")
+    if config.fleet.url:
+        found.append("fleet.url: on Ray gateways find engines through the controller, not through Redis; remove it")
     if len(nodes) > 1 and not config.store.url.startswith("postgres"):
         # A file is on one node; a gateway that returns on another would find no keys and an empty ledger.
         found.append("store.url: on several nodes keys, ledger and conversations need PostgreSQL (postgresql://...)")
