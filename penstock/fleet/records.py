@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from penstock.protocol.control import Loads, ModelScaling
-from penstock.protocol.messages import PROTOCOL_VERSION
+from penstock.protocol.versions import PROTOCOL_VERSION
 
 
 class EngineRecord(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
@@ -195,8 +195,10 @@ class DecisionRecord(msgspec.Struct, frozen=True, tag="decision", kw_only=True):
     controller: str
     scaling: dict[str, ModelScaling] = {}
     """Models that are scaled automatically."""
+    wanted: dict[str, int] = {}
+    """How many replicas every model should have."""
     problems: dict[str, str] = {}
-    """Models that have fewer replicas than they should, and why."""
+    """Models that have fewer replicas than that, and why."""
 
     @property
     def id(self) -> str:

@@ -22,9 +22,8 @@ class Unit:
     replica: str = ""
     endpoint: str = ""
     """Empty: not known before it was placed on a machine."""
-    public_key: str = ""
-    """Of the endpoint, and the machine that it is on, where machines have names."""
     machine: str = ""
+    """Where it is, if not here."""
     on_progress: Callable[[str, float], None] | None = None
     """Called with the progress of its startup."""
     optional: bool = False

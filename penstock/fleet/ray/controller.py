@@ -25,6 +25,7 @@ from penstock.fleet.ray.host import EngineHost, GatewayHost, config_of
 from penstock.fleet.ray.journal import JournalReporter
 from penstock.fleet.ray.messages import Order, Place, PlacedProcess, ServerState, Stopped, decode, encode
 from penstock.fleet.ray.process import RemoteProcess, Reservation, SharedReservation
+from penstock.protocol.control import Replica
 from penstock.protocol.fleet_secret import FleetSecret
 from penstock.supervisor.autoscaler import ReplicaAutoscaler
 from penstock.supervisor.catalogue import ModelCatalogue
@@ -170,7 +171,12 @@ class Controller:
         )
         self._catalogue = catalogue
         self._replicas = replicas = Replicas(
-            supervisor, self._engines, catalogue.unit, catalogue, max_engines=config.server.max_engines
+            supervisor,
+            self._engines,
+            catalogue.unit,
+            catalogue,
+            max_engines=config.server.max_engines,
+            describe=lambda unit: Replica(unit.replica, unit.endpoint, self._secret.engine_public_key, unit.machine),
         )
         autoscaler = ReplicaAutoscaler(replicas, lambda: catalogue.autoscaled, reporter=self._reporter)
         sweeper = asyncio.create_task(self._sweep(), name="sweep")
@@ -214,7 +220,6 @@ class Controller:
             async def start(host: Any, place: Place) -> None:
                 order = self._engine_order(unit, reservation)
                 endpoint = await host.start.remote(encode(order), place.address)
-                unit.public_key = self._secret.engine_public_key
                 self._settle(unit, place, endpoint, on_line)
 
             return RemoteProcess(unit.name, EngineHost, reservation, start, on_line=on_line, on_status=on_status)

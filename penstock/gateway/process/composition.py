@@ -6,7 +6,7 @@ is started registers its `close`, also when a later part fails to start.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from penstock.gateway.api.admin.replicas import ReplicaEndpoints
 from penstock.gateway.api.admin.request_log import RequestLogEndpoints
 from penstock.gateway.api.admin.routes import RouteEndpoints
 from penstock.gateway.api.admin.sleep import SleepEndpoints
-from penstock.gateway.api.admin.supervisor import NoSupervisor
+from penstock.gateway.api.admin.supervisor import NoSupervisor, Supervisor
 from penstock.gateway.api.admin.traces import TraceEndpoints
 from penstock.gateway.api.admin.usage import UsageEndpoints
 from penstock.gateway.api.admin.what_if import WhatIfEndpoints
@@ -78,7 +78,7 @@ from penstock.gateway.process.model_follower import ModelFollower
 from penstock.gateway.process.request_log import RequestLogOff, open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.stores import Stores, open_stores
-from penstock.gateway.process.supervisor_link import SupervisorLink
+from penstock.gateway.process.supervisor_link import Follow, Link, Scaled, SupervisorLink
 from penstock.gateway.quality.endpoints import FeedbackEndpoints
 from penstock.gateway.quality.judge import Judge, NoJudge
 from penstock.gateway.rag.collection_endpoints import CollectionEndpoints
@@ -145,8 +145,10 @@ async def compose(
     encoders: Encoders,
     supervisor_socket: Path | None = None,
     secret: FleetSecret | None = None,
+    fleet: Callable[[Follow, Scaled], Link] | None = None,
 ) -> AsyncIterator[Gateway]:
-    """A gateway that is started on entry and closed on exit. `secret`: for engines on other machines."""
+    """A gateway that is started on entry and closed on exit. `secret`: for engines on other machines; `fleet`: makes
+    the link to a fleet, which says which engines there are where there is no supervisor."""
     async with AsyncExitStack() as stack:
         closing = stack.push_async_callback
 
@@ -267,13 +269,21 @@ async def compose(
             )
             drain.on_begin(runner.hold)
             closing(runner.close)
-        supervisor: SupervisorLink | NoSupervisor = NoSupervisor()
-        if supervisor_socket is not None:
+        supervisor: Supervisor = NoSupervisor()
+        if supervisor_socket is not None or fleet is not None:
             follower = ModelFollower(settings, registry, admissions, prices, forget_answers, background, secret)
-            supervisor = SupervisorLink(supervisor_socket, follower.follow, follower.scaled)
-            await supervisor.start()
-            closing(supervisor.close)
-            reporter = LoadReporter(registry, admissions, settings.admission.slots, supervisor.report)
+            link: Link
+            if supervisor_socket is not None:
+                link = SupervisorLink(supervisor_socket, follower.follow, follower.scaled)
+            else:
+                assert fleet is not None
+                link = fleet(follower.follow, follower.scaled)
+                checks["fleet"] = link.problem
+                drain.on_begin(link.draining)
+            supervisor = link
+            await link.start()
+            closing(link.close)
+            reporter = LoadReporter(registry, admissions, settings.admission.slots, link.report)
             reporter.start()
             closing(reporter.close)
         add_autoscale_metrics(metrics.registry, lambda: supervisor.scaling)
