@@ -291,7 +291,7 @@ def scaled(folder: Path) -> None:
         config.write_text(
             f"models:\n- {tiny(folder, 'tiny', policy)}\n{settings}"
             f"cluster: {{address: '{nodes.cluster.address}'}}\n"
-            "generation: {time_limit_s: 600}\nserver: {drain_s: 20, engine_wait_s: 120}\n"
+            "generation: {time_limit_s: 600}\nserver: {drain_s: 20, engine_wait_s: 120}\nadmission: {enabled: false}\n"
         )
         key = api_key(config)
         first = Server(config, "--detach")
@@ -312,7 +312,7 @@ def scaled(folder: Path) -> None:
                     most = max(most, len(placed("engine", "tiny")))
                     time.sleep(0.5)
 
-            watcher = threading.Thread(target=look)
+            watcher = threading.Thread(target=look, daemon=True)
             watcher.start()
             deadline = time.monotonic() + PATIENCE_S
             while most < 2:  # until a second replica takes part
