@@ -15,6 +15,7 @@ from penstock.cli.chat import chat
 from penstock.cli.config import config
 from penstock.cli.doctor import doctor
 from penstock.cli.engine import engine
+from penstock.cli.fleet import app as fleet
 from penstock.cli.gateway import gateway
 from penstock.cli.ingest import ingest
 from penstock.cli.join import join
@@ -102,5 +103,6 @@ app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
 app.add_typer(route, name="route")
 app.add_typer(bench, name="bench")
+app.add_typer(fleet, name="fleet")
 app.add_typer(keys)
 app.add_typer(tenants)

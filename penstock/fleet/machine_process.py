@@ -26,6 +26,7 @@ from penstock.fleet.operations import FleetOperations
 from penstock.fleet.records import GatewayRecord, MachineRecord, ModelRecord, Record
 from penstock.fleet.redis_registry import RedisRegistry
 from penstock.fleet.registry import Fleet
+from penstock.fleet.status import fleet_state
 from penstock.fleet.view import FleetView
 from penstock.protocol.control import Topology
 from penstock.protocol.fleet_secret import FleetSecret
@@ -63,6 +64,7 @@ async def run_machine(
 ) -> None:
     """Runs until SIGTERM, or until it is told to leave. `config` must be resolved; `originals` are its models with
     their sources as the user gave them."""
+    refuse_fixed(config)
     settings = config.fleet
     secret = FleetSecret.read(settings.secret_file)
     descriptions = {model.name: described(model) for model in originals}
@@ -127,8 +129,9 @@ async def run_machine(
         )
         if role.serves:
             scaler = FleetScaler(registry, view, record.name)
-            await stack.enter_async_context(ControlServer(folder.control, replicas, scaler, operations))
-            await stack.enter_async_context(beside(_tell_gateways(view, record.name, replicas), "engines elsewhere"))
+            control = await stack.enter_async_context(ControlServer(folder.control, replicas, scaler, operations))
+            telling = _tell_gateways(view, settings.name, record.name, replicas, control)
+            await stack.enter_async_context(beside(telling, "gateways"))
         else:
             stack.push_async_callback(replicas.close)
         await stack.enter_async_context(beside(machine.run(), "machine"))
@@ -136,6 +139,19 @@ async def run_machine(
         _on_signals(machine, supervisor)
         await supervisor.run(handle_signals=False)
         await machine.goodbye()
+
+
+def refuse_fixed(config: Config) -> None:
+    """Settings that tie replicas to one machine cannot be used by a fleet, which places them."""
+    for model in config.models:
+        for key in ("placement", "time_slice", "replica_roles", "replica_grids", "replica_devices"):
+            if getattr(model, key):
+                raise ConfigError(
+                    f"`{model.name}`: {key} says what each replica on one machine does, but in a fleet (fleet.url) the "
+                    "controller places replicas; leave it out"
+                )
+    if config.server.loaded_models:
+        raise ConfigError("server.loaded_models: a fleet keeps loaded models in its registry; leave it out")
 
 
 @asynccontextmanager
@@ -226,9 +242,10 @@ def _gateway(config: Config, machine: MachineRecord, supervisor: Supervisor) -> 
     ]
 
 
-async def _tell_gateways(view: FleetView, machine: str, replicas: Replicas) -> None:
+async def _tell_gateways(view: FleetView, fleet: str, machine: str, replicas: Replicas, control: ControlServer) -> None:
     told: Topology | None = None
     while True:
+        control.tell_fleet(fleet_state(fleet, view.fleet))
         found = other_machines(view.fleet, machine)
         if found != told:
             told = found

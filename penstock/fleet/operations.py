@@ -16,6 +16,19 @@ from penstock.fleet.controller_autoscaler import limited
 from penstock.fleet.records import CommandRecord, EngineRecord, ModelRecord
 from penstock.fleet.registry import Fleet, Registry
 from penstock.fleet.view import FleetView
+from penstock.protocol.control import (
+    Drain,
+    Leave,
+    LoadModel,
+    Notice,
+    Operation,
+    Restart,
+    Scale,
+    SetLimits,
+    Stop,
+    UnloadModel,
+)
+from penstock.protocol.errors import InvalidRequest
 
 PATIENCE_S = 3600.0
 """How long the fleet may take: a machine may have to download the model."""
@@ -32,6 +45,32 @@ class FleetOperations:
         self._registry = registry
         self._view = view
         self._stop = stop
+
+    async def ask(self, operation: Callable[[int], Operation]) -> None:
+        """For a gateway without a supervisor: have an operation carried out, as `SupervisorLink.ask` does."""
+        try:
+            match operation(0):
+                case Scale(_, model, count):
+                    await self.scale(model, count)
+                case Restart(_, model, replica):
+                    await self.restart(model, replica)
+                case Drain(_, model, replica):
+                    await self.drain(model, replica)
+                case Notice(_, model, replica, seconds):
+                    self.replace(model, replica, seconds)
+                case SetLimits(_, model, minimum, maximum):
+                    await self.set_limits(model, minimum, maximum)
+                case LoadModel(_, description):
+                    await self.load(description)
+                case UnloadModel(_, model):
+                    await self.unload(model)
+                case Leave(_, machine, seconds):
+                    await self.leave(machine, seconds)
+                case Stop():
+                    raise PenstockError("this gateway has no supervisor; stop its process")
+        except PenstockError as error:
+            message = str(error)
+            raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.") from error
 
     async def scale(self, model: str, count: int) -> None:
         record = self._model(model)
