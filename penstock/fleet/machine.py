@@ -118,7 +118,9 @@ class Machine:
                     self._follow(self._view.fleet)
                     await self._report()
                 except PenstockError as error:
-                    log.warning("this machine could not tell the fleet what it runs", extra={"why": str(error)})
+                    log.warning("this machine could not follow the fleet", extra={"why": str(error)})
+                except Exception:  # the engines go on, and so must this
+                    log.exception("this machine could not follow the fleet")
                 await self._view.changed(REPORT_S)
         finally:
             tasks = [*self._fetches.values(), *self._commands.values(), *([self._leave] if self._leave else [])]
