@@ -17,7 +17,7 @@ import msgspec
 import penstock
 from penstock.config import Config, ModelConfig
 from penstock.config.fleet import FleetConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.controller import Controller
 from penstock.fleet.gateway_side import FleetScaler, other_machines
 from penstock.fleet.machine import Machine
@@ -25,7 +25,7 @@ from penstock.fleet.machine_site import MachineSite, describe_machine
 from penstock.fleet.operations import FleetOperations
 from penstock.fleet.records import GatewayRecord, MachineRecord, ModelRecord, Record
 from penstock.fleet.redis_registry import RedisRegistry
-from penstock.fleet.registry import Fleet
+from penstock.fleet.registry import Fleet, Registry
 from penstock.fleet.status import fleet_state
 from penstock.fleet.view import FleetView
 from penstock.protocol.control import Topology
@@ -132,6 +132,7 @@ async def run_machine(
             control = await stack.enter_async_context(ControlServer(folder.control, replicas, scaler, operations))
             telling = _tell_gateways(view, settings.name, record.name, replicas, control)
             await stack.enter_async_context(beside(telling, "gateways"))
+            await stack.enter_async_context(beside(restore_models(registry, view), "models"))
         else:
             stack.push_async_callback(replicas.close)
         await stack.enter_async_context(beside(machine.run(), "machine"))
@@ -240,6 +241,21 @@ def _gateway(config: Config, machine: MachineRecord, supervisor: Supervisor) -> 
             version=penstock.__version__,
         )
     ]
+
+
+async def restore_models(registry: Registry, view: FleetView) -> None:
+    """A registry without any model has lost its data, because the last one cannot be unloaded: it gets them back."""
+    known = dict(view.fleet.models)
+    while True:
+        await view.changed(1.0)
+        if view.fleet.models:
+            known = dict(view.fleet.models)
+        elif known:
+            log.warning("the registry has lost its models; they are published again", extra={"models": sorted(known)})
+            try:
+                await registry.publish(*known.values())
+            except PenstockError as error:
+                log.warning("the models could not be published again", extra={"why": str(error)})
 
 
 async def _tell_gateways(view: FleetView, fleet: str, machine: str, replicas: Replicas, control: ControlServer) -> None:

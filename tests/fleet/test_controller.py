@@ -16,6 +16,7 @@ from penstock.errors import PenstockError
 from penstock.fleet.controller import Controller
 from penstock.fleet.gateway_side import FleetScaler, other_machines
 from penstock.fleet.machine import Machine
+from penstock.fleet.machine_process import beside, restore_models
 from penstock.fleet.operations import FleetOperations
 from penstock.fleet.records import LoadRecord, MachineRecord, ModelRecord
 from penstock.fleet.registry import MemoryFleet, MemoryRegistry
@@ -259,6 +260,11 @@ def test_a_registry_without_data_stops_nothing() -> None:
             await asyncio.sleep(3 * LEASE_S)
             assert it.ready() == {"a": 1, "b": 1}
             await it.want(2)
+            async with beside(restore_models(it.client, it.nodes["a"].view), "models"):
+                await asyncio.sleep(2.0)
+                del it.memory.records["model:m"]
+                it.memory.changed()
+                await it.until(lambda: "m" in it.memory.snapshot().models)
             await asyncio.sleep(3 * LEASE_S)
             assert it.ready() == {"a": 1, "b": 1}
 
