@@ -116,7 +116,8 @@ def apply(
     config = _config(url, secret_file, config_file, settings)
 
     async def put(registry: Registry, view: FleetView) -> None:
-        from penstock.fleet.machine_process import described, desired, refuse_fixed
+        from penstock.fleet.machine_process import desired, refuse_fixed
+        from penstock.fleet.membership import described
 
         refuse_fixed(config)
         for model in config.models:
@@ -189,7 +190,7 @@ def controller(
 
         from penstock.fleet.controller import Controller
         from penstock.fleet.machine_process import beside
-        from penstock.fleet.machine_site import machine_name
+        from penstock.fleet.membership import machine_name
 
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import signal
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,14 +17,16 @@ from penstock.config import Config, ModelConfig
 from penstock.config.fleet import FleetConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.controller import Controller
-from penstock.fleet.gateway_side import FleetScaler, other_machines
+from penstock.fleet.gateway_side import FleetScaler
 from penstock.fleet.machine import Machine
 from penstock.fleet.machine_site import MachineSite, describe_machine
+from penstock.fleet.membership import described, open_registry
 from penstock.fleet.operations import FleetOperations
 from penstock.fleet.records import GatewayRecord, MachineRecord, ModelRecord, Record
 from penstock.fleet.redis_registry import RedisRegistry
 from penstock.fleet.registry import Fleet, Registry
 from penstock.fleet.status import fleet_state
+from penstock.fleet.topology import topology
 from penstock.fleet.view import FleetView
 from penstock.protocol.control import Topology
 from penstock.protocol.fleet_secret import FleetSecret
@@ -102,7 +102,7 @@ async def run_machine(
             catalogue.unit,
             catalogue,
             max_engines=role.room,
-            others=lambda: other_machines(view.fleet, record.name),
+            others=lambda: topology(view.fleet, besides=record.name),
             describe=lambda unit: machine.describe(unit),
         )
         for name in catalogue.names:
@@ -158,9 +158,8 @@ def refuse_fixed(config: Config) -> None:
 @asynccontextmanager
 async def joined(settings: FleetConfig, secret: FleetSecret) -> AsyncIterator[tuple[RedisRegistry, FleetView]]:
     """A connection to the registry and a view of the fleet, once the registry has answered."""
-    registry = RedisRegistry(settings.url, settings.name, secret, lease_s=settings.lease_s)
+    registry = await open_registry(settings, secret, required=False)
     try:
-        await registry.check()
         view = FleetView(registry)
         async with beside(view.run(), "fleet view"):
             while not view.seen.is_set():
@@ -184,15 +183,6 @@ async def beside(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[No
         (ended,) = await asyncio.gather(task, return_exceptions=True)
         if isinstance(ended, Exception):
             log.error("%s failed", name, exc_info=ended)
-
-
-def described(model: ModelConfig) -> dict[str, Any]:
-    """A model as other machines read it: what differs from the defaults, with a folder's whole path."""
-    plain = msgspec.to_builtins(dataclasses.asdict(model))
-    default = msgspec.to_builtins(dataclasses.asdict(ModelConfig()))
-    kept = {name: value for name, value in plain.items() if value != default[name]}
-    source = Path(model.source).expanduser()
-    return {**kept, "name": model.name, "source": str(source.absolute()) if source.exists() else model.source}
 
 
 def desired(fleet: Fleet, model: ModelConfig, description: Mapping[str, Any]) -> ModelRecord:
@@ -262,7 +252,7 @@ async def _tell_gateways(view: FleetView, fleet: str, machine: str, replicas: Re
     told: Topology | None = None
     while True:
         control.tell_fleet(fleet_state(fleet, view.fleet))
-        found = other_machines(view.fleet, machine)
+        found = topology(view.fleet, besides=machine)
         if found != told:
             told = found
             replicas.others_changed()

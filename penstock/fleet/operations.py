@@ -13,6 +13,7 @@ import msgspec
 from penstock.config.load import check_model
 from penstock.errors import PenstockError
 from penstock.fleet.controller_autoscaler import limited
+from penstock.fleet.membership import understood
 from penstock.fleet.records import CommandRecord, EngineRecord, ModelRecord
 from penstock.fleet.registry import Fleet, Registry
 from penstock.fleet.view import FleetView
@@ -201,6 +202,8 @@ class FleetOperations:
             self._model(model)
             return sorted((one.machine, one.replica) for one in self._engines(model))
         machine, _, number = replica.rpartition(".")
+        if f"{machine}/{model}/{number}" in self._view.fleet.engines and machine not in self._view.fleet.machines:
+            raise PenstockError(f"`{replica}` was started by hand (`penstock engine`); do that where it runs")
         if machine not in self._view.fleet.machines:
             names = [f"{one.machine}.{one.replica}" for one in self._engines(model)]
             raise PenstockError(f"`{model}` has no replica `{replica}`; there are {_list(sorted(names))}")
@@ -209,7 +212,7 @@ class FleetOperations:
 
 def with_limits(record: ModelRecord, minimum: int | None, maximum: int | None) -> ModelRecord:
     """A model with other limits of automatic scaling."""
-    config = check_model(record.description).autoscale
+    config = check_model(understood(record.description)).autoscale
     if config is None:
         raise PenstockError(f"`{record.name}` is not scaled automatically; `penstock scale` sets its replicas")
     changed = msgspec.structs.replace(
@@ -229,7 +232,8 @@ def with_limits(record: ModelRecord, minimum: int | None, maximum: int | None) -
 
 
 def _of(fleet: Fleet, model: str) -> list[EngineRecord]:
-    return [engine for engine in fleet.engines.values() if engine.model == model]
+    """Its engines on machines; those that were started by hand are nobody's to change."""
+    return [one for one in fleet.engines.values() if one.model == model and one.machine in fleet.machines]
 
 
 def _problem(fleet: Fleet, model: str, count: int) -> str:
