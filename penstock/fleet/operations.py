@@ -51,8 +51,8 @@ class FleetOperations:
         """For a gateway without a supervisor: have an operation carried out, as `SupervisorLink.ask` does."""
         try:
             match operation(0):
-                case Scale(_, model, count):
-                    await self.scale(model, count)
+                case Scale(_, model, count, pool):
+                    await self.scale(model, count, pool)
                 case Restart(_, model, replica):
                     await self.restart(model, replica)
                 case Drain(_, model, replica):
@@ -73,8 +73,13 @@ class FleetOperations:
             message = str(error)
             raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.") from error
 
-    async def scale(self, model: str, count: int) -> None:
+    async def scale(self, model: str, count: int, pool: str = "") -> None:
         record = self._model(model)
+        if pool:
+            raise PenstockError(
+                "a fleet assigns replicas to machines, not to pools; run further engines of a pool with "
+                f"`penstock engine {model} --pool {pool}`"
+            )
         if "autoscale" in record.description and record.description["autoscale"] is not None:
             raise PenstockError(
                 f"`{model}` is scaled automatically; `penstock autoscale {model} --min N --max N` changes its limits"
