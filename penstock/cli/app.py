@@ -17,6 +17,7 @@ from penstock.cli.deploy import app as deploy
 from penstock.cli.doctor import doctor
 from penstock.cli.drill import drill
 from penstock.cli.engine import engine
+from penstock.cli.fleet import app as fleet
 from penstock.cli.gateway import gateway
 from penstock.cli.ingest import ingest
 from penstock.cli.join import join
@@ -106,6 +107,7 @@ app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
 app.add_typer(route, name="route")
 app.add_typer(bench, name="bench")
+app.add_typer(fleet, name="fleet")
 app.add_typer(deploy, name="deploy")
 app.add_typer(log_pipeline, name="log-pipeline")
 app.add_typer(keys)
