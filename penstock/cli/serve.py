@@ -60,6 +60,7 @@ def serve(
     from penstock.cli.terminal import flags, resolve_drafts, resolve_models, stderr
     from penstock.cli.terminal_reporter import TerminalReporter
     from penstock.config import load
+    from penstock.errors import require_extra
     from penstock.gateway.http.port import check_port
     from penstock.identity.exposure import check_exposure
     from penstock.supervisor.autoscaler import ReplicaAutoscaler
@@ -88,6 +89,8 @@ def serve(
             logging__level=log_level,
         ),
     )
+    if config.models:
+        require_extra("engine", "`penstock serve` with models of its own")
     server = config.server
     check_port(server.host, server.port)
     if server.admin_port is not None:
