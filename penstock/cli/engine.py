@@ -152,8 +152,14 @@ def _process(
 ) -> EngineProcess:
     """An engine process that reports to the supervisor."""
     from penstock.engine_host.process import EngineProcess
+    from penstock.protocol.fleet_secret import FleetSecret
     from penstock.protocol.transport import CurveServer
     from penstock.supervisor.status import Progress, Started
+
+    curve = CurveServer.read(curve_key, curve_clients)
+    if curve is None and endpoint.startswith("tcp://"):
+        secret = FleetSecret.find(config.fleet.secret_file)
+        curve = None if secret is None else secret.engine()
 
     @contextmanager
     def serving(info: EngineInfo) -> Iterator[None]:
@@ -163,7 +169,7 @@ def _process(
 
     return EngineProcess(
         endpoint,
-        CurveServer.read(curve_key, curve_clients),
+        curve,
         config.server.drain_s,
         progress=lambda phase, fraction: status.send(Progress(phase, fraction)),
         serving=serving,

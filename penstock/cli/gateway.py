@@ -65,6 +65,7 @@ def gateway(
     from penstock.config import load, load_resolved
     from penstock.engine.process import die_with_parent
     from penstock.errors import PenstockError
+    from penstock.protocol.fleet_secret import FleetSecret
     from penstock.supervisor.launch import resolved as with_paths
     from penstock.supervisor.status import EncoderNeeded, Failed, Listening, StatusPipe
 
@@ -72,7 +73,7 @@ def gateway(
     if supervised is not None:
         die_with_parent()
     try:
-        endpoints = _endpoints(engine or [])
+        endpoints = _endpoints(engine or [], needed=control is None)
         curve = _curve(curve_key, curve_engines)
         if resolved is not None:
             config = load_resolved(resolved)
@@ -86,6 +87,11 @@ def gateway(
         if supervised is None and config.server.workers > 1:
             _supervise(config, endpoints, curve_key, curve_engines)
             return
+        secret = FleetSecret.find(config.fleet.secret_file)
+        if secret is not None:
+            for name, found in endpoints.items():
+                if name not in curve and all(endpoint.startswith("tcp://") for endpoint in found):
+                    curve[name] = secret.gateway()
         from penstock.console import Console
         from penstock.gateway.process.main import run
         from penstock.gateway.process.settings import Worker
@@ -100,6 +106,7 @@ def gateway(
             listening=lambda: status.send(Listening()),
             beat=status.beat,
             wrap=Console if config.server.console else lambda app: app,
+            secret=secret,
         )
     except PenstockError as error:
         status.send(Failed(str(error)))
@@ -140,7 +147,7 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
         asyncio.run(run(folder))
 
 
-def _endpoints(engines: list[str]) -> dict[str, list[str]]:
+def _endpoints(engines: list[str], *, needed: bool = True) -> dict[str, list[str]]:
     from penstock.errors import ConfigError
 
     endpoints: dict[str, list[str]] = {}
@@ -149,7 +156,7 @@ def _endpoints(engines: list[str]) -> dict[str, list[str]]:
         if not equals or "://" not in endpoint:
             raise ConfigError(f"--engine {engine}: write it as MODEL=ENDPOINT, for example m=tcp://127.0.0.1:5555")
         endpoints.setdefault(name, []).append(endpoint)
-    if not endpoints:
+    if needed and not endpoints:
         raise ConfigError("--engine MODEL=ENDPOINT is needed at least once; `penstock serve` starts engines itself")
     return endpoints
 

@@ -165,6 +165,7 @@ def conflicts(config: Config) -> list[str]:
             f"server.workers: models with time_slice ({', '.join(slices)}) need a single gateway, which decides which "
             "one is awake; use one worker"
         )
+    problems += [f"fleet.{problem}" for problem in config.fleet.problems()]
     return problems + _guardrails(config) + _tools(config) + _shares(config)
 
 

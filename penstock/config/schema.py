@@ -15,6 +15,7 @@ from penstock.config.cache import CacheConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.encoders import DEFAULT_ENCODER, EncoderConfig
 from penstock.config.fields import setting
+from penstock.config.fleet import FleetConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.models import DEFAULT_MODEL, ModelConfig
@@ -369,6 +370,7 @@ class Config:
     knowledge: KnowledgeConfig = dataclasses.field(default_factory=KnowledgeConfig)
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
+    fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     batches: BatchesConfig = dataclasses.field(default_factory=BatchesConfig)

