@@ -49,7 +49,7 @@ extras: $(RUN_STAMP) ## install optional parts into .venv: EXTRAS=postgres,redis
 # setup.py says what is made for it. An old build folder would put files into it that are no longer there.
 .PHONY: wheel
 wheel: $(RUN_STAMP) ## build dist/penstock-*.whl, with native kernels for every instruction set (a minute or two)
-	@rm -rf build && mkdir -p dist && $(PIP) wheel --no-deps --wheel-dir dist .
+	@rm -rf build dist/penstock-*.whl && mkdir -p dist && $(PIP) wheel --no-deps --wheel-dir dist .
 	@ls -sh dist/*.whl
 
 # Tests wait for servers and clocks a good part of their time: one process more than there are cores fills the gaps, and

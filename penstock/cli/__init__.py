@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 
@@ -11,6 +13,10 @@ def main() -> None:
     from penstock.cli.app import app
     from penstock.errors import EXTRA_OF, PenstockError, needs_extra
 
+    if os.getpid() == 1:
+        # The first process of a container gets no default action: until a command has its own handler, SIGTERM would
+        # do nothing, and `stop` would wait for its whole grace period.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         app()
     except PenstockError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -15,32 +14,13 @@ import httpx
 import pytest
 
 from penstock.engine.backends.cpu import build
+from tests.deploy.conftest import bare
 from tests.e2e.conftest import free_port
 from tests.engine_host.client import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ["-c", str(ROOT / "constraints.txt")]
-
-
-def bare(**more: str) -> dict[str, str]:
-    """An environment in which nothing points to this checkout."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")} | more
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as `make wheel` does, from a copy, so that the checkout stays clean."""
-    if shutil.which("c++") is None:
-        pytest.skip("needs a C++ compiler")
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    shutil.copytree(ROOT / "penstock", source / "penstock", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(target), str(source)]
-    subprocess.run(command, env=bare(), check=True)
-    (built,) = target.glob("*.whl")
-    return built
 
 
 def test_it_is_for_any_python_and_has_kernels_and_console_inside(wheel: Path) -> None:

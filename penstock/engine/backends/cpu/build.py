@@ -145,15 +145,17 @@ def build_library(
     return target
 
 
-def build_prebuilt(directory: Path) -> Path:
-    """A library for every machine of this architecture, as `build` looks for it in `PREBUILT`."""
+def build_prebuilt(directory: Path, cache: Path | None = None) -> Path:
+    """A library for every machine of this architecture, as `build` looks for it in `PREBUILT`. It is compiled once and
+    kept in the cache, like others."""
     sets = [known for known in instruction_sets() if _compiles(known)]
     left_out = [known.name for known in instruction_sets() if known not in sets]
     if left_out:
         log.warning("left out, because the compiler does not know them: %s", ", ".join(left_out))
     directory.mkdir(parents=True, exist_ok=True)
+    made = build_library(sets, cache, _SHIPPED_LINK)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        return build_library(sets, Path(scratch), _SHIPPED_LINK).replace(directory / _prebuilt_name())
+        return Path(shutil.copy(made, scratch)).replace(directory / _prebuilt_name())
 
 
 def _runnable(directory: Path | None) -> list[str]:
