@@ -15,7 +15,7 @@ from importlib.machinery import PathFinder
 
 LEFT_OUT = set('''
 torch triton transformers safetensors pynvml usearch pypdf asyncpg redis confluent_kafka clickhouse_connect
-regex mcp obstore opentelemetry
+regex mcp obstore opentelemetry ray
 '''.split())
 
 class WithoutExtras(PathFinder):
