@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+import pytest
 
 import penstock
 
@@ -59,3 +62,14 @@ def test_gateways_and_the_command_line_need_no_extra_and_other_commands_say_whic
     said = done.stderr.splitlines()
     assert said[1::2] == ["engine 2", "serve 2", "quantize 2"], done.stderr
     assert all(line.startswith("error: ") and "pip install 'penstock[engine]'" in line for line in said[::2]), said
+
+
+def test_every_data_file_is_in_the_wheel() -> None:
+    package = Path(penstock.__file__).parent
+    tracked = subprocess.run(["git", "ls-files", "."], cwd=package, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a clone")
+    patterns = tomllib.loads((package.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packed = {str(path.relative_to(package)) for pattern in patterns["penstock"] for path in package.glob(pattern)}
+    left_out = [name for name in tracked.stdout.split() if not name.endswith(".py") and name not in packed]
+    assert not left_out, "add them to package-data in pyproject.toml"

@@ -133,7 +133,9 @@ def serve(
     config = resolve_drafts(resolved(config, resolve_models(config, console)), console)
     if config.fleet.url:
         from penstock.fleet.machine_process import MachineRole, run_machine
+        from penstock.telemetry import logging as telemetry_logging
 
+        telemetry_logging.configure(config.logging.format, config.logging.level)
         reporter = TerminalReporter(console, config, keys=keys)
         with RuntimeFolder() as folder:
             asyncio.run(run_machine(config, originals, folder, MachineRole(server.max_engines, serves=True), reporter))
