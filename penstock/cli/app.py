@@ -19,6 +19,7 @@ from penstock.cli.drill import drill
 from penstock.cli.engine import engine
 from penstock.cli.fleet import app as fleet
 from penstock.cli.gateway import gateway
+from penstock.cli.health import health
 from penstock.cli.ingest import ingest
 from penstock.cli.join import join
 from penstock.cli.keys import keys, tenants
@@ -91,6 +92,7 @@ app.command(help=backup.__doc__)(backup)
 app.command(help=requests.__doc__)(requests)
 app.command(help=top.__doc__)(top)
 app.command(help=trace.__doc__)(trace)
+app.command(help=health.__doc__)(health)
 app.command(help=replicas.__doc__)(replicas)
 app.command(help=scale.__doc__)(scale)
 app.command(help=autoscale.__doc__)(autoscale)
