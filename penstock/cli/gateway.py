@@ -83,7 +83,7 @@ def gateway(
             )
             encoders = {encoder.name for encoder in load(config_file, flags=given).encoders}
             config = load(config_file, models=[name for name in endpoints if name not in encoders], flags=given)
-            config = with_paths(config, resolve_models(config, stderr()))
+            config = with_paths(config, resolve_models(config, stderr(), weights=False))
         if supervised is None and config.server.workers > 1:
             _supervise(config, endpoints, curve_key, curve_engines)
             return

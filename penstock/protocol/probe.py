@@ -1,7 +1,7 @@
 """Whether an engine answers: for probes of Kubernetes, Compose and people.
 
-The question is an empty `Count`, which an engine answers between two steps, from memory, whoever asks; so a probe is not
-registered as a gateway and leaves nothing behind. Importing this is cheap: no torch.
+The question is an empty `Count`, which an engine answers between two steps, from memory, whoever asks; so a probe is
+not registered as a gateway and leaves nothing behind. Importing this is cheap: no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The decisions about a deployment, made once: what its configuration asks for, and what of it a cluster cannot give."""
+"""The decisions about a deployment, made once: what a configuration asks for, and what of it a cluster cannot give."""
 
 from __future__ import annotations
 

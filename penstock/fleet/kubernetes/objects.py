@@ -35,12 +35,8 @@ def documents(deployment: Deployment) -> list[Document]:
     found += [
         Document("network-policies", network.objects(deployment), "networkPolicy", options.network_policies),
         Document("service-monitor", [extras.service_monitor(deployment)], "serviceMonitor", options.service_monitor),
-        Document(
-            "inference-pool",
-            [extras.inference_pool(deployment), *extras.objectives(deployment)],
-            "inferencePool",
-            options.inference_pool,
-        ),
+        Document("inference-pool", [extras.inference_pool(deployment)], "inferencePool", options.inference_pool),
+        Document("inference-objectives", extras.objectives(deployment), "inferenceObjectives", options.objectives),
         Document("first-key", [gateways.first_key(deployment)], once=True),
     ]
     if options.route:

@@ -44,6 +44,8 @@ class ClusterOptions:
     inference_pool: bool = False
     endpoint_picker: str = "penstock-epp:9002"
     """Service and port of the endpoint picker that the InferencePool names."""
+    objectives: bool = False
+    """InferenceObjectives, which releases of the inference extension have up to 1.5."""
     route: str = ""
     """Gateway (GATEWAY or NAMESPACE/GATEWAY) of an HTTPRoute."""
     host: str = ""

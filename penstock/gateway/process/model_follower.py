@@ -39,7 +39,7 @@ def served(
     resilience = settings.how_resilient()
     if model.hold is not None:
         resilience = dataclasses.replace(resilience, park_s=max(resilience.park_s, model.hold.seconds))
-    text = load_text(resolve(model.source))
+    text = load_text(resolve(model.source, weights=False))
     replicas = [native(model, str(index), endpoint, curve) for index, endpoint in enumerate(endpoints)]
     return ServedModel(
         name=model.name,
