@@ -6,7 +6,7 @@ holds its default, the chart's template an expression and its `values.yaml` the 
 
 from penstock.fleet.kubernetes.chart import chart
 from penstock.fleet.kubernetes.deployment import Deployment
-from penstock.fleet.kubernetes.manifests import manifests
+from penstock.fleet.kubernetes.manifests import manifests, stream
 from penstock.fleet.kubernetes.options import ClusterOptions
 
-__all__ = ["ClusterOptions", "Deployment", "chart", "manifests"]
+__all__ = ["ClusterOptions", "Deployment", "chart", "manifests", "stream"]

@@ -67,9 +67,9 @@ class Deployment:
         """Of the StatefulSet and of its headless Service."""
         return f"{self.name}-{group.label}"
 
-    def head_name(self, group: EngineGroup) -> str:
+    def head_name(self, model: ModelConfig) -> str:
         """Of the StatefulSet with the heads of a grid over several machines."""
-        return f"{self.name}-{dns_label(group.model.name)}"
+        return f"{self.name}-{dns_label(model.name)}"
 
 
 def _uses_redis(config: Config, options: ClusterOptions) -> bool:

@@ -125,10 +125,9 @@ def _pod(deployment: Deployment, group: EngineGroup, selected: dict[str, str]) -
         del spec["initContainers"]
     spec["containers"] = [_engine(deployment, group) if group.is_head else _rank(deployment, group)]
     spec["volumes"] = [*pods.volumes(deployment), {"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    if _spread(group):
-        spec["volumes"].append(
-            {"name": "ranks", "secret": {"secretName": f"{deployment.head_name(group)}-ranks", "defaultMode": 0o440}}
-        )
+    if isinstance(group.model, ModelConfig) and group.model.placement is not None:
+        secret = {"secretName": f"{deployment.head_name(group.model)}-ranks", "defaultMode": 0o440}
+        spec["volumes"].append({"name": "ranks", "secret": secret})
     if _scratch(group):
         spec["volumes"].append({"name": "scratch", "emptyDir": {"sizeLimit": str(_scratch(group))}})
     return spec
@@ -235,7 +234,7 @@ def _rank(deployment: Deployment, group: EngineGroup) -> Json:
     """Ranks of the head with the same number."""
     model = group.model
     assert isinstance(model, ModelConfig) and group.machine != LOCAL
-    head = deployment.head_name(group)
+    head = deployment.head_name(model)
     address = f"tcp://{head}-$(POD_INDEX).{head}.{deployment.namespace}.svc:{RANK_PORT}"
     arguments = ["join", address, "--as", group.machine, "--model", model.source, "--device", group.device]
     if model.draft_model:

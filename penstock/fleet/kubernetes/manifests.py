@@ -19,6 +19,12 @@ def objects(deployment: Deployment) -> list[Json]:
     ]
 
 
+def stream(deployment: Deployment) -> str:
+    """All objects as one YAML stream, without those that are for one time only."""
+    files = manifests(deployment)
+    return "---\n".join(text for name, text in files.items() if not name.startswith("once/"))
+
+
 def manifests(deployment: Deployment) -> dict[str, str]:
     """Text by file name. Files in `once/` are not for `kubectl apply -f FOLDER`."""
     files = {}
