@@ -27,6 +27,7 @@ from penstock.protocol.messages import (
     Claimed,
     LoadAdapter,
     PinAdapter,
+    Placement,
     Produced,
     Sleep,
     State,
@@ -144,6 +145,10 @@ class EngineClient(ABC):
         self._adapters: dict[str, AdapterStatus] | None = None
         self._operations: dict[str, asyncio.Future[AdapterResult]] = {}
         self._serial = itertools.count()
+        self.problem = ""
+        """Why the engine cannot be used, if that is known."""
+        self.on_placement: Callable[[Placement], None] = lambda placement: None
+        """Called with what other gateways sent to the engine."""
 
     @property
     def replicas(self) -> Sequence[Backend]:
@@ -195,8 +200,9 @@ class EngineClient(ABC):
             finally:
                 self._waiters -= 1
         if not self._ready.is_set() or self._info is None:
+            why = f"cannot be used: {self.problem}." if self.problem else f"is down (waited {within:g} s)."
             raise EngineUnavailable(
-                f"The engine for this model is down (waited {within:g} s). It may be starting; try again.",
+                f"The engine for this model {why}{'' if self.problem else ' It may be starting; try again.'}",
                 reason="queue_timeout",
                 retry_after=5.0,
             )
@@ -323,6 +329,9 @@ class EngineClient(ABC):
 
     def _tell_adapters(self, statuses: list[AdapterStatus]) -> None:
         self._adapters = {status.name: status for status in statuses}
+
+    def tell_placement(self, placement: Placement) -> None:  # noqa: B027 (an engine in this process has no others)
+        """Tells the other gateways of the engine, if any, what was sent to it."""
 
     @abstractmethod
     def _send_state(self, message: Sleep | Wake) -> None: ...

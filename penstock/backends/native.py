@@ -24,7 +24,6 @@ from penstock.protocol.codec import ProtocolError, decode_from_engine, encode
 from penstock.protocol.errors import ApiError, EngineLost, EngineUnavailable, Overloaded
 from penstock.protocol.messages import (
     HELLO_S,
-    PROTOCOL_VERSION,
     Abort,
     AdapterOperation,
     AdapterResult,
@@ -37,6 +36,8 @@ from penstock.protocol.messages import (
     Goodbye,
     Hello,
     Leaving,
+    Placed,
+    Placement,
     Produced,
     Ready,
     Sleep,
@@ -48,6 +49,7 @@ from penstock.protocol.messages import (
     Wake,
 )
 from penstock.protocol.transport import CurveClient
+from penstock.protocol.versions import PLACED_SINCE, Proposal
 
 log = logging.getLogger("penstock.backends.native")
 
@@ -83,6 +85,13 @@ class NativeBackend(EngineClient):
         self._heartbeat: asyncio.Task[None] | None = None
         self._heard_at = clock()
         self._questions: dict[str, asyncio.Future[Any]] = {}
+        self._proposal = Proposal()
+        self._hello_at = float("-inf")
+
+    @property
+    def protocol(self) -> int:
+        """The version of the protocol that is spoken with the engine."""
+        return self._proposal.version
 
     @property
     def public_key(self) -> str:
@@ -172,6 +181,15 @@ class NativeBackend(EngineClient):
         if not self._try_send(operation):
             raise Overloaded("The engine accepts no new requests at the moment; try again shortly.")
 
+    def tell_placement(self, placement: Placement) -> None:
+        # When it cannot be sent, another gateway may choose another replica: that costs a prefill, nothing else.
+        if self._up and self._proposal.version >= PLACED_SINCE:
+            self._try_send(Placed([placement]))
+
+    def _say_hello(self) -> None:
+        self._hello_at = self._clock()
+        self._try_send(Hello(self._identity, self._proposal.version))
+
     def _try_send(self, message: ToEngine) -> bool:
         """Sends a message; False when there is no connection or its buffer is full. Never blocks."""
         assert self._socket is not None and self._loop is not None
@@ -203,17 +221,9 @@ class NativeBackend(EngineClient):
                 else:
                     # It was given up after a silence but still has our registration: register again.
                     self._try_send(Goodbye())
-                    self._try_send(Hello(self._identity))
-            case Ready(info, version, state):
-                if version != PROTOCOL_VERSION:
-                    log.error(
-                        "engine has another protocol version; restart gateway and engine from the same installation",
-                        extra={"engine": self.name, "theirs": version, "ours": PROTOCOL_VERSION},
-                    )
-                    return
-                self._lost("it was restarted")
-                self._came_up(info, state)
-                log.info("engine ready", extra={"engine": self.name, "instance": info.instance})
+                    self._say_hello()
+            case Ready():
+                self._on_ready(message)
             case State():
                 self._on_state(message)
             case Adapters(statuses):
@@ -227,8 +237,24 @@ class NativeBackend(EngineClient):
                 self._answered(question, entries)
             case Claimed(question):
                 self._answered(question, message)
+            case Placed(placements):
+                for placement in placements:
+                    self.on_placement(placement)
             case Stopped(reason):
                 self._lost(reason)
+
+    def _on_ready(self, ready: Ready) -> None:
+        if self._proposal.agreed(ready.version):
+            self.problem = ""
+            self._lost("it was restarted")
+            self._came_up(ready.info, ready.state)
+            extra = {"engine": self.name, "instance": ready.info.instance, "protocol": ready.version}
+            log.info("engine ready", extra=extra)
+        elif not self._proposal.problem:
+            self._say_hello()
+        elif self.problem != self._proposal.problem:  # it answers every hello
+            self.problem = self._proposal.problem
+            log.error("engine cannot be used", extra={"engine": self.name, "why": self.problem})
 
     def _answered(self, question: str, answer: list[Produced] | Claimed) -> None:
         asked = self._questions.get(question)
@@ -241,11 +267,14 @@ class NativeBackend(EngineClient):
             if event == zmq.EVENT_DISCONNECTED:
                 self._lost("its connection was closed")
             else:
-                self._try_send(Hello(self._identity))
+                self._proposal.again()
+                self._say_hello()
 
     async def _send_hellos(self) -> None:
         while True:
-            self._try_send(Hello(self._identity))
+            # Not twice in a row: while versions are being agreed on, every hello is answered.
+            if self._clock() - self._hello_at > HELLO_S / 2:
+                self._say_hello()
             await asyncio.sleep(HELLO_S)
             # An engine that is waking loads its weights and cannot send meanwhile.
             silent = self.state != "waking" and self._clock() - self._heard_at > self._silence_s

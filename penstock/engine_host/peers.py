@@ -18,7 +18,8 @@ from penstock.engine.encoder.request import Encoding
 from penstock.engine.request import Delta, EngineLoad, StepOutput
 from penstock.engine_host.pacer import Pacing
 from penstock.protocol.codec import encode
-from penstock.protocol.messages import Encoded, FromEngine, Step
+from penstock.protocol.messages import Encoded, FromEngine, Placed, Step
+from penstock.protocol.versions import PLACED_SINCE, PROTOCOL_VERSION
 
 BACKLOG_LIMIT = 4096
 """Messages kept for a gateway beyond those its socket holds: minutes of steps. Tokens cannot be skipped."""
@@ -32,6 +33,8 @@ class Peer:
 
     identity: bytes
     name: str
+    version: int = PROTOCOL_VERSION
+    """Of the protocol that it speaks with this engine."""
     requests: set[str] = field(default_factory=set)
     backlog: deque[bytes] = field(default_factory=deque)
     sent_at: float = 0.0
@@ -64,8 +67,8 @@ class Peers:
     def flushed(self) -> bool:
         return not any(peer.backlog for peer in self._peers.values())
 
-    def register(self, identity: bytes, name: str) -> Peer:
-        peer = self._peers[identity] = Peer(identity, name)
+    def register(self, identity: bytes, name: str, version: int = PROTOCOL_VERSION) -> Peer:
+        peer = self._peers[identity] = Peer(identity, name, version)
         return peer
 
     def own(self, peer: Peer, request_id: str) -> None:
@@ -132,6 +135,12 @@ class Peers:
     def tell_all(self, message: FromEngine, now: float) -> None:
         for peer in list(self._peers.values()):
             self.send(peer, message, now)
+
+    def tell_placed(self, message: Placed, sender: Peer, now: float) -> None:
+        """To all but its sender. Tokens go first: a gateway with a backlog is not told."""
+        for peer in list(self._peers.values()):
+            if peer is not sender and peer.version >= PLACED_SINCE and not peer.backlog:
+                self.send(peer, message, now)
 
     def send(self, peer: Peer, message: FromEngine, now: float) -> None:
         peer.backlog.append(encode(message))

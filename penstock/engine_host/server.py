@@ -22,6 +22,7 @@ from penstock.engine_host.handover.endpoint import HandoverEndpoint
 from penstock.engine_host.interfaces import EncoderLike, EngineLike, Sleeper
 from penstock.engine_host.pacer import Pacing
 from penstock.engine_host.peers import BACKLOG_LIMIT, Peers
+from penstock.engine_host.placements import Placements
 from penstock.engine_host.tally import Tally
 from penstock.engine_host.watchdog import Watchdog
 from penstock.errors import ReplicaLost
@@ -31,7 +32,6 @@ from penstock.protocol.messages import (
     DRAINING,
     HEARTBEAT_S,
     NOT_REGISTERED,
-    PROTOCOL_VERSION,
     RESUMED_ELSEWHERE,
     Abort,
     AdapterResult,
@@ -47,6 +47,7 @@ from penstock.protocol.messages import (
     Leaving,
     LoadAdapter,
     PinAdapter,
+    Placed,
     Pull,
     Ready,
     Shutdown,
@@ -60,6 +61,7 @@ from penstock.protocol.messages import (
     Wake,
 )
 from penstock.protocol.transport import Listener
+from penstock.protocol.versions import OLDEST_VERSION, PLACED_SINCE, PROTOCOL_VERSION, answer
 
 EXIT_FAILED = 1
 _ARRIVED = int(zmq.POLLIN)
@@ -98,6 +100,7 @@ class EngineServer:
         self._peers = Peers(listener.socket, backlog_limit=backlog_limit, pacing=pacing)
         self._handovers = HandoverEndpoint(self._poller, listener.socket, listener.secret_key)
         self._tally = Tally()
+        self._placements = Placements()
         self._sleeper = sleeper
         self._state: EngineState = state
         self._watchdog = watchdog
@@ -184,6 +187,10 @@ class EngineServer:
             case Pull():
                 if peer is not None:
                     self._handovers.pull(identity, message)
+            case Placed():
+                if peer is not None:
+                    self._placements.add(message.placements, self._engine.info.num_blocks)
+                    self._peers.tell_placed(message, peer, time.monotonic())
             case Count(question, charges):
                 self._answer(identity, Counted(question, self._tally.of(charges)))
             case Claim(question, charge, request):
@@ -208,15 +215,23 @@ class EngineServer:
                 self.stop("told to shut down")
 
     def _register(self, identity: bytes, gateway: str, version: int) -> None:
-        ready = Ready(self._engine.info, state=self._state)
-        if version != PROTOCOL_VERSION:
-            # The answer carries our version, so that the other side can report the mismatch; it is not served.
-            log.error("gateway %s speaks protocol %d, this engine %d", gateway, version, PROTOCOL_VERSION)
+        spoken = answer(version)
+        ready = Ready(self._engine.info, spoken, self._state)
+        if version != spoken:
+            # The answer says what is spoken here, so that the other side can propose it or report why it cannot.
+            log.log(
+                logging.ERROR if version < OLDEST_VERSION else logging.INFO,
+                "gateway %s proposes protocol %d; this engine speaks %d to %d",
+                gateway, version, OLDEST_VERSION, PROTOCOL_VERSION,
+            )  # fmt: skip
             self._peers.reply(identity, ready)
             return
         log.info("gateway %s connected", gateway)
-        peer = self._peers.register(identity, gateway)
+        peer = self._peers.register(identity, gateway, version)
         self._peers.send(peer, ready, time.monotonic())
+        if version >= PLACED_SINCE:
+            for remembered in self._placements.messages():
+                self._peers.send(peer, remembered, time.monotonic())
         if self._engine.adapters is not None:
             self._peers.send(peer, Adapters(self._engine.adapters.statuses()), time.monotonic())
 
@@ -362,6 +377,7 @@ class EngineServer:
         assert self._sleeper is not None
         begin = time.monotonic()
         self._handovers.close()
+        self._placements.clear()
         try:
             self._engine = self._sleeper.sleep(self._engine)
             self._sleeper.collect()

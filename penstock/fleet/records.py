@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from penstock.protocol.control import Loads, ModelScaling
-from penstock.protocol.messages import PROTOCOL_VERSION
+from penstock.protocol.versions import PROTOCOL_VERSION
 
 
 class EngineRecord(msgspec.Struct, frozen=True, tag="engine", kw_only=True):

@@ -31,6 +31,10 @@ class OutOfTerm(PenstockError):
     """Another controller has been elected since."""
 
 
+class RegistryUnavailable(PenstockError):
+    """The registry does not answer; what was last known still holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """Everything that is registered, at one moment; by id."""

@@ -23,7 +23,11 @@ of its own):
                      ◄──────────────────  Claimed   at once, from memory
     Pull             ──────────────────►            from another engine, which is a client like a gateway
                      ◄──────────────────  Block     one per block asked for, with its bytes in further frames
+    Placed           ──────────────────►            what was sent here, for the other gateways
+                     ◄──────────────────  Placed     what the others sent here; after `Ready`, what is remembered
     Goodbye          ──────────────────►            the engine aborts the requests of this gateway
+
+The two sides may be of neighbouring releases: `protocol.versions` says how they agree on a version.
 
 Invariant: `Ready` means "I hold no request of yours". A gateway that receives one while requests are in
 flight knows that they are lost (the engine restarted, or gave this gateway up because it did not read). That
@@ -41,8 +45,8 @@ import msgspec
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.encoder.request import EncodeRequest, Encoding
 from penstock.engine.request import EngineInfo, EngineLoad, EngineState, FinishReason, Request, StepOutput, TokenLogprob
+from penstock.protocol.versions import PROTOCOL_VERSION
 
-PROTOCOL_VERSION = 3
 HELLO_S = 1.0
 """How often a gateway repeats `Hello`."""
 HEARTBEAT_S = 0.5
@@ -86,6 +90,22 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
     """Encode these texts. The answer comes back in an `Encoded`, a refusal in a `Step`."""
 
     request: EncodeRequest
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """A request that was sent to an engine, as far as it decides where its likes should go."""
+
+    names: bytes = b""
+    """Names of the prompt's first full blocks, end to end (`engine.kv.block_hash`)."""
+    tenant: str = ""
+    session: str = ""
+
+
+class Placed(msgspec.Struct, frozen=True, tag="placed"):
+    """What gateways sent to this engine. Each tells the engine, and the engine tells the others: so all of them choose
+    the replica that has a prefix or a session, also when they did not send it there themselves."""
+
+    placements: list[Placement]
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
@@ -164,6 +184,7 @@ ToEngine: TypeAlias = (
     | Count
     | Claim
     | Pull
+    | Placed
     | Goodbye
     | Drain
     | Shutdown
@@ -270,7 +291,7 @@ class Block(msgspec.Struct, frozen=True, tag="block"):
 
 
 FromEngine: TypeAlias = (
-    Ready | State | Step | Encoded | Leaving | Stopped | Adapters | AdapterResult | Counted | Claimed | Block
+    Ready | State | Step | Encoded | Leaving | Stopped | Adapters | AdapterResult | Counted | Claimed | Block | Placed
 )
 
 

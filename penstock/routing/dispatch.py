@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from penstock.backends.base import Clock
 from penstock.backends.mailbox import DeltaSink
+from penstock.engine.kv.block_hash import DIGEST_SIZE
 from penstock.engine.request import Delta, Request
 from penstock.protocol.errors import (
     ApiError,
@@ -29,6 +30,7 @@ from penstock.protocol.errors import (
     Overloaded,
     ServerError,
 )
+from penstock.protocol.messages import Placement
 from penstock.routing.breaker import BreakerPolicy
 from penstock.routing.flights import PROBE_PRIORITY, Flight, Leg
 from penstock.routing.handover import HandoverPolicy, Handovers, generating
@@ -93,7 +95,9 @@ class Dispatcher:
         policy: ReplicaPolicy,
         clock: Clock,
         handover: HandoverPolicy | None = None,
+        shared: bool = False,
     ) -> None:
+        """`shared`: other gateways send requests to these replicas too, and are told what goes where."""
         self.counts = DispatchCounts()
         self.budget = RetryBudget(resilience.retry_share)
         self._name = name
@@ -102,6 +106,7 @@ class Dispatcher:
         self._policy = policy
         self._handovers = Handovers(handover or HandoverPolicy())
         self._clock = clock
+        self._shared = shared
         self._flights: dict[str, Flight] = {}
         self._started = 0
         """Requests so far, without probes; one with several answers counts once."""
@@ -190,8 +195,11 @@ class Dispatcher:
             able = [member for member in self._members if member not in besides and member.takes(request)]
             able = list(generating(able))
         refusal: ApiError | None = None
+        wanted = None if alone or not able else self._wanted(request, able[0], expected)
         while able:
-            member = able.pop(0 if alone else self._choose(request, able, expected, now))
+            # Asked even for a single candidate, because the policy records which prefixes each replica has.
+            views = () if wanted is None else [member.view(now) for member in able]
+            member = able.pop(0 if wanted is None else self._policy.choose(wanted, views))
             leg = Leg(flight, member, self._on_delta, self._on_failure, metered=not alone)
             sent = request if alone else self._handovers.arrange(request, leg, self._members, now)
             try:
@@ -206,14 +214,14 @@ class Dispatcher:
             if not alone:
                 member.breaker.began()
                 member.meter.sent(flight.id, len(request.prompt) + len(request.produced), expected, now)
+            if self._shared and wanted is not None:
+                member.tell_placement(wanted)
             return member
         raise refusal or EngineUnavailable("No replica of this model can take this request now; try again.")
 
-    def _choose(self, request: Request, able: Sequence[Member], expected: int, now: float) -> int:
-        """The index of the replica to use. Called even for a single candidate, because the policy records which
-        prefixes each replica has."""
-        info = able[0].backend.info
-        wanted = ReplicaRequest.of(
+    def _wanted(self, request: Request, member: Member, expected: int) -> ReplicaRequest:
+        info = member.backend.info
+        return ReplicaRequest.of(
             request,
             info.block_size if info is not None else 16,
             expected_output=expected,
@@ -221,7 +229,13 @@ class Dispatcher:
             session=request.affinity,
             tenant=request.cache_salt,
         )
-        return self._policy.choose(wanted, [member.view(now) for member in able])
+
+    def heard(self, member: Member, placement: Placement) -> None:
+        """Another gateway sent something to this replica."""
+        names = placement.names
+        blocks = [names[at : at + DIGEST_SIZE] for at in range(0, len(names), DIGEST_SIZE)]
+        sent = ReplicaRequest(0, blocks=blocks, session=placement.session, tenant=placement.tenant)
+        self._policy.heard(sent, member.view(self._clock()))
 
     def _drop(self, flight: Flight) -> None:
         """Removes a flight from every replica."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.backends.base import Backend
+from penstock.backends.base import Backend, EngineClient
 from penstock.engine.config import Role
 from penstock.engine.request import Request
+from penstock.protocol.messages import Placement
 from penstock.routing.breaker import Breaker, BreakerPolicy
 from penstock.routing.flights import Leg
 from penstock.routing.meter import ReplicaMeter
-from penstock.routing.policy import ReplicaView
+from penstock.routing.policy import ReplicaRequest, ReplicaView
 
 
 class Member:
@@ -55,6 +56,11 @@ class Member:
     def view(self, now: float) -> ReplicaView:
         """The snapshot for a replica policy."""
         return self.meter.view(self.name, self.backend.load, self.backend.info, now)
+
+    def tell_placement(self, request: ReplicaRequest) -> None:
+        """Tells other gateways, through the engine, that the request was sent to it."""
+        if isinstance(self.backend, EngineClient) and (request.blocks or request.session):
+            self.backend.tell_placement(Placement(b"".join(request.blocks), request.tenant, request.session))
 
     def lost(self) -> bool:
         """Reports that the replica died under a request. Counts as one failure per instance, however many requests it

@@ -11,6 +11,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import TypeVar
 
 from penstock.routing.policy import ReplicaPolicy, ReplicaRequest, ReplicaView
@@ -65,6 +66,9 @@ class RoundRobin:
         self._next += 1
         return allowed[self._next % len(allowed)]
 
+    def heard(self, request: ReplicaRequest, replica: ReplicaView) -> None:
+        """This policy keeps no state per replica."""
+
     def forget(self, replica: str) -> None:
         """This policy keeps no state per replica."""
 
@@ -80,6 +84,9 @@ class Random:
 
     def choose(self, request: ReplicaRequest, candidates: Sequence[ReplicaView]) -> int:
         return draw(self._rng, candidates, usable(candidates))
+
+    def heard(self, request: ReplicaRequest, replica: ReplicaView) -> None:
+        """This policy keeps no state per replica."""
 
     def forget(self, replica: str) -> None:
         """This policy keeps no state per replica."""
@@ -101,6 +108,9 @@ class PowerOfTwo:
             return first
         second = draw(self._rng, candidates, [index for index in allowed if index != first])
         return min((first, second), key=lambda index: candidates[index].running + candidates[index].waiting)
+
+    def heard(self, request: ReplicaRequest, replica: ReplicaView) -> None:
+        """This policy keeps no state per replica."""
 
     def forget(self, replica: str) -> None:
         """This policy keeps no state per replica."""
@@ -131,6 +141,10 @@ class Predicted:
         self._remember(request, view.name)
         return chosen
 
+    def heard(self, request: ReplicaRequest, replica: ReplicaView) -> None:
+        self._prefixes.sent(replica.name, request.blocks, replica.total_blocks)
+        self._remember(request, replica.name)
+
     def forget(self, replica: str) -> None:
         self._prefixes.forget(replica)
 
@@ -155,7 +169,7 @@ class Predicted:
         weights = self._weights
         prompt, blocks, size = max(request.prompt_tokens, 1), request.blocks, request.block_size
         held = self._prefixes.holders(blocks[0]) if blocks else ()
-        home = self._sessions.get((request.tenant, request.session), "")
+        home = self._home(request, candidates, order)
         typical: tuple[float, float] | None = None
         best, least = order[0], math.inf
         for index in order:
@@ -189,6 +203,17 @@ class Predicted:
                 best, least = index, seconds
         return best, least
 
+    def _home(self, request: ReplicaRequest, candidates: Sequence[ReplicaView], order: Sequence[int]) -> str:
+        """The replica of the request's session. Of a session that is new, or whose replica is gone, one that every
+        gateway chooses alike, without asking the others (rendezvous hashing)."""
+        if not request.session:
+            return ""
+        home = self._sessions.get((request.tenant, request.session), "")
+        if len(order) == 1:
+            return home
+        names = [candidates[index].name for index in order]
+        return home if home in names else max(names, key=lambda name: _rank(request, name))
+
     def _remember(self, request: ReplicaRequest, replica: str) -> None:
         if request.session:
             key = (request.tenant, request.session)
@@ -196,6 +221,10 @@ class Predicted:
             self._sessions.move_to_end(key)
             if len(self._sessions) > SESSIONS:
                 self._sessions.popitem(last=False)
+
+
+def _rank(request: ReplicaRequest, replica: str) -> bytes:
+    return blake2b(f"{request.tenant}\0{request.session}\0{replica}".encode(), digest_size=8).digest()
 
 
 def usable(candidates: Sequence[ReplicaView]) -> list[int]:

@@ -86,5 +86,8 @@ class ReplicaPolicy(Protocol):
         """The index of the replica to send `request` to; the policy remembers its choice. There is at least one
         candidate; one with weight 0 is chosen only when all have weight 0."""
 
+    def heard(self, request: ReplicaRequest, replica: ReplicaView) -> None:
+        """Another gateway sent `request` to the replica; only its prefix and its session are known."""
+
     def forget(self, replica: str) -> None:
         """Called when a replica has lost its cache or is gone."""

@@ -10,9 +10,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
-from penstock.backends.base import Backend, Clock, deltas_of, monotonic
+from penstock.backends.base import Backend, Clock, EngineClient, deltas_of, monotonic
 from penstock.backends.mailbox import DeltaSink
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.request import Delta, EngineInfo, EngineLoad, EngineState, Request
@@ -46,13 +47,17 @@ class ReplicaSet:
         handover: HandoverPolicy | None = None,
         hold: HoldLimits | None = None,
         clock: Clock = monotonic,
+        shared: bool = False,
     ) -> None:
-        """`hold`: the set may be empty, and requests then wait for its first replica."""
+        """`hold`: the set may be empty, and requests then wait for its first replica. `shared`: other gateways use
+        these replicas too."""
         self.name = name
         self._resilience = resilience or Resilience()
         self._clock = clock
-        self._members = [self._member(backend) for backend in replicas]
-        self.dispatcher = Dispatcher(name, self._members, self._resilience, policy or Predicted(), clock, handover)
+        self._members: list[Member] = []
+        policy = policy or Predicted()
+        self.dispatcher = Dispatcher(name, self._members, self._resilience, policy, clock, handover, shared)
+        self._members += [self._member(backend) for backend in replicas]
         self.hold = None if hold is None else HoldQueue(name, hold, clock)
         self.arrived = 0
         """Requests that asked for a replica so far."""
@@ -111,7 +116,10 @@ class ReplicaSet:
         await member.backend.close()
 
     def _member(self, backend: Backend) -> Member:
-        return Member(backend, self._resilience.breaker, self._resilience.stall_s, self._clock)
+        member = Member(backend, self._resilience.breaker, self._resilience.stall_s, self._clock)
+        if isinstance(backend, EngineClient):
+            backend.on_placement = partial(self.dispatcher.heard, member)
+        return member
 
     @property
     def info(self) -> EngineInfo | None:

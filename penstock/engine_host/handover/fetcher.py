@@ -23,7 +23,7 @@ from penstock.engine.request import Delta, EngineInfo, Handover, Request
 from penstock.engine_host.handover.link import Link
 from penstock.errors import ConfigError
 from penstock.protocol.codec import ProtocolError, decode_from_engine
-from penstock.protocol.messages import NOT_REGISTERED, Abort, Block, Hello, Pull, Ready, Step, Stopped, Submit
+from penstock.protocol.messages import NOT_REGISTERED, Abort, Block, Pull, Ready, Step, Stopped, Submit
 
 log = logging.getLogger("penstock.protocol")
 
@@ -232,7 +232,7 @@ class Fetcher:
                 if link.up:
                     self._end_all(link, "it has restarted")
                 link.introduced(message)
-                if not link.up:
+                if link.problem:
                     self._end_all(link, link.problem)
             case Step(output):
                 if output.load.steps != link.steps:  # it makes progress, if not on this request
@@ -257,7 +257,7 @@ class Fetcher:
         if delta.error is not None:
             if delta.error.startswith(NOT_REGISTERED):
                 link.up = False
-                link.send(Hello(f"engine {self._own.instance}"))
+                link.say_hello()
             self._end(link, fetch, delta.error)
 
     def _receive(self, link: Link, fetch: Fetch, parts: list[zmq.Frame], usable: bool) -> None:

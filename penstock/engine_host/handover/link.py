@@ -16,8 +16,9 @@ from zmq.utils.monitor import parse_monitor_message
 from penstock.engine.request import EngineInfo, Handover
 from penstock.errors import ConfigError
 from penstock.protocol.codec import encode
-from penstock.protocol.messages import PROTOCOL_VERSION, Goodbye, Hello, Ready, ToEngine
+from penstock.protocol.messages import Goodbye, Hello, Ready, ToEngine
 from penstock.protocol.transport import CurveClient
+from penstock.protocol.versions import Proposal
 
 if TYPE_CHECKING:
     from penstock.engine_host.handover.fetcher import Fetch
@@ -46,6 +47,7 @@ class Link:
         """Its steps so far, as last reported."""
         self._endpoint = to.endpoint
         self._own = own
+        self._proposal = Proposal()
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, f"engine-{own.instance}".encode())
         self.socket.setsockopt(zmq.LINGER, 200)
@@ -69,6 +71,9 @@ class Link:
             return False
         return True
 
+    def say_hello(self) -> None:
+        self.send(Hello(f"engine {self._own.instance}", self._proposal.version))
+
     def watch(self) -> str:
         """Follow the connection; returns why it was lost, if it was."""
         lost = ""
@@ -77,14 +82,18 @@ class Link:
             if event == zmq.EVENT_DISCONNECTED:
                 lost, self.up = "its connection closed", False
             else:
-                self.send(Hello(f"engine {self._own.instance}"))
+                self._proposal.again()
+                self.say_hello()
         return lost
 
     def introduced(self, ready: Ready) -> None:
         """The other engine has described itself. Engines that differ must not read each other's blocks."""
         theirs, ours = ready.info.kv_format, self._own.kv_format
-        if ready.version != PROTOCOL_VERSION:
-            self.problem = f"it speaks protocol {ready.version}, this engine {PROTOCOL_VERSION}"
+        if not self._proposal.agreed(ready.version):
+            self.problem = self._proposal.problem
+            if not self.problem:
+                self.say_hello()
+                return
         elif theirs != ours:
             self.problem = f"its blocks cannot be used here: it has {theirs or 'none to give'}; this engine has {ours}"
         else:
