@@ -36,6 +36,9 @@ class Deployment:
         self.groups = tuple(_groups(config, tree, options, scaled=self.scaler != "none"))
         for group in self.groups:
             check_length(f"{options.name}-{group.label}")
+        labels = [group.label for group in self.groups]
+        doubled = sorted({label for label in labels if labels.count(label) > 1})
+        configuration.refuse([f"two StatefulSets would be called {label}; rename a model" for label in doubled])
 
     @classmethod
     def of(cls, file: Path | None, options: ClusterOptions) -> Deployment:

@@ -9,7 +9,7 @@ import yaml
 from penstock.fleet.kubernetes.parameters import Json
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
     """Long texts as blocks; no aliases, which few people read."""
 
     def ignore_aliases(self, data: Any) -> bool:

@@ -15,7 +15,7 @@ import yaml
 
 from penstock.cli.app import app
 from penstock.config import load
-from penstock.fleet.kubernetes import ClusterOptions, Deployment, scaler
+from penstock.fleet.kubernetes import ClusterOptions, Deployment, chart, scaler
 from penstock.fleet.kubernetes.extras import service_monitor
 from penstock.fleet.kubernetes.gateways import first_key
 from penstock.fleet.kubernetes.manifests import objects
@@ -178,19 +178,20 @@ def test_the_image_has_the_user_and_folders_that_pods_use() -> None:
 
 def test_values_are_used_by_the_templates(tmp_path: Path) -> None:
     """A value of the chart that nothing reads would be an option that is ignored."""
-    from penstock.fleet.kubernetes import chart
-
     files = chart(deployment(RICH, tmp_path))
     templates = "".join(text for name, text in files.items() if name.startswith("templates/"))
+
+    def used(path: tuple[str, ...]) -> bool:
+        dotted, quoted = re.escape(".Values." + ".".join(path)), re.escape(" ".join(f'"{part}"' for part in path))
+        return re.search(rf"(?:{dotted}|{quoted})(?: \||\)| }})", templates) is not None
 
     def leaves(tree: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         for key, value in tree.items():
             here = (*path, key)
-            known = f".Values.{'.'.join(here)}" in templates or " ".join(f'"{part}"' for part in here) in templates
-            if known:
+            if used(here):
                 yield here
             else:
                 assert isinstance(value, dict) and value, f"nothing uses {'.'.join(here)}"
                 yield from leaves(value, here)
 
-    assert len(list(leaves(yaml.safe_load(files["values.yaml"])))) > 10
+    assert len(list(leaves(yaml.safe_load(files["values.yaml"])))) > 20
