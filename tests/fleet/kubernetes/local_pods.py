@@ -70,8 +70,9 @@ class Pod:
             for name, known in found.items():
                 value = value.replace(f"$({name})", known)
             found[entry["name"]] = value
-        # The models of this machine instead of a download.
+        # The models and kernels of this machine instead of a download and a compiler.
         found["PENSTOCK_CACHE"] = str(Path.home() / ".cache/penstock")
+        found["XDG_CACHE_HOME"] = str(Path.home() / ".cache")
         return found
 
     def command(self, arguments: list[str]) -> list[str]:

@@ -16,6 +16,8 @@ import pytest
 
 from penstock.fleet.kubernetes import ClusterOptions, Deployment, scaler
 from penstock.protocol.fleet_secret import generate
+from penstock.routing.replicas import ReplicaSet
+from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.deploy.prometheus import need_prometheus, scraping
 from tests.fleet.kubernetes.cases import deployment
@@ -122,7 +124,8 @@ def test_pods_by_dns_names_start_probe_drain_and_lose_no_stream(cluster: Cluster
 async def test_the_queries_count_the_whole_queue(serving: Serving, text: TextModel, tmp_path: Path) -> None:
     engine = ScriptedEngine(text)
     engine.hold = True
-    async with serving(engine) as gateway, scraping(gateway.port, tmp_path) as prometheus:
+    replicas = ReplicaSet("tiny", [InProcessBackend(engine, name="0")])  # as in a pod
+    async with serving(engine, backend=replicas) as gateway, scraping(gateway.port, tmp_path) as prometheus:
         asked = [asyncio.create_task(gateway.chat()) for _ in range(5)]
         try:
             for shared in (False, True):
