@@ -48,11 +48,13 @@ from penstock.protocol.messages import (
     ToEngine,
     Wake,
 )
-from penstock.protocol.transport import CurveClient
+from penstock.protocol.transport import CurveClient, set_heartbeats
 from penstock.protocol.versions import PLACED_SINCE, Proposal
 
 log = logging.getLogger("penstock.backends.native")
 
+MACHINE_SILENCE_S = 10.0
+"""A TCP connection on which nothing arrives for so long is lost: the process, its machine or the way there is gone."""
 _ARRIVED = int(zmq.POLLIN)
 """A plain int, because enum flags are slow to combine."""
 
@@ -111,6 +113,9 @@ class NativeBackend(EngineClient):
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         if self._curve is not None:
             self._curve.apply(socket)
+        if self.endpoint.startswith("tcp://"):
+            # A machine that is gone closes no connection; libzmq answers also while a long step runs.
+            set_heartbeats(socket, MACHINE_SILENCE_S)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._loop.add_reader(self._monitor.fileno(), self._on_monitor)
         self._loop.add_reader(socket.fileno(), self._on_socket)

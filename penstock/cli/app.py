@@ -19,6 +19,7 @@ from penstock.cli.gateway import gateway
 from penstock.cli.ingest import ingest
 from penstock.cli.join import join
 from penstock.cli.keys import keys, tenants
+from penstock.cli.log_pipeline import app as log_pipeline
 from penstock.cli.models import app as models
 from penstock.cli.plan import plan
 from penstock.cli.pull import pull
@@ -102,5 +103,6 @@ app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
 app.add_typer(route, name="route")
 app.add_typer(bench, name="bench")
+app.add_typer(log_pipeline, name="log-pipeline")
 app.add_typer(keys)
 app.add_typer(tenants)

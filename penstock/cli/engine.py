@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +15,7 @@ from penstock.cli.options import (
     Device,
     Devices,
     ExpertParallel,
+    FleetUrl,
     LogLevel,
     PipelineParallel,
     Resolved,
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
     from penstock.engine.request import EngineInfo
     from penstock.engine_host.process import EngineProcess
     from penstock.engine_host.rank_hub import RankHub
+    from penstock.fleet.registration import FleetEngine
     from penstock.supervisor.status import StatusPipe
+
+
+DEFAULT_ENDPOINT = "tcp://127.0.0.1:5555"
 
 
 class _Role(StrEnum):
@@ -45,8 +50,14 @@ def engine(
         str, typer.Argument(help="A model or encoder from the configuration, or a source.")
     ] = "smollm2-135m",
     endpoint: Annotated[
-        str, typer.Option("--endpoint", "-e", help="Endpoint to listen on: ipc://PATH or tcp://HOST:PORT.")
-    ] = "tcp://127.0.0.1:5555",
+        str | None,
+        typer.Option(
+            "--endpoint",
+            "-e",
+            help="Endpoint to listen on: ipc://PATH, tcp://HOST:PORT or tcp://HOST:FIRST-LAST (the first free port). "
+            "Default: tcp://127.0.0.1:5555; in a fleet, a port of fleet.ports.",
+        ),
+    ] = None,
     config_file: ConfigFile = None,
     device: Device = None,
     tensor_parallel: TensorParallel = None,
@@ -56,6 +67,7 @@ def engine(
     role: Annotated[
         _Role, typer.Option(help="prefill: computes prompts for decode engines; both: does everything itself.")
     ] = _Role.both,
+    fleet: FleetUrl = None,
     log_level: LogLevel = None,
     settings: Settings = None,
     curve_key: Annotated[
@@ -81,6 +93,9 @@ def engine(
 
     `penstock serve` starts engines itself; run one by hand to place it on another machine.
 
+    In a fleet (`--fleet`, `fleet.url`) it registers, and the gateways of the fleet find it; the fleet's secret gives
+    the keys.
+
     SIGTERM finishes the running requests, then stops; a second SIGTERM stops at once.
 
     Examples:
@@ -93,12 +108,14 @@ def engine(
 
         penstock engine --check -e tcp://127.0.0.1:5555
 
+        penstock engine smollm2-135m --fleet redis://redis.lan --set fleet.secret_file=fleet.secret
+
         penstock engine --make-curve-key engine.key
 
         penstock engine -e tcp://0.0.0.0:5555 --curve-key engine.key --curve-clients gateways.txt
     """
     if check:
-        _check(endpoint, config_file, settings)
+        _check(endpoint or DEFAULT_ENDPOINT, config_file, settings)
         return
     from dataclasses import replace
 
@@ -116,13 +133,19 @@ def engine(
         die_with_parent()
     status = StatusPipe(supervised)
     with _failure_reported(status):
-        config = load(config_file, flags=flags(settings)) if resolved is None else load_resolved(resolved)
+        named = flags(settings, fleet__url=fleet)
+        config = load(config_file, flags=named) if resolved is None else load_resolved(resolved)
         encoder = next((entry for entry in config.encoders if entry.name == model), None)
         if encoder is not None:
             encoder = replace(encoder, device=device or encoder.device)
             _configure_logging(config, log_level)
+            if fleet is not None:
+                raise ConfigError(
+                    f"--fleet: {model} is an encoder; encoders run beside their gateways (penstock serve)"
+                )
             process = _process(endpoint, curve_key, curve_clients, config, status)
             raise typer.Exit(_run_encoder(process, encoder))
+        member = None
         if resolved is not None:
             chosen = next((entry for entry in config.models if entry.name == model), None)
             if chosen is None:
@@ -137,6 +160,7 @@ def engine(
         else:
             given = flags(
                 settings,
+                fleet__url=fleet,
                 models__each__device=device,
                 models__each__tensor_parallel=tensor_parallel,
                 models__each__pipeline_parallel=pipeline_parallel,
@@ -144,13 +168,18 @@ def engine(
                 models__each__expert_parallel=expert_parallel,
                 logging__level=log_level,
             )
-            config = resolve_drafts(load(config_file, models=[model], flags=given), stderr())
+            config = load(config_file, models=[model], flags=given)
+            if config.fleet.url and supervised is None:
+                if curve_key is not None or curve_clients is not None:
+                    raise ConfigError("in a fleet its secret gives the keys; leave out --curve-key and --curve-clients")
+                member = _member(config)
+                endpoint = member.endpoint(endpoint)
+            config = resolve_drafts(config, stderr())
             chosen = config.models[0]
             path = resolve_models(config, stderr())[chosen.name]
         _configure_logging(config)
-        code = _run_generator(
-            _process(endpoint, curve_key, curve_clients, config, status), chosen, path, role.value, join_endpoint
-        )
+        process = _process(endpoint, curve_key, curve_clients, config, status, member)
+        code = _run_generator(process, chosen, path, role.value, join_endpoint)
     raise typer.Exit(code)
 
 
@@ -169,24 +198,42 @@ def _check(endpoint: str, config_file: Path | None, settings: list[str] | None) 
     typer.echo(f"{endpoint}: an engine answers")
 
 
+def _member(config: Config) -> FleetEngine:
+    """The engine of the only model, as a member of the fleet."""
+    from penstock.fleet.registration import FleetEngine
+    from penstock.protocol.fleet_secret import FleetSecret
+
+    return FleetEngine(config.fleet, FleetSecret.read(config.fleet.secret_file), config.models[0])
+
+
 def _process(
-    endpoint: str, curve_key: Path | None, curve_clients: Path | None, config: Config, status: StatusPipe
+    endpoint: str | None,
+    curve_key: Path | None,
+    curve_clients: Path | None,
+    config: Config,
+    status: StatusPipe,
+    member: FleetEngine | None = None,
 ) -> EngineProcess:
-    """An engine process that reports to the supervisor."""
+    """An engine process that reports to the supervisor, and registers in the fleet where it is a `member` of one."""
     from penstock.engine_host.process import EngineProcess
     from penstock.protocol.fleet_secret import FleetSecret
-    from penstock.protocol.transport import CurveServer
+    from penstock.protocol.transport import CurveServer, public_key
     from penstock.supervisor.status import Progress, Started
 
+    endpoint = endpoint or DEFAULT_ENDPOINT
     curve = CurveServer.read(curve_key, curve_clients)
     if curve is None and endpoint.startswith("tcp://"):
         secret = FleetSecret.find(config.fleet.secret_file)
         curve = None if secret is None else secret.engine()
 
     @contextmanager
-    def serving(info: EngineInfo) -> Iterator[None]:
+    def serving(info: EngineInfo, listens: str) -> Iterator[None]:
         status.send(Started(info))
-        with status.heartbeats():
+        with ExitStack() as stack:
+            stack.enter_context(status.heartbeats())
+            if member is not None:
+                key = "" if curve is None else public_key(curve.secret_key)
+                stack.enter_context(member.serving(info, listens, key))
             yield
 
     return EngineProcess(
@@ -195,6 +242,7 @@ def _process(
         config.server.drain_s,
         progress=lambda phase, fraction: status.send(Progress(phase, fraction)),
         serving=serving,
+        draining=member.draining if member is not None else lambda: None,
     )
 
 

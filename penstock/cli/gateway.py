@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import ConfigFile, LogLevel, Resolved, Settings, Supervised, Workers
+from penstock.cli.options import ConfigFile, FleetUrl, LogLevel, Resolved, Settings, Supervised, Workers
 
 if TYPE_CHECKING:
     from penstock.config import Config
+    from penstock.gateway.process.supervisor_link import Follow, Link, Scaled
+    from penstock.protocol.fleet_secret import FleetSecret
     from penstock.protocol.transport import CurveClient
 
 
@@ -28,6 +31,7 @@ def gateway(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option("--port", "-p", help="Port to listen on.")] = None,
     workers: Workers = None,
+    fleet: FleetUrl = None,
     log_level: LogLevel = None,
     settings: Settings = None,
     curve_key: Annotated[
@@ -47,13 +51,16 @@ def gateway(
     """
     Run a gateway: the HTTP server for engines started with `penstock engine`.
 
-    `penstock serve` starts both.
+    `penstock serve` starts both. In a fleet (`--fleet`, `fleet.url`) no engine needs to be named: the gateway serves
+    every engine that registers, whatever machine it is on.
 
     Examples:
 
         penstock gateway --engine smollm2-135m=tcp://127.0.0.1:5555
 
         penstock gateway -e smollm2-135m=tcp://127.0.0.1:5555 --workers 2
+
+        penstock gateway --fleet redis://redis.lan --set fleet.secret_file=fleet.secret
 
         penstock gateway -e m=tcp://engine.lan:5555 --curve-key gateway.key --curve-engines engines.txt
 
@@ -64,7 +71,8 @@ def gateway(
     from penstock.cli.terminal import flags, resolve_models, stderr
     from penstock.config import load, load_resolved
     from penstock.engine.process import die_with_parent
-    from penstock.errors import PenstockError
+    from penstock.errors import ConfigError, PenstockError
+    from penstock.fleet.registration import check_fleet
     from penstock.protocol.fleet_secret import FleetSecret
     from penstock.supervisor.launch import resolved as with_paths
     from penstock.supervisor.status import EncoderNeeded, Failed, Listening, StatusPipe
@@ -73,21 +81,39 @@ def gateway(
     if supervised is not None:
         die_with_parent()
     try:
-        endpoints = _endpoints(engine or [], needed=control is None)
+        endpoints = _endpoints(engine or [])
+        if endpoints and fleet is not None:
+            raise ConfigError("--engine and --fleet exclude each other: the registry says where the engines are")
         curve = _curve(curve_key, curve_engines)
         if resolved is not None:
             config = load_resolved(resolved)
         else:
             given = flags(
-                settings, server__host=host, server__port=port, server__workers=workers, logging__level=log_level
+                settings,
+                server__host=host,
+                server__port=port,
+                server__workers=workers,
+                fleet__url=fleet,
+                logging__level=log_level,
             )
-            encoders = {encoder.name for encoder in load(config_file, flags=given).encoders}
-            config = load(config_file, models=[name for name in endpoints if name not in encoders], flags=given)
+            first = load(config_file, flags=given)
+            if not endpoints and control is None and not first.fleet.url:
+                raise ConfigError(
+                    "--engine MODEL=ENDPOINT is needed at least once, or --fleet URL; "
+                    "`penstock serve` starts engines itself"
+                )
+            encoders = {encoder.name for encoder in first.encoders}
+            named = [name for name in endpoints if name not in encoders]
+            config = load(config_file, models=named, flags=given, bare=bool(first.fleet.url))
             config = with_paths(config, resolve_models(config, stderr(), weights=False))
+        generators = endpoints.keys() - {encoder.name for encoder in config.encoders}
+        follows = bool(config.fleet.url) and control is None and not generators
+        secret = FleetSecret.read(config.fleet.secret_file) if follows else FleetSecret.find(config.fleet.secret_file)
+        if follows and secret is not None and supervised is None:
+            check_fleet(config.fleet, secret)
         if supervised is None and config.server.workers > 1:
             _supervise(config, endpoints, curve_key, curve_engines)
             return
-        secret = FleetSecret.find(config.fleet.secret_file)
         if secret is not None:
             for name, found in endpoints.items():
                 if name not in curve and all(endpoint.startswith("tcp://") for endpoint in found):
@@ -107,10 +133,37 @@ def gateway(
             beat=status.beat,
             wrap=Console if config.server.console else lambda app: app,
             secret=secret,
+            fleet=_fleet_link(config, secret, worker) if follows and secret is not None else None,
         )
     except PenstockError as error:
         status.send(Failed(str(error)))
         raise
+
+
+def _fleet_link(config: Config, secret: FleetSecret, worker: int) -> Callable[[Follow, Scaled], Link]:
+    """Makes this gateway follow the fleet."""
+    import penstock
+    from penstock.fleet.gateway_link import FleetLink
+    from penstock.fleet.membership import machine_name, own_address
+    from penstock.fleet.records import GatewayRecord
+    from penstock.fleet.redis_registry import RedisRegistry
+
+    fleet, server = config.fleet, config.server
+    host = own_address(fleet) if server.host in ("0.0.0.0", "::") else server.host
+    record = GatewayRecord(
+        machine=machine_name(fleet),
+        url=f"http://{f'[{host}]' if ':' in host else host}:{server.port}",
+        worker=worker,
+        region=fleet.region,
+        zone=fleet.zone,
+        version=penstock.__version__,
+    )
+
+    def link(follow: Follow, scaled: Scaled) -> Link:
+        registry = RedisRegistry(fleet.url, fleet.name, secret, lease_s=fleet.lease_s)
+        return FleetLink(registry, record, follow, scaled, configured=[model.name for model in config.models])
+
+    return link
 
 
 def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None, engines: Path | None) -> None:
@@ -147,7 +200,7 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
         asyncio.run(run(folder))
 
 
-def _endpoints(engines: list[str], *, needed: bool = True) -> dict[str, list[str]]:
+def _endpoints(engines: list[str]) -> dict[str, list[str]]:
     from penstock.errors import ConfigError
 
     endpoints: dict[str, list[str]] = {}
@@ -156,8 +209,6 @@ def _endpoints(engines: list[str], *, needed: bool = True) -> dict[str, list[str
         if not equals or "://" not in endpoint:
             raise ConfigError(f"--engine {engine}: write it as MODEL=ENDPOINT, for example m=tcp://127.0.0.1:5555")
         endpoints.setdefault(name, []).append(endpoint)
-    if needed and not endpoints:
-        raise ConfigError("--engine MODEL=ENDPOINT is needed at least once; `penstock serve` starts engines itself")
     return endpoints
 
 

@@ -28,3 +28,8 @@ Workers = Annotated[int | None, typer.Option(help="Gateway processes that share 
 LogLevel = Annotated[str | None, typer.Option(help="debug, info, warning or error.")]
 Resolved = Annotated[Path | None, typer.Option(hidden=True, help="Resolved configuration from the supervisor.")]
 Supervised = Annotated[int | None, typer.Option(hidden=True, help="File descriptor for status messages.")]
+
+FleetUrl = Annotated[
+    str | None,
+    typer.Option("--fleet", metavar="URL", help="Registry of a fleet, redis://HOST:PORT, in place of fleet.url."),
+]

@@ -53,6 +53,8 @@ def serve(
         penstock serve hf:org/large --tensor-parallel 4
 
         penstock serve -c penstock.yaml --set server.drain_s=5
+
+        penstock serve --set fleet.url=redis://redis.lan:6379 --set fleet.secret_file=fleet.secret
     """
     import asyncio
     from pathlib import Path
@@ -96,7 +98,15 @@ def serve(
     for host in [server.host] if server.admin_port is None else [server.host, server.admin_host]:
         keys = asyncio.run(check_exposure(host, config.store.url))
     console = stderr()
+    originals = config.models
     config = resolve_drafts(resolved(config, resolve_models(config, console)), console)
+    if config.fleet.url:
+        from penstock.fleet.machine_process import MachineRole, run_machine
+
+        reporter = TerminalReporter(console, config, keys=keys)
+        with RuntimeFolder() as folder:
+            asyncio.run(run_machine(config, originals, folder, MachineRole(server.max_engines, serves=True), reporter))
+        return
 
     async def run(folder: RuntimeFolder) -> None:
         engines, gateways = units(config, folder)

@@ -32,11 +32,13 @@ def load(
     models: Sequence[str] = (),
     flags: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
+    bare: bool = False,
 ) -> Config:
     """The configuration from `path`, $PENSTOCK_CONFIG or ./penstock.yaml, or the defaults.
 
     `models` restricts the models to these names of the file, or to sources that it does not mention. `flags` maps
-    dotted keys (`server.port`, `models.*.device`) to text as typed on the command line.
+    dotted keys (`server.port`, `models.*.device`) to text as typed on the command line. `bare`: when the file names no
+    model there is none, not the default one; for gateways of a fleet, which says what it serves.
     """
     environ = os.environ if environ is None else environ
     root = _read_file(path, environ)
@@ -44,6 +46,8 @@ def load(
         assign(root, keys, node)
     if models:
         _select(root, models)
+    elif bare and isinstance(root.value, dict):
+        root.value.setdefault("models", Node([], "defaults"))
     for key, text in (flags or {}).items():
         _ensure_models(root)
         assign(root, tuple(key.split(".")), from_text(text, f"flag {key}"))
@@ -104,7 +108,7 @@ def check_model(described: Mapping[str, Any]) -> ModelConfig:
 
 def conflicts(config: Config) -> list[str]:
     """Settings that contradict each other."""
-    problems = [] if config.models else ["models: name at least one model to serve"]
+    problems = [] if config.models or config.fleet.url else ["models: name at least one model to serve"]
     seen: dict[str, str] = {}
     for index, model in enumerate(config.models):
         for name in (model.name, *model.aliases, *(spec.name for spec in model.adapters)):

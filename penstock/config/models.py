@@ -75,6 +75,10 @@ class ModelConfig:
         None, doc="Change the number of replicas with the load; replicas is then the number at the start.",
         example="{min: 1, max: 4}",
     )  # fmt: skip
+    machine_labels: tuple[str, ...] = setting(
+        (), doc="In a fleet: labels that a machine must have to run it (fleet.labels of the machine).",
+        example="[h200]",
+    )  # fmt: skip
     replica_devices: tuple[str, ...] = setting(
         (), doc="Devices of the replicas, in turn; empty: all on device.", example="[cuda:0, cuda:1]"
     )

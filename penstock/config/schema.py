@@ -18,6 +18,7 @@ from penstock.config.fields import setting
 from penstock.config.fleet import FleetConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
+from penstock.config.log_pipeline import LogPipelineConfig
 from penstock.config.models import DEFAULT_MODEL, ModelConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
@@ -294,13 +295,18 @@ class RequestLogConfig:
         "store; off: none.", off=True,
     )  # fmt: skip
     retention_days: float | None = setting(30.0, doc="Days that entries are kept; null: for ever.", least=0.01)
+    summary_days: float | None = setting(
+        400.0, doc="Days that summaries in ClickHouse (cost, latency, outcomes, votes) are kept; null: for ever.",
+        least=0.01,
+    )  # fmt: skip
     batch: int = setting(500, doc="Maximum of entries per write.", least=1, most=10_000)
     flush_s: float = setting(1.0, doc="Seconds an entry waits for others to be written together.", least=0.01)
     spool: str = setting(
         "", doc="Folder for entries while the sink is unavailable; empty: beside the SQLite store, or this user's."
     )
     spool_limit: int = setting(
-        256 * 2**20, doc="Maximum size of the spool per gateway; further entries are lost and counted.", least=0,
+        512 * 2**20, doc="Maximum size of the spool per gateway process; further entries are lost and counted.",
+        least=0,
         size=True,
     )  # fmt: skip
 
@@ -372,6 +378,7 @@ class Config:
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
+    log_pipeline: LogPipelineConfig = dataclasses.field(default_factory=LogPipelineConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     batches: BatchesConfig = dataclasses.field(default_factory=BatchesConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

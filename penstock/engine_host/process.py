@@ -42,8 +42,10 @@ class EngineProcess:
     """How long running requests may take to finish after SIGTERM."""
     progress: Callable[[str, float], None]
     """Told the phase of loading, and the fraction of it that is done."""
-    serving: Callable[[EngineInfo], AbstractContextManager[None]]
-    """Entered when the engine is ready, left when it stops."""
+    serving: Callable[[EngineInfo, str], AbstractContextManager[None]]
+    """Entered when the engine is ready, with the endpoint that it listens on; left when it stops."""
+    draining: Callable[[], None] = lambda: None
+    """Called in a signal handler, before it drains."""
 
     def run_generator(
         self,
@@ -98,7 +100,7 @@ class EngineProcess:
             )
             del first  # only the server may refer to it, so that its memory is freed when it goes to sleep
             log.info("serving %s on %s", info.model, listener.endpoint)
-            return self._serve(server, info)
+            return self._serve(server, info, listener.endpoint)
 
     def run_encoder(self, find: Callable[[], EncoderEngineConfig], *, watchdog_s: float) -> int:
         """Serve an encoder. `find` may download its model first: encoders are started when a request needs them."""
@@ -110,11 +112,11 @@ class EngineProcess:
             engine = EncoderEngine.load(config, self.progress)
             server = EngineServer(engine, listener, watchdog=Watchdog(watchdog_s))
             log.info("encoding with %s on %s", engine.info.model, listener.endpoint)
-            return self._serve(server, engine.info)
+            return self._serve(server, engine.info, listener.endpoint)
 
-    def _serve(self, server: EngineServer, info: EngineInfo) -> int:
+    def _serve(self, server: EngineServer, info: EngineInfo, endpoint: str) -> int:
         self._stop_on_signals(server)
-        with self.serving(info):
+        with self.serving(info, endpoint):
             return server.run()
 
     def _stop_on_signals(self, server: EngineServer) -> None:
@@ -126,6 +128,7 @@ class EngineProcess:
             if asked:
                 server.stop("told to stop at once")
             asked = True
+            self.draining()
             server.drain(self.drain_s)
 
         signal.signal(signal.SIGTERM, on_signal)

@@ -195,8 +195,10 @@ class DecisionRecord(msgspec.Struct, frozen=True, tag="decision", kw_only=True):
     controller: str
     scaling: dict[str, ModelScaling] = {}
     """Models that are scaled automatically."""
+    wanted: dict[str, int] = {}
+    """How many replicas every model should have."""
     problems: dict[str, str] = {}
-    """Models that have fewer replicas than they should, and why."""
+    """Models that have fewer replicas than that, and why."""
 
     @property
     def id(self) -> str:

@@ -70,6 +70,8 @@ class RedisRegistry:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._complained: set[str] = set()
         self._closed = False
+        self.problem = ""
+        """Why it did not answer when it last did not."""
 
     @property
     def fleet(self) -> Fleet:
@@ -79,6 +81,11 @@ class RedisRegistry:
     @property
     def available(self) -> bool:
         return self._calls.up
+
+    @property
+    def address(self) -> str:
+        """Where it is, without its password."""
+        return _public(self._url)
 
     async def check(self) -> None:
         """Raises `ConfigError` when this machine's secret is not the fleet's. Nothing is known while Redis is away."""
@@ -161,6 +168,7 @@ class RedisRegistry:
             )
         except RedisUnavailable as error:
             if error.first:
+                self.problem = str(error)
                 log.warning(
                     "the fleet's registry does not answer; going on with what was last known",
                     extra={"url": _public(self._url), "why": str(error)},

@@ -1,4 +1,5 @@
-"""Where an engine listens: `ipc://` on one machine, `tcp://` between machines, `inproc://` in tests.
+"""Where an engine listens: `ipc://` on one machine, `tcp://` between machines (with a range of ports: on the first
+that is free), `inproc://` in tests.
 
 Invariants: a socket file left by a dead engine is replaced, one of a live engine is never taken over; a TCP
 endpoint that other machines can reach is encrypted and admits only clients whose public keys are listed (CURVE).
@@ -6,6 +7,7 @@ endpoint that other machines can reach is encrypted and admits only clients whos
 
 from __future__ import annotations
 
+import errno
 import os
 import socket as sockets
 import stat
@@ -120,7 +122,7 @@ class Listener:
         try:
             if curve is not None:
                 self._admit(curve, on_stranger)
-            self.socket.bind(endpoint)
+            _bind(self.socket, endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"cannot listen on {endpoint}: {error.strerror}") from error
@@ -154,6 +156,21 @@ class Listener:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _bind(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    address, _, port = endpoint.rpartition(":")
+    first, dash, last = port.partition("-")
+    if not endpoint.startswith("tcp://") or not dash or not (first + last).isdecimal():
+        socket.bind(endpoint)
+        return
+    for number in range(int(first), int(last) + 1):
+        try:
+            socket.bind(f"{address}:{number}")
+            return
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE or number == int(last):
+                raise
 
 
 class _Allowed:

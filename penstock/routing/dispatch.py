@@ -230,6 +230,10 @@ class Dispatcher:
             tenant=request.cache_salt,
         )
 
+    def forget(self, replica: str) -> None:
+        """A replica has left."""
+        self._policy.forget(replica)
+
     def heard(self, member: Member, placement: Placement) -> None:
         """Another gateway sent something to this replica."""
         names = placement.names

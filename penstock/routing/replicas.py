@@ -113,6 +113,8 @@ class ReplicaSet:
             await asyncio.sleep(TICK_S)
         self._last_info = member.backend.info or self._last_info
         self._members.remove(member)
+        if all(other.name != member.name for other in self._members):
+            self.dispatcher.forget(member.name)
         await member.backend.close()
 
     def _member(self, backend: Backend) -> Member:

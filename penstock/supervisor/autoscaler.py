@@ -13,15 +13,15 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.errors import PenstockError
 from penstock.planning.autoscaling import Autoscaler, FleetLoad
 from penstock.protocol.control import Loads, ModelLoad, ModelScaling, Scaling
 from penstock.supervisor.backoff import Backoff
-from penstock.supervisor.replicas import Replicas
 from penstock.supervisor.reporter import Reporter
 
 DECIDE_S = 2.0
@@ -32,12 +32,39 @@ FIRST_RETRY_S, LAST_RETRY_S = 5.0, 300.0
 log = logging.getLogger("penstock.supervisor")
 
 
+class Flag(Protocol):
+    def is_set(self) -> bool: ...
+
+
+class ScaledReplica(Protocol):
+    """A replica that takes requests (`up`) or starts; `Unit` is one."""
+
+    @property
+    def up(self) -> Flag: ...
+    @property
+    def spawned_at(self) -> float: ...
+    @property
+    def ready_at(self) -> float | None: ...
+
+
+class ScaledReplicas(Protocol):
+    """The replicas that are scaled: of one machine (`Replicas`) or of a fleet."""
+
+    on_start_failed: Callable[[str, str], None] | None
+
+    @property
+    def stopping(self) -> bool: ...
+    def serving(self, model: str) -> Sequence[ScaledReplica]: ...
+    def leaving(self, model: str) -> int: ...
+    def adjust(self, model: str, count: int) -> None: ...
+
+
 class ReplicaAutoscaler:
     """Automatic scaling of the models of one supervisor; `run` runs until it is cancelled."""
 
     def __init__(
         self,
-        replicas: Replicas,
+        replicas: ScaledReplicas,
         configs: Callable[[], Mapping[str, AutoscaleConfig]],
         clock: Callable[[], float] = time.monotonic,
         reporter: Reporter | None = None,
@@ -158,7 +185,7 @@ class _ScaledModel:
         name: str,
         now: float,
         gateways: Mapping[Hashable, Mapping[str, ModelLoad]],
-        replicas: Replicas,
+        replicas: ScaledReplicas,
         reporter: Reporter,
     ) -> None:
         reports = {gateway: loads[name] for gateway, loads in gateways.items() if name in loads}
@@ -173,7 +200,9 @@ class _ScaledModel:
         if self.count < len(replicas.serving(name)) or now >= self._retry_at:
             replicas.adjust(name, self.count)
 
-    def _load(self, now: float, reports: Mapping[Hashable, ModelLoad], name: str, replicas: Replicas) -> FleetLoad:
+    def _load(
+        self, now: float, reports: Mapping[Hashable, ModelLoad], name: str, replicas: ScaledReplicas
+    ) -> FleetLoad:
         arrived = finished = refused = 0
         for gateway, report in reports.items():
             before = self._reported.get(gateway, ModelLoad() if self._at is not None else report)
@@ -211,7 +240,7 @@ class _ScaledModel:
             cold_start_s=self._cold_start_s,
         )
 
-    def state(self, replicas: Replicas, name: str) -> ModelScaling:
+    def state(self, replicas: ScaledReplicas, name: str) -> ModelScaling:
         units, last, config = replicas.serving(name), self.policy.last, self.policy.config
         ready = sum(unit.up.is_set() for unit in units)
         rate = self.policy.replica_rate

@@ -20,7 +20,7 @@ from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.load import check_model, conflicts
 from penstock.errors import PenstockError
 from penstock.sources.resolve import resolve
-from penstock.supervisor.launch import replica
+from penstock.supervisor.launch import Site, replica
 from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.unit import Unit
 
@@ -43,8 +43,15 @@ class _AddedModel:
 class ModelCatalogue:
     """Builds the engine processes of every model."""
 
-    def __init__(self, config: Config, folder: RuntimeFolder, on_progress: OnProgress | None = None) -> None:
-        """`config` must be resolved."""
+    def __init__(
+        self,
+        config: Config,
+        folder: RuntimeFolder,
+        on_progress: OnProgress | None = None,
+        site: Site | None = None,
+    ) -> None:
+        """`config` must be resolved. `site`: for engines that other machines use, too."""
+        self._site = site
         self._config = config
         self._folder = folder
         self._added: dict[str, _AddedModel] = {}
@@ -62,12 +69,16 @@ class ModelCatalogue:
         models = [*self._config.models, *(added.model for added in self._added.values())]
         return {model.name: model.autoscale for model in models if model.autoscale is not None}
 
+    @property
+    def names(self) -> set[str]:
+        return {model.name for model in self._config.models} | self._added.keys()
+
     def unit(self, name: str, index: int) -> Unit:
         """The engine process of a model's replica number `index`."""
         added = self._added.get(name)
         if added is None:
-            return replica(self._config, self._folder, name, index)
-        unit = replica(added.config, self._folder, name, index, added.place)
+            return replica(self._config, self._folder, name, index, site=self._site)
+        unit = replica(added.config, self._folder, name, index, added.place, self._site)
         unit.on_progress = lambda phase, fraction: self.on_progress(name, phase, fraction)
         return unit
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol
 
 import msgspec
 
@@ -34,7 +36,6 @@ from penstock.protocol.control import (
     decode_from_gateway,
     line,
 )
-from penstock.supervisor.autoscaler import ReplicaAutoscaler
 from penstock.supervisor.replicas import Replicas
 
 WAITING = 64
@@ -46,12 +47,45 @@ FOLLOW_S = 120.0
 log = logging.getLogger("penstock.supervisor")
 
 
+class Operations(Protocol):
+    """What carries out operations: the replicas of this machine, or a whole fleet."""
+
+    async def scale(self, model: str, count: int) -> None: ...
+    async def restart(self, model: str, replica: str = "") -> None: ...
+    async def drain(self, model: str, replica: str) -> None: ...
+    def replace(self, model: str, replica: str, within_s: float, *, refill: bool = True) -> None: ...
+    async def load(self, description: Mapping[str, Any]) -> None: ...
+    async def unload(self, model: str) -> None: ...
+    def stop(self) -> None: ...
+
+
+class Scaler(Protocol):
+    """What scales models automatically: this supervisor, or the controller of a fleet."""
+
+    on_change: Callable[[Scaling], None] | None
+
+    def governs(self, model: str) -> bool: ...
+    def heard(self, gateway: Hashable, loads: Loads) -> None: ...
+    def lost(self, gateway: Hashable) -> None: ...
+    def set_limits(self, model: str, minimum: int | None, maximum: int | None) -> None: ...
+    def state(self) -> Scaling: ...
+    async def run(self) -> None: ...
+
+
 class ControlServer:
     """The control socket of one supervisor; an async context manager."""
 
-    def __init__(self, path: Path, replicas: Replicas, autoscaler: ReplicaAutoscaler | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        replicas: Replicas,
+        autoscaler: Scaler | None = None,
+        operations: Operations | None = None,
+    ) -> None:
+        """`operations`: what carries them out in place of `replicas`."""
         self._path = path
         self._replicas = replicas
+        self._operations: Operations = operations or replicas
         self._autoscaler = autoscaler
         self._gateways: dict[asyncio.StreamWriter, Following] = {}
         self._heard = asyncio.Event()
@@ -130,7 +164,7 @@ class ControlServer:
     def _broadcast_progress(self, model: str, phase: str, fraction: float) -> None:
         self._broadcast(Loading(model, phase, fraction))
 
-    async def _scale_by_itself(self, autoscaler: ReplicaAutoscaler) -> None:
+    async def _scale_by_itself(self, autoscaler: Scaler) -> None:
         await self._replicas.announced()
         await autoscaler.run()
 
@@ -174,27 +208,27 @@ class ControlServer:
                         f"`{model}` is scaled automatically; `penstock autoscale {model} --min N --max N` changes its "
                         "limits"
                     )
-                await self._replicas.scale(model, count)
+                await self._operations.scale(model, count)
             case Restart(_, model, replica):
-                await self._replicas.restart(model, replica)
+                await self._operations.restart(model, replica)
             case Drain(_, model, replica):
-                await self._replicas.drain(model, replica)
+                await self._operations.drain(model, replica)
             case SetLimits(_, model, minimum, maximum):
                 if self._autoscaler is None:
                     raise PenstockError("this server scales no model automatically")
                 self._autoscaler.set_limits(model, minimum, maximum)
             case Notice(_, model, replica, seconds):
                 governed = self._autoscaler is not None and self._autoscaler.governs(model)
-                self._replicas.replace(model, replica, seconds, refill=not governed)
+                self._operations.replace(model, replica, seconds, refill=not governed)
             case LoadModel(_, description):
                 try:
-                    await self._replicas.load(description)
+                    await self._operations.load(description)
                 finally:
                     self._broadcast(Loading(str(description.get("name", ""))))
             case UnloadModel(_, model):
-                await self._replicas.unload(model)
+                await self._operations.unload(model)
             case Stop():
-                self._replicas.stop()
+                self._operations.stop()
 
 
 def _model(operation: Operation) -> str:

@@ -11,12 +11,26 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 from penstock.config import Config, ModelConfig, dump
 from penstock.gateway.workers.coordinator import WorkerCoordinator
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.unit import Unit
+
+
+class Site(Protocol):
+    """Where the engines of a machine listen, and on which devices they run, when other machines use them too."""
+
+    def endpoints(self) -> tuple[str, str]:
+        """Where the next engine listens, and where others reach it."""
+
+    def device(self, model: ModelConfig, index: int) -> str | None:
+        """The device of the next engine; None: as configured."""
+
+    def started(self, unit: Unit) -> None:
+        """The engine that uses them."""
 
 
 def resolved(config: Config, paths: Mapping[str, Path]) -> Config:
@@ -33,22 +47,35 @@ def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]
         replicas = [replica(config, folder, model.name, index) for index in range(model.first_replicas)]
         endpoints[model.name] = [unit.endpoint for unit in replicas]
         engines += replicas
+    found, more = encoders(config, folder)
+    return engines + found, gateways(config, folder, endpoints | more, ["--control", str(folder.control)])
+
+
+def encoders(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], dict[str, list[str]]]:
+    """The engines of the encoders, and their endpoints by name."""
+    engines, endpoints = [], {}
     for position, encoder in enumerate(config.encoders, start=len(config.models)):
         endpoint = folder.endpoint(position, 0)
         endpoints[encoder.name] = [endpoint]
         command = [*_run("engine", config, folder), encoder.name, "--endpoint", endpoint]
         engines.append(Unit(f"encoder {encoder.name}", command, optional=True, autostart=encoder.start == "now"))
-    return engines, gateways(config, folder, endpoints, ["--control", str(folder.control)])
+    return engines, endpoints
 
 
-def replica(config: Config, folder: RuntimeFolder, name: str, index: int, place: int | None = None) -> Unit:
+def replica(
+    config: Config, folder: RuntimeFolder, name: str, index: int, place: int | None = None, site: Site | None = None
+) -> Unit:
     """The engine process of replica `index` of a model. `place`: for a model loaded at run time, which has a `config`
-    of its own, the number that keeps its endpoints and files apart."""
+    of its own, the number that keeps its endpoints and files apart. `site`: for engines that other machines use."""
     position, model = next((place, model) for place, model in enumerate(config.models) if model.name == name)
-    endpoint = folder.endpoint(position if place is None else place, index)
-    command = [*_run("engine", config, folder, place), model.name, "--endpoint", endpoint]
-    if model.replica_devices:
-        command += ["--device", model.replica_devices[index % len(model.replica_devices)]]
+    endpoint = listen = folder.endpoint(position if place is None else place, index)
+    device = model.replica_devices[index % len(model.replica_devices)] if model.replica_devices else None
+    if site is not None:
+        listen, endpoint = site.endpoints()
+        device = device or site.device(model, index)
+    command = [*_run("engine", config, folder, place), model.name, "--endpoint", listen]
+    if device is not None:
+        command += ["--device", device]
     if model.replica_grids:
         tensor, pipeline = model.grid(index)
         command += ["--tensor-parallel", str(tensor), "--pipeline-parallel", str(pipeline)]
@@ -56,7 +83,10 @@ def replica(config: Config, folder: RuntimeFolder, name: str, index: int, place:
         command += ["--join-endpoint", model.placement.endpoint(index)]
     if model.replica_roles:
         command += ["--role", model.role(index)]
-    return Unit(engine_name(model, index), command, model=model.name, replica=str(index), endpoint=endpoint)
+    unit = Unit(engine_name(model, index), command, model=model.name, replica=str(index), endpoint=endpoint)
+    if site is not None:
+        site.started(unit)
+    return unit
 
 
 def engine_name(model: ModelConfig, index: int) -> str:

@@ -42,9 +42,14 @@ class Replicas:
         catalogue: ModelCatalogue | None = None,
         saved: SavedModels | None = None,
         max_engines: int = MOST,
+        others: Callable[[], Topology] | None = None,
+        describe: Callable[[Unit], Replica] | None = None,
     ) -> None:
         """`make`: builds replica number N of a model. `catalogue`: models loaded at run time. `saved`: the file that
-        keeps them for the next start. `max_engines`: maximum of engines, all models together."""
+        keeps them for the next start. `max_engines`: maximum of engines, all models together. `others`: replicas on
+        other machines, which gateways use too; `describe`: how gateways reach one of this machine."""
+        self._others = others or (lambda: Topology({}))
+        self._describe = describe or (lambda unit: Replica(unit.replica, unit.endpoint))
         self._supervisor = supervisor
         self._make = make
         self.catalogue = catalogue
@@ -75,11 +80,39 @@ class Replicas:
         return self._supervisor.stopping
 
     def topology(self) -> Topology:
-        return Topology(
-            {model: [Replica(unit.replica, unit.endpoint) for unit in units] for model, units in self._units.items()},
-            {} if self.catalogue is None else self.catalogue.loaded,
-            self._changes,
-        )
+        others = self._others()
+        models = {model: [self._describe(unit) for unit in units] for model, units in self._units.items()}
+        for model, replicas in others.models.items():
+            models[model] = [*models.get(model, ()), *replicas]
+        loaded = {} if self.catalogue is None else self.catalogue.loaded
+        return Topology(models, others.loaded | loaded, self._changes)
+
+    def others_changed(self) -> None:
+        """Replicas on other machines came or went."""
+        self._changed()
+
+    @property
+    def units(self) -> list[tuple[Unit, bool]]:
+        """All replicas, and whether each is on its way out."""
+        staying = [(unit, unit.noticed) for units in self._units.values() for unit in units]
+        return staying + [(unit, True) for unit in self._leaving]
+
+    @property
+    def models(self) -> list[str]:
+        return list(self._units)
+
+    def know(self, model: str) -> None:
+        """A model of the catalogue which has no replica here yet."""
+        if model not in self._units:
+            self._units[model] = []
+            self._changed()
+
+    async def take_on(self, description: Mapping[str, Any]) -> None:
+        """Fetches a model, so that `adjust` can start replicas of it."""
+        if self.catalogue is None:
+            raise PenstockError("this machine cannot load models at run time")
+        model = await self.catalogue.add(description, lambda more: None)
+        self.know(model.name)
 
     async def load(self, description: Mapping[str, Any]) -> None:
         """Loads a model; gateways learn of it when its engines are ready. If anything fails, nothing stays of it."""
@@ -251,9 +284,10 @@ class Replicas:
             await self._supervisor.renew(unit)
             await asyncio.sleep(FOUND_S)
 
-    async def drain(self, model: str, replica: str) -> None:
+    async def drain(self, model: str, replica: str, *, last: bool = False) -> None:
+        """`last`: also the last running replica here, because others run on other machines."""
         unit = self._one(model, replica)
-        if all(other.paused for other in self._of(model) if other is not unit):
+        if not last and all(other.paused for other in self._of(model) if other is not unit):
             raise PenstockError(f"`{replica}` is the only running replica of `{model}`; stop the server instead")
         await self._supervisor.pause(unit)
 

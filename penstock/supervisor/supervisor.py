@@ -56,9 +56,12 @@ class Supervisor:
         backoff_s: float = 0.5,
         frozen_s: float = 0.0,
         gateways_up: Callable[[], bool] = lambda: True,
+        engine_grace_s: float = ENGINE_GRACE_S,
     ) -> None:
         """`frozen_s`: a process without heartbeats for this long is killed; 0: never. `gateways_up`: whether all
-        gateways are listening; with several on one port, a successful request proves only one."""
+        gateways are listening; with several on one port, a successful request proves only one. `engine_grace_s`: how
+        long engines may take to exit after that; longer where gateways on other machines use them."""
+        self._engine_grace_s = engine_grace_s
         self._engines = list(engines)
         self._gateways = list(gateways)
         self._gateways_up = gateways_up
@@ -288,7 +291,8 @@ class Supervisor:
         for unit in needed:
             await unit.ready.wait()
         pause = 0.02
-        while not (self._gateways_up() and await is_ready(self._host, self._port)):
+        # A machine that only runs engines for others has no gateway that could answer.
+        while self._gateways and not (self._gateways_up() and await is_ready(self._host, self._port)):
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, 0.5)
         for unit in self._gateways:
@@ -308,7 +312,7 @@ class Supervisor:
         # A gateway that was never ready has no requests to drain.
         grace = self._drain_s + GATEWAY_EXTRA_S if ready else 2.0
         await self._end(self._gateways, grace)
-        await self._end(self._engines, ENGINE_GRACE_S if ready else 0.5)
+        await self._end(self._engines, self._engine_grace_s if ready else 0.5)
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _end(self, units: list[Unit], grace_s: float) -> None:

@@ -44,6 +44,15 @@ class Client:
         assert isinstance(message, Ready), message
         return message
 
+    def until(self, kind: type, timeout_s: float = 60.0) -> FromEngine | None:
+        """The next message of this kind."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            message = self.receive(left)
+            if isinstance(message, kind):
+                return message
+        return None
+
     def submit(self, request_id: str, *, first: int = 100, tokens: int = 4) -> None:
         self.send(Submit(Request(request_id, [first], SamplingParams(max_tokens=tokens))))
 

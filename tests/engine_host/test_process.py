@@ -40,7 +40,7 @@ def test_an_endpoint_in_use_is_found_before_anything_is_loaded(endpoint: str) ->
         raise AssertionError("nothing may be loaded")
 
     @contextmanager
-    def serving(info: EngineInfo) -> Iterator[None]:
+    def serving(info: EngineInfo, where: str) -> Iterator[None]:
         yield
 
     process = EngineProcess(endpoint, None, 1.0, progress=lambda phase, fraction: None, serving=serving)
@@ -55,7 +55,7 @@ def test_progress_and_readiness_are_reported_and_a_signal_drains(
     told: list[str] = []
 
     @contextmanager
-    def serving(info: EngineInfo) -> Iterator[None]:
+    def serving(info: EngineInfo, where: str) -> Iterator[None]:
         told.append(f"{info.model} is ready")
         # Delivered on the main thread, while the server waits for messages.
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()

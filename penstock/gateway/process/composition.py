@@ -6,7 +6,7 @@ is started registers its `close`, also when a later part fails to start.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from penstock.gateway.api.admin.replicas import ReplicaEndpoints
 from penstock.gateway.api.admin.request_log import RequestLogEndpoints
 from penstock.gateway.api.admin.routes import RouteEndpoints
 from penstock.gateway.api.admin.sleep import SleepEndpoints
-from penstock.gateway.api.admin.supervisor import NoSupervisor
+from penstock.gateway.api.admin.supervisor import NoSupervisor, Supervisor
 from penstock.gateway.api.admin.traces import TraceEndpoints
 from penstock.gateway.api.admin.usage import UsageEndpoints
 from penstock.gateway.api.admin.what_if import WhatIfEndpoints
@@ -75,10 +75,10 @@ from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process import implementations
 from penstock.gateway.process.load_reporter import LoadReporter
 from penstock.gateway.process.model_follower import ModelFollower
-from penstock.gateway.process.request_log import RequestLogOff, open_request_log
+from penstock.gateway.process.request_log import RequestLogOff, charge_entry, open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.stores import Stores, open_stores
-from penstock.gateway.process.supervisor_link import SupervisorLink
+from penstock.gateway.process.supervisor_link import Follow, Link, Scaled, SupervisorLink
 from penstock.gateway.quality.endpoints import FeedbackEndpoints
 from penstock.gateway.quality.judge import Judge, NoJudge
 from penstock.gateway.rag.collection_endpoints import CollectionEndpoints
@@ -90,6 +90,7 @@ from penstock.gateway.response_cache.endpoints import CacheEndpoints
 from penstock.gateway.server_tools.endpoints import ToolEndpoints
 from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.workers.group import WorkerGroup
+from penstock.metering.log_entries import CHARGES
 from penstock.metering.request_log import RequestLog
 from penstock.metering.request_store import RequestStore
 from penstock.protocol.errors import KeyStoreUnavailable, NotFound, ServiceUnavailable
@@ -145,8 +146,10 @@ async def compose(
     encoders: Encoders,
     supervisor_socket: Path | None = None,
     secret: FleetSecret | None = None,
+    fleet: Callable[[Follow, Scaled], Link] | None = None,
 ) -> AsyncIterator[Gateway]:
-    """A gateway that is started on entry and closed on exit. `secret`: for engines on other machines."""
+    """A gateway that is started on entry and closed on exit. `secret`: for engines on other machines; `fleet`: makes
+    the link to a fleet, which says which engines there are where there is no supervisor."""
     async with AsyncExitStack() as stack:
         closing = stack.push_async_callback
 
@@ -187,7 +190,9 @@ async def compose(
                 metrics.usage,
                 dead_after_s=settings.gateway_timeout_s,
                 patience_s=settings.ledger_wait_s,
+                announce=(lambda one: request_log.put(charge_entry(one))) if request_log.takes(CHARGES) else None,
             )
+            stores.feedback.announce = request_log.put
             await accounts.start()
             closing(accounts.close)
         authentication = implementations.authentication(settings, stores)
@@ -233,7 +238,15 @@ async def compose(
         closing(tools.close)
         judge: Judge | NoJudge = NoJudge()
         if settings.judge.rate:
-            judge = Judge(settings.judge, settings.generation, registry, tokenization, grammars, metrics.context)
+            judge = Judge(
+                settings.judge,
+                settings.generation,
+                registry,
+                tokenization,
+                grammars,
+                metrics.context,
+                announce=request_log.put,
+            )
             judge.start()
             closing(judge.close)
         sessions = implementations.conversation_sessions(settings.conversations, database)
@@ -267,13 +280,21 @@ async def compose(
             )
             drain.on_begin(runner.hold)
             closing(runner.close)
-        supervisor: SupervisorLink | NoSupervisor = NoSupervisor()
-        if supervisor_socket is not None:
+        supervisor: Supervisor = NoSupervisor()
+        if supervisor_socket is not None or fleet is not None:
             follower = ModelFollower(settings, registry, admissions, prices, forget_answers, background, secret)
-            supervisor = SupervisorLink(supervisor_socket, follower.follow, follower.scaled)
-            await supervisor.start()
-            closing(supervisor.close)
-            reporter = LoadReporter(registry, admissions, settings.admission.slots, supervisor.report)
+            link: Link
+            if supervisor_socket is not None:
+                link = SupervisorLink(supervisor_socket, follower.follow, follower.scaled)
+            else:
+                assert fleet is not None
+                link = fleet(follower.follow, follower.scaled)
+                checks["fleet"] = link.problem
+                drain.on_begin(link.draining)
+            supervisor = link
+            await link.start()
+            closing(link.close)
+            reporter = LoadReporter(registry, admissions, settings.admission.slots, link.report)
             reporter.start()
             closing(reporter.close)
         add_autoscale_metrics(metrics.registry, lambda: supervisor.scaling)

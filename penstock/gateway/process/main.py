@@ -37,6 +37,7 @@ from penstock.gateway.process.composition import Gateway, compose
 from penstock.gateway.process.limits import MOST_CONNECTIONS, connections
 from penstock.gateway.process.model_follower import served
 from penstock.gateway.process.settings import GatewaySettings, Worker
+from penstock.gateway.process.supervisor_link import Follow, Link, Scaled
 from penstock.identity.exposure import check_exposure
 from penstock.protocol.fleet_secret import FleetSecret
 from penstock.protocol.transport import CurveClient
@@ -63,26 +64,31 @@ def run(
     beat: Callable[[], Awaitable[None]] | None = None,
     wrap: Callable[[App], Application] = lambda app: app,
     secret: FleetSecret | None = None,
+    fleet: Callable[[Follow, Scaled], Link] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT. `endpoints`: the ZeroMQ endpoints of models' replicas and of encoders, by name;
     `curve`: the keys for those on other machines; `ask`: called with the name of an encoder to have it started;
     `control`: the supervisor's socket, which says which replicas there are from then on; `worker`: which of several
     processes on the port this is; `listening` is called once connections are accepted; `beat` runs beside the server
     and sends its heartbeats; `wrap`: puts something in front of the application, such as the console;
-    `secret`: gives the keys of engines on other machines that the supervisor names."""
+    `secret`: gives the keys of engines on other machines; `fleet`: makes the link to a fleet, which says which models
+    and replicas there are where there is no supervisor."""
     settings = GatewaySettings.from_config(config, worker)
-    if control is None:  # nobody starts engines for this gateway, so no request may wait for that
+    # Several gateways tell each other what they sent to which engine; the only one of a server has nobody to tell.
+    alone = control is not None and worker is None and secret is None
+    settings = dataclasses.replace(settings, shares_engines=not alone)
+    if control is None and fleet is None:  # nobody starts engines for this gateway, so no request may wait for that
         fixed = tuple(dataclasses.replace(model, autoscaled=False, hold=None) for model in settings.models)
         settings = dataclasses.replace(settings, models=fixed)
     telemetry_logging.configure(settings.log_format, settings.log_level)
     missing = [model.name for model in settings.models if model.name not in endpoints]
-    if missing and control is None:
+    if missing and control is None and fleet is None:
         raise ConfigError(f"no engine endpoint was given for: {', '.join(missing)}")
     if worker is None:
         check_port(settings.host, settings.port)
         if settings.admin_port is not None:
             check_port(settings.admin_host, settings.admin_port)
-    uvloop.run(_run(settings, endpoints, curve or {}, ask, control, listening, beat, wrap, secret))
+    uvloop.run(_run(settings, endpoints, curve or {}, ask, control, listening, beat, wrap, secret, fleet))
 
 
 async def _run(
@@ -95,6 +101,7 @@ async def _run(
     beat: Callable[[], Awaitable[None]] | None,
     wrap: Callable[[App], Application],
     secret: FleetSecret | None,
+    fleet: Callable[[Follow, Scaled], Link] | None,
 ) -> None:
     await check_exposure(settings.host, settings.store_url or "")
     if settings.admin_port is not None:
@@ -125,6 +132,7 @@ async def _run(
                 control=control,
                 wrap=wrap,
                 secret=secret,
+                fleet=fleet,
             )
     finally:
         if heart is not None:
@@ -170,9 +178,10 @@ async def serve(
     control: Path | None = None,
     wrap: Callable[[App], Application] = lambda app: app,
     secret: FleetSecret | None = None,
+    fleet: Callable[[Follow, Scaled], Link] | None = None,
 ) -> None:
     """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
-    async with compose(settings, registry, encoders or Encoders((), ()), control, secret) as gateway:
+    async with compose(settings, registry, encoders or Encoders((), ()), control, secret, fleet) as gateway:
         room = min(connections(), settings.max_connections or MOST_CONNECTIONS)
         doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
         if settings.admin_port is not None:

@@ -1,4 +1,5 @@
-"""The models of this gateway follow the supervisor: replicas are added and removed, models loaded and unloaded.
+"""The models of this gateway follow the supervisor, or the fleet: replicas are added and removed, models loaded and
+unloaded.
 
 Invariant: clients find a model from the moment its engines are ready until it is unloaded; requests that have begun by
 then may finish. A model that cannot be served (its chat template is broken) does not keep others from being served.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from penstock.backends.native import NativeBackend
 from penstock.config.load import check_model
@@ -51,6 +52,7 @@ def served(
             policy=make_policy(settings.routing.policy),
             handover=model.handover,
             hold=model.hold,
+            shared=settings.shares_engines,
         ),
         aliases=model.aliases,
         time_slice=model.time_slice,
@@ -144,8 +146,19 @@ class ModelFollower:
                 staying.add(member.name)
             else:
                 backend.retire(member.name)
-        for name in wanted.keys() - staying:
-            await backend.join(self._native(model, wanted[name]))
+        problem = await self._join(model, backend, [wanted[name] for name in wanted.keys() - staying])
+        if problem:
+            raise PenstockError(problem)
+
+    async def _join(self, model: ModelSettings, backend: ReplicaSet, replicas: Iterable[Replica]) -> str:
+        """Returns why some could not; these do not keep the others from joining."""
+        problems = []
+        for replica in replicas:
+            try:
+                await backend.join(self._native(model, replica))
+            except PenstockError as error:
+                problems.append(f"{replica.name}: {error}")
+        return "; ".join(problems)
 
     def _native(self, model: ModelSettings, replica: Replica) -> NativeBackend:
         return native(model, replica.name, replica.endpoint, self._curve(replica))
@@ -164,8 +177,7 @@ class ModelFollower:
         assert isinstance(model.backend, ReplicaSet)
         try:
             await model.backend.start()
-            for replica in replicas:
-                await model.backend.join(self._native(settings, replica))
+            problem = await self._join(settings, model.backend, replicas)
             await self._admissions.add(model, settings.downgrade_to)
         except BaseException:
             await model.backend.close()
@@ -173,6 +185,8 @@ class ModelFollower:
         self._prices.add(settings.price)
         self._registry.add(model)
         self._models[settings.name] = settings
+        if problem:
+            raise PenstockError(problem)
 
     async def _remove(self, name: str) -> None:
         self._prices.remove(self._models.pop(name).price)

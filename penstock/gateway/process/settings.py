@@ -115,6 +115,8 @@ class GatewaySettings:
     encoders: tuple[EncoderConfig, ...] = ()
     worker: Worker | None = None
     """None: this is the only process on the port."""
+    shares_engines: bool = False
+    """Other gateways send requests to the same engines."""
     host: str = "127.0.0.1"
     port: int = 8000
     body_limit: int = 4 * 2**20

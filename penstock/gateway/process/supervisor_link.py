@@ -11,10 +11,12 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.gateway.api.admin.supervisor import Supervisor
 from penstock.protocol.control import (
     Done,
     Following,
@@ -38,13 +40,31 @@ Follow = Callable[[Topology], Awaitable[dict[str, str]]]
 """Makes the models of this gateway those of a topology; returns those that cannot be served, and why."""
 
 
+Scaled = Callable[[Mapping[str, ModelScaling]], None]
+"""Told the state of automatic scaling whenever it changes."""
+
+
+class Link(Supervisor, Protocol):
+    """Says which models and replicas there are; a supervisor on this machine, or a fleet."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def report(self, loads: Loads) -> None:
+        """Tells how loaded models are."""
+
+    def draining(self) -> None:
+        """This gateway takes no new requests from now on."""
+
+    async def problem(self) -> str | None:
+        """Why nothing can be answered, if it cannot."""
+
+
 class SupervisorLink:
     """The connection of one gateway process."""
 
-    def __init__(
-        self, path: Path, follow: Follow, scaled: Callable[[Mapping[str, ModelScaling]], None] = lambda models: None
-    ) -> None:
-        """`scaled` is called with the state of automatic scaling whenever it changes."""
+    def __init__(self, path: Path, follow: Follow, scaled: Scaled = lambda models: None) -> None:
         self._path = path
         self._follow = follow
         self._scaled = scaled
@@ -88,6 +108,12 @@ class SupervisorLink:
         """Tells the supervisor how loaded models are."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(line(loads))
+
+    def draining(self) -> None:
+        """The supervisor knows: it said so."""
+
+    async def problem(self) -> str | None:
+        return None
 
     async def _take_over(self, topology: Topology) -> None:
         try:

@@ -65,7 +65,12 @@ class HealthEndpoints:
         models = list(self._registry)
         stuck = any(model.backend.stalled_s > STUCK_S for model in models)
         answers = any(model.backend.ready or model.on_demand for model in models)
-        answers = answers or not models or any(remote.ready for remote in self._registry.remotes.values())
+        # Without any model the server may serve encoders only; a fleet that has no engine yet cannot answer.
+        answers = (
+            answers
+            or (not models and "fleet" not in self._checks)
+            or any(remote.ready for remote in self._registry.remotes.values())
+        )
         well = answers and not stuck
         body = {"status": "ok" if well else "unavailable"}
         headers = [] if well else [(b"retry-after", b"1")]

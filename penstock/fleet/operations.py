@@ -1,0 +1,203 @@
+"""Operations on a fleet, from any of its processes: they change what the registry says is wanted, or go as a command to
+the machine that owns a replica, and return when the fleet has followed."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.config.load import check_model
+from penstock.errors import PenstockError
+from penstock.fleet.controller_autoscaler import limited
+from penstock.fleet.records import CommandRecord, EngineRecord, ModelRecord
+from penstock.fleet.registry import Fleet, Registry
+from penstock.fleet.view import FleetView
+
+PATIENCE_S = 3600.0
+"""How long the fleet may take: a machine may have to download the model."""
+UNHEARD_S = 30.0
+"""How long nobody may be controller."""
+FOUND_S = 1.0
+"""How long gateways take to reconnect to a restarted engine."""
+
+
+class FleetOperations:
+    """Carries out operations; `stop` is called to stop the server that was asked."""
+
+    def __init__(self, registry: Registry, view: FleetView, stop: Callable[[], None] = lambda: None) -> None:
+        self._registry = registry
+        self._view = view
+        self._stop = stop
+
+    async def scale(self, model: str, count: int) -> None:
+        record = self._model(model)
+        if "autoscale" in record.description and record.description["autoscale"] is not None:
+            raise PenstockError(
+                f"`{model}` is scaled automatically; `penstock autoscale {model} --min N --max N` changes its limits"
+            )
+        await self._registry.publish(msgspec.structs.replace(record, replicas=count))
+        await self._follows(model, count)
+
+    async def restart(self, model: str, replica: str = "") -> None:
+        """One replica or all, one after the other; stops at the first that fails."""
+        chosen = self._chosen(model, replica)
+        for machine, number in chosen:
+            await self._command(machine, "restart", model, number)
+            await asyncio.sleep(FOUND_S)
+
+    async def drain(self, model: str, replica: str) -> None:
+        ((machine, number),) = self._chosen(model, replica)
+        others = [one for one in self._engines(model) if (one.machine, one.replica) != (machine, number)]
+        if not any(one.state == "ready" for one in others):
+            raise PenstockError(f"`{replica}` is the only running replica of `{model}`; scale it up first")
+        await self._command(machine, "drain", model, number)
+
+    def replace(self, model: str, replica: str, within_s: float, *, refill: bool = True) -> None:
+        raise PenstockError(
+            "in a fleet it is a machine that goes away: `penstock drain --machine NAME --notice SECONDS` has its "
+            "replicas started elsewhere first"
+        )
+
+    async def load(self, description: Mapping[str, Any]) -> None:
+        model = check_model(description)
+        if model.name in self._view.fleet.models:
+            raise PenstockError(f"the fleet serves `{model.name}` already")
+        if not self._view.fleet.machines:
+            raise PenstockError("the fleet has no machine; `penstock join` adds one")
+        record = ModelRecord(
+            name=model.name, description={**description, "name": model.name}, replicas=model.first_replicas
+        )
+        await self._registry.publish(record)
+        try:
+            await self._follows(model.name, model.first_replicas)
+        except BaseException:
+            await self._remove(record)
+            raise
+
+    async def unload(self, model: str) -> None:
+        record = self._model(model)
+        if len(self._view.fleet.models) == 1:
+            raise PenstockError(f"`{model}` is the only model of this fleet; stop its machines instead")
+        await self._remove(record)
+
+    async def set_limits(self, model: str, minimum: int | None, maximum: int | None) -> None:
+        await self._registry.publish(with_limits(self._model(model), minimum, maximum))
+
+    async def leave(self, machine: str, seconds: float | None) -> None:
+        """Has a machine leave the fleet."""
+        if machine not in self._view.fleet.machines:
+            raise PenstockError(f"the fleet has no machine `{machine}`; there are {_list(self._view.fleet.machines)}")
+        await self._command(machine, "leave", seconds=seconds)
+
+    def stop(self) -> None:
+        self._stop()
+
+    async def _remove(self, record: ModelRecord) -> None:
+        """Has all its replicas drained, then forgets it."""
+        await self._registry.publish(msgspec.structs.replace(record, replicas=0))
+        await self._view.wait_for(lambda fleet: not _of(fleet, record.name), PATIENCE_S)
+        await self._registry.withdraw(record)
+
+    async def _follows(self, model: str, count: int) -> None:
+        """Waits until that many replicas are ready and no others run; raises when that cannot be."""
+
+        def done(fleet: Fleet) -> bool:
+            states = [engine.state for engine in _of(fleet, model)]
+            return states.count("ready") == count == len(states)
+
+        def over(fleet: Fleet) -> bool:
+            return done(fleet) or bool(_problem(fleet, model, count))
+
+        left = PATIENCE_S
+        while not await self._view.wait_for(over, UNHEARD_S):
+            left -= UNHEARD_S
+            if not self._view.fleet.controller:
+                raise PenstockError("the fleet has no controller at the moment; the change is made when it has one")
+            if left <= 0:
+                raise PenstockError(f"`{model}` does not have {count} ready replicas yet; see `penstock fleet status`")
+        if not done(self._view.fleet) and (problem := _problem(self._view.fleet, model, count)):
+            raise PenstockError(problem)
+
+    async def _command(
+        self,
+        machine: str,
+        verb: Literal["restart", "drain", "leave"],
+        model: str = "",
+        replica: str = "",
+        seconds: float | None = None,
+    ) -> None:
+        command = CommandRecord(
+            id=uuid.uuid4().hex, machine=machine, verb=verb, model=model, replica=replica, seconds=seconds
+        )
+        await self._registry.publish(command)
+        try:
+            answered = await self._view.wait_for(
+                lambda fleet: command.id in fleet.outcomes or machine not in fleet.machines, PATIENCE_S
+            )
+            outcome = self._view.fleet.outcomes.get(command.id)
+            if outcome is None and verb != "leave":
+                why = "did not answer" if not answered else "was lost meanwhile"
+                raise PenstockError(f"machine `{machine}` {why}")
+            if outcome is not None and outcome.error:
+                raise PenstockError(outcome.error)
+        finally:
+            await self._registry.withdraw(command)
+
+    def _model(self, name: str) -> ModelRecord:
+        record = self._view.fleet.models.get(name)
+        if record is None:
+            raise PenstockError(f"the fleet does not serve `{name}`; it serves {_list(self._view.fleet.models)}")
+        return record
+
+    def _engines(self, model: str) -> list[EngineRecord]:
+        return _of(self._view.fleet, model)
+
+    def _chosen(self, model: str, replica: str) -> list[tuple[str, str]]:
+        """Machines and numbers of replicas; `replica` is MACHINE.NUMBER, or empty for all."""
+        if not replica:
+            self._model(model)
+            return sorted((one.machine, one.replica) for one in self._engines(model))
+        machine, _, number = replica.rpartition(".")
+        if machine not in self._view.fleet.machines:
+            names = [f"{one.machine}.{one.replica}" for one in self._engines(model)]
+            raise PenstockError(f"`{model}` has no replica `{replica}`; there are {_list(sorted(names))}")
+        return [(machine, number)]
+
+
+def with_limits(record: ModelRecord, minimum: int | None, maximum: int | None) -> ModelRecord:
+    """A model with other limits of automatic scaling."""
+    config = check_model(record.description).autoscale
+    if config is None:
+        raise PenstockError(f"`{record.name}` is not scaled automatically; `penstock scale` sets its replicas")
+    changed = msgspec.structs.replace(
+        record,
+        min=record.min if minimum is None else minimum,
+        max=record.max if maximum is None else maximum,
+    )
+    now = limited(config, changed)
+    if (minimum, maximum) != (None, None) and (now.min, now.max) == (config.min, config.max):
+        low = config.min if changed.min is None else changed.min
+        high = config.max if changed.max is None else changed.max
+        if low > high:
+            raise PenstockError(f"min ({low}) must be at most max ({high})")
+    if now.min == 0 and config.min > 0:
+        raise PenstockError("scale to zero needs min: 0 in the configuration, where gateways also read hold_s")
+    return changed
+
+
+def _of(fleet: Fleet, model: str) -> list[EngineRecord]:
+    return [engine for engine in fleet.engines.values() if engine.model == model]
+
+
+def _problem(fleet: Fleet, model: str, count: int) -> str:
+    """Why a model cannot have so many replicas, once the controller has considered it."""
+    decision = fleet.decisions.get(fleet.controller)
+    return "" if decision is None or decision.wanted.get(model) != count else decision.problems.get(model, "")
+
+
+def _list(names: Any) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"

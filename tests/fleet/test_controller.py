@@ -1,0 +1,310 @@
+"""Machines and their controller on a virtual clock: replicas are placed, replaced and scaled (R-OPS-4). No process is
+started here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+from penstock.config import Config, ModelConfig
+from penstock.config.load import check_model
+from penstock.errors import PenstockError
+from penstock.fleet.controller import Controller
+from penstock.fleet.gateway_side import FleetScaler, other_machines
+from penstock.fleet.machine import Machine
+from penstock.fleet.operations import FleetOperations
+from penstock.fleet.records import LoadRecord, MachineRecord, ModelRecord
+from penstock.fleet.registry import MemoryFleet, MemoryRegistry
+from penstock.fleet.view import FleetView
+from penstock.protocol.control import Loads, ModelLoad
+from penstock.supervisor.catalogue import ModelCatalogue
+from penstock.supervisor.replicas import Replicas
+from penstock.supervisor.runtime import RuntimeFolder
+from penstock.supervisor.supervisor import StartFailed, Supervisor
+from penstock.supervisor.unit import Unit
+from tests.virtual_time import run_in_virtual_time
+
+LEASE_S = 10.0
+COLD_START_S = 3.0
+
+
+class Processes:
+    """A supervisor whose engines need a while to start and to drain."""
+
+    drain_s = 5.0
+
+    def __init__(self) -> None:
+        self.stopping = False
+        self.broken = False
+
+    def stop(self) -> None:
+        self.stopping = True
+
+    async def add(self, unit: Unit) -> None:
+        unit.spawned_at = asyncio.get_running_loop().time()
+        await asyncio.sleep(COLD_START_S)
+        if self.broken:
+            unit.dismissed = True
+            raise StartFailed("out of memory")
+        unit.ready_at = asyncio.get_running_loop().time()
+        unit.up.set()
+
+    async def dismiss(self, unit: Unit) -> None:
+        unit.dismissed = True
+        await asyncio.sleep(1.0)
+
+    async def pause(self, unit: Unit) -> None:
+        unit.paused = True
+        unit.up.clear()
+
+    async def renew(self, unit: Unit) -> None:
+        unit.paused = False
+        unit.up.clear()
+        await asyncio.sleep(COLD_START_S)
+        unit.up.set()
+
+
+class Known(ModelCatalogue):
+    """Fetches nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(Config(), cast(RuntimeFolder, None))
+
+    async def add(self, description: Mapping[str, Any], check_room: Callable[[int], None]) -> ModelConfig:
+        return check_model(description)
+
+
+class Node:
+    """One machine: its agent and its controller."""
+
+    def __init__(self, name: str, memory: MemoryFleet, **more: Any) -> None:
+        self.registry = MemoryRegistry(memory)
+        clock = asyncio.get_running_loop().time
+        self.view = FleetView(self.registry, clock)
+        self.processes = Processes()
+        supervisor = cast(Supervisor, self.processes)
+        make = lambda model, index: Unit(f"{model}/{index}", [], model=model, replica=str(index), endpoint="tcp://x:1")  # noqa: E731
+        self.replicas = Replicas(supervisor, [], make, Known())
+        record = MachineRecord(name=name, address="10.0.0.1", **({"room": 2} | more))
+        self.machine = Machine(
+            self.registry, self.view, supervisor, self.replicas, record, public_key="", descriptions={}, clock=clock
+        )
+        self.controller = Controller(self.registry, self.view, name, lease_s=LEASE_S, clock=clock)
+        self.operations = FleetOperations(self.registry, self.view)
+        self._tasks: list[asyncio.Task[None]] = []
+        for work in (self.view.run(), self.machine.run(), self.controller.run()):
+            self._tasks.append(asyncio.create_task(work))
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.replicas.close()
+
+
+class World:
+    def __init__(self) -> None:
+        self.memory = MemoryFleet()
+        self.nodes: dict[str, Node] = {}
+        self.client = MemoryRegistry(self.memory)
+
+    def join(self, name: str, **more: Any) -> Node:
+        self.nodes[name] = node = Node(name, self.memory, **more)
+        return node
+
+    async def kill(self, name: str) -> None:
+        """As `kill -9` does: nothing is withdrawn, and the lease runs out."""
+        node = self.nodes.pop(name)
+        await node.end()
+        await asyncio.sleep(LEASE_S)
+        self.memory.lose(node.registry)
+
+    async def want(self, replicas: int, **description: Any) -> None:
+        await self.client.publish(ModelRecord(name="m", description={"name": "m", **description}, replicas=replicas))
+
+    def ready(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for engine in self.memory.snapshot().engines.values():
+            if engine.state == "ready":
+                found[engine.machine] = found.get(engine.machine, 0) + 1
+        return found
+
+    async def until(self, condition: Callable[[], bool], within: float = 60.0) -> None:
+        deadline = asyncio.get_running_loop().time() + within
+        while not condition():
+            assert asyncio.get_running_loop().time() < deadline, (self.ready(), self.memory.snapshot())
+            await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def world(*names: str, **more: Any) -> AsyncIterator[World]:
+    async with AsyncExitStack() as stack:
+        it = World()
+
+        async def end() -> None:
+            for node in it.nodes.values():
+                await node.end()
+
+        stack.push_async_callback(end)
+        for name in names:
+            it.join(name, **more)
+        yield it
+
+
+def test_a_lost_machine_is_replaced_and_is_not_doubled_when_it_comes_back() -> None:
+    async def run() -> None:
+        async with world("a", "b", "c") as it:
+            await it.want(3)
+            await it.until(lambda: it.ready() == {"a": 1, "b": 1, "c": 1})
+            await it.kill("b")
+            await it.until(lambda: sum(it.ready().values()) == 3)
+            assert "b" not in it.ready()
+            # It comes back with the engine that it still runs, as after a cut of its network.
+            back = it.join("b")
+            back.replicas.know("m")
+            back.replicas.adjust("m", 1)
+            await it.until(lambda: it.ready() == {"a": 1, "b": 1, "c": 1})
+            await asyncio.sleep(LEASE_S)
+            assert len(it.memory.snapshot().engines) == 3
+
+    run_in_virtual_time(run())
+
+
+def test_another_controller_takes_over() -> None:
+    async def run() -> None:
+        async with world("a", "b") as it:
+            await it.want(1)
+            await it.until(lambda: sum(it.ready().values()) == 1)
+            leader, term = it.memory.snapshot().controller, it.memory.snapshot().term
+            await it.kill(leader)
+            (left,) = it.nodes
+            await it.until(lambda: it.ready() == {left: 1})
+            assert it.memory.snapshot().controller == left and it.memory.snapshot().term == term + 1
+
+    run_in_virtual_time(run())
+
+
+def test_scaling_restarting_and_draining_over_machines() -> None:
+    async def run() -> None:
+        async with world("a", "b") as it:
+            await it.want(1)
+            await it.until(lambda: sum(it.ready().values()) == 1)
+            operations = it.nodes["a"].operations
+            await operations.scale("m", 3)
+            assert sum(it.ready().values()) == 3
+            with pytest.raises(PenstockError, match="no machine has room for 1 more replica"):
+                await operations.scale("m", 5)
+            await operations.scale("m", 2)
+            assert it.ready() == {"a": 1, "b": 1}
+            await operations.restart("m")
+            await operations.drain("m", "b.0")
+            assert it.ready() == {"a": 1}
+            with pytest.raises(PenstockError, match="only running replica"):
+                await operations.drain("m", "a.0")
+            await operations.restart("m", "b.0")
+            assert it.ready() == {"a": 1, "b": 1}
+            with pytest.raises(PenstockError, match=r"no replica `z\.0`"):
+                await operations.restart("m", "z.0")
+            await operations.load({"name": "n", "source": "n"})
+            assert len([one for one in it.memory.snapshot().engines.values() if one.model == "n"]) == 1
+            await operations.unload("n")
+            assert "n" not in it.memory.snapshot().models and sum(it.ready().values()) == 2
+            assert not it.memory.snapshot().commands and await settled(it)
+
+    async def settled(it: World) -> bool:
+        await it.until(lambda: not it.memory.snapshot().outcomes)
+        return True
+
+    run_in_virtual_time(run())
+
+
+def test_a_machine_that_leaves_is_replaced_first() -> None:
+    async def run() -> None:
+        async with world("a", "b") as it:
+            await it.want(2)
+            await it.until(lambda: it.ready() == {"a": 1, "b": 1})
+            await it.nodes["a"].operations.leave("b", 120.0)
+            least = 2
+            while not it.nodes["b"].processes.stopping:
+                least = min(least, sum(it.ready().values()))
+                await asyncio.sleep(0.1)
+            assert least == 2 and it.ready() == {"a": 2}
+
+    run_in_virtual_time(run())
+
+
+def test_what_a_machine_cannot_start_is_started_elsewhere() -> None:
+    async def run() -> None:
+        async with world("a", "b") as it:
+            it.nodes["a"].processes.broken = True
+            await it.want(2)
+            await it.until(lambda: it.ready() == {"b": 2})
+            assert "out of memory" in it.memory.snapshot().machines["a"].problems["m"]
+
+    run_in_virtual_time(run())
+
+
+def test_a_registry_without_data_stops_nothing() -> None:
+    async def run() -> None:
+        async with world("a", "b") as it:
+            await it.want(2)
+            await it.until(lambda: it.ready() == {"a": 1, "b": 1})
+            for name in [name for name, (record, _) in it.memory.records.items() if record.lasting]:
+                del it.memory.records[name]
+            it.memory.changed()
+            await asyncio.sleep(3 * LEASE_S)
+            assert it.ready() == {"a": 1, "b": 1}
+            await it.want(2)
+            await asyncio.sleep(3 * LEASE_S)
+            assert it.ready() == {"a": 1, "b": 1}
+
+    run_in_virtual_time(run())
+
+
+def test_load_adds_replicas_on_other_machines_and_idleness_takes_them_away() -> None:
+    async def run() -> None:
+        async with world("a", "b", "c", room=1) as it:
+            autoscale = {"min": 1, "max": 3, "stabilisation_s": 5, "scale_down_cooldown_s": 2, "concurrency": 4}
+            await it.want(1, autoscale=autoscale)
+            await it.until(lambda: sum(it.ready().values()) == 1)
+            scaler = FleetScaler(it.client, FleetView(it.client), "a")
+
+            async def load(running: int, queued: int) -> None:
+                slots = 4 * sum(it.ready().values())
+                loads = Loads({"m": ModelLoad(in_flight=running, queued=queued, slots=slots, predicted_wait_s=5.0)})
+                await it.client.publish(LoadRecord(gateway="a/1", loads=loads))
+
+            for _ in range(30):
+                await load(12, 20)
+                await asyncio.sleep(1.0)
+            assert it.ready() == {"a": 1, "b": 1, "c": 1}
+            decision = it.memory.snapshot().decisions[it.memory.snapshot().controller]
+            assert decision.scaling["m"].desired == 3 and decision.wanted == {"m": 3}
+            with pytest.raises(PenstockError, match="scaled automatically"):
+                await it.nodes["a"].operations.scale("m", 2)
+            for _ in range(40):
+                await load(0, 0)
+                await asyncio.sleep(1.0)
+            assert sum(it.ready().values()) == 1
+            await it.nodes["a"].operations.set_limits("m", 2, None)
+            await load(0, 0)
+            await it.until(lambda: sum(it.ready().values()) == 2)
+            assert scaler.state().models == {}, "it has not looked yet"
+
+    run_in_virtual_time(run())
+
+
+def test_gateways_get_the_engines_of_other_machines() -> None:
+    async def run() -> None:
+        async with world("a", "b") as it:
+            await it.want(2)
+            await it.until(lambda: it.ready() == {"a": 1, "b": 1})
+            topology = other_machines(it.memory.snapshot(), "a")
+            assert [replica.name for replica in topology.models["m"]] == ["b.0"]
+            assert topology.loaded["m"]["name"] == "m"
+
+    run_in_virtual_time(run())
