@@ -118,6 +118,7 @@ def serve(
                 host=server.host,
                 port=server.port,
                 drain_s=server.drain_s,
+                drain_delay_s=server.drain_delay_s,
                 reporter=reporter,
                 frozen_s=config.resilience.frozen_s,
                 gateways_up=gateways_up,

@@ -52,15 +52,17 @@ class Supervisor:
         host: str,
         port: int,
         drain_s: float,
+        drain_delay_s: float = 0.0,
         reporter: Reporter | None = None,
         backoff_s: float = 0.5,
         frozen_s: float = 0.0,
         gateways_up: Callable[[], bool] = lambda: True,
         engine_grace_s: float = ENGINE_GRACE_S,
     ) -> None:
-        """`frozen_s`: a process without heartbeats for this long is killed; 0: never. `gateways_up`: whether all
-        gateways are listening; with several on one port, a successful request proves only one. `engine_grace_s`: how
-        long engines may take to exit after that; longer where gateways on other machines use them."""
+        """`drain_delay_s`: how long gateways wait before they drain. `frozen_s`: a process without heartbeats for this
+        long is killed; 0: never. `gateways_up`: whether all gateways are listening; with several on one port, a
+        successful request proves only one. `engine_grace_s`: how long engines may take to exit after that; longer
+        where gateways on other machines use them."""
         self._engine_grace_s = engine_grace_s
         self._engines = list(engines)
         self._gateways = list(gateways)
@@ -68,6 +70,7 @@ class Supervisor:
         self._host = host
         self._port = port
         self._drain_s = drain_s
+        self._drain_delay_s = drain_delay_s
         self._reporter = reporter or Reporter()
         self._backoff_s = backoff_s
         self._frozen_s = frozen_s
@@ -310,7 +313,7 @@ class Supervisor:
         if ready:
             self._reporter.draining(self._drain_s)
         # A gateway that was never ready has no requests to drain.
-        grace = self._drain_s + GATEWAY_EXTRA_S if ready else 2.0
+        grace = self._drain_delay_s + self._drain_s + GATEWAY_EXTRA_S if ready else 2.0
         await self._end(self._gateways, grace)
         await self._end(self._engines, self._engine_grace_s if ready else 0.5)
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
