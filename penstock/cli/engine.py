@@ -67,6 +67,7 @@ def engine(
     role: Annotated[
         _Role, typer.Option(help="prefill: computes prompts for decode engines; both: does everything itself.")
     ] = _Role.both,
+    pool: Annotated[str, typer.Option(metavar="NAME", help="One of the model's pools, whose settings it gets.")] = "",
     fleet: FleetUrl = None,
     log_level: LogLevel = None,
     settings: Settings = None,
@@ -107,6 +108,8 @@ def engine(
         penstock engine smollm2-135m -e tcp://127.0.0.1:5557 --role prefill
 
         penstock engine --check -e tcp://127.0.0.1:5555
+
+        penstock engine smollm2-135m -e tcp://127.0.0.1:5558 --pool batch -c penstock.yaml
 
         penstock engine smollm2-135m --fleet redis://redis.lan --set fleet.secret_file=fleet.secret
 
@@ -152,7 +155,7 @@ def engine(
                 raise ConfigError(f"{resolved}: no model is called {model!r}")
             path = Path(chosen.source)
             chosen = replace(
-                chosen,
+                _in_pool(chosen, pool),
                 device=device or chosen.device,
                 tensor_parallel=tensor_parallel or chosen.tensor_parallel,
                 pipeline_parallel=pipeline_parallel or chosen.pipeline_parallel,
@@ -172,10 +175,11 @@ def engine(
             if config.fleet.url and supervised is None:
                 if curve_key is not None or curve_clients is not None:
                     raise ConfigError("in a fleet its secret gives the keys; leave out --curve-key and --curve-clients")
-                member = _member(config)
+                member = _member(config, pool)
                 endpoint = member.endpoint(endpoint)
             config = resolve_drafts(config, stderr())
-            chosen = config.models[0]
+            chosen = _in_pool(config.models[0], pool)
+            chosen = replace(chosen, device=device or chosen.device)
             path = resolve_models(config, stderr())[chosen.name]
         _configure_logging(config)
         process = _process(endpoint, curve_key, curve_clients, config, status, member)
@@ -198,12 +202,24 @@ def _check(endpoint: str, config_file: Path | None, settings: list[str] | None) 
     typer.echo(f"{endpoint}: an engine answers")
 
 
-def _member(config: Config) -> FleetEngine:
+def _in_pool(model: ModelConfig, pool: str) -> ModelConfig:
+    """The model with the settings of one of its pools."""
+    from penstock.errors import ConfigError
+
+    names = [one.name for one in model.pools]
+    if pool and pool not in names:
+        raise ConfigError(
+            f"--pool {pool}: {model.name} has " + (f"the pools {', '.join(names)}" if names else "no pools")
+        )
+    return model.in_pool(pool)
+
+
+def _member(config: Config, pool: str) -> FleetEngine:
     """The engine of the only model, as a member of the fleet."""
     from penstock.fleet.registration import FleetEngine
     from penstock.protocol.fleet_secret import FleetSecret
 
-    return FleetEngine(config.fleet, FleetSecret.read(config.fleet.secret_file), config.models[0])
+    return FleetEngine(config.fleet, FleetSecret.read(config.fleet.secret_file), config.models[0], pool)
 
 
 def _process(

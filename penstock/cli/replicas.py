@@ -66,17 +66,20 @@ def autoscale(
 def scale(
     model: Model,
     count: Annotated[int, typer.Argument(min=1, metavar="N", help="Number of replicas.")],
+    pool: Annotated[str | None, typer.Option(help="Which of the model's pools, if it has pools.")] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """
     Set the number of replicas of a model: start new ones, or drain and stop surplus ones. Returns when done.
 
-    Example:
+    Examples:
 
         penstock scale smollm2-135m 3
+
+        penstock scale smollm2-135m 2 --pool batch
     """
-    _tell(model, "scale", {"replicas": count}, url, key)
+    _tell(model, "scale", {"replicas": count} | ({} if pool is None else {"pool": pool}), url, key)
 
 
 def restart(
@@ -161,6 +164,7 @@ def _tell(model: str, verb: str, body: dict[str, Any], url: str, key: str | None
 def _show(entries: list[dict[str, Any]], output: Format = "table") -> None:
     columns: list[Column[dict[str, Any]]] = [
         Column("replica", lambda entry: entry["id"], rank=0),
+        *_labels(entries),
         Column("role", lambda entry: entry["role"], rank=4),
         Column("state", lambda entry: "leaving" if entry["leaving"] else entry["state"], rank=0),
         Column("breaker", lambda entry: entry["breaker"], rank=2),
@@ -169,6 +173,22 @@ def _show(entries: list[dict[str, Any]], output: Format = "table") -> None:
         Column("device", lambda entry: entry["device"], rank=3),
     ]
     show(columns, entries, output)
+
+
+def _labels(entries: list[dict[str, Any]]) -> list[Column[dict[str, Any]]]:
+    """Columns that only some servers need: pools, regions, and the way to replicas on other machines."""
+    columns: list[Column[dict[str, Any]]] = [
+        Column("pool", lambda entry: entry["pool"], rank=1),
+        Column("region", lambda entry: entry["region"], rank=1),
+        Column("machine", lambda entry: entry["machine"], rank=2),
+        Column("round trip ms", lambda entry: entry["round_trip_ms"], rank=3),
+    ]
+    names = ("pool", "region", "machine", "round_trip_ms")
+    return [
+        column
+        for column, name in zip(columns, names, strict=True)
+        if any(entry.get(name) is not None for entry in entries)
+    ]
 
 
 def _show_autoscale(entries: list[dict[str, Any]], output: Format = "table") -> None:

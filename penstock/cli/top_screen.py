@@ -81,7 +81,11 @@ def _requests(interval: Interval) -> float:
 def _replicas(interval: Interval) -> Table:
     now = interval.after
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("model", "replica", "state"):
+    places = {
+        (labels["model_name"], labels["engine"]): " ".join(filter(None, (labels["pool"], labels["region"])))
+        for labels, _ in now.series("penstock_replica_info")
+    }
+    for name in ("model", "replica", *(["pool, region"] if any(places.values()) else []), "state"):
         table.add_column(name, no_wrap=True)
     for name in ("running", "waiting", "KV", "tok/s", "TTFT p95", "ITL p95", "preempted", "GPU", "GPU memory"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -94,6 +98,7 @@ def _replicas(interval: Interval) -> Table:
         table.add_row(
             labels["model_name"],
             labels["engine"],
+            *([places.get((labels["model_name"], labels["engine"]), "")] if any(places.values()) else []),
             Text(state + breaker, style="green" if state == "up" and not breaker else "red"),
             f"{now.sum('vllm:num_requests_running', **where):,.0f}",
             f"{now.sum('penstock_engine_requests_waiting', **where):,.0f}",
@@ -106,8 +111,21 @@ def _replicas(interval: Interval) -> Table:
             share(now.sum("penstock_gpu_memory_used_bytes", **where) / memory if memory else None),
         )
     for labels, wanted in now.series("penstock_autoscale_desired_replicas"):
-        table.add_row(labels["model_name"], "autoscale", _autoscale(now, labels["model_name"], wanted))
+        blank = [""] if any(places.values()) else []
+        table.add_row(labels["model_name"], "autoscale", *blank, _autoscale(now, labels["model_name"], wanted))
+    _pools(now, table)
     return table
+
+
+def _pools(now: Scrape, table: Table) -> None:
+    """A line for each pool: what it runs of what it can, and what waits for it."""
+    for labels, slots in sorted(now.series("penstock_pool_slots"), key=lambda item: sorted(item[0].items())):
+        where = {"model_name": labels["model_name"], "pool": labels["pool"]}
+        held = now.sum("penstock_pool_requests_in_flight", **where)
+        waiting = now.sum("penstock_pool_queue_depth", **where)
+        table.add_row(
+            labels["model_name"], "pool", labels["pool"], Text(f"{held:,.0f} of {slots:,.0f}"), "", f"{waiting:,.0f}"
+        )
 
 
 def _autoscale(now: Scrape, model: str, wanted: float) -> Text:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
+from penstock.config.cluster import ClusterConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.encoders import DEFAULT_ENCODER, EncoderConfig
 from penstock.config.fields import setting
@@ -380,6 +381,7 @@ class Config:
     knowledge: KnowledgeConfig = dataclasses.field(default_factory=KnowledgeConfig)
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
     log_pipeline: LogPipelineConfig = dataclasses.field(default_factory=LogPipelineConfig)

@@ -266,7 +266,7 @@ class Machine:
             region=self._me.region,
             zone=self._me.zone,
             version=penstock.__version__,
-            pool=str(self._descriptions.get(unit.model, {}).get("pool") or ""),
+            pool=unit.pool,
             description=self._descriptions.get(unit.model, {}),
         )
         if info is None:
@@ -288,7 +288,7 @@ class Machine:
             unit.endpoint,
             self._public_key,
             self.name,
-            str(self._descriptions.get(unit.model, {}).get("pool") or ""),
+            unit.pool,
             self._me.region,
             self._me.zone,
         )

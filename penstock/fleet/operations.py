@@ -33,8 +33,13 @@ class FleetOperations:
         self._view = view
         self._stop = stop
 
-    async def scale(self, model: str, count: int) -> None:
+    async def scale(self, model: str, count: int, pool: str = "") -> None:
         record = self._model(model)
+        if pool:
+            raise PenstockError(
+                "a fleet assigns replicas to machines, not to pools; run further engines of a pool with "
+                f"`penstock engine {model} --pool {pool}`"
+            )
         if "autoscale" in record.description and record.description["autoscale"] is not None:
             raise PenstockError(
                 f"`{model}` is scaled automatically; `penstock autoscale {model} --min N --max N` changes its limits"

@@ -127,11 +127,13 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale"):
-    """Run this many replicas of a model. Done when new ones are ready and surplus ones have stopped."""
+    """Run this many replicas of a model, or of one of its pools. Done when new ones are ready and surplus ones have
+    stopped."""
 
     operation: int
     model: str
     replicas: int
+    pool: str = ""
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):

@@ -50,7 +50,7 @@ log = logging.getLogger("penstock.supervisor")
 class Operations(Protocol):
     """What carries out operations: the replicas of this machine, or a whole fleet."""
 
-    async def scale(self, model: str, count: int) -> None: ...
+    async def scale(self, model: str, count: int, pool: str = "") -> None: ...
     async def restart(self, model: str, replica: str = "") -> None: ...
     async def drain(self, model: str, replica: str) -> None: ...
     def replace(self, model: str, replica: str, within_s: float, *, refill: bool = True) -> None: ...
@@ -202,13 +202,13 @@ class ControlServer:
 
     async def _carry_out(self, operation: Operation) -> None:
         match operation:
-            case Scale(_, model, count):
+            case Scale(_, model, count, pool):
                 if self._autoscaler is not None and self._autoscaler.governs(model):
                     raise PenstockError(
                         f"`{model}` is scaled automatically; `penstock autoscale {model} --min N --max N` changes its "
                         "limits"
                     )
-                await self._operations.scale(model, count)
+                await self._operations.scale(model, count, pool)
             case Restart(_, model, replica):
                 await self._operations.restart(model, replica)
             case Drain(_, model, replica):

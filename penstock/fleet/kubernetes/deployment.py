@@ -115,12 +115,12 @@ def _problems(config: Config, tree: dict[str, Any], options: ClusterOptions, red
         problems.append("cache.url: several gateways need a shared cache in Redis")
     labels: dict[str, str] = {}
     encoders = config.encoders if "encoders" in tree else ()
-    for entry in (*config.models, *encoders):
-        label = dns_label(entry.name)
+    for name in [*(model.name for model in config.models), *(encoder.name for encoder in encoders)]:
+        label = dns_label(name)
         if label in (*labels, "gateway"):
             other = labels.get(label, "the gateways")
-            problems.append(f"{entry.name}: its objects would have the names of those of {other}; rename it")
-        labels[label] = entry.name
+            problems.append(f"{name}: its objects would have the names of those of {other}; rename it")
+        labels[label] = name
     for index, model in enumerate(config.models):
         problems += [f"models[{index}] ({model.name}): {why}" for why in _model_problems(model, options, redis, scaler)]
     for index, encoder in enumerate(encoders):

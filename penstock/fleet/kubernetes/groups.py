@@ -97,7 +97,7 @@ def model_groups(model: ModelConfig, device: str, *, scaled: bool) -> Iterator[E
         return
     alike = Counter((model.role(index), model.grid(index)) for index in range(model.replicas))
     for (role, (tensor, pipeline)), count in alike.items():
-        suffix = [role] if len({role for role, _ in alike}) > 1 else []
+        suffix = [str(role)] if len({role for role, _ in alike}) > 1 else []
         suffix += [f"{tensor}x{pipeline}"] if len({grid for _, grid in alike}) > 1 else []
         ranks = tensor * pipeline
         gpus = _gpus(model, device, ranks)
