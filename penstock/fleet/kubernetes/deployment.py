@@ -136,6 +136,14 @@ def _model_problems(model: ModelConfig, options: ClusterOptions, redis: bool, sc
         problems.append("memory_share: a pod has its GPUs to itself; leave it out")
     if len({device.partition(":")[0] for device in model.replica_devices}) > 1:
         problems.append("replica_devices: replicas on CPU and on GPU; use one entry of `models` for each kind")
+    kinds = {(pool.device or model.device).partition(":")[0] for pool in model.pools}
+    if len(kinds) > 1:
+        problems.append("pools: on CPU and on GPU; use one entry of `models` for each kind")
+    if model.resources is not None:
+        if model.resources.gpus != int(model.resources.gpus or 0) and model.resources.gpus is not None:
+            problems.append("resources.gpus: a pod has whole GPUs")
+        odd = [name for name in model.resources.custom if "/" not in name]
+        problems += [f"resources.labels: {name}: extended resources are DOMAIN/NAME=AMOUNT" for name in odd]
     sources = [model.source, *filter(None, [model.draft_model]), *(spec.source for spec in model.adapters)]
     for source in sources:
         problems += _source_problems(source, options)

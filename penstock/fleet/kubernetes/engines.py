@@ -14,6 +14,7 @@ from penstock.fleet.kubernetes.deployment import Deployment
 from penstock.fleet.kubernetes.groups import EngineGroup
 from penstock.fleet.kubernetes.names import dns_label
 from penstock.fleet.kubernetes.parameters import Json
+from penstock.routing.place import ReplicaPlace, labelled_endpoint
 
 PORT = 5555
 SPOT_NOTICE_S = 120
@@ -33,7 +34,8 @@ def endpoints(deployment: Deployment, group: EngineGroup) -> Iterator[str]:
     """The stable names of its pods, for gateways without a registry."""
     name = deployment.group_name(group)
     for index in range(group.replicas):
-        yield f"tcp://{name}-{index}.{name}.{deployment.namespace}.svc:{PORT}"
+        endpoint = f"tcp://{name}-{index}.{name}.{deployment.namespace}.svc:{PORT}"
+        yield labelled_endpoint(endpoint, ReplicaPlace(pool=group.pool))
 
 
 def grace_s(deployment: Deployment, group: EngineGroup) -> int:
@@ -205,6 +207,8 @@ def _engine(deployment: Deployment, group: EngineGroup) -> Json:
     ]
     if isinstance(model, ModelConfig) and model.replica_grids:
         arguments += ["--tensor-parallel", str(group.tensor), "--pipeline-parallel", str(group.pipeline)]
+    if group.pool:
+        arguments += ["--pool", group.pool]
     if group.role != "both":
         arguments += ["--role", group.role]
     if _spread(group):
@@ -254,18 +258,31 @@ def _fleet_settings(deployment: Deployment) -> list[SecretSetting]:
 
 def _add_devices(deployment: Deployment, group: EngineGroup, container: Json) -> None:
     model = group.model
-    cores = (model.threads or (4 * group.ranks if group.gpus else 4)) * (1 if group.gpus else group.ranks)
-    memory = sizes.host_gib(model, group.ranks, group.device) if isinstance(model, ModelConfig) else 4
-    resources: Json = {"requests": {"cpu": str(cores), "memory": f"{memory}Gi"}, "limits": {"memory": f"{memory}Gi"}}
-    if group.gpus:
-        resources["limits"]["nvidia.com/gpu"] = str(group.gpus)
-        resources["requests"]["nvidia.com/gpu"] = str(group.gpus)
+    resources = _resources(group)
     container["resources"] = deployment.parameters.value("engines", group.label, "resources", default=resources)
     container["volumeMounts"].append({"name": "shm", "mountPath": "/dev/shm"})
     if _spread(group):
         container["volumeMounts"].append({"name": "ranks", "mountPath": RANK_KEYS, "readOnly": True})
     if isinstance(model, ModelConfig) and _scratch(group):
         container["volumeMounts"].append({"name": "scratch", "mountPath": model.disk_path})
+
+
+def _resources(group: EngineGroup) -> Json:
+    """As the configuration says (`models[N].resources`), or from the model's size."""
+    model = group.model
+    asked = model.resources if isinstance(model, ModelConfig) else None
+    cores = float((model.threads or 4) * group.ranks)
+    memory = f"{sizes.host_gib(model, group.ranks, group.device) if isinstance(model, ModelConfig) else 4}Gi"
+    if asked is not None:
+        cores = asked.cpus or cores
+        memory = str(asked.memory) if asked.memory else memory
+    resources: Json = {"requests": {"cpu": f"{cores:g}", "memory": memory}, "limits": {"memory": memory}}
+    devices = {name: f"{amount:g}" for name, amount in (asked.custom if asked is not None else {}).items()}
+    if group.gpus:
+        devices["nvidia.com/gpu"] = str(group.gpus)
+    for kind in resources.values():
+        kind |= devices
+    return resources
 
 
 def _claim(deployment: Deployment, group: EngineGroup) -> Json:

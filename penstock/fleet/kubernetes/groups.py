@@ -46,6 +46,7 @@ class EngineGroup:
     """Of each pod; a GPU each, unless `gpus` is fewer."""
     gpus: int = 0
     role: Role = "both"
+    pool: str = ""
     machine: str = LOCAL
     """Of a placement: LOCAL is the head."""
     spot: bool = False
@@ -80,7 +81,10 @@ def device_of(model: ModelConfig | EncoderConfig, asked: DeviceKind) -> str:
 
 
 def _devices(model: ModelConfig | EncoderConfig) -> tuple[str, ...]:
-    return () if isinstance(model, EncoderConfig) else (*model.replica_devices, *model.devices)
+    if isinstance(model, EncoderConfig):
+        return ()
+    pools = (device for pool in model.pools for device in (pool.device or "auto", *pool.replica_devices))
+    return (*model.replica_devices, *model.devices, *pools)
 
 
 def encoder_group(encoder: EncoderConfig, device: str) -> EngineGroup:
@@ -89,6 +93,13 @@ def encoder_group(encoder: EncoderConfig, device: str) -> EngineGroup:
 
 def model_groups(model: ModelConfig, device: str, *, scaled: bool) -> Iterator[EngineGroup]:
     """`scaled`: something in the cluster changes the number of replicas."""
+    if model.pools:
+        for pool in filter(lambda pool: pool.replicas, model.pools):
+            alone = replace(model.in_pool(pool.name), pools=(), replicas=pool.replicas)
+            for group in model_groups(alone, device, scaled=False):
+                suffix = "-".join(filter(None, (dns_label(pool.name), group.suffix)))
+                yield replace(group, suffix=suffix, pool=pool.name)
+        return
     if model.placement is not None:
         yield from _spread(model, device)
         return
@@ -139,4 +150,6 @@ def _spread(model: ModelConfig, device: str) -> Iterator[EngineGroup]:
 def _gpus(model: ModelConfig, device: str, ranks: int) -> int:
     if device != "cuda":
         return 0
+    if model.resources is not None and model.resources.gpus is not None:
+        return int(model.resources.gpus)
     return len(set(model.devices)) or ranks

@@ -43,6 +43,11 @@ models:
     tensor_parallel: 4
     pipeline_parallel: 3
     placement: {machines: [local, host-b, host-c], listen: 'tcp://127.0.0.1:7001'}
+  - source: smollm2-135m
+    name: small
+    pools: [{name: chat, replicas: 2}, {name: Batch, max_running: 128, threads: 2}]
+    pool_rules: [{pool: Batch, classes: [batch], spill: [chat]}]
+    resources: {cpus: 2.5, memory: 3GiB, labels: [example.com/nvme=1]}
 encoders: [{source: minilm, name: minilm}]
 remotes: [{model: gpt, urls: ['https://api.example.com/v1'], key_env: UPSTREAM_KEY}]
 """

@@ -18,6 +18,7 @@ from penstock.config import load
 from penstock.fleet.kubernetes import ClusterOptions, Deployment, chart, scaler
 from penstock.fleet.kubernetes.extras import service_monitor
 from penstock.fleet.kubernetes.gateways import first_key
+from penstock.fleet.kubernetes.instructions import instructions
 from penstock.fleet.kubernetes.manifests import objects
 from penstock.fleet.kubernetes.pods import HOME, USER
 from penstock.gateway.api.endpoints import ENDPOINTS
@@ -65,6 +66,14 @@ def test_commands_and_options_exist(deployments: list[Deployment]) -> None:
                 assert command[0] == "penstock"
                 check_command(command[1:])
     assert seen == {"engine", "gateway", "join", "keys", "pull"}
+
+
+def test_commands_that_the_operator_is_told_exist(deployments: list[Deployment]) -> None:
+    lines = [line.strip() for deployed in deployments for line in instructions(deployed, None, helm=False)]
+    commands = {line.partition(" >")[0] for line in lines if line.startswith("penstock ")}
+    assert commands, "keys of ranks"
+    for command in commands:
+        check_command(command.split()[1:])
 
 
 def test_the_mounted_configuration_is_accepted_with_the_variables(

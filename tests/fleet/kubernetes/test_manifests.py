@@ -123,6 +123,20 @@ def test_replicas_that_differ_are_stateful_sets_of_their_own(rich: Deployment) -
     assert "replica_devices" not in yaml.safe_load(rich.pods.text)["models"][0]
 
 
+def test_pools_are_stateful_sets_of_their_own(rich: Deployment, tmp_path: Path) -> None:
+    for pool, label, replicas in (("chat", "chat", 2), ("Batch", "batch", 1)):
+        group = found(rich, "StatefulSet", f"penstock-small-{label}")["spec"]
+        (engine,) = group["template"]["spec"]["containers"]
+        assert group["replicas"] == replicas and engine["args"][-2:] == ["--pool", pool]
+        asked = {"cpu": "2.5", "memory": str(3 * 2**30), "example.com/nvme": "1"}
+        assert engine["resources"]["requests"] == asked, "models[N].resources"
+    fixed = replace(PLAIN, registry="dns", scaler="none")
+    gateway = found(deployment(RICH, tmp_path, fixed), "Deployment", "penstock-gateway")
+    arguments = gateway["spec"]["template"]["spec"]["containers"][0]["args"]
+    address = "tcp://penstock-small-batch-0.penstock-small-batch.penstock.svc:5555"
+    assert f"small={address}?pool=Batch" in arguments
+
+
 def test_a_grid_over_machines_has_a_stateful_set_for_each(rich: Deployment) -> None:
     head = found(rich, "StatefulSet", "penstock-large")["spec"]["template"]["spec"]["containers"][0]
     assert head["args"][-2:] == ["--join-endpoint", "tcp://0.0.0.0:7001"]
@@ -217,6 +231,8 @@ def test_only_gateways_reach_engines(rich: Deployment) -> None:
         ("models: [{source: smollm2-135m, time_slice: gpu0}]", r"pods have GPUs of their own"),
         ("models: [{source: smollm2-135m, memory_share: 0.5}]", r"a pod has its GPUs to itself"),
         ("models: [{source: smollm2-135m, replicas: 2, replica_devices: [cpu, cuda]}]", r"one entry of `models`"),
+        ("models: [{resources: {gpus: 0.5}}]", r"resources.gpus: a pod has whole GPUs"),
+        ("models: [{resources: {labels: [h200]}}]", r"extended resources are DOMAIN/NAME=AMOUNT"),
         ("cache: {exact: asked}", r"several gateways need a shared cache"),
         ("models: [{source: hf:a/b, name: a.b}, {source: hf:c/d, name: a-b}]", r"names of those of a.b; rename it"),
         ("models: [{source: hf:a/b, name: m}, {source: hf:c/d, name: gateway}]", r"those of the gateways"),
