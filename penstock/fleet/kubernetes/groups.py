@@ -108,11 +108,13 @@ def model_groups(model: ModelConfig, device: str, *, scaled: bool) -> Iterator[E
         return
     alike = Counter((model.role(index), model.grid(index)) for index in range(model.replicas))
     for (role, (tensor, pipeline)), count in alike.items():
-        suffix = [str(role)] if len({role for role, _ in alike}) > 1 else []
-        suffix += [f"{tensor}x{pipeline}"] if len({grid for _, grid in alike}) > 1 else []
+        by_role = role if len({role for role, _ in alike}) > 1 else ""
+        by_grid = f"{tensor}x{pipeline}" if len({grid for _, grid in alike}) > 1 else ""
         ranks = tensor * pipeline
         gpus = _gpus(model, device, ranks)
-        yield EngineGroup(model, "-".join(suffix), count, device, tensor, pipeline, ranks, gpus, role)
+        yield EngineGroup(
+            model, "-".join(filter(None, (by_role, by_grid))), count, device, tensor, pipeline, ranks, gpus, role
+        )
 
 
 def _scaled(model: ModelConfig, scale: AutoscaleConfig, device: str) -> Iterator[EngineGroup]:
