@@ -67,6 +67,7 @@ def engine(
     role: Annotated[
         _Role, typer.Option(help="prefill: computes prompts for decode engines; both: does everything itself.")
     ] = _Role.both,
+    pool: Annotated[str, typer.Option(metavar="NAME", help="One of the model's pools, whose settings it gets.")] = "",
     fleet: FleetUrl = None,
     log_level: LogLevel = None,
     settings: Settings = None,
@@ -103,6 +104,8 @@ def engine(
 
         penstock engine smollm2-135m -e tcp://127.0.0.1:5557 --role prefill
 
+        penstock engine smollm2-135m -e tcp://127.0.0.1:5558 --pool batch -c penstock.yaml
+
         penstock engine smollm2-135m --fleet redis://redis.lan --set fleet.secret_file=fleet.secret
 
         penstock engine --make-curve-key engine.key
@@ -114,7 +117,7 @@ def engine(
     from penstock.cli.terminal import flags, resolve_drafts, resolve_models, stderr
     from penstock.config import load, load_resolved
     from penstock.engine.process import die_with_parent
-    from penstock.errors import ConfigError
+    from penstock.errors import ConfigError, require_extra
     from penstock.protocol.transport import write_secret_key
     from penstock.supervisor.status import StatusPipe
 
@@ -125,6 +128,7 @@ def engine(
         die_with_parent()
     status = StatusPipe(supervised)
     with _failure_reported(status):
+        require_extra("engine", "an engine")
         named = flags(settings, fleet__url=fleet)
         config = load(config_file, flags=named) if resolved is None else load_resolved(resolved)
         encoder = next((entry for entry in config.encoders if entry.name == model), None)
@@ -144,7 +148,7 @@ def engine(
                 raise ConfigError(f"{resolved}: no model is called {model!r}")
             path = Path(chosen.source)
             chosen = replace(
-                chosen,
+                _in_pool(chosen, pool),
                 device=device or chosen.device,
                 tensor_parallel=tensor_parallel or chosen.tensor_parallel,
                 pipeline_parallel=pipeline_parallel or chosen.pipeline_parallel,
@@ -164,10 +168,11 @@ def engine(
             if config.fleet.url and supervised is None:
                 if curve_key is not None or curve_clients is not None:
                     raise ConfigError("in a fleet its secret gives the keys; leave out --curve-key and --curve-clients")
-                member = _member(config)
+                member = _member(config, pool)
                 endpoint = member.endpoint(endpoint)
             config = resolve_drafts(config, stderr())
-            chosen = config.models[0]
+            chosen = _in_pool(config.models[0], pool)
+            chosen = replace(chosen, device=device or chosen.device)
             path = resolve_models(config, stderr())[chosen.name]
         _configure_logging(config)
         process = _process(endpoint, curve_key, curve_clients, config, status, member)
@@ -175,12 +180,24 @@ def engine(
     raise typer.Exit(code)
 
 
-def _member(config: Config) -> FleetEngine:
+def _in_pool(model: ModelConfig, pool: str) -> ModelConfig:
+    """The model with the settings of one of its pools."""
+    from penstock.errors import ConfigError
+
+    names = [one.name for one in model.pools]
+    if pool and pool not in names:
+        raise ConfigError(
+            f"--pool {pool}: {model.name} has " + (f"the pools {', '.join(names)}" if names else "no pools")
+        )
+    return model.in_pool(pool)
+
+
+def _member(config: Config, pool: str) -> FleetEngine:
     """The engine of the only model, as a member of the fleet."""
     from penstock.fleet.registration import FleetEngine
     from penstock.protocol.fleet_secret import FleetSecret
 
-    return FleetEngine(config.fleet, FleetSecret.read(config.fleet.secret_file), config.models[0])
+    return FleetEngine(config.fleet, FleetSecret.read(config.fleet.secret_file), config.models[0], pool)
 
 
 def _process(

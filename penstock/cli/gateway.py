@@ -24,7 +24,8 @@ def gateway(
             "--engine",
             "-e",
             metavar="MODEL=ENDPOINT",
-            help="Endpoint of an engine or encoder; repeat it for more models and for replicas.",
+            help="Endpoint of an engine or encoder; repeat it for more models and for replicas. Its place may follow: "
+            "?pool=NAME&region=NAME.",
         ),
     ] = None,
     config_file: ConfigFile = None,
@@ -65,6 +66,8 @@ def gateway(
         penstock gateway -e m=tcp://engine.lan:5555 --curve-key gateway.key --curve-engines engines.txt
 
         penstock gateway -e m=tcp://127.0.0.1:5555 -e m=tcp://127.0.0.1:5556
+
+        penstock gateway -e 'm=tcp://eu.lan:5555?region=eu' -e 'm=tcp://us.lan:5555?region=us' --set fleet.region=eu
 
         penstock gateway -e small=ipc:///run/small -e large=ipc:///run/large -c penstock.yaml --port 9000
     """
@@ -160,7 +163,8 @@ def _fleet_link(config: Config, secret: FleetSecret, worker: int) -> Callable[[F
 
     def link(follow: Follow, scaled: Scaled) -> Link:
         registry = RedisRegistry(fleet.url, fleet.name, secret, lease_s=fleet.lease_s)
-        return FleetLink(registry, record, follow, scaled, configured=[model.name for model in config.models])
+        configured = [model.name for model in config.models]
+        return FleetLink(registry, record, follow, scaled, name=fleet.name, configured=configured)
 
     return link
 
@@ -190,6 +194,7 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
                 host=server.host,
                 port=server.port,
                 drain_s=server.drain_s,
+                drain_delay_s=server.drain_delay_s,
                 reporter=TerminalReporter(stderr(), config, bars=False),
                 frozen_s=config.resilience.frozen_s,
                 gateways_up=gateways_up,

@@ -91,6 +91,10 @@ class ServerConfig:
         least=1, most=256,
     )  # fmt: skip
     drain_s: float = setting(30.0, doc="On SIGTERM: seconds that running requests get to finish.", least=0)
+    drain_delay_s: float = setting(
+        0.0, doc="On SIGTERM: seconds before that in which the gateway is no longer ready, but still takes requests, "
+        "so that a balancer notices first; a few times the interval of its health checks.", least=0,
+    )  # fmt: skip
     engine_wait_s: float = setting(
         10.0, doc="Seconds a request waits for an engine that is starting or restarting before it gets 503.", least=0
     )

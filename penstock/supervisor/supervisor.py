@@ -24,6 +24,7 @@ from penstock.supervisor.child import Child, Process
 from penstock.supervisor.health import is_ready
 from penstock.supervisor.heartbeat import HEARTBEAT_S, Heartbeat
 from penstock.supervisor.reporter import Reporter
+from penstock.supervisor.service_manager import READY, STOPPING, notify
 from penstock.supervisor.status import Alive, EncoderNeeded, Failed, Listening, Progress, Started, Status
 from penstock.supervisor.unit import Unit
 
@@ -66,6 +67,7 @@ class Supervisor:
         host: str,
         port: int,
         drain_s: float,
+        drain_delay_s: float = 0.0,
         reporter: Reporter | None = None,
         backoff_s: float = 0.5,
         frozen_s: float = 0.0,
@@ -74,11 +76,11 @@ class Supervisor:
         answers: Callable[[], Awaitable[bool]] | None = None,
         engine_grace_s: float = ENGINE_GRACE_S,
     ) -> None:
-        """`frozen_s`: a process without heartbeats for this long is killed; 0: never. `gateways_up`: whether all
-        gateways are listening; with several on one port, a successful request proves only one. `spawn`: starts
-        processes. `answers`: whether the gateways are ready; by default the one at `host` and `port` is asked.
-        `engine_grace_s`: how long engines may take to exit after that; longer where gateways on other machines use
-        them."""
+        """`drain_delay_s`: how long gateways wait before they drain. `frozen_s`: a process without heartbeats for this
+        long is killed; 0: never. `gateways_up`: whether all gateways are listening; with several on one port, a
+        successful request proves only one. `spawn`: starts processes. `answers`: whether the gateways are ready; by
+        default the one at `host` and `port` is asked. `engine_grace_s`: how long engines may take to exit after that;
+        longer where gateways on other machines use them."""
         self._engine_grace_s = engine_grace_s
         self._engines = list(engines)
         self._gateways = list(gateways)
@@ -86,6 +88,7 @@ class Supervisor:
         self._spawn = spawn
         self._answers = answers or (lambda: is_ready(host, port))
         self._drain_s = drain_s
+        self._drain_delay_s = drain_delay_s
         self._reporter = reporter or Reporter()
         self._backoff_s = backoff_s
         self._frozen_s = frozen_s
@@ -318,6 +321,7 @@ class Supervisor:
             unit.ready_at = unit.ready_at or time.monotonic()
         infos = [unit.info for unit in needed if unit.info is not None]
         self._reporter.ready(infos, time.monotonic() - started)
+        notify(READY, f"serving on {self._host}:{self._port}")
         self.announced.set()
         for unit in self._engines:
             if unit.autostart:
@@ -325,10 +329,11 @@ class Supervisor:
 
     async def _shut_down(self) -> None:
         ready = all(unit.ready.is_set() for unit in self._gateways)
+        notify(STOPPING, "finishing running requests" if ready else "")
         if ready:
             self._reporter.draining(self._drain_s)
         # A gateway that was never ready has no requests to drain.
-        grace = self._drain_s + GATEWAY_EXTRA_S if ready else 2.0
+        grace = self._drain_delay_s + self._drain_s + GATEWAY_EXTRA_S if ready else 2.0
         await self._end(self._gateways, grace)
         await self._end(self._engines, self._engine_grace_s if ready else 0.5)
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

@@ -13,6 +13,7 @@ from penstock.config.encoders import EncoderConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.models import ModelConfig
+from penstock.config.pools import PoolConfig, PoolRuleConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 from penstock.config.sampling import SamplingConfig
@@ -68,6 +69,8 @@ class ModelSettings:
     autoscaled: bool = False
     hold: HoldLimits | None = None
     """Set for a model that is scaled to zero while idle."""
+    pools: tuple[PoolConfig, ...] = ()
+    pool_rules: tuple[PoolRuleConfig, ...] = ()
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelSettings:
@@ -87,17 +90,25 @@ class ModelSettings:
             downgrade_to=model.downgrade_to,
             fallback=model.fallback,
             overflow_at=model.overflow_at,
-            max_in_flight=model.max_waiting + (model.max_running or 0),
+            max_in_flight=max(_in_flight(model.in_pool(pool.name)) for pool in model.pools)
+            if model.pools
+            else _in_flight(model),
             handover=HandoverPolicy(model.handover_tokens, model.handover_wait_s),
             autoscaled=model.autoscale is not None,
             hold=None
             if model.autoscale is None or model.autoscale.min > 0
             else HoldLimits(model.autoscale.hold_s, model.autoscale.hold),
+            pools=model.pools,
+            pool_rules=model.pool_rules,
         )
 
     @property
     def price(self) -> PriceEntry:
         return PriceEntry(Price.per_million(self.input_price, self.output_price), model=self.name)
+
+
+def _in_flight(model: ModelConfig) -> int:
+    return model.max_waiting + (model.max_running or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +147,7 @@ class GatewaySettings:
     admin_port: int | None = None
     """The port of /v1/admin; None: the same port as everything else."""
     drain_s: float = 30.0
+    drain_delay_s: float = 0.0
     keep_alive_s: float = 10.0
     """A silent stream sends a comment at this interval."""
     hold_status_s: float = 15.0
@@ -169,6 +181,8 @@ class GatewaySettings:
     limits: tuple[LimitConfig, ...] = ()
     counters: CountersConfig = CountersConfig()  # noqa: RUF009
     routing: RoutingConfig = RoutingConfig()  # noqa: RUF009
+    region: str = ""
+    """Of this gateway."""
     routes: tuple[RouteConfig, ...] = ()
     resilience: ResilienceConfig = ResilienceConfig()  # noqa: RUF009
     admission: AdmissionConfig = AdmissionConfig()  # noqa: RUF009
@@ -261,6 +275,7 @@ class GatewaySettings:
             admin_host=server.admin_host,
             admin_port=server.admin_port,
             drain_s=server.drain_s,
+            drain_delay_s=server.drain_delay_s,
             keep_alive_s=server.keep_alive_s,
             engine_wait_s=server.engine_wait_s,
             time_slice_s=server.time_slice_s,
@@ -282,6 +297,7 @@ class GatewaySettings:
             tiers=config.tiers,
             limits=config.limits,
             counters=config.counters,
+            region=config.fleet.region,
             routing=config.routing,
             routes=config.routes,
             resilience=config.resilience,
