@@ -81,7 +81,7 @@ def serve(
     from penstock.cli.terminal import flags, resolve_drafts, resolve_models, stderr
     from penstock.cli.terminal_reporter import TerminalReporter
     from penstock.config import load
-    from penstock.errors import ConfigError
+    from penstock.errors import ConfigError, require_extra
     from penstock.gateway.http.port import check_port
     from penstock.identity.exposure import check_exposure
     from penstock.supervisor.autoscaler import ReplicaAutoscaler
@@ -119,6 +119,8 @@ def serve(
         return
     if ray_address is not None or detach:
         raise ConfigError("--ray-address and --detach need --cluster ray")
+    if config.models:
+        require_extra("engine", "`penstock serve` with models of its own")
     server = config.server
     check_port(server.host, server.port)
     if server.admin_port is not None:
