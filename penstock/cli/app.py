@@ -13,12 +13,14 @@ from penstock.cli.batch import app as batch
 from penstock.cli.cache import app as cache
 from penstock.cli.chat import chat
 from penstock.cli.config import config
+from penstock.cli.deploy import app as deploy
 from penstock.cli.doctor import doctor
 from penstock.cli.engine import engine
 from penstock.cli.gateway import gateway
 from penstock.cli.ingest import ingest
 from penstock.cli.join import join
 from penstock.cli.keys import keys, tenants
+from penstock.cli.log_pipeline import app as log_pipeline
 from penstock.cli.models import app as models
 from penstock.cli.plan import plan
 from penstock.cli.pull import pull
@@ -102,5 +104,7 @@ app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
 app.add_typer(route, name="route")
 app.add_typer(bench, name="bench")
+app.add_typer(deploy, name="deploy")
+app.add_typer(log_pipeline, name="log-pipeline")
 app.add_typer(keys)
 app.add_typer(tenants)

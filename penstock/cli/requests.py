@@ -10,7 +10,7 @@ from penstock.cli.lists import Column, show
 from penstock.cli.options import ConfigFile, Settings
 
 if TYPE_CHECKING:
-    from penstock.metering.request_log import LogEntry
+    from penstock.metering.log_entries import LogEntry
 
 
 def requests(
@@ -47,7 +47,7 @@ def requests(
 
     config = load(config_file, flags=flags(settings))
     url = config.request_log.url or config.store.url
-    if url.startswith(("kafka:", "clickhouse", "off")):
+    if url.startswith(("kafka:", "clickhouse", "chdb:", "off")):
         raise ConfigError(
             "the request log is not in a SQLite or PostgreSQL database (request_log.url); query its own destination"
         )
@@ -61,7 +61,7 @@ def requests(
 
     entries = asyncio.run(run())
     if output == "jsonl":
-        from penstock.metering.request_log import encode
+        from penstock.metering.log_entries import encode
         from penstock.telemetry.printable import printable_json
 
         for entry in entries:

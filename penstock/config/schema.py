@@ -12,12 +12,14 @@ from typing import Literal
 
 from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
+from penstock.config.cluster import ClusterConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.encoders import DEFAULT_ENCODER, EncoderConfig
 from penstock.config.fields import setting
 from penstock.config.fleet import FleetConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
+from penstock.config.log_pipeline import LogPipelineConfig
 from penstock.config.models import DEFAULT_MODEL, ModelConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
@@ -89,6 +91,10 @@ class ServerConfig:
         least=1, most=256,
     )  # fmt: skip
     drain_s: float = setting(30.0, doc="On SIGTERM: seconds that running requests get to finish.", least=0)
+    drain_delay_s: float = setting(
+        0.0, doc="On SIGTERM: seconds before that in which the gateway is no longer ready, but still takes requests, "
+        "so that a balancer notices first; a few times the interval of its health checks.", least=0,
+    )  # fmt: skip
     engine_wait_s: float = setting(
         10.0, doc="Seconds a request waits for an engine that is starting or restarting before it gets 503.", least=0
     )
@@ -294,13 +300,18 @@ class RequestLogConfig:
         "store; off: none.", off=True,
     )  # fmt: skip
     retention_days: float | None = setting(30.0, doc="Days that entries are kept; null: for ever.", least=0.01)
+    summary_days: float | None = setting(
+        400.0, doc="Days that summaries in ClickHouse (cost, latency, outcomes, votes) are kept; null: for ever.",
+        least=0.01,
+    )  # fmt: skip
     batch: int = setting(500, doc="Maximum of entries per write.", least=1, most=10_000)
     flush_s: float = setting(1.0, doc="Seconds an entry waits for others to be written together.", least=0.01)
     spool: str = setting(
         "", doc="Folder for entries while the sink is unavailable; empty: beside the SQLite store, or this user's."
     )
     spool_limit: int = setting(
-        256 * 2**20, doc="Maximum size of the spool per gateway; further entries are lost and counted.", least=0,
+        512 * 2**20, doc="Maximum size of the spool per gateway process; further entries are lost and counted.",
+        least=0,
         size=True,
     )  # fmt: skip
 
@@ -370,8 +381,10 @@ class Config:
     knowledge: KnowledgeConfig = dataclasses.field(default_factory=KnowledgeConfig)
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
+    log_pipeline: LogPipelineConfig = dataclasses.field(default_factory=LogPipelineConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)
     batches: BatchesConfig = dataclasses.field(default_factory=BatchesConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)

@@ -37,8 +37,15 @@ class Journal:
     """One per gateway process; `run` is its task."""
 
     def __init__(
-        self, ledger: Ledger, clock: Callable[[], float] = time.monotonic, *, patience_s: float = PATIENCE_S
+        self,
+        ledger: Ledger,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        patience_s: float = PATIENCE_S,
+        announce: Callable[[Settlement], None] | None = None,
     ) -> None:
+        """`announce` is told of every settlement that stands in the ledger, after it was written."""
+        self._announce = announce
         self._ledger = ledger
         self._clock = clock
         self._patience_s = patience_s
@@ -167,9 +174,14 @@ class Journal:
             self._noting.cancel()
             self._noting = None
         entries = [entry for entry, _, _ in itertools.islice(self._waiting, count)]
+        standing: list[Settlement] = []
         try:
             # Writes are idempotent and may be reordered.
-            await self._ledger.write([*entered(entries, again=not self.store_up), *progressed(notes)])
+            statements = [*entered(entries, again=not self.store_up), *progressed(notes)]
+            counts = await self._ledger.write(statements)
+            if self._announce is not None:
+                settlements = [entry for entry in entries if isinstance(entry, Settlement)]
+                standing = await self._ledger.standing(settlements, statements, counts)
         except Exception as error:
             self._tell_late()
             if not isinstance(error, DatabaseError):
@@ -181,6 +193,9 @@ class Journal:
         if not self.store_up:
             log.info("ledger is writable again")
         self.store_up = True
+        for settlement in standing:
+            assert self._announce is not None
+            self._announce(settlement)
         for id, tokens in notes.items():
             if self._progress.get(id) == tokens:
                 del self._progress[id]

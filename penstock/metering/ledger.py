@@ -7,7 +7,7 @@ stays small however long the ledger is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.metering.log_entries import ChargeEntry
 from penstock.metering.prices import Price, Usage
 from penstock.storage import Database, Row, Statement
 from penstock.storage.database import merged
@@ -158,6 +159,10 @@ MOST_NOTES = 5_000
 """Maximum of charges in one statement."""
 
 
+_INTO_SETTLED = "INSERT INTO charges_settled "
+MOST_ASKED = 500
+"""Charges in one question."""
+
 _values = attrgetter(*Charge.__struct_fields__)
 
 
@@ -285,6 +290,41 @@ class Ledger:
             *values,
         )
         return [_total(row, len(columns)) for row in rows]
+
+    async def standing(
+        self, settlements: Sequence[Settlement], statements: Sequence[Statement], counts: Sequence[int]
+    ) -> list[Settlement]:
+        """Those that the ledger has after the statements: of two settlements of one charge the first stands."""
+        added = sum(count for (sql, _), count in zip(statements, counts, strict=True) if sql.startswith(_INTO_SETTLED))
+        if added == len(settlements):
+            return list(settlements)
+        found: dict[str, float] = {}
+        for begin in range(0, len(settlements), MOST_ASKED):
+            ids = [one.charge.id for one in settlements[begin : begin + MOST_ASKED]]
+            marks = ", ".join("?" * len(ids))
+            rows = await self._database.fetch(f"SELECT id, settled_at FROM charges_settled WHERE id IN ({marks})", *ids)
+            found |= {row[0]: row[1] for row in rows}
+        return [one for one in settlements if found.get(one.charge.id) == one.settled_at]
+
+    async def settled_since(self, since: float, until: float) -> AsyncIterator[list[ChargeEntry]]:
+        """Charges settled in a period, oldest first, some at a time."""
+        columns = ", ".join(
+            {"charge_id": "s.id", "request_id": "o.request_id", "timestamp": "s.settled_at"}.get(name, f"s.{name}")
+            for name in ChargeEntry.__struct_fields__
+        )
+        last = (since, "")
+        while True:
+            rows = await self._database.fetch(
+                f"SELECT {columns} FROM charges_settled s JOIN charges_opened o ON o.id = s.id "
+                "WHERE (s.settled_at > ? OR (s.settled_at = ? AND s.id > ?)) AND s.settled_at < ? "
+                f"ORDER BY s.settled_at, s.id LIMIT {MOST_ASKED}",
+                last[0], last[0], last[1], until,
+            )  # fmt: skip
+            if not rows:
+                return
+            entries = [ChargeEntry(*row) for row in rows]
+            last = (entries[-1].timestamp, entries[-1].charge_id)
+            yield entries
 
     async def settled(self, id: str, tenant: str | None = None) -> Settled | None:
         """A settled charge; None: there is none, or it belongs to another tenant."""

@@ -1,4 +1,5 @@
-"""The request log: one entry per request, written in the background in batches to one sink.
+"""The request log: one entry per request, written in the background in batches to one sink. Sinks for analysis also
+get settled charges, votes and grades (`log_entries.py`).
 
 `add` puts an entry into a bounded queue and returns; no request waits for the sink. While the sink is unavailable, or
 slower than requests arrive, entries go to a bounded spool on disk and are replayed in order. Entries that do not fit
@@ -18,6 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.metering.log_entries import REQUESTS, Entry, LogEntry, Stream, clean, from_line, stream_of, to_line
 from penstock.metering.spool import Spool
 from penstock.telemetry.exposition import Value
 from penstock.telemetry.logging import RequestRecord
@@ -25,44 +27,14 @@ from penstock.telemetry.logging import RequestRecord
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_LONGEST = 256
-"""Maximum length of a field whose value the client chooses."""
-
-
-class LogEntry(msgspec.Struct, frozen=True):
-    """One request, as stored by every sink."""
-
-    request_id: str
-    user_id: str | None
-    tenant: str | None
-    model_version: str | None
-    adapter_id: str | None
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    ttft_ms: float | None
-    total_latency_ms: float
-    finish_reason: str | None
-    route: str
-    timestamp: float
-
-
-FIELDS = LogEntry.__struct_fields__
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(LogEntry)
-
-
-def encode(entry: LogEntry) -> bytes:
-    return _encoder.encode(entry)
-
 
 def entry_of(record: RequestRecord) -> LogEntry:
     return LogEntry(
         record.request_id,
-        _clean(record.user_id),
-        _clean(record.tenant),
-        _clean(record.model_version),
-        _clean(record.adapter_id),
+        clean(record.user_id),
+        clean(record.tenant),
+        clean(record.model_version),
+        clean(record.adapter_id),
         record.prompt_tokens,
         record.cached_tokens,
         record.completion_tokens,
@@ -74,11 +46,6 @@ def entry_of(record: RequestRecord) -> LogEntry:
     )
 
 
-def _clean(name: str | None) -> str | None:
-    """Removes characters that a sink cannot store: PostgreSQL rejects NUL in text."""
-    return None if name is None else name.replace("\0", "")[:_LONGEST]
-
-
 class SinkError(PenstockError):
     """The sink did not accept a batch; it is retried later."""
 
@@ -86,8 +53,11 @@ class SinkError(PenstockError):
 class Sink(ABC):
     """The destination of entries. It may be unavailable at startup."""
 
+    streams: frozenset[str] = frozenset({REQUESTS.name})
+    """What it stores; it is given nothing else."""
+
     @abstractmethod
-    async def write(self, entries: Sequence[LogEntry]) -> None:
+    async def write(self, entries: Sequence[Entry]) -> None:
         """Stores a whole batch or raises SinkError. A batch may be written twice."""
 
     @abstractmethod
@@ -123,8 +93,8 @@ class RequestLog:
         self._batch = batch
         self._flush_s = flush_s
         self._retry_s = retry_s
-        self._queue: deque[LogEntry] = deque()
-        self._sending: list[LogEntry] = []
+        self._queue: deque[Entry] = deque()
+        self._sending: list[Entry] = []
         """Taken from the queue and not yet acknowledged."""
         self._arrived = asyncio.Event()
         self._batch_full = asyncio.Event()
@@ -142,12 +112,22 @@ class RequestLog:
         ]
 
     def add(self, record: RequestRecord) -> None:
-        """Queues an entry. Never waits, never fails."""
+        """Queues the entry of a request. Never waits, never fails."""
+        self.put(entry_of(record))
+
+    def takes(self, stream: Stream) -> bool:
+        """Whether the sink stores such entries."""
+        return stream.name in self.sink.streams
+
+    def put(self, entry: Entry) -> None:
+        """Queues an entry, if the sink stores its kind. Never waits, never fails."""
+        if stream_of(entry).name not in self.sink.streams:
+            return
         waiting = len(self._queue)
         if waiting >= self._capacity or self._closing:
             self._counts.lost.inc()
             return
-        self._queue.append(entry_of(record))
+        self._queue.append(entry)
         self._arrived.set()
         if waiting + 1 >= self._batch:
             self._batch_full.set()
@@ -207,16 +187,18 @@ class RequestLog:
 
     async def _replay(self) -> None:
         segment, lines = await self._on_disk(self._spool.oldest)
-        entries = []
+        entries: list[Entry] = []
         for line in lines:
             try:
-                entries.append(_decoder.decode(line))
+                entry = from_line(line)
+                if self.takes(stream_of(entry)):  # the spool may be from before another sink was configured
+                    entries.append(entry)
             except msgspec.DecodeError:  # a partial line: the process died while writing it
                 self._counts.lost.inc()
         if not entries or await self._write(entries):
             await self._on_disk(lambda: self._spool.drop(segment))
 
-    async def _write(self, entries: Sequence[LogEntry]) -> bool:
+    async def _write(self, entries: Sequence[Entry]) -> bool:
         try:
             await self.sink.write(entries)
         except SinkError as error:
@@ -251,12 +233,10 @@ class RequestLog:
             self._queue.clear()
             await self._keep(entries, self._spool.append, locked=True)
 
-    async def _keep(
-        self, entries: list[LogEntry], put: Callable[[Sequence[bytes]], int], *, locked: bool = False
-    ) -> None:
+    async def _keep(self, entries: list[Entry], put: Callable[[Sequence[bytes]], int], *, locked: bool = False) -> None:
         if not entries:
             return
-        lines = [encode(entry) for entry in entries]
+        lines = [to_line(entry) for entry in entries]
         try:
             kept = await (asyncio.to_thread(put, lines) if locked else self._on_disk(lambda: put(lines)))
         except OSError as error:

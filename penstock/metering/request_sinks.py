@@ -6,163 +6,120 @@ The Kafka and ClickHouse drivers block, so they run on a thread; each call has a
 from __future__ import annotations
 
 import asyncio
-import importlib
+import hashlib
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
-from penstock.errors import ConfigError, needs_extra
-from penstock.metering.request_log import FIELDS, LogEntry, Sink, SinkError, encode
+from penstock.errors import ConfigError
+from penstock.metering.clickhouse.client import SCHEMES, ClickHouse, ClickHouseError
+from penstock.metering.clickhouse.schema import Retention
+from penstock.metering.kafka import KafkaAddress, Quiet, kafka_driver
+from penstock.metering.log_entries import STREAMS, Entry, by_stream, encode, stream_of
+from penstock.metering.request_log import Sink, SinkError
 from penstock.metering.request_store import RequestStore
 from penstock.storage import open_database
 from penstock.storage.database import redacted
 
 TIMEOUT_S = 10.0
-DEFAULT_NAME = "request_log"
+EVERYTHING = frozenset(stream.name for stream in STREAMS)
 
 
-def open_sink(url: str, *, retention_s: float | None) -> Sink:
+def open_sink(url: str, *, retention: Retention) -> Sink:
     """Creates a sink without connecting; ConfigError for an invalid URL or a missing driver."""
     scheme = urlsplit(url).scheme
     if scheme in ("sqlite", "postgresql", "postgres"):
-        return RequestStore(lambda: open_database(url), retention_s=retention_s)
+        return RequestStore(lambda: open_database(url), retention_s=retention.raw_s)
     if scheme == "kafka":
         return KafkaSink(url)
-    if scheme in ("clickhouse", "clickhouses"):
-        return ClickHouseSink(url, retention_s=retention_s)
+    if scheme in SCHEMES:
+        return ClickHouseSink(url, retention=retention)
     raise ConfigError(
         f"request_log.url: {redacted(url)} is not a sink; use sqlite:///PATH, postgresql://..., "
         "kafka://HOST:PORT/TOPIC or clickhouse://USER:PASSWORD@HOST:PORT/DATABASE"
     )
 
 
-def _driver(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"request_log.url {needs_extra(extra)}") from error
-
-
 class KafkaSink(Sink):
-    """One JSON object per request, keyed by tenant. `kafka://HOST:PORT[,HOST:PORT]/TOPIC?option=value`: options are
-    those of librdkafka. A batch counts as stored when every message was acknowledged by all replicas in sync."""
+    """One JSON object per entry, keyed by its id, so that copies of an entry are in the same partition. A batch counts
+    as stored when every message was acknowledged by all replicas in sync."""
+
+    streams = EVERYTHING
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self._topic = parts.path.strip("/") or DEFAULT_NAME
-        self._kafka = _driver("confluent_kafka", "kafka")
-        options = {
-            "bootstrap.servers": parts.netloc,
+        address = KafkaAddress.of(url)
+        self._topic = address.topic
+        self._kafka = kafka_driver("request_log.url")
+        self._options = {
+            "bootstrap.servers": address.brokers,
             "enable.idempotence": True,
             "linger.ms": 5,
             "message.timeout.ms": int(TIMEOUT_S * 1000),
-            **dict(parse_qsl(parts.query)),
+            **address.options,
         }
-        try:
-            self._producer = self._kafka.Producer(options, logger=_Quiet())
-        except self._kafka.KafkaException as error:
-            raise ConfigError(f"request_log.url: {error.args[0].str()}") from error
+        self._producer = self._open()
 
-    async def write(self, entries: Sequence[LogEntry]) -> None:
-        await asyncio.to_thread(self._write, entries)
+    async def write(self, entries: Sequence[Entry]) -> None:
+        await asyncio.to_thread(self.send, entries)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._producer.flush, 1.0)
 
-    def _write(self, entries: Sequence[LogEntry]) -> None:
-        problems: list[str] = []
+    def send(self, entries: Sequence[Entry]) -> None:
+        """Blocks until all are acknowledged."""
+        problems: list[Any] = []
 
         def delivered(error: Any, message: Any) -> None:
             if error is not None:
-                problems.append(error.str())
+                problems.append(error)
 
         try:
             for entry in entries:
-                self._producer.produce(self._topic, encode(entry), key=entry.tenant or "", on_delivery=delivered)
-        except (BufferError, self._kafka.KafkaException) as error:
-            self._producer.flush(TIMEOUT_S)
-            raise SinkError(f"Kafka: {error}") from error
+                stream = stream_of(entry)
+                self._producer.produce(
+                    stream.topic(self._topic), encode(entry), key=getattr(entry, stream.key), on_delivery=delivered
+                )
+        except BufferError as error:
+            problems.append(error)
+        except self._kafka.KafkaException as error:
+            problems.append(error.args[0])
         left = self._producer.flush(TIMEOUT_S + 1)
         if problems or left:
+            if any(getattr(problem, "fatal", bool)() for problem in problems):
+                self._producer = self._open()  # an idempotent producer that lost its place works no more
             raise SinkError(f"Kafka: {problems[0] if problems else 'not acknowledged in time'}")
 
-
-class _Quiet:
-    """Silences librdkafka, which logs every attempt to connect; the request log reports an unavailable sink once."""
-
-    def log(self, *args: Any) -> None:
-        return
-
-
-_TYPES = {
-    "request_id": "String",
-    "user_id": "Nullable(String)",
-    "tenant": "LowCardinality(String)",
-    "model_version": "LowCardinality(Nullable(String))",
-    "adapter_id": "LowCardinality(Nullable(String))",
-    "prompt_tokens": "UInt32",
-    "cached_tokens": "UInt32",
-    "completion_tokens": "UInt32",
-    "ttft_ms": "Nullable(Float64)",
-    "total_latency_ms": "Float64",
-    "finish_reason": "LowCardinality(Nullable(String))",
-    "route": "LowCardinality(String)",
-    "timestamp": "DateTime64(6, 'UTC')",
-}
-
-
-def clickhouse_schema(retention_s: float | None) -> str:
-    """The table. A block that is inserted twice, after a lost acknowledgement, is deduplicated."""
-    columns = ", ".join(f"{name} {_TYPES[name]}" for name in FIELDS)
-    ttl = "" if retention_s is None else f" TTL toDateTime(timestamp) + INTERVAL {int(retention_s)} SECOND"
-    return (
-        f"CREATE TABLE IF NOT EXISTS {DEFAULT_NAME} ({columns}) ENGINE = MergeTree ORDER BY (tenant, timestamp)"
-        f" PARTITION BY toYYYYMM(timestamp){ttl} SETTINGS non_replicated_deduplication_window = 1000"
-    )
+    def _open(self) -> Any:
+        try:
+            return self._kafka.Producer(self._options, logger=Quiet())
+        except self._kafka.KafkaException as error:
+            raise ConfigError(f"request_log.url: {error.args[0].str()}") from error
 
 
 class ClickHouseSink(Sink):
-    """The table `request_log` of the database in the URL, created if missing. `clickhouses://` uses TLS."""
+    """The tables of the database in the URL, created if missing. A batch that is written twice is stored once, in the
+    tables and in their views."""
 
-    def __init__(self, url: str, *, retention_s: float | None, client: Any = None) -> None:
-        parts = urlsplit(url)
-        self._retention_s = retention_s
-        self._module = _driver("clickhouse_connect", "clickhouse")
-        self._options = {
-            "host": parts.hostname or "localhost",
-            "port": parts.port,
-            "username": parts.username,
-            "password": parts.password or "",
-            "database": parts.path.strip("/") or "default",
-            "secure": parts.scheme == "clickhouses",
-        }
-        self._client: Any = client
+    streams = EVERYTHING
+
+    def __init__(self, url: str, *, retention: Retention) -> None:
+        self._retention = retention
+        self._clickhouse = ClickHouse(url, timeout_s=TIMEOUT_S)
         self._prepared = False
 
-    async def write(self, entries: Sequence[LogEntry]) -> None:
+    async def write(self, entries: Sequence[Entry]) -> None:
         try:
             await asyncio.to_thread(self._write, entries)
-        except (self._module.driver.exceptions.Error, OSError) as error:
-            raise SinkError(f"ClickHouse: {error}") from error
+        except ClickHouseError as error:
+            raise SinkError(str(error)) from error
 
     async def close(self) -> None:
-        if self._client is not None:
-            await asyncio.to_thread(self._client.close)
+        await asyncio.to_thread(self._clickhouse.close)
 
-    def _write(self, entries: Sequence[LogEntry]) -> None:
-        if self._client is None:
-            self._client = self._module.get_client(
-                **self._options, connect_timeout=TIMEOUT_S, send_receive_timeout=TIMEOUT_S
-            )
+    def _write(self, entries: Sequence[Entry]) -> None:
         if not self._prepared:
-            self._client.command(clickhouse_schema(self._retention_s))
+            self._clickhouse.migrate(self._retention)
             self._prepared = True
-        self._client.insert(DEFAULT_NAME, [_row(entry) for entry in entries], column_names=list(FIELDS))
-
-
-def _row(entry: LogEntry) -> list[Any]:
-    values = {name: getattr(entry, name) for name in FIELDS}
-    values["tenant"] = entry.tenant or ""
-    # The driver accepts integer microseconds as they are; it would truncate a float to seconds.
-    values["timestamp"] = round(entry.timestamp * 1e6)
-    return list(values.values())
+        for together in by_stream(entries).values():
+            token = hashlib.sha256(b"\n".join(map(encode, together))).hexdigest()
+            self._clickhouse.insert(stream_of(together[0]), together, token)

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from penstock.metering.request_log import FIELDS, LogEntry, Sink, SinkError
+from penstock.metering.log_entries import FIELDS, Entry, LogEntry
+from penstock.metering.request_log import Sink, SinkError
 from penstock.storage import Database, DatabaseError
 from penstock.storage.database import merged
 
@@ -58,7 +59,7 @@ class RequestStore(Sink):
         self._database: Database | None = None
         self._pruned_at = float("-inf")
 
-    async def write(self, entries: Sequence[LogEntry]) -> None:
+    async def write(self, entries: Sequence[Entry]) -> None:
         try:
             database = await self._ready()
             for begin in range(0, len(entries), ROWS_TOGETHER):

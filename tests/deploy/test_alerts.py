@@ -13,7 +13,8 @@ import yaml
 
 from penstock.config.schema import RequestLogConfig
 from penstock.engine.request import Delta, DeviceLoad, EngineLoad, Request
-from penstock.metering.request_log import LogEntry, RequestLog, Sink, SinkError
+from penstock.metering.log_entries import Entry
+from penstock.metering.request_log import RequestLog, Sink, SinkError
 from penstock.protocol.errors import EngineLost
 from penstock.text import TextModel
 from tests.deploy.prometheus import (
@@ -111,7 +112,7 @@ class Flaky(Sink):
         self._sink = sink
         self._engine = engine
 
-    async def write(self, entries: Sequence[LogEntry]) -> None:
+    async def write(self, entries: Sequence[Entry]) -> None:
         if self._engine.troubled:
             raise SinkError("away")
         await self._sink.write(entries)

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.metering.request_log import FIELDS, LogCounts, LogEntry, RequestLog, Sink, SinkError, entry_of
+from penstock.metering.clickhouse.schema import Retention
+from penstock.metering.log_entries import FIELDS, Entry
+from penstock.metering.request_log import LogCounts, RequestLog, Sink, SinkError, entry_of
 from penstock.metering.request_sinks import ClickHouseSink, KafkaSink, open_sink
 from penstock.metering.request_store import ROWS_TOGETHER, RequestStore
 from penstock.metering.spool import Spool
@@ -38,7 +40,7 @@ class Memory(Sink):
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def write(self, entries: Sequence[LogEntry]) -> None:
+    async def write(self, entries: Sequence[Entry]) -> None:
         await self.gate.wait()
         if self.away:
             raise SinkError("away")
@@ -178,7 +180,7 @@ async def test_a_database_holds_exactly_the_fields_once_and_forgets(url: str, tm
     await database.execute("DROP TABLE IF EXISTS request_log")
     await database.create("CREATE TABLE IF NOT EXISTS schema_versions (component TEXT PRIMARY KEY, version INTEGER)")
     await database.execute("DELETE FROM schema_versions WHERE component = 'request_log'")
-    sink = open_sink(url, retention_s=None)
+    sink = open_sink(url, retention=Retention())
     assert isinstance(sink, RequestStore)
     one = record(1, adapter_id="legal", model_version="m", prompt_tokens=7, ttft_ms=1.5, user_id="nul\0l" + "x" * 999)
     async with logging_to(sink, tmp_path / "spool") as (log, counts):
@@ -228,7 +230,7 @@ async def test_much_that_is_too_old_goes_a_little_at_a_time(tmp_path: Path) -> N
 
 async def test_a_database_that_is_away_at_the_start_is_no_reason_to_lose_records(tmp_path: Path) -> None:
     (tmp_path / "place").write_text("a file where the folder of the database should be")
-    sink = open_sink(f"sqlite:///{tmp_path / 'place' / 'log.db'}", retention_s=None)
+    sink = open_sink(f"sqlite:///{tmp_path / 'place' / 'log.db'}", retention=Retention())
     assert isinstance(sink, RequestStore)
     async with logging_to(sink, tmp_path / "spool") as (log, counts):
         log.add(record(1))
@@ -238,7 +240,7 @@ async def test_a_database_that_is_away_at_the_start_is_no_reason_to_lose_records
         assert len(await sink.read()) == 1
 
 
-async def test_kafka_gets_one_json_object_per_request_in_order(tmp_path: Path) -> None:
+async def test_kafka_gets_one_json_object_per_request(tmp_path: Path) -> None:
     kafka = pytest.importorskip("confluent_kafka", reason="pip install confluent-kafka to test the request log")
     admin = kafka.Producer({"bootstrap.servers": "", "test.mock.num.brokers": 1})
     [broker] = admin.list_topics(timeout=10).brokers.values()
@@ -251,7 +253,6 @@ async def test_kafka_gets_one_json_object_per_request_in_order(tmp_path: Path) -
     consumer = kafka.Consumer(
         {"bootstrap.servers": f"{broker.host}:{broker.port}", "group.id": "test", "auto.offset.reset": "earliest"}
     )
-    # One tenant, so one partition: order holds. The mock cluster has several; read them all.
     partitions = consumer.list_topics(topic, timeout=10).topics[topic].partitions
     consumer.assign([kafka.TopicPartition(topic, number, 0) for number in partitions])
     values = []
@@ -259,8 +260,8 @@ async def test_kafka_gets_one_json_object_per_request_in_order(tmp_path: Path) -
     while len(values) < 20 and time.monotonic() < deadline:
         values += [json.loads(message.value()) for message in consumer.consume(20, 0.5) if message.error() is None]
     consumer.close()
-    assert [value["request_id"] for value in values] == [f"req_{number}" for number in range(20)]
-    assert set(values[0]) == set(FIELDS)
+    assert sorted(value["request_id"] for value in values) == sorted(f"req_{number}" for number in range(20))
+    assert {tuple(value) for value in values} == {FIELDS}
 
 
 async def test_kafka_that_is_away_means_the_disk(tmp_path: Path) -> None:
@@ -272,30 +273,14 @@ async def test_kafka_that_is_away_means_the_disk(tmp_path: Path) -> None:
     assert counts.written.value == 0
 
 
-async def test_clickhouse_table_is_made_and_filled() -> None:
-    pytest.importorskip("chdb", reason="pip install chdb (over 500 MB) to test the request log on ClickHouse")
-    connect = pytest.importorskip("clickhouse_connect", reason="pip install clickhouse-connect")
-    client = connect.get_client(interface="chdb")
-    sink = ClickHouseSink("clickhouse://localhost/default", retention_s=10**9, client=client)
-    entry = LogEntry(
-        "req_1", None, "acme", "m", None, 7, 0, 3, 1.5, 20.25, "stop", "/v1/chat/completions", 1.7e9 + 0.25
-    )
-    await sink.write([entry])
-    await sink.write([entry])  # the acknowledgement got lost
-    [row] = client.query(f"SELECT {', '.join(FIELDS)} FROM request_log").result_rows
-    assert row[:12] == tuple(getattr(entry, name) for name in FIELDS[:12])
-    assert row[12].timestamp() == entry.timestamp
-    await sink.close()
-
-
 async def test_clickhouse_that_is_away_is_a_sink_error() -> None:
     pytest.importorskip("clickhouse_connect", reason="pip install clickhouse-connect to test the request log")
-    sink = ClickHouseSink("clickhouse://127.0.0.1:9/default", retention_s=None)
+    sink = ClickHouseSink("clickhouse://127.0.0.1:9/default", retention=Retention())
     with pytest.raises(SinkError, match="ClickHouse"):
         await sink.write([])
 
 
 def test_a_url_that_names_no_sink_is_refused_without_its_password() -> None:
     with pytest.raises(ConfigError, match="not a sink") as refused:
-        open_sink("mysql://me:secret@host/db", retention_s=None)
+        open_sink("mysql://me:secret@host/db", retention=Retention())
     assert "secret" not in str(refused.value)

@@ -19,7 +19,7 @@ import logging
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -241,15 +241,16 @@ class Accounts:
         *,
         dead_after_s: float = 20.0,
         patience_s: float = PATIENCE_S,
+        announce: Callable[[Settlement], None] | None = None,
     ) -> None:
         """`dead_after_s`: a gateway that has not been seen for this long has died. `patience_s`: how long a request
-        waits for the ledger."""
+        waits for the ledger. `announce` is told of every settlement that was written."""
         self.ledger = ledger
         self._metrics = metrics
         self.prices = prices
         self._registry = registry
         self._dead_after_s = dead_after_s
-        self.journal = Journal(ledger, patience_s=patience_s)
+        self.journal = Journal(ledger, patience_s=patience_s, announce=announce)
         self.gateway = uuid.uuid4().hex
         self._keeper: asyncio.Task[None] | None = None
         self._beats = True

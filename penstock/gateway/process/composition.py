@@ -75,7 +75,7 @@ from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process import implementations
 from penstock.gateway.process.load_reporter import LoadReporter
 from penstock.gateway.process.model_follower import ModelFollower
-from penstock.gateway.process.request_log import RequestLogOff, open_request_log
+from penstock.gateway.process.request_log import RequestLogOff, charge_entry, open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.stores import Stores, open_stores
 from penstock.gateway.process.supervisor_link import Follow, Link, Scaled, SupervisorLink
@@ -90,6 +90,7 @@ from penstock.gateway.response_cache.endpoints import CacheEndpoints
 from penstock.gateway.server_tools.endpoints import ToolEndpoints
 from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.workers.group import WorkerGroup
+from penstock.metering.log_entries import CHARGES
 from penstock.metering.request_log import RequestLog
 from penstock.metering.request_store import RequestStore
 from penstock.protocol.errors import KeyStoreUnavailable, NotFound, ServiceUnavailable
@@ -189,7 +190,9 @@ async def compose(
                 metrics.usage,
                 dead_after_s=settings.gateway_timeout_s,
                 patience_s=settings.ledger_wait_s,
+                announce=(lambda one: request_log.put(charge_entry(one))) if request_log.takes(CHARGES) else None,
             )
+            stores.feedback.announce = request_log.put
             await accounts.start()
             closing(accounts.close)
         authentication = implementations.authentication(settings, stores)
@@ -235,7 +238,15 @@ async def compose(
         closing(tools.close)
         judge: Judge | NoJudge = NoJudge()
         if settings.judge.rate:
-            judge = Judge(settings.judge, settings.generation, registry, tokenization, grammars, metrics.context)
+            judge = Judge(
+                settings.judge,
+                settings.generation,
+                registry,
+                tokenization,
+                grammars,
+                metrics.context,
+                announce=request_log.put,
+            )
             judge.start()
             closing(judge.close)
         sessions = implementations.conversation_sessions(settings.conversations, database)

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.gateway.process.settings import GatewaySettings
+from penstock.metering.clickhouse.schema import Retention
+from penstock.metering.ledger import Settlement
+from penstock.metering.log_entries import ChargeEntry, Entry, Stream
 from penstock.metering.request_log import LogCounts, RequestLog, Sink
 from penstock.metering.request_sinks import open_sink
 from penstock.metering.request_store import RequestStore
@@ -15,7 +18,6 @@ from penstock.storage.database import default_url, state_folder
 from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.metrics import Metrics
 
-DAY_S = 86_400.0
 OFF = "off"
 
 
@@ -30,6 +32,12 @@ class RequestLogOff:
     def add(self, record: RequestRecord) -> None:
         return
 
+    def put(self, entry: Entry) -> None:
+        return
+
+    def takes(self, stream: Stream) -> bool:
+        return False
+
     async def close(self) -> None:
         return
 
@@ -41,12 +49,12 @@ def open_request_log(
     config = settings.request_log
     if config.url == OFF or (not config.url and database is None):
         return RequestLogOff()
-    retention_s = None if config.retention_days is None else config.retention_days * DAY_S
+    retention = Retention.days(config.retention_days, config.summary_days)
     sink: Sink
     if config.url:
-        sink = open_sink(config.url, retention_s=retention_s)
+        sink = open_sink(config.url, retention=retention)
     else:
-        sink = _in_store(database, retention_s)
+        sink = _in_store(database, retention.raw_s)
     folder = Path(config.spool) if config.spool else _spool_folder(settings)
     try:
         spool = Spool(folder, config.spool_limit)
@@ -54,6 +62,27 @@ def open_request_log(
         raise ConfigError(f"request_log.spool: {folder} cannot be used: {error}") from error
     counts = LogCounts(metrics.request_log_written, metrics.request_log_spooled, metrics.request_log_lost)
     return RequestLog(sink, spool, counts, batch=config.batch, flush_s=config.flush_s)
+
+
+def charge_entry(settlement: Settlement) -> ChargeEntry:
+    charge = settlement.charge
+    return ChargeEntry(
+        charge.id,
+        charge.request_id,
+        charge.tenant,
+        charge.user,
+        charge.feature,
+        charge.model,
+        charge.adapter,
+        charge.tier,
+        charge.prompt_tokens,
+        settlement.cached_tokens,
+        settlement.completion_tokens,
+        settlement.cost_nanos,
+        settlement.finish_reason,
+        settlement.settled_by,
+        settlement.settled_at,
+    )
 
 
 def _in_store(database: Database | None, retention_s: float | None) -> RequestStore:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.metering.log_entries import VoteEntry
 from penstock.storage import Database
 from penstock.telemetry.exposition import MetricRegistry
 
@@ -81,6 +82,8 @@ class Feedback:
 
     def __init__(self, database: Database, metrics: MetricRegistry, clock: Callable[[], float] = time.time) -> None:
         self._database = database
+        self.announce: Callable[[VoteEntry], None] | None = None
+        """Told of every vote, for the request log."""
         self._clock = clock
         self._votes = metrics.counter(
             "penstock_feedback_total", "Votes on answers.", ("model_name", "endpoint", "route", "arm", "rating")
@@ -105,13 +108,13 @@ class Feedback:
         if match is None:
             return None
         rows = await self._database.fetch(
-            "SELECT model, adapter, user_id, selection FROM charges_opened WHERE id = ? AND tenant = ?",
+            "SELECT model, adapter, user_id, selection, request_id FROM charges_opened WHERE id = ? AND tenant = ?",
             match[2],
             tenant,
         )
         if not rows or only_user not in (None, rows[0][2]):
             return None
-        model, adapter, _, selection = rows[0]
+        model, adapter, _, selection, request_id = rows[0]
         via, _, arm = selection.partition("/")
         vote = Vote(
             response_id, tenant, user, model, adapter, ROUTES[match[1]], rating, comment, self._clock(), via, arm
@@ -123,6 +126,12 @@ class Feedback:
             *msgspec.structs.astuple(vote),
         )
         self._votes.child(vote.model, vote.route, via, arm, rating).inc()
+        if self.announce is not None:
+            self.announce(
+                VoteEntry(
+                    response_id, request_id, tenant, user, model, adapter, vote.route, via, arm, rating, vote.created_at
+                )
+            )
         return vote
 
     async def votes(self, only: Selection, limit: int) -> list[Vote]:

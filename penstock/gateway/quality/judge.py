@@ -2,7 +2,8 @@
 sources support them?
 
 Sampled answers wait in a bounded queue for one task, which asks the judge at the lowest priority, one at a time; what
-does not fit the queue is counted and not graded. Grades go to metrics only: no text is kept, logged or billed.
+does not fit the queue is counted and not graded. Grades go to metrics and to a request log for analysis: no text is
+kept, logged or billed.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from time import monotonic
+from time import monotonic, time
 from typing import Any, Literal
 
 from penstock.config.context import JudgeConfig
@@ -27,6 +29,7 @@ from penstock.gateway.generation.schemas import ChoiceFormat
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.spec import internal_spec
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.metering.log_entries import GradeEntry
 from penstock.protocol.errors import ApiError, ServerError
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.telemetry.context_metrics import ContextMetrics
@@ -59,6 +62,8 @@ class SampledAnswer:
     model: str
     route: str
     cache_salt: str
+    tenant: str
+    request_id: str
 
 
 class NoJudge:
@@ -84,7 +89,10 @@ class Judge:
         metrics: ContextMetrics,
         *,
         draw: Callable[[], float] = random.random,
+        announce: Callable[[GradeEntry], None] | None = None,
     ) -> None:
+        """`announce` is told of every grade, for the request log."""
+        self._announce = announce
         self._config = config
         self._settings = settings
         self._registry = registry
@@ -127,6 +135,8 @@ class Judge:
             generation.model.name,
             route_name(attempt.route),
             self._settings.cache_salt(attempt.exchange.caller),
+            attempt.exchange.caller.tenant,
+            attempt.exchange.request_id,
         )
         try:
             self._queue.put_nowait(sample)
@@ -147,12 +157,20 @@ class Judge:
             self._metrics.judged(sample.model, sample.route, outcome)
 
     async def _judge(self, sample: SampledAnswer) -> None:
-        grade = await self._grade(sample, _RELEVANCE, question=sample.question, answer=sample.answer)
-        self._metrics.relevance(sample.model, sample.route, grade)
+        relevance = await self._grade(sample, _RELEVANCE, question=sample.question, answer=sample.answer)
+        self._metrics.relevance(sample.model, sample.route, relevance)
+        groundedness = None
         if sample.sources:
             sources = "\n\n".join(sample.sources)
-            grade = await self._grade(sample, _GROUNDEDNESS, sources=sources, answer=sample.answer)
-            self._metrics.groundedness(sample.model, sample.route, grade)
+            groundedness = await self._grade(sample, _GROUNDEDNESS, sources=sources, answer=sample.answer)
+            self._metrics.groundedness(sample.model, sample.route, groundedness)
+        if self._announce is not None:
+            id, now = uuid.uuid4().hex, time()
+            self._announce(
+                GradeEntry(
+                    id, sample.request_id, sample.tenant, sample.model, sample.route, relevance, groundedness, now
+                )
+            )
 
     async def _grade(self, sample: SampledAnswer, form: str, **texts: str) -> float:
         """How often the judge says yes, from 0 to 1; it can say nothing but yes or no."""

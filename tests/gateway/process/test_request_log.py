@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from penstock.cli.app import app
 from penstock.config.schema import RequestLogConfig
 from penstock.gateway.process.request_log import RequestLogOff
-from penstock.metering.request_log import FIELDS
+from penstock.metering.log_entries import FIELDS
 from tests.gateway.conftest import Running, Serving, eventually
 
 FAST = RequestLogConfig(flush_s=0.01)

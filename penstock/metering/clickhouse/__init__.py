@@ -1,0 +1,1 @@
+"""The request log in ClickHouse: tables, materialised views and a client."""
