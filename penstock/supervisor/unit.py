@@ -21,6 +21,8 @@ class Unit:
     """For an engine: its model, replica number and endpoint."""
     replica: str = ""
     endpoint: str = ""
+    pool: str = ""
+    """Of its model's pools; empty: there are none."""
     """Empty: not known before it was placed on a machine."""
     machine: str = ""
     """Where it is, if not here."""
