@@ -86,8 +86,8 @@ class Supervisor:
         self._gateways = list(gateways)
         self._gateways_up = gateways_up
         self._spawn = spawn
-        self._answers = answers or (lambda: is_ready(host, port))
         self._address = f"{host}:{port}"
+        self._answers = answers or (lambda: is_ready(host, port))
         self._drain_s = drain_s
         self._drain_delay_s = drain_delay_s
         self._reporter = reporter or Reporter()
