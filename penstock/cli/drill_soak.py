@@ -24,7 +24,10 @@ def soak(
 
     async def hold(progress: Progress) -> Soak:
         tell = progress.drill("soak")
-        async with ThrowAway("machines", source, settings, faults=False, encoders=True, tell=tell) as fleet:
+        # A small cache is full, and all its pages are touched, before the warm-up ends.
+        small = "16MiB" if source is None else "128MiB"
+        machines = ThrowAway("machines", source, settings, faults=False, kv_memory=small, encoders=True, tell=tell)
+        async with machines as fleet:
             return await run(fleet, minutes, streams, tell)
 
     with Progress(1) as progress:

@@ -51,6 +51,8 @@ class ThrowAway(Target):
     settings: dict[str, Any] = field(default_factory=dict)
     faults: bool = True
     """Whether clocks and disks can be tampered with: needs a compiler."""
+    kv_memory: str = "128MiB"
+    """Of every engine."""
     encoders: bool = False
     """Whether machines have the default encoders."""
     tell: Callable[[str], None] = lambda what: None
@@ -214,7 +216,13 @@ class ThrowAway(Target):
     def _config(self, name: str, source: Path, **more: Any) -> Path:
         url = f"redis://127.0.0.1:{self._redis_port}"
         model = {"name": NAME, "source": str(source), "input_price": INPUT_PRICE, "output_price": OUTPUT_PRICE}
-        model |= {"deterministic": True, "threads": 1, "kv_memory": "128MiB", "max_running": 64, "max_model_len": 2048}
+        model |= {
+            "deterministic": True,
+            "threads": 1,
+            "kv_memory": self.kv_memory,
+            "max_running": 64,
+            "max_model_len": 2048,
+        }
         config: dict[str, Any] = {
             "models": [model],
             **({} if self.encoders else {"encoders": []}),
