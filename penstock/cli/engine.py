@@ -117,7 +117,7 @@ def engine(
     from penstock.cli.terminal import flags, resolve_drafts, resolve_models, stderr
     from penstock.config import load, load_resolved
     from penstock.engine.process import die_with_parent
-    from penstock.errors import ConfigError
+    from penstock.errors import ConfigError, require_extra
     from penstock.protocol.transport import write_secret_key
     from penstock.supervisor.status import StatusPipe
 
@@ -128,6 +128,7 @@ def engine(
         die_with_parent()
     status = StatusPipe(supervised)
     with _failure_reported(status):
+        require_extra("engine", "an engine")
         named = flags(settings, fleet__url=fleet)
         config = load(config_file, flags=named) if resolved is None else load_resolved(resolved)
         encoder = next((entry for entry in config.encoders if entry.name == model), None)

@@ -163,7 +163,8 @@ def _fleet_link(config: Config, secret: FleetSecret, worker: int) -> Callable[[F
 
     def link(follow: Follow, scaled: Scaled) -> Link:
         registry = RedisRegistry(fleet.url, fleet.name, secret, lease_s=fleet.lease_s)
-        return FleetLink(registry, record, follow, scaled, configured=[model.name for model in config.models])
+        configured = [model.name for model in config.models]
+        return FleetLink(registry, record, follow, scaled, name=fleet.name, configured=configured)
 
     return link
 

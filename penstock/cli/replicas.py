@@ -120,6 +120,9 @@ def drain(
             min=0, metavar="SECONDS", help="Its machine goes away after this time: start a replacement first."
         ),
     ] = None,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A machine of the fleet hands its replicas over and stops.")
+    ] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
@@ -129,7 +132,8 @@ def drain(
     With --notice, a replacement is started, and the replica is drained for good once that is ready or time runs short;
     this is for machines that are taken away, such as spot instances. Without --replica, all replicas are replaced.
 
-    Without a model, drain and stop the whole server.
+    Without a model, drain and stop the whole server. With --machine, a machine of a fleet: its replicas are started
+    elsewhere first, if there is room.
 
     Examples:
 
@@ -137,11 +141,19 @@ def drain(
 
         penstock drain smollm2-135m --replica 1 --notice 120
 
+        penstock drain --machine gpu7 --notice 120
+
         penstock drain
     """
     from penstock.errors import PenstockError
 
-    if model is None:
+    if machine is not None:
+        if model is not None or replica is not None:
+            raise PenstockError("--machine drains all that the machine runs; leave out the model and --replica")
+        body = {} if notice is None else {"seconds": notice}
+        done = call("POST", url, key, f"/fleet/machines/{machine}/drain", body)
+        typer.echo(f"machine {machine} is {done['state']}")
+    elif model is None:
         if replica is not None or notice is not None:
             raise PenstockError("--replica and --notice need a model: penstock drain MODEL --replica NAME")
         typer.echo(f"the server is {call('POST', url, key, '/drain')['state']}")

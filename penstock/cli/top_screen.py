@@ -30,6 +30,8 @@ class Screen:
     def frame(self, interval: Interval) -> RenderableType:
         self._tokens.append(interval.rate("vllm:generation_tokens_total"))
         parts: list[RenderableType] = [_totals(interval), Text(sparkline(self._tokens), style="green")]
+        if interval.after.most("penstock_fleet_machine_engines") is not None:
+            parts += [_machines(interval.after), Text()]
         parts.append(_replicas(interval))
         refused = _reasons(interval)
         if refused.plain:
@@ -89,6 +91,9 @@ def _replicas(interval: Interval) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("running", "waiting", "KV", "tok/s", "TTFT p95", "ITL p95", "preempted", "GPU", "GPU memory"):
         table.add_column(name, justify="right", no_wrap=True)
+    experts = now.most("penstock_expert_imbalance") is not None
+    if experts:
+        table.add_column("expert imbalance", justify="right", no_wrap=True)
     for labels, up in sorted(now.series("penstock_engine_up"), key=lambda item: sorted(item[0].items())):
         where = dict(labels)
         awake = now.sum("penstock_engine_awake", **where)
@@ -109,12 +114,46 @@ def _replicas(interval: Interval) -> Table:
             f"{interval.rate('vllm:num_preemptions_total', **where):,.1f}/s",
             share(now.most("penstock_gpu_utilization_ratio", **where)),
             share(now.sum("penstock_gpu_memory_used_bytes", **where) / memory if memory else None),
+            *([_times(now.most("penstock_expert_imbalance", **where))] if experts else []),
         )
     for labels, wanted in now.series("penstock_autoscale_desired_replicas"):
         blank = [""] if any(places.values()) else []
         table.add_row(labels["model_name"], "autoscale", *blank, _autoscale(now, labels["model_name"], wanted))
     _pools(now, table)
     return table
+
+
+def _machines(now: Scrape) -> Table:
+    """The machines of a fleet, with the load of their engines."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("machine", "zone", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("engines", "room", "running", "waiting", "gateways"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for labels, engines in sorted(now.series("penstock_fleet_machine_engines"), key=lambda found: found[0]["machine"]):
+        machine, state = labels["machine"], labels["state"]
+        leads = now.sum("penstock_fleet_controller", machine=machine)
+        up = now.sum("penstock_fleet_gateway_up", machine=machine)
+        table.add_row(
+            machine,
+            labels["zone"] or "-",
+            Text(state + (", controller" if leads else ""), style="green" if state == "ready" else "yellow"),
+            f"{engines:.0f}",
+            f"{now.sum('penstock_fleet_machine_room', machine=machine):.0f}",
+            f"{_on(now, machine, 'vllm:num_requests_running'):,.0f}",
+            f"{_on(now, machine, 'penstock_engine_requests_waiting'):,.0f}",
+            f"{up:.0f}",
+        )
+    return table
+
+
+def _on(now: Scrape, machine: str, metric: str) -> float:
+    """A figure of all engines of a machine, whose replicas are called MACHINE.NUMBER."""
+    return sum(value for labels, value in now.series(metric) if labels["engine"].rpartition(".")[0] == machine)
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
 
 
 def _pools(now: Scrape, table: Table) -> None:

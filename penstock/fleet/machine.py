@@ -22,6 +22,7 @@ import msgspec
 
 import penstock
 from penstock.errors import PenstockError
+from penstock.fleet.membership import understood
 from penstock.fleet.records import (
     Assignment,
     CommandRecord,
@@ -45,7 +46,7 @@ REPLACED_S = 120.0
 """How long a machine that leaves waits for replacements when it does not know when it will be gone."""
 MARGIN_S = 5.0
 FIRST_RETRY_S, LAST_RETRY_S = 10.0, 300.0
-ENGINE_ONLY = ("fallback", "overflow_at", "downgrade_to", "aliases", "pool")
+GATEWAY_ONLY = ("fallback", "overflow_at", "downgrade_to", "aliases", "pool")
 """Settings that mean something to gateways only, and may name models that this machine does not know."""
 
 log = logging.getLogger("penstock.fleet")
@@ -118,7 +119,9 @@ class Machine:
                     self._follow(self._view.fleet)
                     await self._report()
                 except PenstockError as error:
-                    log.warning("this machine could not tell the fleet what it runs", extra={"why": str(error)})
+                    log.warning("this machine could not follow the fleet", extra={"why": str(error)})
+                except Exception:  # the engines go on, and so must this
+                    log.exception("this machine could not follow the fleet")
                 await self._view.changed(REPORT_S)
         finally:
             tasks = [*self._fetches.values(), *self._commands.values(), *([self._leave] if self._leave else [])]
@@ -198,7 +201,8 @@ class Machine:
 
     async def _take_on(self, model: str, description: Mapping[str, Any]) -> None:
         try:
-            await self._replicas.take_on({name: of for name, of in description.items() if name not in ENGINE_ONLY})
+            settings = understood(description).items()
+            await self._replicas.take_on({name: value for name, value in settings if name not in GATEWAY_ONLY})
             self._descriptions[model] = dict(description)
         except PenstockError as error:
             self._start_failed(model, str(error))

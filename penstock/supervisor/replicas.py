@@ -313,6 +313,9 @@ class Replicas:
             raise PenstockError(f"`{replica}` is the only running replica of `{model}`; stop the server instead")
         await self._supervisor.pause(unit)
 
+    async def leave(self, machine: str, seconds: float | None) -> None:
+        raise PenstockError("this server is not part of a fleet; `penstock drain` without --machine stops it")
+
     def stop(self) -> None:
         self._supervisor.stop()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import string
 import time
@@ -20,20 +19,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from penstock.engine.process import die_with_parent
 from penstock.engine.request import Delta, EngineInfo, EngineLoad, Request, StepOutput
 from penstock.engine_host.pacer import Pacing
 from penstock.engine_host.server import EngineServer
 from penstock.protocol.transport import Listener
+from penstock.text.byte_tokenizer import write_tokenizer
 
-SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('bad role') }}"
-    "{% endif %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 NAP_S = 0.005
 """The longest sleep between two checks of the socket."""
 _LETTERS = "".join(random.Random(7).choices(string.ascii_letters + string.digits, k=1 << 16))
@@ -48,26 +42,6 @@ def text_of(stream: int, start: int, count: int) -> str:
     while len(text) < count:
         text += _LETTERS[: count - len(text)]
     return text
-
-
-def write_tokenizer(folder: Path, *, chat: bool = True, context_length: int = 512) -> Tokenizer:
-    """Write a model folder that has only a tokenizer and a configuration: every byte is a token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIALS))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "model_type": "llama",
-        "vocab_size": tokenizer.get_vocab_size(),
-        "max_position_embeddings": context_length,
-        "eos_token_id": tokenizer.token_to_id("<|end|>"),
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    tokenizer_config = {"eos_token": "<|end|>", **({"chat_template": TEMPLATE} if chat else {})}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    return tokenizer
 
 
 @dataclass(slots=True)
