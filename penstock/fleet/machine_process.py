@@ -147,7 +147,7 @@ def refuse_fixed(config: Config) -> None:
     for model in config.models:
         if model.pools:
             raise ConfigError(
-                f"`{model.name}`: the controller of a fleet places replicas, not pools; run the engines of each pool with "
+                f"`{model.name}`: the controller of a fleet places replicas, not pools; run the engines of a pool with "
                 f"`penstock engine {model.name} --pool NAME --fleet URL`, and gateways with `penstock gateway`"
             )
         for key in ("placement", "time_slice", "replica_roles", "replica_grids", "replica_devices"):
