@@ -49,12 +49,12 @@ class Build(build_py):
 
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        if not COMPILER:
+        built = list(Path(self.get_finalized_command("build").build_lib, KERNELS).glob("*.so"))
+        if not built:  # an editable install, or no compiler
             return super().get_tag()
         # The kernels are loaded with ctypes: any Python will do, and any system with a C library as new as they need.
         machine = sysconfig.get_platform().rpartition("-")[2]
-        (library,) = Path(self.get_finalized_command("build").build_lib, KERNELS).glob("*.so")
-        needed = [tuple(map(int, pair)) for pair in re.findall(rb"GLIBC_(\d+)\.(\d+)", library.read_bytes())]
+        needed = [tuple(map(int, pair)) for pair in re.findall(rb"GLIBC_(\d+)\.(\d+)", built[0].read_bytes())]
         if not sys.platform.startswith("linux") or not needed:
             return "py3", "none", re.sub(r"[-.]", "_", sysconfig.get_platform())
         major, minor = max(needed)

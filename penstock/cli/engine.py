@@ -80,6 +80,9 @@ def engine(
     make_curve_key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a new secret key to FILE, print its public key, exit.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only ask the engine at --endpoint whether it answers; exit status 1: no.")
+    ] = False,
     join_endpoint: Annotated[
         str | None, typer.Option(metavar="ENDPOINT", help="Where other machines join, in place of placement.listen.")
     ] = None,
@@ -104,6 +107,8 @@ def engine(
 
         penstock engine smollm2-135m -e tcp://127.0.0.1:5557 --role prefill
 
+        penstock engine --check -e tcp://127.0.0.1:5555
+
         penstock engine smollm2-135m -e tcp://127.0.0.1:5558 --pool batch -c penstock.yaml
 
         penstock engine smollm2-135m --fleet redis://redis.lan --set fleet.secret_file=fleet.secret
@@ -112,6 +117,9 @@ def engine(
 
         penstock engine -e tcp://0.0.0.0:5555 --curve-key engine.key --curve-clients gateways.txt
     """
+    if check:
+        _check(endpoint or DEFAULT_ENDPOINT, config_file, settings)
+        return
     from dataclasses import replace
 
     from penstock.cli.terminal import flags, resolve_drafts, resolve_models, stderr
@@ -178,6 +186,21 @@ def engine(
         process = _process(endpoint, curve_key, curve_clients, config, status, member)
         code = _run_generator(process, chosen, path, role.value, join_endpoint)
     raise typer.Exit(code)
+
+
+def _check(endpoint: str, config_file: Path | None, settings: list[str] | None) -> None:
+    """Imports no more than the question needs: probes run it every few seconds."""
+    from penstock.cli.terminal import flags
+    from penstock.config import load
+    from penstock.protocol.fleet_secret import FleetSecret
+    from penstock.protocol.probe import answers
+
+    secret = FleetSecret.find(load(config_file, flags=flags(settings)).fleet.secret_file)
+    curve = secret.gateway() if secret is not None and endpoint.startswith("tcp://") else None
+    if not answers(endpoint, curve):
+        typer.echo(f"{endpoint}: no answer; the engine is loading or stuck, or has another fleet secret", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{endpoint}: an engine answers")
 
 
 def _in_pool(model: ModelConfig, pool: str) -> ModelConfig:

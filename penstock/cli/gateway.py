@@ -108,8 +108,9 @@ def gateway(
             encoders = {encoder.name for encoder in first.encoders}
             named = [name for name in endpoints if name not in encoders]
             config = load(config_file, models=named, flags=given, bare=bool(first.fleet.url))
-            config = with_paths(config, resolve_models(config, stderr()))
-        follows = bool(config.fleet.url) and control is None and not endpoints
+            config = with_paths(config, resolve_models(config, stderr(), weights=False))
+        generators = endpoints.keys() - {encoder.name for encoder in config.encoders}
+        follows = bool(config.fleet.url) and control is None and not generators
         secret = FleetSecret.read(config.fleet.secret_file) if follows else FleetSecret.find(config.fleet.secret_file)
         if follows and secret is not None and supervised is None:
             check_fleet(config.fleet, secret)

@@ -43,7 +43,7 @@ def served(
     resilience = settings.how_resilient()
     if model.hold is not None:
         resilience = dataclasses.replace(resilience, park_s=max(resilience.park_s, model.hold.seconds))
-    text = load_text(resolve(model.source))
+    text = load_text(resolve(model.source, weights=False))
     labelled = [split_endpoint(endpoint) for endpoint in endpoints]
     replicas = [native(model, str(index), endpoint, curve) for index, (endpoint, _) in enumerate(labelled)]
     routing = settings.routing
