@@ -59,6 +59,6 @@ def test_the_example_with_pools(default_model: Path, tmp_path: Path) -> None:
         assert "done after" in done.stdout
         assert sorted(one["pool"] for one in replicas()) == ["batch", "batch", "interactive", "long"]
         refused = penstock("scale", "m", "2", "--url", server.url)
-        assert refused.returncode == 1 and "interactive, batch, long" in refused.stderr
+        assert refused.returncode != 0 and "interactive, batch, long" in refused.stderr
     finally:
         server.close()
