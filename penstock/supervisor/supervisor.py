@@ -322,7 +322,7 @@ class Supervisor:
             unit.ready_at = unit.ready_at or time.monotonic()
         infos = [unit.info for unit in needed if unit.info is not None]
         self._reporter.ready(infos, time.monotonic() - started)
-        notify(READY, f"serving on {self._address}")
+        notify(READY, f"serving on {self._address}" if self._gateways else "running engines")
         self.announced.set()
         for unit in self._engines:
             if unit.autostart:
