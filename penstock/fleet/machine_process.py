@@ -156,9 +156,11 @@ def refuse_fixed(config: Config) -> None:
 
 
 @asynccontextmanager
-async def joined(settings: FleetConfig, secret: FleetSecret) -> AsyncIterator[tuple[RedisRegistry, FleetView]]:
-    """A connection to the registry and a view of the fleet, once the registry has answered."""
-    registry = await open_registry(settings, secret, required=False)
+async def joined(
+    settings: FleetConfig, secret: FleetSecret, *, required: bool = False
+) -> AsyncIterator[tuple[RedisRegistry, FleetView]]:
+    """A connection to the registry and a view of the fleet, once the registry has answered. `required`: it must now."""
+    registry = await open_registry(settings, secret, required=required)
     try:
         view = FleetView(registry)
         async with beside(view.run(), "fleet view"):
