@@ -165,7 +165,8 @@ class ClickHouse:
         except (self._module.driver.exceptions.Error, OSError) as error:
             if not self._embedded:
                 self._drop()
-            raise ClickHouseError(f"ClickHouse: {' '.join(str(error).split())[:500]}") from error
+            said = " ".join(str(error).split()).rpartition("Caused by ")[2]  # of an address that is away: why
+            raise ClickHouseError(f"ClickHouse: {said[:500]}") from error
 
     def _drop(self) -> None:
         """Forgets the connection: after a failure it may be half dead."""
