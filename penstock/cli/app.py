@@ -13,6 +13,7 @@ from penstock.cli.batch import app as batch
 from penstock.cli.cache import app as cache
 from penstock.cli.chat import chat
 from penstock.cli.config import config
+from penstock.cli.deploy import app as deploy
 from penstock.cli.doctor import doctor
 from penstock.cli.engine import engine
 from penstock.cli.gateway import gateway
@@ -103,6 +104,7 @@ app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
 app.add_typer(route, name="route")
 app.add_typer(bench, name="bench")
+app.add_typer(deploy, name="deploy")
 app.add_typer(log_pipeline, name="log-pipeline")
 app.add_typer(keys)
 app.add_typer(tenants)

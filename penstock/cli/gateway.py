@@ -190,6 +190,7 @@ def _supervise(config: Config, endpoints: dict[str, list[str]], key: Path | None
                 host=server.host,
                 port=server.port,
                 drain_s=server.drain_s,
+                drain_delay_s=server.drain_delay_s,
                 reporter=TerminalReporter(stderr(), config, bars=False),
                 frozen_s=config.resilience.frozen_s,
                 gateways_up=gateways_up,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -17,6 +18,10 @@ from penstock.cli.options import (
     TensorParallel,
     Workers,
 )
+
+
+class _Cluster(StrEnum):
+    ray = "ray"
 
 
 def serve(
@@ -36,6 +41,16 @@ def serve(
     max_model_len: Annotated[int | None, typer.Option(help="Context window in tokens, for every model.")] = None,
     log_level: LogLevel = None,
     settings: Settings = None,
+    cluster: Annotated[
+        _Cluster | None, typer.Option(help="Place gateways and engines on a cluster instead of this machine.")
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Ray cluster: auto, HOST:PORT of its head node, or ray://HOST:PORT."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="On a cluster: return when the server is ready, and leave it running.")
+    ] = False,
 ) -> None:
     """
     Serve models on this machine: gateways and one engine process per model, restarted when they die.
@@ -54,6 +69,10 @@ def serve(
 
         penstock serve -c penstock.yaml --set server.drain_s=5
 
+        penstock serve -c penstock.yaml --cluster ray
+
+        penstock serve -c penstock.yaml --cluster ray --ray-address 10.0.0.1:6379 --detach
+
         penstock serve --set fleet.url=redis://redis.lan:6379 --set fleet.secret_file=fleet.secret
     """
     import asyncio
@@ -62,6 +81,7 @@ def serve(
     from penstock.cli.terminal import flags, resolve_drafts, resolve_models, stderr
     from penstock.cli.terminal_reporter import TerminalReporter
     from penstock.config import load
+    from penstock.errors import ConfigError
     from penstock.gateway.http.port import check_port
     from penstock.identity.exposure import check_exposure
     from penstock.supervisor.autoscaler import ReplicaAutoscaler
@@ -88,8 +108,17 @@ def serve(
             models__each__expert_parallel=expert_parallel,
             models__each__max_model_len=max_model_len,
             logging__level=log_level,
+            cluster__kind=None if cluster is None else cluster.value,
+            cluster__address=ray_address,
         ),
     )
+    if config.cluster.kind == "ray":
+        from penstock.cli.serve_ray import serve_ray
+
+        serve_ray(config, detach=detach)
+        return
+    if ray_address is not None or detach:
+        raise ConfigError("--ray-address and --detach need --cluster ray")
     server = config.server
     check_port(server.host, server.port)
     if server.admin_port is not None:
@@ -118,6 +147,7 @@ def serve(
                 host=server.host,
                 port=server.port,
                 drain_s=server.drain_s,
+                drain_delay_s=server.drain_delay_s,
                 reporter=reporter,
                 frozen_s=config.resilience.frozen_s,
                 gateways_up=gateways_up,

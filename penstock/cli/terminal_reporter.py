@@ -37,6 +37,10 @@ class TerminalReporter(Reporter):
         if bars and console.is_terminal and not self._json:
             self._open_bars()
 
+    def show_at(self, config: Config) -> None:
+        """The server is elsewhere than was configured; to be called before `ready`."""
+        self._config = config
+
     def line(self, child: str, text: str) -> None:
         if self._json:
             self._console.print(printable_json(text), markup=False, soft_wrap=True)

@@ -135,6 +135,8 @@ def conflicts(config: Config) -> list[str]:
         problems += [f"models[{index}].replica_grids: {problem}" for problem in _grids(model)]
         problems += [f"models[{index}].placement.{problem}" for problem in _placement(model)]
         problems += [f"models[{index}].autoscale: {problem}" for problem in _autoscale(model)]
+        if model.resources is not None:
+            problems += [f"models[{index}].resources.{problem}" for problem in model.resources.problems()]
         others = {other.name for other in config.models if other is not model}
         if model.downgrade_to and model.downgrade_to not in others:
             problems.append(f'models[{index}].downgrade_to: there is no other model "{model.downgrade_to}"')

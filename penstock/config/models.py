@@ -9,6 +9,7 @@ from typing import Literal
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.fields import setting
 from penstock.config.placement import PlacementConfig
+from penstock.config.resources import ResourcesConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import (
@@ -107,6 +108,9 @@ class ModelConfig:
     tensor_parallel: int = setting(1, doc="Devices that split every layer; memory settings are per device.", least=1)
     pipeline_parallel: int = setting(
         1, doc="Pipeline stages, each with some of the layers; times tensor_parallel devices in all.", least=1
+    )
+    resources: ResourcesConfig | None = setting(  # noqa: RUF009
+        None, doc="What a replica reserves on a cluster.", example="{cpus: 8, gpus: 1, memory: 32GiB}"
     )
     placement: PlacementConfig | None = setting(  # noqa: RUF009
         None, doc="Ranks on other machines: which, and where they join.",

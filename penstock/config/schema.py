@@ -12,6 +12,7 @@ from typing import Literal
 
 from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
+from penstock.config.cluster import ClusterConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.encoders import DEFAULT_ENCODER, EncoderConfig
 from penstock.config.fields import setting
@@ -90,6 +91,10 @@ class ServerConfig:
         least=1, most=256,
     )  # fmt: skip
     drain_s: float = setting(30.0, doc="On SIGTERM: seconds that running requests get to finish.", least=0)
+    drain_delay_s: float = setting(
+        0.0, doc="On SIGTERM: seconds before that in which the gateway is no longer ready, but still takes requests, "
+        "so that a balancer notices first; a few times the interval of its health checks.", least=0,
+    )  # fmt: skip
     engine_wait_s: float = setting(
         10.0, doc="Seconds a request waits for an engine that is starting or restarting before it gets 503.", least=0
     )
@@ -376,6 +381,7 @@ class Config:
     knowledge: KnowledgeConfig = dataclasses.field(default_factory=KnowledgeConfig)
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
+    cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
     log_pipeline: LogPipelineConfig = dataclasses.field(default_factory=LogPipelineConfig)

@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 
@@ -24,8 +25,28 @@ STATUS_FD = "{status}"
 log = logging.getLogger("penstock.supervisor")
 
 
+class Process(Protocol):
+    """What the supervisor needs of a process, wherever it runs."""
+
+    name: str
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def wait(self) -> int:
+        """Waits for the exit; returns the exit status (negative: a signal)."""
+
+    def terminate(self) -> None:
+        """Asks it to finish its requests and exit."""
+
+    def kill(self) -> None: ...
+
+    def describe(self, code: int) -> str:
+        """How it ended, for operators."""
+
+
 class Child:
-    """A running process: `spawn` starts it, `wait` waits for its exit."""
+    """A running process on this machine: `spawn` starts it, `wait` waits for its exit."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, readers: list[asyncio.Task[None]]) -> None:
         self.name = name
@@ -105,6 +126,9 @@ class Child:
 
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
+
+    def describe(self, code: int) -> str:
+        return describe_exit(code)
 
     def kill(self) -> None:
         """Kills the child and its descendants: it leads its own session."""

@@ -81,7 +81,9 @@ class Replicas:
 
     def topology(self) -> Topology:
         others = self._others()
-        models = {model: [self._describe(unit) for unit in units] for model, units in self._units.items()}
+        models = {
+            model: [self._describe(unit) for unit in units if unit.endpoint] for model, units in self._units.items()
+        }
         for model, replicas in others.models.items():
             models[model] = [*models.get(model, ()), *replicas]
         loaded = {} if self.catalogue is None else self.catalogue.loaded
@@ -113,6 +115,10 @@ class Replicas:
             raise PenstockError("this machine cannot load models at run time")
         model = await self.catalogue.add(description, lambda more: None)
         self.know(model.name)
+
+    def moved(self) -> None:
+        """A replica listens at another endpoint now."""
+        self._changed()
 
     async def load(self, description: Mapping[str, Any]) -> None:
         """Loads a model; gateways learn of it when its engines are ready. If anything fails, nothing stays of it."""

@@ -14,12 +14,13 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 from penstock.errors import PenstockError
 from penstock.supervisor.backoff import Backoff
-from penstock.supervisor.child import Child, describe_exit
+from penstock.supervisor.child import Child, Process
 from penstock.supervisor.health import is_ready
 from penstock.supervisor.heartbeat import HEARTBEAT_S, Heartbeat
 from penstock.supervisor.reporter import Reporter
@@ -37,6 +38,19 @@ HUNG_S = 8.0
 log = logging.getLogger("penstock.supervisor")
 
 
+class Spawn(Protocol):
+    """Starts the process of a unit and passes on its output and status messages."""
+
+    async def __call__(
+        self, unit: Unit, *, on_line: Callable[[str], None], on_status: Callable[[Status], None]
+    ) -> Process: ...
+
+
+async def spawn_child(unit: Unit, *, on_line: Callable[[str], None], on_status: Callable[[Status], None]) -> Process:
+    """As a child of this process."""
+    return await Child.spawn(unit.name, unit.command, on_line=on_line, on_status=on_status)
+
+
 class StartFailed(PenstockError):
     """A process could not be started."""
 
@@ -52,22 +66,28 @@ class Supervisor:
         host: str,
         port: int,
         drain_s: float,
+        drain_delay_s: float = 0.0,
         reporter: Reporter | None = None,
         backoff_s: float = 0.5,
         frozen_s: float = 0.0,
         gateways_up: Callable[[], bool] = lambda: True,
+        spawn: Spawn = spawn_child,
+        answers: Callable[[], Awaitable[bool]] | None = None,
         engine_grace_s: float = ENGINE_GRACE_S,
     ) -> None:
-        """`frozen_s`: a process without heartbeats for this long is killed; 0: never. `gateways_up`: whether all
-        gateways are listening; with several on one port, a successful request proves only one. `engine_grace_s`: how
-        long engines may take to exit after that; longer where gateways on other machines use them."""
+        """`drain_delay_s`: how long gateways wait before they drain. `frozen_s`: a process without heartbeats for this
+        long is killed; 0: never. `gateways_up`: whether all gateways are listening; with several on one port, a
+        successful request proves only one. `spawn`: starts processes. `answers`: whether the gateways are ready; by
+        default the one at `host` and `port` is asked. `engine_grace_s`: how long engines may take to exit after that;
+        longer where gateways on other machines use them."""
         self._engine_grace_s = engine_grace_s
         self._engines = list(engines)
         self._gateways = list(gateways)
         self._gateways_up = gateways_up
-        self._host = host
-        self._port = port
+        self._spawn = spawn
+        self._answers = answers or (lambda: is_ready(host, port))
         self._drain_s = drain_s
+        self._drain_delay_s = drain_delay_s
         self._reporter = reporter or Reporter()
         self._backoff_s = backoff_s
         self._frozen_s = frozen_s
@@ -222,9 +242,9 @@ class Supervisor:
     async def _run_once(self, unit: Unit, heartbeat: Heartbeat) -> str:
         """Starts a process and waits for its end; says how it ended."""
         unit.spawned_at = time.monotonic()
-        unit.child = child = await Child.spawn(
-            unit.name,
-            unit.command,
+        unit.must_answer = False
+        unit.child = child = await self._spawn(
+            unit,
             on_line=lambda line: self._reporter.line(unit.name, line),
             on_status=lambda status: self._on_status(unit, status),
         )
@@ -232,12 +252,12 @@ class Supervisor:
             child.kill()  # stopped while it was being started
         frozen, code = await self._wait_exit(child, heartbeat)
         if not frozen:
-            return describe_exit(code)
+            return child.describe(code)
         how = f"frozen: no heartbeat for {heartbeat.silent_s:.0f} s"
         log.error("%s was killed: %s", unit.name, how)
         return how
 
-    async def _wait_exit(self, child: Child, heartbeat: Heartbeat) -> tuple[bool, int]:
+    async def _wait_exit(self, child: Process, heartbeat: Heartbeat) -> tuple[bool, int]:
         """Waits for the exit of a process and kills it if it is frozen. Returns whether it was, and its exit status."""
         waiting = asyncio.create_task(child.wait(), name=f"end of {child.name}")
         frozen = False
@@ -292,7 +312,7 @@ class Supervisor:
             await unit.ready.wait()
         pause = 0.02
         # A machine that only runs engines for others has no gateway that could answer.
-        while self._gateways and not (self._gateways_up() and await is_ready(self._host, self._port)):
+        while self._gateways and not (self._gateways_up() and await self._answers()):
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, 0.5)
         for unit in self._gateways:
@@ -310,7 +330,7 @@ class Supervisor:
         if ready:
             self._reporter.draining(self._drain_s)
         # A gateway that was never ready has no requests to drain.
-        grace = self._drain_s + GATEWAY_EXTRA_S if ready else 2.0
+        grace = self._drain_delay_s + self._drain_s + GATEWAY_EXTRA_S if ready else 2.0
         await self._end(self._gateways, grace)
         await self._end(self._engines, self._engine_grace_s if ready else 0.5)
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.engine.request import EngineInfo
-from penstock.supervisor.child import Child
+from penstock.supervisor.child import Process
 from penstock.supervisor.heartbeat import Heartbeat
 
 
@@ -21,6 +21,9 @@ class Unit:
     """For an engine: its model, replica number and endpoint."""
     replica: str = ""
     endpoint: str = ""
+    """Empty: not known before it was placed on a machine."""
+    machine: str = ""
+    """Where it is, if not here."""
     on_progress: Callable[[str, float], None] | None = None
     """Called with the progress of its startup."""
     optional: bool = False
@@ -30,7 +33,7 @@ class Unit:
     added_later: bool = False
     """Added while the server was running: if it cannot start, only this unit fails."""
     start_requested: asyncio.Event = field(default_factory=asyncio.Event)
-    child: Child | None = None
+    child: Process | None = None
     heartbeat: Heartbeat | None = None
     """Heartbeats of the current process."""
     must_answer: bool = False

@@ -24,6 +24,8 @@ class Drain:
     def __init__(self) -> None:
         self.active = False
         """Whether the gateway is draining."""
+        self.leaving = False
+        """Whether the gateway is draining or about to: it is no longer ready."""
         self.requests = 0
         self._callbacks: list[Callable[[], object]] = []
         self._in_flight: set[InFlight] = set()
@@ -52,8 +54,12 @@ class Drain:
     def untrack(self, work: InFlight) -> None:
         self._in_flight.discard(work)
 
-    async def run(self, seconds: float) -> None:
-        """Refuse new requests, let running ones finish for `seconds`, then abort them."""
+    async def run(self, seconds: float, delay_s: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish for `seconds`, then abort them. For the first `delay_s` new
+        requests are still taken: balancers see that this gateway is not ready before one is refused."""
+        self.leaving = True
+        if delay_s:
+            await asyncio.sleep(delay_s)
         self.active = True
         for callback in self._callbacks:
             callback()

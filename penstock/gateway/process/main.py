@@ -219,8 +219,8 @@ async def serve(
                 listening(gateway)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
-                log.info("draining", extra={"seconds": settings.drain_s})
-                await gateway.drain.run(settings.drain_s)
+                log.info("draining", extra={"seconds": settings.drain_s, "after": settings.drain_delay_s})
+                await gateway.drain.run(settings.drain_s, settings.drain_delay_s)
         finally:
             for task in ends:
                 task.cancel()

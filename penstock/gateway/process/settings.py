@@ -136,6 +136,7 @@ class GatewaySettings:
     admin_port: int | None = None
     """The port of /v1/admin; None: the same port as everything else."""
     drain_s: float = 30.0
+    drain_delay_s: float = 0.0
     keep_alive_s: float = 10.0
     """A silent stream sends a comment at this interval."""
     hold_status_s: float = 15.0
@@ -261,6 +262,7 @@ class GatewaySettings:
             admin_host=server.admin_host,
             admin_port=server.admin_port,
             drain_s=server.drain_s,
+            drain_delay_s=server.drain_delay_s,
             keep_alive_s=server.keep_alive_s,
             engine_wait_s=server.engine_wait_s,
             time_slice_s=server.time_slice_s,

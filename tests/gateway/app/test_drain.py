@@ -42,6 +42,19 @@ async def test_a_drain_waits_for_running_requests_and_refuses_new_ones() -> None
     assert work.error is None
 
 
+async def test_before_a_drain_the_gateway_is_not_ready_but_still_takes_requests() -> None:
+    drain = Drain()
+    draining = asyncio.create_task(drain.run(30, delay_s=0.05))
+    await asyncio.sleep(0)
+    assert drain.leaving and not drain.active
+    work = Work(drain)
+    await asyncio.sleep(0.06)
+    assert drain.active
+    work.end()
+    await draining
+    assert work.error is None
+
+
 async def test_what_does_not_finish_in_time_is_aborted() -> None:
     drain = Drain()
     work = Work(drain)

@@ -43,7 +43,7 @@ class HealthEndpoints:
         await exchange.reply(503 if stuck else 200, encode_json(body))
 
     async def ready(self, exchange: Exchange) -> None:
-        if self._drain.active:
+        if self._drain.leaving:
             raise Draining
         models = list(self._registry)
         found = await asyncio.gather(
@@ -60,7 +60,7 @@ class HealthEndpoints:
 
     async def health(self, exchange: Exchange) -> None:
         """200 when this server takes requests and at least one model can answer; cheap, so it may be asked often."""
-        if self._drain.active:
+        if self._drain.leaving:
             raise Draining
         models = list(self._registry)
         stuck = any(model.backend.stalled_s > STUCK_S for model in models)

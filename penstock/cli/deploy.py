@@ -1,0 +1,22 @@
+"""`penstock deploy`: configurations for what runs Penstock or stands in front of it."""
+
+from __future__ import annotations
+
+import typer
+
+from penstock.cli.deploy_balancers import envoy, haproxy, nginx
+
+HELP = """
+Write configurations for balancers, orchestrators and stores, from penstock.yaml.
+
+Each command prints what it writes, or with `--output FOLDER` writes files there.
+
+Examples:
+
+    penstock deploy haproxy --gateway 10.0.0.7:8000 --gateway 10.0.0.8:8000 > haproxy.cfg
+"""
+
+app = typer.Typer(name="deploy", help=HELP, no_args_is_help=True, rich_markup_mode="rich")
+app.command(help=haproxy.__doc__)(haproxy)
+app.command(help=nginx.__doc__)(nginx)
+app.command(help=envoy.__doc__)(envoy)

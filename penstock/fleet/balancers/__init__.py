@@ -1,0 +1,1 @@
+"""Configurations of balancers in front of several gateways: HAProxy, nginx, Envoy."""
