@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from penstock.cli.deploy_balancers import envoy, haproxy, nginx
+from penstock.cli.deploy_clickhouse import clickhouse
 
 HELP = """
 Write configurations for balancers, orchestrators and stores, from penstock.yaml.
@@ -20,3 +21,4 @@ app = typer.Typer(name="deploy", help=HELP, no_args_is_help=True, rich_markup_mo
 app.command(help=haproxy.__doc__)(haproxy)
 app.command(help=nginx.__doc__)(nginx)
 app.command(help=envoy.__doc__)(envoy)
+app.command(help=clickhouse.__doc__)(clickhouse)

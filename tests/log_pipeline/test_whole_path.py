@@ -107,7 +107,7 @@ def pipeline(folder: Path, kafka: Broker, server: ClickHouseServer) -> Iterator[
     url = kafka.url(TOPIC, message_timeout_ms=3000, session_timeout_ms=6000, topic_metadata_refresh_interval_ms=1000)
     settings = (
         f"request_log: {{url: '{url}', flush_s: 0.2, spool: '{folder / 'spool'}'}}\n"
-        f"log_pipeline: {{clickhouse: '{server.url}', batch: 40, flush_s: 0.5}}\n"
+        f"log_pipeline: {{clickhouse: '{server.url}', batch: 200, flush_s: 0.5}}\n"
     )
     with drill(folder, settings) as running:
         consumers = Consumers(folder / "penstock.yaml")
