@@ -21,6 +21,8 @@ PIP := $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensure
 # Compiled once per machine and version into the user's cache, so that the first start does not have to; the script needs
 # nothing but Python, so it runs while packages are installed.
 KERNELS := PYTHONPATH=. $(BIN)/python -P penstock/engine/backends/cpu/build.py
+# The console's browser libraries, likewise: fetched once from the package index into the user's cache.
+LIBRARIES := PYTHONPATH=. $(BIN)/python -P penstock/console/libraries.py
 RUN_STAMP := $(VENV)/.installed
 TEST_STAMP := $(VENV)/.installed-test
 INPUTS := pyproject.toml constraints.txt
@@ -40,9 +42,15 @@ serve: $(RUN_STAMP) ## install what is needed, fetch the default model, serve it
 	@exec $(BIN)/penstock serve $(ARGS)
 
 .PHONY: extras
-extras: $(RUN_STAMP) ## install optional parts into .venv: EXTRAS=postgres,redis,kafka,clickhouse,guardrails,mcp,s3,otel
+extras: $(RUN_STAMP) ## install optional parts into .venv: EXTRAS=postgres,redis,kafka,clickhouse,guardrails,mcp,s3,otel or all
 	@[ -n "$(EXTRAS)" ] || { echo "extras: name them, for example: make extras EXTRAS=postgres,otel" >&2; exit 1; }
-	@$(PIP) install --no-compile -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(PIP) install --no-compile -c constraints.txt -e '.[serve,$(EXTRAS)]'
+
+# setup.py says what is made for it. An old build folder would put files into it that are no longer there.
+.PHONY: wheel
+wheel: $(RUN_STAMP) ## build dist/penstock-*.whl, with native kernels for every instruction set (a minute or two)
+	@rm -rf build dist/penstock-*.whl && mkdir -p dist && $(PIP) wheel --no-deps --wheel-dir dist .
+	@ls -sh dist/*.whl
 
 # Tests wait for servers and clocks a good part of their time: one process more than there are cores fills the gaps, and
 # types and layers, reported last, are checked beside them. Files keep the order of tests/conftest.py: the longest first.
@@ -127,10 +135,10 @@ $(BIN)/python:
 # Order-only on the interpreter: its timestamp is the system python's and says nothing about the environment.
 $(RUN_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock into $(VENV) (a few hundred megabytes the first time)"
-	@$(KERNELS) & kernels=$$!; $(PIP) install --no-compile -c constraints.txt -e .; wait $$kernels
+	@$(KERNELS) & kernels=$$!; $(PIP) install --no-compile -c constraints.txt -e '.[serve]'; $(LIBRARIES); wait $$kernels
 	@touch $@
 
 $(TEST_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock and its test tools into $(VENV) (a few hundred megabytes the first time)"
-	@$(KERNELS) & kernels=$$!; $(PIP) install --no-compile -c constraints.txt -e '.[test]'; wait $$kernels
+	@$(KERNELS) & kernels=$$!; $(PIP) install --no-compile -c constraints.txt -e '.[test]'; $(LIBRARIES); wait $$kernels
 	@touch $(RUN_STAMP) $@

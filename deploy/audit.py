@@ -36,12 +36,12 @@ OK, FOUND, UNCHECKED = 0, 1, 3
 _IMPORT = re.compile(r"""(?:^[ \t]*(?:from|import)[ ]|(?:importorskip|find_spec|import_module)\(["'])(\w+)""", re.M)
 COPYLEFT = re.compile(r"\b(A?GPL|GNU (Affero )?General Public)", re.I)
 """Licences that would bind what is built on Penstock. The LGPL does not, for a library that can be exchanged."""
-REVIEWED = {"docutils": "the GPL covers its Emacs mode only"}
+REVIEWED: dict[str, str] = {}
 """Packages whose licence was read, with what was found."""
 NOT_IMPORTED = frozenset(
-    {"ruff", "mypy", "import-linter", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "types-pyyaml", "nicegui"}
+    {"ruff", "mypy", "import-linter", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "types-pyyaml"}
 )
-"""Direct dependencies that are run, loaded as plugins, or, like nicegui, read for their files."""
+"""Direct dependencies that are run or loaded as plugins."""
 
 
 @dataclass(frozen=True, slots=True)

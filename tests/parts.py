@@ -2,7 +2,8 @@
 
 `parts.toml` pins them. An environment is a folder under `.parts/` (or `$PENSTOCK_PARTS`), made at first use; one whose
 packages are as pinned is used as it is. With `penstock = true` it also sees the packages of the environment that runs
-the tests, and this repository.
+the tests, and this repository. With `dependencies = false` only the named packages are installed,
+for files of theirs.
 """
 
 from __future__ import annotations
@@ -22,17 +23,22 @@ ROOT = Path(__file__).resolve().parent.parent
 PINS = tomllib.loads((Path(__file__).parent / "parts.toml").read_text())
 
 
+def home() -> Path:
+    """Where environments are kept."""
+    given = os.environ.get("PENSTOCK_PARTS")
+    return Path(given).expanduser() if given else ROOT / ".parts"
+
+
 def folder(name: str) -> Path:
     """The environment of an entry of `parts.toml`; skips the test where it cannot be made."""
-    home = os.environ.get("PENSTOCK_PARTS")
-    path = (Path(home).expanduser() if home else ROOT / ".parts") / name
+    path = home() / name
     pins = PINS[name]
     stamp, wanted = path / "installed.json", json.dumps(pins, sort_keys=True)
     path.mkdir(parents=True, exist_ok=True)
     with (path / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test processes may want it at one time
         if not stamp.exists() or stamp.read_text() != wanted:
-            _install(path, pins["packages"])
+            _install(path, [*pins["packages"], *([] if pins.get("dependencies", True) else ["--no-deps"])])
             stamp.write_text(wanted)
     if pins.get("penstock"):
         # Rewritten each time: the environment may be shared by several checkouts.

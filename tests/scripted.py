@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.engine.request import Delta, EngineInfo, EngineLoad, Request, StepOutput, TokenLogprob
-from penstock.testing.synthetic_engine import write_tokenizer
 from penstock.text import TextModel, load_text
+from penstock.text.byte_tokenizer import write_tokenizer
 
 
 def make_text(folder: Path, *, chat: bool = True, context_length: int = 512) -> TextModel:

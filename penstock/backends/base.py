@@ -18,6 +18,7 @@ from typing import Protocol
 
 from penstock.backends.errors import adapter_error, error_of
 from penstock.backends.mailbox import DeltaSink, Mailbox
+from penstock.backends.round_trip import RoundTrip
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.request import Delta, EngineInfo, EngineLoad, EngineState, Request, StepOutput
 from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
@@ -145,6 +146,7 @@ class EngineClient(ABC):
         self._adapters: dict[str, AdapterStatus] | None = None
         self._operations: dict[str, asyncio.Future[AdapterResult]] = {}
         self._serial = itertools.count()
+        self.round_trip = RoundTrip()
         self.problem = ""
         """Why the engine cannot be used, if that is known."""
         self.on_placement: Callable[[Placement], None] = lambda placement: None

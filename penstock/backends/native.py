@@ -87,6 +87,9 @@ class NativeBackend(EngineClient):
         self._heartbeat: asyncio.Task[None] | None = None
         self._heard_at = clock()
         self._questions: dict[str, asyncio.Future[Any]] = {}
+        self._asked: tuple[str, float] | None = None
+        """The question that measures the round trip, while it is not answered, and when it was sent."""
+        self._local = endpoint.startswith(("ipc://", "inproc://"))
         self._proposal = Proposal()
         self._hello_at = float("-inf")
 
@@ -164,6 +167,7 @@ class NativeBackend(EngineClient):
 
     def _went_down(self, error: ApiError) -> None:
         super()._went_down(error)
+        self._asked = None
         for answer in self._questions.values():
             if not answer.done():
                 answer.set_exception(error)
@@ -262,6 +266,10 @@ class NativeBackend(EngineClient):
             log.error("engine cannot be used", extra={"engine": self.name, "why": self.problem})
 
     def _answered(self, question: str, answer: list[Produced] | Claimed) -> None:
+        if self._asked is not None and question == self._asked[0]:
+            self.round_trip.measured(self._clock() - self._asked[1])
+            self._asked = None
+            return
         asked = self._questions.get(question)
         if asked is not None and not asked.done():
             asked.set_result(answer)
@@ -280,11 +288,19 @@ class NativeBackend(EngineClient):
             # Not twice in a row: while versions are being agreed on, every hello is answered.
             if self._clock() - self._hello_at > HELLO_S / 2:
                 self._say_hello()
+            self._measure_round_trip()
             await asyncio.sleep(HELLO_S)
             # An engine that is waking loads its weights and cannot send meanwhile.
             silent = self.state != "waking" and self._clock() - self._heard_at > self._silence_s
             if self._up and silent:
                 self._lost(f"it was silent for {self._silence_s:g} s")
+
+    def _measure_round_trip(self) -> None:
+        """Asks about no charges: the cheapest question that every engine answers."""
+        if self._up and self._asked is None and not self._local:
+            question = Count(self._next_operation(), [])
+            if self._try_send(question):
+                self._asked = (question.question, self._clock())
 
     def _lost(self, why: str) -> None:
         if self._up:

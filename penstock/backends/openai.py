@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from penstock.backends.round_trip import RoundTrip
 from penstock.errors import ConfigError
 from penstock.protocol.errors import ApiError, EngineLost, EngineUnavailable, InvalidRequest, Overloaded
 from penstock.telemetry.context import outgoing_headers
@@ -117,6 +118,7 @@ class OpenAIServer:
         self.in_flight = 0
         self._client: httpx.AsyncClient | None = None
         self._heard_at = float("-inf")
+        self.round_trip = RoundTrip()
 
     @property
     def idle_s(self) -> float:
@@ -138,12 +140,14 @@ class OpenAIServer:
     async def check(self) -> None:
         """Checks its health; raises `EngineUnavailable` when it does not answer."""
         assert self._client is not None
+        sent_at = time.monotonic()
         try:
             reply = await self._client.get("/models", timeout=CHECK_S)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         if reply.status_code >= 500:
             raise EngineUnavailable(f"The remote server of this model returned {reply.status_code}.")
+        self.round_trip.measured(time.monotonic() - sent_at)
 
     async def stream(self, body: dict[str, Any], request_id: str) -> AsyncGenerator[Chunk, None]:
         """The events of one answer."""

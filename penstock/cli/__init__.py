@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 
 def main() -> None:
-    """Entry point. A `PenstockError` is shown as one red line; any other exception keeps its traceback."""
+    """Entry point. A `PenstockError` is shown as one red line, and so is a missing extra; any other exception keeps
+    its traceback."""
     from penstock.cli.app import app
-    from penstock.errors import PenstockError
+    from penstock.errors import EXTRA_OF, PenstockError, needs_extra
 
+    if os.getpid() == 1:
+        # The first process of a container gets no default action: until a command has its own handler, SIGTERM would
+        # do nothing, and `stop` would wait for its whole grace period.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         app()
     except PenstockError as error:
-        from penstock.cli.terminal import show_error
+        _end(str(error), error.exit_status)
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in EXTRA_OF:
+            raise
+        _end(f"this command {needs_extra(EXTRA_OF[module])}", PenstockError.exit_status)
 
-        show_error(str(error))
-        sys.exit(error.exit_status)
+
+def _end(message: str, status: int) -> None:
+    from penstock.cli.terminal import show_error
+
+    show_error(message)
+    sys.exit(status)

@@ -15,8 +15,11 @@ from penstock.cli.chat import chat
 from penstock.cli.config import config
 from penstock.cli.deploy import app as deploy
 from penstock.cli.doctor import doctor
+from penstock.cli.drill import drill
 from penstock.cli.engine import engine
+from penstock.cli.fleet import app as fleet
 from penstock.cli.gateway import gateway
+from penstock.cli.health import health
 from penstock.cli.ingest import ingest
 from penstock.cli.join import join
 from penstock.cli.keys import keys, tenants
@@ -89,12 +92,14 @@ app.command(help=backup.__doc__)(backup)
 app.command(help=requests.__doc__)(requests)
 app.command(help=top.__doc__)(top)
 app.command(help=trace.__doc__)(trace)
+app.command(help=health.__doc__)(health)
 app.command(help=replicas.__doc__)(replicas)
 app.command(help=scale.__doc__)(scale)
 app.command(help=autoscale.__doc__)(autoscale)
 app.command(help=restart.__doc__)(restart)
 app.command(help=drain.__doc__)(drain)
 app.command(help=simulate.__doc__)(simulate)
+app.command(help=drill.__doc__)(drill)
 app.command(help=engine.__doc__)(engine)
 app.command(help=gateway.__doc__)(gateway)
 app.command(help=join.__doc__)(join)
@@ -104,6 +109,7 @@ app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
 app.add_typer(route, name="route")
 app.add_typer(bench, name="bench")
+app.add_typer(fleet, name="fleet")
 app.add_typer(deploy, name="deploy")
 app.add_typer(log_pipeline, name="log-pipeline")
 app.add_typer(keys)

@@ -17,7 +17,8 @@ def config(
 
     --check also looks for the folders and files that a file names; what would be downloaded is not looked up.
 
-    Flags override environment variables (PENSTOCK_SERVER__PORT=9000), which override penstock.yaml.
+    Flags override environment variables (PENSTOCK_SERVER__PORT=9000; PENSTOCK_STORE__URL__FILE=FILE for a value from a
+    file), which override penstock.yaml.
 
     Examples:
 

@@ -67,6 +67,7 @@ def engine(
     role: Annotated[
         _Role, typer.Option(help="prefill: computes prompts for decode engines; both: does everything itself.")
     ] = _Role.both,
+    pool: Annotated[str, typer.Option(metavar="NAME", help="One of the model's pools, whose settings it gets.")] = "",
     fleet: FleetUrl = None,
     log_level: LogLevel = None,
     settings: Settings = None,
@@ -79,6 +80,9 @@ def engine(
     make_curve_key: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a new secret key to FILE, print its public key, exit.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only ask the engine at --endpoint whether it answers; exit status 1: no.")
+    ] = False,
     join_endpoint: Annotated[
         str | None, typer.Option(metavar="ENDPOINT", help="Where other machines join, in place of placement.listen.")
     ] = None,
@@ -103,18 +107,25 @@ def engine(
 
         penstock engine smollm2-135m -e tcp://127.0.0.1:5557 --role prefill
 
+        penstock engine --check -e tcp://127.0.0.1:5555
+
+        penstock engine smollm2-135m -e tcp://127.0.0.1:5558 --pool batch -c penstock.yaml
+
         penstock engine smollm2-135m --fleet redis://redis.lan --set fleet.secret_file=fleet.secret
 
         penstock engine --make-curve-key engine.key
 
         penstock engine -e tcp://0.0.0.0:5555 --curve-key engine.key --curve-clients gateways.txt
     """
+    if check:
+        _check(endpoint or DEFAULT_ENDPOINT, config_file, settings)
+        return
     from dataclasses import replace
 
     from penstock.cli.terminal import flags, resolve_drafts, resolve_models, stderr
     from penstock.config import load, load_resolved
     from penstock.engine.process import die_with_parent
-    from penstock.errors import ConfigError
+    from penstock.errors import ConfigError, require_extra
     from penstock.protocol.transport import write_secret_key
     from penstock.supervisor.status import StatusPipe
 
@@ -125,6 +136,7 @@ def engine(
         die_with_parent()
     status = StatusPipe(supervised)
     with _failure_reported(status):
+        require_extra("engine", "an engine")
         named = flags(settings, fleet__url=fleet)
         config = load(config_file, flags=named) if resolved is None else load_resolved(resolved)
         encoder = next((entry for entry in config.encoders if entry.name == model), None)
@@ -144,7 +156,7 @@ def engine(
                 raise ConfigError(f"{resolved}: no model is called {model!r}")
             path = Path(chosen.source)
             chosen = replace(
-                chosen,
+                _in_pool(chosen, pool),
                 device=device or chosen.device,
                 tensor_parallel=tensor_parallel or chosen.tensor_parallel,
                 pipeline_parallel=pipeline_parallel or chosen.pipeline_parallel,
@@ -164,10 +176,11 @@ def engine(
             if config.fleet.url and supervised is None:
                 if curve_key is not None or curve_clients is not None:
                     raise ConfigError("in a fleet its secret gives the keys; leave out --curve-key and --curve-clients")
-                member = _member(config)
+                member = _member(config, pool)
                 endpoint = member.endpoint(endpoint)
             config = resolve_drafts(config, stderr())
-            chosen = config.models[0]
+            chosen = _in_pool(config.models[0], pool)
+            chosen = replace(chosen, device=device or chosen.device)
             path = resolve_models(config, stderr())[chosen.name]
         _configure_logging(config)
         process = _process(endpoint, curve_key, curve_clients, config, status, member)
@@ -175,12 +188,39 @@ def engine(
     raise typer.Exit(code)
 
 
-def _member(config: Config) -> FleetEngine:
+def _check(endpoint: str, config_file: Path | None, settings: list[str] | None) -> None:
+    """Imports no more than the question needs: probes run it every few seconds."""
+    from penstock.cli.terminal import flags
+    from penstock.config import load
+    from penstock.protocol.fleet_secret import FleetSecret
+    from penstock.protocol.probe import answers
+
+    secret = FleetSecret.find(load(config_file, flags=flags(settings)).fleet.secret_file)
+    curve = secret.gateway() if secret is not None and endpoint.startswith("tcp://") else None
+    if not answers(endpoint, curve):
+        typer.echo(f"{endpoint}: no answer; the engine is loading or stuck, or has another fleet secret", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{endpoint}: an engine answers")
+
+
+def _in_pool(model: ModelConfig, pool: str) -> ModelConfig:
+    """The model with the settings of one of its pools."""
+    from penstock.errors import ConfigError
+
+    names = [one.name for one in model.pools]
+    if pool and pool not in names:
+        raise ConfigError(
+            f"--pool {pool}: {model.name} has " + (f"the pools {', '.join(names)}" if names else "no pools")
+        )
+    return model.in_pool(pool)
+
+
+def _member(config: Config, pool: str) -> FleetEngine:
     """The engine of the only model, as a member of the fleet."""
     from penstock.fleet.registration import FleetEngine
     from penstock.protocol.fleet_secret import FleetSecret
 
-    return FleetEngine(config.fleet, FleetSecret.read(config.fleet.secret_file), config.models[0])
+    return FleetEngine(config.fleet, FleetSecret.read(config.fleet.secret_file), config.models[0], pool)
 
 
 def _process(

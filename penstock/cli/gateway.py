@@ -24,7 +24,8 @@ def gateway(
             "--engine",
             "-e",
             metavar="MODEL=ENDPOINT",
-            help="Endpoint of an engine or encoder; repeat it for more models and for replicas.",
+            help="Endpoint of an engine or encoder; repeat it for more models and for replicas. Its place may follow: "
+            "?pool=NAME&region=NAME.",
         ),
     ] = None,
     config_file: ConfigFile = None,
@@ -66,6 +67,8 @@ def gateway(
 
         penstock gateway -e m=tcp://127.0.0.1:5555 -e m=tcp://127.0.0.1:5556
 
+        penstock gateway -e 'm=tcp://eu.lan:5555?region=eu' -e 'm=tcp://us.lan:5555?region=us' --set fleet.region=eu
+
         penstock gateway -e small=ipc:///run/small -e large=ipc:///run/large -c penstock.yaml --port 9000
     """
     from penstock.cli.terminal import flags, resolve_models, stderr
@@ -105,8 +108,9 @@ def gateway(
             encoders = {encoder.name for encoder in first.encoders}
             named = [name for name in endpoints if name not in encoders]
             config = load(config_file, models=named, flags=given, bare=bool(first.fleet.url))
-            config = with_paths(config, resolve_models(config, stderr()))
-        follows = bool(config.fleet.url) and control is None and not endpoints
+            config = with_paths(config, resolve_models(config, stderr(), weights=False))
+        generators = endpoints.keys() - {encoder.name for encoder in config.encoders}
+        follows = bool(config.fleet.url) and control is None and not generators
         secret = FleetSecret.read(config.fleet.secret_file) if follows else FleetSecret.find(config.fleet.secret_file)
         if follows and secret is not None and supervised is None:
             check_fleet(config.fleet, secret)
@@ -160,7 +164,8 @@ def _fleet_link(config: Config, secret: FleetSecret, worker: int) -> Callable[[F
 
     def link(follow: Follow, scaled: Scaled) -> Link:
         registry = RedisRegistry(fleet.url, fleet.name, secret, lease_s=fleet.lease_s)
-        return FleetLink(registry, record, follow, scaled, configured=[model.name for model in config.models])
+        configured = [model.name for model in config.models]
+        return FleetLink(registry, record, follow, scaled, name=fleet.name, configured=configured)
 
     return link
 

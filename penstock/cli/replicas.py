@@ -66,17 +66,20 @@ def autoscale(
 def scale(
     model: Model,
     count: Annotated[int, typer.Argument(min=1, metavar="N", help="Number of replicas.")],
+    pool: Annotated[str | None, typer.Option(help="Which of the model's pools, if it has pools.")] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
     """
     Set the number of replicas of a model: start new ones, or drain and stop surplus ones. Returns when done.
 
-    Example:
+    Examples:
 
         penstock scale smollm2-135m 3
+
+        penstock scale smollm2-135m 2 --pool batch
     """
-    _tell(model, "scale", {"replicas": count}, url, key)
+    _tell(model, "scale", {"replicas": count} | ({} if pool is None else {"pool": pool}), url, key)
 
 
 def restart(
@@ -117,6 +120,9 @@ def drain(
             min=0, metavar="SECONDS", help="Its machine goes away after this time: start a replacement first."
         ),
     ] = None,
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A machine of the fleet hands its replicas over and stops.")
+    ] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
@@ -126,7 +132,8 @@ def drain(
     With --notice, a replacement is started, and the replica is drained for good once that is ready or time runs short;
     this is for machines that are taken away, such as spot instances. Without --replica, all replicas are replaced.
 
-    Without a model, drain and stop the whole server.
+    Without a model, drain and stop the whole server. With --machine, a machine of a fleet: its replicas are started
+    elsewhere first, if there is room.
 
     Examples:
 
@@ -134,11 +141,19 @@ def drain(
 
         penstock drain smollm2-135m --replica 1 --notice 120
 
+        penstock drain --machine gpu7 --notice 120
+
         penstock drain
     """
     from penstock.errors import PenstockError
 
-    if model is None:
+    if machine is not None:
+        if model is not None or replica is not None:
+            raise PenstockError("--machine drains all that the machine runs; leave out the model and --replica")
+        body = {} if notice is None else {"seconds": notice}
+        done = call("POST", url, key, f"/fleet/machines/{machine}/drain", body)
+        typer.echo(f"machine {machine} is {done['state']}")
+    elif model is None:
         if replica is not None or notice is not None:
             raise PenstockError("--replica and --notice need a model: penstock drain MODEL --replica NAME")
         typer.echo(f"the server is {call('POST', url, key, '/drain')['state']}")
@@ -161,6 +176,7 @@ def _tell(model: str, verb: str, body: dict[str, Any], url: str, key: str | None
 def _show(entries: list[dict[str, Any]], output: Format = "table") -> None:
     columns: list[Column[dict[str, Any]]] = [
         Column("replica", lambda entry: entry["id"], rank=0),
+        *_labels(entries),
         Column("role", lambda entry: entry["role"], rank=4),
         Column("state", lambda entry: "leaving" if entry["leaving"] else entry["state"], rank=0),
         Column("breaker", lambda entry: entry["breaker"], rank=2),
@@ -169,6 +185,22 @@ def _show(entries: list[dict[str, Any]], output: Format = "table") -> None:
         Column("device", lambda entry: entry["device"], rank=3),
     ]
     show(columns, entries, output)
+
+
+def _labels(entries: list[dict[str, Any]]) -> list[Column[dict[str, Any]]]:
+    """Columns that only some servers need: pools, regions, and the way to replicas on other machines."""
+    columns: list[Column[dict[str, Any]]] = [
+        Column("pool", lambda entry: entry["pool"], rank=1),
+        Column("region", lambda entry: entry["region"], rank=1),
+        Column("machine", lambda entry: entry["machine"], rank=2),
+        Column("round trip ms", lambda entry: entry["round_trip_ms"], rank=3),
+    ]
+    names = ("pool", "region", "machine", "round_trip_ms")
+    return [
+        column
+        for column, name in zip(columns, names, strict=True)
+        if any(entry.get(name) is not None for entry in entries)
+    ]
 
 
 def _show_autoscale(entries: list[dict[str, Any]], output: Format = "table") -> None:

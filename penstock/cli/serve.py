@@ -81,7 +81,7 @@ def serve(
     from penstock.cli.terminal import flags, resolve_drafts, resolve_models, stderr
     from penstock.cli.terminal_reporter import TerminalReporter
     from penstock.config import load
-    from penstock.errors import ConfigError
+    from penstock.errors import ConfigError, require_extra
     from penstock.gateway.http.port import check_port
     from penstock.identity.exposure import check_exposure
     from penstock.supervisor.autoscaler import ReplicaAutoscaler
@@ -119,6 +119,8 @@ def serve(
         return
     if ray_address is not None or detach:
         raise ConfigError("--ray-address and --detach need --cluster ray")
+    if config.models:
+        require_extra("engine", "`penstock serve` with models of its own")
     server = config.server
     check_port(server.host, server.port)
     if server.admin_port is not None:
@@ -131,7 +133,9 @@ def serve(
     config = resolve_drafts(resolved(config, resolve_models(config, console)), console)
     if config.fleet.url:
         from penstock.fleet.machine_process import MachineRole, run_machine
+        from penstock.telemetry import logging as telemetry_logging
 
+        telemetry_logging.configure(config.logging.format, config.logging.level)
         reporter = TerminalReporter(console, config, keys=keys)
         with RuntimeFolder() as folder:
             asyncio.run(run_machine(config, originals, folder, MachineRole(server.max_engines, serves=True), reporter))

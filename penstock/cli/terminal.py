@@ -123,14 +123,14 @@ def _plain_progress(console: Console, name: str) -> Progress:
     return report
 
 
-def resolve_models(config: Config, console: Console) -> dict[str, Path]:
+def resolve_models(config: Config, console: Console, *, weights: bool = True) -> dict[str, Path]:
     """The local path of every model; downloads missing models and shows progress."""
     from penstock.sources.resolve import resolve
 
     paths = {}
     for model in config.models:
         with download_bar(console, model.name) as progress:
-            paths[model.name] = resolve(model.source, progress)
+            paths[model.name] = resolve(model.source, progress, weights=weights)
     return paths
 
 

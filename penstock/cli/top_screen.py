@@ -30,6 +30,8 @@ class Screen:
     def frame(self, interval: Interval) -> RenderableType:
         self._tokens.append(interval.rate("vllm:generation_tokens_total"))
         parts: list[RenderableType] = [_totals(interval), Text(sparkline(self._tokens), style="green")]
+        if interval.after.most("penstock_fleet_machine_engines") is not None:
+            parts += [_machines(interval.after), Text()]
         parts.append(_replicas(interval))
         refused = _reasons(interval)
         if refused.plain:
@@ -81,10 +83,17 @@ def _requests(interval: Interval) -> float:
 def _replicas(interval: Interval) -> Table:
     now = interval.after
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("model", "replica", "state"):
+    places = {
+        (labels["model_name"], labels["engine"]): " ".join(filter(None, (labels["pool"], labels["region"])))
+        for labels, _ in now.series("penstock_replica_info")
+    }
+    for name in ("model", "replica", *(["pool, region"] if any(places.values()) else []), "state"):
         table.add_column(name, no_wrap=True)
     for name in ("running", "waiting", "KV", "tok/s", "TTFT p95", "ITL p95", "preempted", "GPU", "GPU memory"):
         table.add_column(name, justify="right", no_wrap=True)
+    experts = now.most("penstock_expert_imbalance") is not None
+    if experts:
+        table.add_column("expert imbalance", justify="right", no_wrap=True)
     for labels, up in sorted(now.series("penstock_engine_up"), key=lambda item: sorted(item[0].items())):
         where = dict(labels)
         awake = now.sum("penstock_engine_awake", **where)
@@ -94,6 +103,7 @@ def _replicas(interval: Interval) -> Table:
         table.add_row(
             labels["model_name"],
             labels["engine"],
+            *([places.get((labels["model_name"], labels["engine"]), "")] if any(places.values()) else []),
             Text(state + breaker, style="green" if state == "up" and not breaker else "red"),
             f"{now.sum('vllm:num_requests_running', **where):,.0f}",
             f"{now.sum('penstock_engine_requests_waiting', **where):,.0f}",
@@ -104,10 +114,57 @@ def _replicas(interval: Interval) -> Table:
             f"{interval.rate('vllm:num_preemptions_total', **where):,.1f}/s",
             share(now.most("penstock_gpu_utilization_ratio", **where)),
             share(now.sum("penstock_gpu_memory_used_bytes", **where) / memory if memory else None),
+            *([_times(now.most("penstock_expert_imbalance", **where))] if experts else []),
         )
     for labels, wanted in now.series("penstock_autoscale_desired_replicas"):
-        table.add_row(labels["model_name"], "autoscale", _autoscale(now, labels["model_name"], wanted))
+        blank = [""] if any(places.values()) else []
+        table.add_row(labels["model_name"], "autoscale", *blank, _autoscale(now, labels["model_name"], wanted))
+    _pools(now, table)
     return table
+
+
+def _machines(now: Scrape) -> Table:
+    """The machines of a fleet, with the load of their engines."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("machine", "zone", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("engines", "room", "running", "waiting", "gateways"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for labels, engines in sorted(now.series("penstock_fleet_machine_engines"), key=lambda found: found[0]["machine"]):
+        machine, state = labels["machine"], labels["state"]
+        leads = now.sum("penstock_fleet_controller", machine=machine)
+        up = now.sum("penstock_fleet_gateway_up", machine=machine)
+        table.add_row(
+            machine,
+            labels["zone"] or "-",
+            Text(state + (", controller" if leads else ""), style="green" if state == "ready" else "yellow"),
+            f"{engines:.0f}",
+            f"{now.sum('penstock_fleet_machine_room', machine=machine):.0f}",
+            f"{_on(now, machine, 'vllm:num_requests_running'):,.0f}",
+            f"{_on(now, machine, 'penstock_engine_requests_waiting'):,.0f}",
+            f"{up:.0f}",
+        )
+    return table
+
+
+def _on(now: Scrape, machine: str, metric: str) -> float:
+    """A figure of all engines of a machine, whose replicas are called MACHINE.NUMBER."""
+    return sum(value for labels, value in now.series(metric) if labels["engine"].rpartition(".")[0] == machine)
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _pools(now: Scrape, table: Table) -> None:
+    """A line for each pool: what it runs of what it can, and what waits for it."""
+    for labels, slots in sorted(now.series("penstock_pool_slots"), key=lambda item: sorted(item[0].items())):
+        where = {"model_name": labels["model_name"], "pool": labels["pool"]}
+        held = now.sum("penstock_pool_requests_in_flight", **where)
+        waiting = now.sum("penstock_pool_queue_depth", **where)
+        table.add_row(
+            labels["model_name"], "pool", labels["pool"], Text(f"{held:,.0f} of {slots:,.0f}"), "", f"{waiting:,.0f}"
+        )
 
 
 def _autoscale(now: Scrape, model: str, wanted: float) -> Text:

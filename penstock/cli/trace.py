@@ -128,6 +128,9 @@ def _detail(detail: dict[str, Any]) -> str:
         words.append(f"choice {detail['choice']}")
     if detail.get("engine", "0") != "0":
         words.append(f"replica {detail['engine']}")
+    words += [f"{name} {detail[name]}" for name in ("pool", "region") if detail.get(name)]
+    if detail.get("why"):
+        words.append(f"({detail['why']})")
     return ", ".join(words)
 
 

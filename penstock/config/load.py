@@ -17,6 +17,7 @@ from typing import Any
 from penstock.config import guardrails
 from penstock.config.check import Checker
 from penstock.config.models import ModelConfig
+from penstock.config.pools import pool_problems
 from penstock.config.schema import Config
 from penstock.config.tree import Node, assign, from_env, from_text, parse_yaml
 from penstock.engine.adapters.spec import name_problem
@@ -126,13 +127,16 @@ def conflicts(config: Config) -> list[str]:
                 problems.append(f"models[{index}]: {name} is only used with speculation: draft")
         if (model.draft_tensor_parallel or 1) > model.tensor_parallel:
             problems.append(f"models[{index}]: draft_tensor_parallel is more than tensor_parallel")
-        if model.replicas > 1 and model.time_slice:
+        if model.replica_count > 1 and model.time_slice:
             problems.append(f"models[{index}]: a model with time_slice must have one replica")
         ranks = model.tensor_parallel * model.pipeline_parallel
         if model.devices and len(model.devices) != ranks:
             problems.append(f"models[{index}].devices: names {len(model.devices)} devices for {ranks} ranks")
-        problems += [f"models[{index}].replica_roles: {problem}" for problem in _roles(model)]
-        problems += [f"models[{index}].replica_grids: {problem}" for problem in _grids(model)]
+        problems += [f"models[{index}].{problem}" for problem in _pools(config, model)]
+        for pool, one in _one_by_one(model):
+            where = f"models[{index}].{pool}"
+            problems += [f"{where}replica_roles: {problem}" for problem in _roles(one)]
+            problems += [f"{where}replica_grids: {problem}" for problem in _grids(one)]
         problems += [f"models[{index}].placement.{problem}" for problem in _placement(model)]
         problems += [f"models[{index}].autoscale: {problem}" for problem in _autoscale(model)]
         if model.resources is not None:
@@ -165,6 +169,11 @@ def conflicts(config: Config) -> list[str]:
         )
     if config.server.admin_port == config.server.port:
         problems.append("server.admin_port: must differ from server.port")
+    for index, rule in enumerate(config.routing.regions):
+        where = f"routing.regions[{index}]"
+        if not rule.regions:
+            problems.append(f"{where}.regions: name at least one region")
+        problems += [f'{where}.tiers: there is no tier "{name}"' for name in rule.tiers if name not in tiers]
     slices = [model.name for model in config.models if model.time_slice]
     if config.server.workers > 1 and slices:
         problems.append(
@@ -173,6 +182,36 @@ def conflicts(config: Config) -> list[str]:
         )
     problems += [f"fleet.{problem}" for problem in config.fleet.problems()]
     return problems + _guardrails(config) + _tools(config) + _shares(config)
+
+
+def _pools(config: Config, model: ModelConfig) -> list[str]:
+    """Mistakes in the pools of a model."""
+    tiers = [tier.name for tier in config.tiers]
+    problems = pool_problems(model.pools, model.pool_rules, tiers, admission=config.admission.enabled)
+    if model.pools:
+        given = [name for name in ("replica_devices", "replica_roles", "replica_grids") if getattr(model, name)]
+        given += ["replicas"] if model.replicas not in (1, model.replica_count) else []
+        problems += [f"{name}: with pools, each pool has its own: pools[N].{name}" for name in given]
+        if model.autoscale is not None:
+            problems.append(
+                "autoscale: the replicas of pools are scaled by hand, `penstock scale MODEL N --pool NAME`: one load "
+                "of the whole model does not tell which pool needs more"
+            )
+        if model.time_slice:
+            problems.append("pools: a model with time_slice has one replica")
+        if model.placement is not None:
+            problems.append("pools: placement is of one grid; it cannot be used with pools")
+    return problems
+
+
+def _one_by_one(model: ModelConfig) -> list[tuple[str, ModelConfig]]:
+    """The model as each of its pools has it, with the key of the pool; without pools, itself."""
+    if not model.pools:
+        return [("", model)]
+    return [
+        (f"pools[{index}].", dataclasses.replace(model.in_pool(pool.name), pools=(), replicas=max(pool.replicas, 1)))
+        for index, pool in enumerate(model.pools)
+    ]
 
 
 def _roles(model: ModelConfig) -> list[str]:
@@ -242,6 +281,8 @@ def _remotes(config: Config, seen: dict[str, str]) -> list[str]:
             problems.append(f"{where}: model is needed: the name of the model on its servers")
         if not remote.urls or not all(url.startswith(("http://", "https://")) for url in remote.urls):
             problems.append(f"{where}: urls are needed, each beginning with http:// or https://")
+        if remote.regions and len(remote.regions) != len(remote.urls):
+            problems.append(f"{where}.regions: {len(remote.regions)} regions for {len(remote.urls)} urls")
         for name in (remote.name, *remote.aliases):
             if name in seen:
                 problems.append(f'{where}: the name "{name}" is already taken by {seen[name]}')
@@ -265,11 +306,12 @@ def _guardrails(config: Config) -> list[str]:
 def _shares(config: Config) -> list[str]:
     """Models that are awake at the same time must fit their device together; a time-slice group counts once."""
     asked: dict[str, dict[str, float]] = {}
-    for model in config.models:
-        if model.memory_share is not None:
-            turn = asked.setdefault(model.device, {})
-            key = f"time_slice {model.time_slice}" if model.time_slice else model.name
-            turn[key] = max(turn.get(key, 0.0), model.memory_share * _together(model))
+    for whole in config.models:
+        for pool, model in _one_by_one(whole):
+            if model.memory_share is not None:
+                turn = asked.setdefault(model.device, {})
+                key = f"time_slice {model.time_slice}" if model.time_slice else f"{model.name} {pool}".rstrip(" .")
+                turn[key] = max(turn.get(key, 0.0), model.memory_share * _together(model))
     return [
         f"models: memory_share on device {device} adds up to {sum(shares.values()):g}, more than 1: "
         + ", ".join(f"{name} {share:g}" for name, share in shares.items())

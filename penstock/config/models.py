@@ -9,6 +9,7 @@ from typing import Literal
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.fields import setting
 from penstock.config.placement import PlacementConfig
+from penstock.config.pools import PoolConfig, PoolRuleConfig
 from penstock.config.resources import ResourcesConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.engine.adapters.spec import AdapterSpec
@@ -90,6 +91,14 @@ class ModelConfig:
     replica_grids: tuple[str, ...] = setting(
         (), doc="Devices of the replicas, in turn, as tensor_parallel x pipeline_parallel; empty: all have the same.",
         example="[4x1, 1x2]",
+    )  # fmt: skip
+    pools: tuple[PoolConfig, ...] = setting(
+        (), doc="Named pools of replicas, in place of replicas: each with its number and what differs in its engines.",
+        example="[{name: interactive, replicas: 2}, {name: batch, max_running: 64}]",
+    )  # fmt: skip
+    pool_rules: tuple[PoolRuleConfig, ...] = setting(
+        (), doc="Which requests go to which pool; the first rule that matches counts, others go to the first pool.",
+        example="[{pool: batch, classes: [batch], spill: [interactive]}]",
     )  # fmt: skip
     handover_tokens: int = setting(
         512, doc="Minimum of uncached prompt tokens for which a decode replica uses a prefill replica.", least=1
@@ -225,8 +234,43 @@ class ModelConfig:
         """How many replicas are started with the server. With autoscale at least one, so that a model that cannot start
         is noticed at once, and its cold start is known."""
         if self.autoscale is None:
-            return self.replicas
+            return self.replica_count
         return min(max(self.replicas, self.autoscale.min), self.autoscale.max)
+
+    @property
+    def replica_count(self) -> int:
+        """How many replicas it has, in all its pools."""
+        return sum(pool.replicas for pool in self.pools) if self.pools else self.replicas
+
+    def pool_of(self, replica: int) -> str:
+        """The pool of replica number `replica`: they are numbered through the pools. Empty: there are none."""
+        for pool in self.pools:
+            if replica < pool.replicas:
+                return pool.name
+            replica -= pool.replicas
+        return self.pools[-1].name if self.pools else ""
+
+    def in_pool(self, name: str) -> ModelConfig:
+        """The model with the settings of one of its pools."""
+        for pool in self.pools:
+            if pool.name == name:
+                roles, grids, devices = pool.replica_roles, pool.replica_grids, pool.replica_devices
+                return dataclasses.replace(
+                    self,
+                    replica_roles=roles,
+                    replica_grids=grids,
+                    replica_devices=devices,
+                    **pool.own,  # type: ignore[arg-type]
+                )
+        return self
+
+    def place_in_pool(self, replica: int) -> int:
+        """The number of replica number `replica` within its pool."""
+        for pool in self.pools:
+            if replica < pool.replicas:
+                break
+            replica -= pool.replicas
+        return replica
 
     def grid(self, replica: int) -> tuple[int, int]:
         """Tensor and pipeline parallelism of replica number `replica`."""

@@ -18,6 +18,10 @@ class RemoteConfig:
         (), doc="Its servers, including /v1; each request goes to the least busy one.",
         example="['http://10.0.0.5:8000/v1']",
     )  # fmt: skip
+    regions: tuple[str, ...] = setting(
+        (), doc="Region of each of them, in the order of urls: the one that answers soonest is used.",
+        example="[eu, us]",
+    )  # fmt: skip
     model: str = setting("", doc="Name of the model on those servers.", example="gpt-4o-mini")
     key_env: str = setting(
         "", doc="Environment variable with their API key; never the key itself.", example="UPSTREAM_KEY"

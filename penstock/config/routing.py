@@ -11,6 +11,15 @@ OrderName = Literal["fair", "priority", "fcfs", "sjf"]
 
 
 @dataclass(frozen=True, slots=True)
+class RegionRuleConfig:
+    """Where requests of some callers may run; the first rule that matches counts. Strict: never elsewhere."""
+
+    tenants: tuple[str, ...] = setting((), doc="Requests of these tenants; empty: all.", example="[acme]")
+    tiers: tuple[str, ...] = setting((), doc="Requests of these tiers; empty: all.", example="[enterprise]")
+    regions: tuple[str, ...] = setting((), doc="The regions in which they may run.", example="[eu]")
+
+
+@dataclass(frozen=True, slots=True)
 class RoutingConfig:
     """How the replica that runs a request is chosen."""
 
@@ -18,6 +27,16 @@ class RoutingConfig:
         "predicted",
         doc="How a replica is chosen; predicted: earliest first token, from queue, prefix cache and memory.",
         choices="penstock.routing.policies:POLICIES",
+    )
+    regions: tuple[RegionRuleConfig, ...] = setting(
+        (), doc="Data rules: requests of these callers run in these regions and nowhere else.",
+        example="[{tenants: [acme], regions: [eu]}]",
+    )  # fmt: skip
+    region_gain_s: float = setting(
+        0.05, doc="Seconds that another region must be faster, after its round trip, to be used.", least=0
+    )
+    region_return_s: float = setting(
+        10.0, doc="Seconds that a region must be back before it is preferred again.", least=0
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml
@@ -16,6 +17,8 @@ from penstock.errors import ConfigError
 
 Value: TypeAlias = "dict[str, Node] | list[Node] | Any"
 ENV_PREFIX = "PENSTOCK_"
+FROM_FILE = "file"
+"""Last part of a variable that names a file with the value."""
 
 
 @dataclass(slots=True)
@@ -91,12 +94,24 @@ def _name(node: Node, origin: str) -> None:
 
 
 def from_env(environ: Mapping[str, str]) -> list[tuple[tuple[str, ...], Node]]:
-    """Settings in the environment: `PENSTOCK_SERVER__PORT` is `server.port`."""
-    return [
-        (tuple(variable.removeprefix(ENV_PREFIX).lower().split("__")), from_text(environ[variable], variable))
-        for variable in sorted(environ)
-        if variable.startswith(ENV_PREFIX) and "__" in variable
-    ]
+    """Settings in the environment: `PENSTOCK_SERVER__PORT` is `server.port`; `PENSTOCK_STORE__URL__FILE` names a file
+    with the value of `store.url`, for what should not be in the environment."""
+    found = []
+    for variable in sorted(environ):
+        if variable.startswith(ENV_PREFIX) and "__" in variable:
+            path = tuple(variable.removeprefix(ENV_PREFIX).lower().split("__"))
+            if path[-1] == FROM_FILE:
+                found.append((path[:-1], from_text(_content(environ[variable], variable), variable)))
+            else:
+                found.append((path, from_text(environ[variable], variable)))
+    return found
+
+
+def _content(file: str, variable: str) -> str:
+    try:
+        return Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{variable}: {file} cannot be read: {error}") from error
 
 
 def assign(root: Node, path: tuple[str, ...], node: Node) -> None:

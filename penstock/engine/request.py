@@ -107,6 +107,10 @@ class Request:
     produced: list[int] = field(default_factory=list)
     """Tokens that another engine has generated for this request already. Generation goes on behind them: limits,
     penalties and the grammar count them as output, and they are not delivered again."""
+    pools: tuple[str, ...] = ()
+    """Pools of engines that may run it, the best first; empty: any. For routers, like `regions`; engines ignore it."""
+    regions: tuple[str, ...] = ()
+    """Regions in which it may run; empty: any."""
     affinity: str = ""
     """Requests with the same value should run on the same engine; for routers, engines ignore it."""
     patient: bool = True

@@ -192,7 +192,11 @@ class EngineServer:
                     self._placements.add(message.placements, self._engine.info.num_blocks)
                     self._peers.tell_placed(message, peer, time.monotonic())
             case Count(question, charges):
-                self._answer(identity, Counted(question, self._tally.of(charges)))
+                counted = Counted(question, self._tally.of(charges))
+                if peer is None and not charges:
+                    self._peers.reply(identity, counted)  # a probe, which asks only whether there is an answer
+                else:
+                    self._answer(identity, counted)
             case Claim(question, charge, request):
                 self._claim(identity, question, charge, request)
             case LoadAdapter() | UnloadAdapter() | PinAdapter():

@@ -20,6 +20,7 @@ from penstock.config.load import check_model
 from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.controller_autoscaler import FleetScaling
 from penstock.fleet.machine_site import gpus
+from penstock.fleet.membership import understood
 from penstock.fleet.placement import Host, Need, Placement, place
 from penstock.fleet.records import Assignment, DecisionRecord, MachineRecord, Record
 from penstock.fleet.registry import Fleet, OutOfTerm, Registry
@@ -143,7 +144,7 @@ class Controller:
         known = self._models.get(name)
         if known is None or known[0] != description:
             try:
-                found: ModelConfig | None = check_model(description)
+                found: ModelConfig | None = check_model(understood(description))
             except ConfigError as error:
                 log.error("a model's description cannot be used", extra={"model": name, "why": str(error)})
                 found = None

@@ -16,11 +16,14 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.errors import PenstockError
+from penstock.fleet.operations import FleetOperations
 from penstock.fleet.records import GatewayRecord, LoadRecord
 from penstock.fleet.registry import Fleet, Registry
+from penstock.fleet.status import fleet_state
 from penstock.fleet.topology import topology
+from penstock.fleet.view import FleetView
 from penstock.protocol.control import Loading, Loads, ModelScaling, Operation, Topology
-from penstock.protocol.errors import InvalidRequest
+from penstock.protocol.fleet_state import FleetState
 from penstock.sources.resolve import resolve
 
 KEEP_S = 600.0
@@ -38,14 +41,6 @@ class Operations(Protocol):
     async def ask(self, operation: Callable[[int], Operation]) -> None: ...
 
 
-class NoOperations:
-    async def ask(self, operation: Callable[[int], Operation]) -> None:
-        raise InvalidRequest(
-            "This gateway follows a fleet and starts no engines; start and stop them where they run.",
-            code="not_supervised",
-        )
-
-
 class FleetLink:
     """Takes the place of the link to a supervisor (`SupervisorLink`)."""
 
@@ -56,17 +51,21 @@ class FleetLink:
         follow: Follow,
         scaled: Callable[[Mapping[str, ModelScaling]], None] = lambda models: None,
         *,
+        name: str = "",
         configured: Collection[str] = (),
         operations: Operations | None = None,
         fetch: Callable[[str], object] = resolve,
     ) -> None:
-        """`configured`: models that this gateway knows without the registry. `fetch`: brings the files of a source."""
+        """`name`: of the fleet. `configured`: models that this gateway knows without the registry. `fetch`: brings the
+        files of a source."""
         self._registry = registry
         self._record = record
         self._follow = follow
         self._scaled = scaled
         self._configured = configured
-        self._operations = operations or NoOperations()
+        self._name = name
+        self._view = FleetView(registry)
+        self._operations = operations or FleetOperations(registry, self._view)
         self._fetch = fetch
         self.loading: Mapping[str, Loading] = {}
         self.scaling: Mapping[str, ModelScaling] = {}
@@ -105,6 +104,10 @@ class FleetLink:
         if "load" not in self._tasks:
             self._begin("load", self._registry.publish(record))
 
+    @property
+    def fleet(self) -> FleetState | None:
+        return None if self._fleet is None else fleet_state(self._name, self._fleet)
+
     async def problem(self) -> str | None:
         """Why nothing can be answered, if it cannot."""
         if self._fleet is None:
@@ -134,6 +137,7 @@ class FleetLink:
     async def _look(self) -> None:
         async for fleet in self._registry.follow():
             self._fleet = fleet
+            self._view.take(fleet)
             decision = fleet.decisions.get(fleet.controller)
             scaling = {} if decision is None else dict(decision.scaling)
             if scaling != self.scaling:

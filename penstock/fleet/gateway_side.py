@@ -1,5 +1,4 @@
-"""The fleet as the gateways of one machine see it through their supervisor: the engines of all other machines, what the
-controller scales, and their own loads for it."""
+"""Automatic scaling by the fleet's controller, as the gateways of one machine see it through their supervisor."""
 
 from __future__ import annotations
 
@@ -9,37 +8,16 @@ from collections.abc import Callable, Hashable
 
 from penstock.config.load import check_model
 from penstock.errors import PenstockError
+from penstock.fleet.membership import understood
 from penstock.fleet.operations import with_limits
 from penstock.fleet.records import LoadRecord, ModelRecord
-from penstock.fleet.registry import Fleet, Registry
+from penstock.fleet.registry import Registry
 from penstock.fleet.view import FleetView
-from penstock.protocol.control import Loads, Replica, Scaling, Topology
+from penstock.protocol.control import Loads, Scaling
 
 REPORT_S = 1.0
 
 log = logging.getLogger("penstock.fleet")
-
-
-def other_machines(fleet: Fleet, machine: str) -> Topology:
-    """The engines that take requests on machines other than this one, and the models of the whole fleet."""
-    models: dict[str, list[Replica]] = {name: [] for name, record in fleet.models.items() if record.replicas}
-    loaded = {name: fleet.models[name].description for name in models}
-    for engine in sorted(fleet.engines.values(), key=lambda engine: engine.id):
-        if engine.machine == machine or engine.encoder or engine.state == "draining":
-            continue
-        models.setdefault(engine.model, []).append(
-            Replica(
-                f"{engine.machine}.{engine.replica}",
-                engine.endpoint,
-                engine.public_key,
-                engine.machine,
-                engine.pool,
-                engine.region,
-                engine.zone,
-            )
-        )
-        loaded.setdefault(engine.model, engine.description)
-    return Topology(models, loaded)
 
 
 class FleetScaler:
@@ -58,7 +36,7 @@ class FleetScaler:
 
     def governs(self, model: str) -> bool:
         record = self._view.fleet.models.get(model)
-        return record is not None and check_model(record.description).autoscale is not None
+        return record is not None and check_model(understood(record.description)).autoscale is not None
 
     def heard(self, gateway: Hashable, loads: Loads) -> None:
         if gateway not in self._loads:

@@ -22,6 +22,7 @@ import msgspec
 
 import penstock
 from penstock.errors import PenstockError
+from penstock.fleet.membership import understood
 from penstock.fleet.records import (
     Assignment,
     CommandRecord,
@@ -45,7 +46,7 @@ REPLACED_S = 120.0
 """How long a machine that leaves waits for replacements when it does not know when it will be gone."""
 MARGIN_S = 5.0
 FIRST_RETRY_S, LAST_RETRY_S = 10.0, 300.0
-ENGINE_ONLY = ("fallback", "overflow_at", "downgrade_to", "aliases", "pool")
+GATEWAY_ONLY = ("fallback", "overflow_at", "downgrade_to", "aliases", "pool")
 """Settings that mean something to gateways only, and may name models that this machine does not know."""
 
 log = logging.getLogger("penstock.fleet")
@@ -118,7 +119,9 @@ class Machine:
                     self._follow(self._view.fleet)
                     await self._report()
                 except PenstockError as error:
-                    log.warning("this machine could not tell the fleet what it runs", extra={"why": str(error)})
+                    log.warning("this machine could not follow the fleet", extra={"why": str(error)})
+                except Exception:  # the engines go on, and so must this
+                    log.exception("this machine could not follow the fleet")
                 await self._view.changed(REPORT_S)
         finally:
             tasks = [*self._fetches.values(), *self._commands.values(), *([self._leave] if self._leave else [])]
@@ -170,6 +173,7 @@ class Machine:
         if assignment is not None and not self._me.pinned and not self.leaving and not self._supervisor.stopping:
             for model in {*assignment.models, *self._replicas.models}:
                 self._adjust(model, assignment.models.get(model, 0), fleet.models.get(model))
+            self._forget_unloaded(fleet, assignment)
         for command in fleet.commands.values():
             if command.machine == self.name and command.id not in self._commands:
                 self._commands[command.id] = self._begin(self._carry_out(command), f"{command.verb} {command.model}")
@@ -188,7 +192,19 @@ class Machine:
         if any(unit.up.is_set() for unit in serving):
             self._problems.pop(model, None)
         if len(serving) + paused > count or self._may_try(model):
-            self._replicas.adjust(model, max(count - paused, 0))
+            try:
+                self._replicas.adjust(model, max(count - paused, 0))
+            except PenstockError as error:  # such as no free port
+                self._start_failed(model, str(error))
+
+    def _forget_unloaded(self, fleet: Fleet, assignment: Assignment) -> None:
+        """A model that was unloaded may come back under its name as another one. (Without any model, it is the registry
+        that has forgotten.)"""
+        running = {unit.model for unit, _ in self._replicas.units}
+        for model in self._replicas.models:
+            if fleet.models and model not in {*fleet.models, *assignment.models, *running}:
+                self._replicas.forget(model)
+                self._descriptions.pop(model, None)
 
     def _may_try(self, model: str) -> bool:
         if self._clock() < self._retry_at.get(model, 0.0):
@@ -198,7 +214,8 @@ class Machine:
 
     async def _take_on(self, model: str, description: Mapping[str, Any]) -> None:
         try:
-            await self._replicas.take_on({name: of for name, of in description.items() if name not in ENGINE_ONLY})
+            settings = understood(description).items()
+            await self._replicas.take_on({name: value for name, value in settings if name not in GATEWAY_ONLY})
             self._descriptions[model] = dict(description)
         except PenstockError as error:
             self._start_failed(model, str(error))
@@ -266,7 +283,7 @@ class Machine:
             region=self._me.region,
             zone=self._me.zone,
             version=penstock.__version__,
-            pool=str(self._descriptions.get(unit.model, {}).get("pool") or ""),
+            pool=unit.pool,
             description=self._descriptions.get(unit.model, {}),
         )
         if info is None:
@@ -288,7 +305,7 @@ class Machine:
             unit.endpoint,
             self._public_key,
             self.name,
-            str(self._descriptions.get(unit.model, {}).get("pool") or ""),
+            unit.pool,
             self._me.region,
             self._me.zone,
         )

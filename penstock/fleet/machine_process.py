@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import signal
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,15 +15,18 @@ import msgspec
 import penstock
 from penstock.config import Config, ModelConfig
 from penstock.config.fleet import FleetConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.controller import Controller
-from penstock.fleet.gateway_side import FleetScaler, other_machines
+from penstock.fleet.gateway_side import FleetScaler
 from penstock.fleet.machine import Machine
 from penstock.fleet.machine_site import MachineSite, describe_machine
+from penstock.fleet.membership import described, open_registry
 from penstock.fleet.operations import FleetOperations
 from penstock.fleet.records import GatewayRecord, MachineRecord, ModelRecord, Record
 from penstock.fleet.redis_registry import RedisRegistry
-from penstock.fleet.registry import Fleet
+from penstock.fleet.registry import Fleet, Registry
+from penstock.fleet.status import fleet_state
+from penstock.fleet.topology import topology
 from penstock.fleet.view import FleetView
 from penstock.protocol.control import Topology
 from penstock.protocol.fleet_secret import FleetSecret
@@ -63,6 +64,7 @@ async def run_machine(
 ) -> None:
     """Runs until SIGTERM, or until it is told to leave. `config` must be resolved; `originals` are its models with
     their sources as the user gave them."""
+    refuse_fixed(config)
     settings = config.fleet
     secret = FleetSecret.read(settings.secret_file)
     descriptions = {model.name: described(model) for model in originals}
@@ -100,7 +102,7 @@ async def run_machine(
             catalogue.unit,
             catalogue,
             max_engines=role.room,
-            others=lambda: other_machines(view.fleet, record.name),
+            others=lambda: topology(view.fleet, besides=record.name),
             describe=lambda unit: machine.describe(unit),
         )
         for name in catalogue.names:
@@ -127,8 +129,10 @@ async def run_machine(
         )
         if role.serves:
             scaler = FleetScaler(registry, view, record.name)
-            await stack.enter_async_context(ControlServer(folder.control, replicas, scaler, operations))
-            await stack.enter_async_context(beside(_tell_gateways(view, record.name, replicas), "engines elsewhere"))
+            control = await stack.enter_async_context(ControlServer(folder.control, replicas, scaler, operations))
+            telling = _tell_gateways(view, settings.name, record.name, replicas, control)
+            await stack.enter_async_context(beside(telling, "gateways"))
+            await stack.enter_async_context(beside(restore_models(registry, view), "models"))
         else:
             stack.push_async_callback(replicas.close)
         await stack.enter_async_context(beside(machine.run(), "machine"))
@@ -138,12 +142,31 @@ async def run_machine(
         await machine.goodbye()
 
 
+def refuse_fixed(config: Config) -> None:
+    """Settings that tie replicas to one machine cannot be used by a fleet, which places them."""
+    for model in config.models:
+        if model.pools:
+            raise ConfigError(
+                f"`{model.name}`: the controller of a fleet places replicas, not pools; run the engines of a pool with "
+                f"`penstock engine {model.name} --pool NAME --fleet URL`, and gateways with `penstock gateway`"
+            )
+        for key in ("placement", "time_slice", "replica_roles", "replica_grids", "replica_devices"):
+            if getattr(model, key):
+                raise ConfigError(
+                    f"`{model.name}`: {key} says what each replica on one machine does, but in a fleet (fleet.url) the "
+                    "controller places replicas; leave it out"
+                )
+    if config.server.loaded_models:
+        raise ConfigError("server.loaded_models: a fleet keeps loaded models in its registry; leave it out")
+
+
 @asynccontextmanager
-async def joined(settings: FleetConfig, secret: FleetSecret) -> AsyncIterator[tuple[RedisRegistry, FleetView]]:
-    """A connection to the registry and a view of the fleet, once the registry has answered."""
-    registry = RedisRegistry(settings.url, settings.name, secret, lease_s=settings.lease_s)
+async def joined(
+    settings: FleetConfig, secret: FleetSecret, *, required: bool = False
+) -> AsyncIterator[tuple[RedisRegistry, FleetView]]:
+    """A connection to the registry and a view of the fleet, once the registry has answered. `required`: it must now."""
+    registry = await open_registry(settings, secret, required=required)
     try:
-        await registry.check()
         view = FleetView(registry)
         async with beside(view.run(), "fleet view"):
             while not view.seen.is_set():
@@ -167,15 +190,6 @@ async def beside(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[No
         (ended,) = await asyncio.gather(task, return_exceptions=True)
         if isinstance(ended, Exception):
             log.error("%s failed", name, exc_info=ended)
-
-
-def described(model: ModelConfig) -> dict[str, Any]:
-    """A model as other machines read it: what differs from the defaults, with a folder's whole path."""
-    plain = msgspec.to_builtins(dataclasses.asdict(model))
-    default = msgspec.to_builtins(dataclasses.asdict(ModelConfig()))
-    kept = {name: value for name, value in plain.items() if value != default[name]}
-    source = Path(model.source).expanduser()
-    return {**kept, "name": model.name, "source": str(source.absolute()) if source.exists() else model.source}
 
 
 def desired(fleet: Fleet, model: ModelConfig, description: Mapping[str, Any]) -> ModelRecord:
@@ -226,10 +240,26 @@ def _gateway(config: Config, machine: MachineRecord, supervisor: Supervisor) -> 
     ]
 
 
-async def _tell_gateways(view: FleetView, machine: str, replicas: Replicas) -> None:
+async def restore_models(registry: Registry, view: FleetView) -> None:
+    """A registry without any model has lost its data, because the last one cannot be unloaded: it gets them back."""
+    known = dict(view.fleet.models)
+    while True:
+        await view.changed(1.0)
+        if view.fleet.models:
+            known = dict(view.fleet.models)
+        elif known:
+            log.warning("the registry has lost its models; they are published again", extra={"models": sorted(known)})
+            try:
+                await registry.publish(*known.values())
+            except PenstockError as error:
+                log.warning("the models could not be published again", extra={"why": str(error)})
+
+
+async def _tell_gateways(view: FleetView, fleet: str, machine: str, replicas: Replicas, control: ControlServer) -> None:
     told: Topology | None = None
     while True:
-        found = other_machines(view.fleet, machine)
+        control.tell_fleet(fleet_state(fleet, view.fleet))
+        found = topology(view.fleet, besides=machine)
         if found != told:
             told = found
             replicas.others_changed()

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from contextlib import closing
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import penstock
 from penstock.config import ModelConfig
 from penstock.config.fleet import FleetConfig
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
+from penstock.fleet.membership import machine_name, own_address
 from penstock.fleet.records import Device, MachineRecord
 from penstock.protocol.address import is_loopback
 from penstock.supervisor.unit import Unit
 
-
-def machine_name(config: FleetConfig) -> str:
-    return config.machine or socket.gethostname()
+log = logging.getLogger("penstock.fleet")
 
 
 def default_room() -> int:
@@ -32,12 +31,12 @@ def _cores() -> int:
 
 def describe_machine(config: FleetConfig, room: int) -> MachineRecord:
     """This machine. `room`: how many engines it may run."""
-    name = machine_name(config)
-    if not name or "/" in name or any(letter.isspace() for letter in name):
-        raise ConfigError(f"fleet.machine: {name!r} cannot be the name of a machine: no spaces or slashes")
+    address = own_address(config)
+    if is_loopback(address):
+        log.warning("other machines cannot reach %s; set fleet.advertise if there are any", address)
     return MachineRecord(
-        name=name,
-        address=config.advertise or _own_address(config.url),
+        name=machine_name(config),
+        address=address,
         cpus=_cores(),
         memory=_memory(),
         devices=_devices(),
@@ -47,21 +46,6 @@ def describe_machine(config: FleetConfig, room: int) -> MachineRecord:
         room=room,
         version=penstock.__version__,
     )
-
-
-def _own_address(url: str) -> str:
-    """The address from which this machine reaches the registry; a datagram socket sends nothing to find out."""
-    parts = urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 6379
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with closing(socket.socket(family, kind, number)) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise PenstockError(
-            f"{host}: {error.strerror}; the address of this machine is not known, set fleet.advertise"
-        ) from error
 
 
 def _memory() -> int:

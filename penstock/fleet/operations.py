@@ -13,9 +13,23 @@ import msgspec
 from penstock.config.load import check_model
 from penstock.errors import PenstockError
 from penstock.fleet.controller_autoscaler import limited
+from penstock.fleet.membership import understood
 from penstock.fleet.records import CommandRecord, EngineRecord, ModelRecord
 from penstock.fleet.registry import Fleet, Registry
 from penstock.fleet.view import FleetView
+from penstock.protocol.control import (
+    Drain,
+    Leave,
+    LoadModel,
+    Notice,
+    Operation,
+    Restart,
+    Scale,
+    SetLimits,
+    Stop,
+    UnloadModel,
+)
+from penstock.protocol.errors import InvalidRequest
 
 PATIENCE_S = 3600.0
 """How long the fleet may take: a machine may have to download the model."""
@@ -33,8 +47,39 @@ class FleetOperations:
         self._view = view
         self._stop = stop
 
-    async def scale(self, model: str, count: int) -> None:
+    async def ask(self, operation: Callable[[int], Operation]) -> None:
+        """For a gateway without a supervisor: have an operation carried out, as `SupervisorLink.ask` does."""
+        try:
+            match operation(0):
+                case Scale(_, model, count, pool):
+                    await self.scale(model, count, pool)
+                case Restart(_, model, replica):
+                    await self.restart(model, replica)
+                case Drain(_, model, replica):
+                    await self.drain(model, replica)
+                case Notice(_, model, replica, seconds):
+                    self.replace(model, replica, seconds)
+                case SetLimits(_, model, minimum, maximum):
+                    await self.set_limits(model, minimum, maximum)
+                case LoadModel(_, description):
+                    await self.load(description)
+                case UnloadModel(_, model):
+                    await self.unload(model)
+                case Leave(_, machine, seconds):
+                    await self.leave(machine, seconds)
+                case Stop():
+                    raise PenstockError("this gateway has no supervisor; stop its process")
+        except PenstockError as error:
+            message = str(error)
+            raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.") from error
+
+    async def scale(self, model: str, count: int, pool: str = "") -> None:
         record = self._model(model)
+        if pool:
+            raise PenstockError(
+                "a fleet assigns replicas to machines, not to pools; run further engines of a pool with "
+                f"`penstock engine {model} --pool {pool}`"
+            )
         if "autoscale" in record.description and record.description["autoscale"] is not None:
             raise PenstockError(
                 f"`{model}` is scaled automatically; `penstock autoscale {model} --min N --max N` changes its limits"
@@ -64,6 +109,8 @@ class FleetOperations:
 
     async def load(self, description: Mapping[str, Any]) -> None:
         model = check_model(description)
+        if model.pools:
+            raise PenstockError("a fleet assigns replicas to machines, not to pools; see `penstock engine --pool`")
         if model.name in self._view.fleet.models:
             raise PenstockError(f"the fleet serves `{model.name}` already")
         if not self._view.fleet.machines:
@@ -162,6 +209,8 @@ class FleetOperations:
             self._model(model)
             return sorted((one.machine, one.replica) for one in self._engines(model))
         machine, _, number = replica.rpartition(".")
+        if f"{machine}/{model}/{number}" in self._view.fleet.engines and machine not in self._view.fleet.machines:
+            raise PenstockError(f"`{replica}` was started by hand (`penstock engine`); do that where it runs")
         if machine not in self._view.fleet.machines:
             names = [f"{one.machine}.{one.replica}" for one in self._engines(model)]
             raise PenstockError(f"`{model}` has no replica `{replica}`; there are {_list(sorted(names))}")
@@ -170,7 +219,7 @@ class FleetOperations:
 
 def with_limits(record: ModelRecord, minimum: int | None, maximum: int | None) -> ModelRecord:
     """A model with other limits of automatic scaling."""
-    config = check_model(record.description).autoscale
+    config = check_model(understood(record.description)).autoscale
     if config is None:
         raise PenstockError(f"`{record.name}` is not scaled automatically; `penstock scale` sets its replicas")
     changed = msgspec.structs.replace(
@@ -190,7 +239,8 @@ def with_limits(record: ModelRecord, minimum: int | None, maximum: int | None) -
 
 
 def _of(fleet: Fleet, model: str) -> list[EngineRecord]:
-    return [engine for engine in fleet.engines.values() if engine.model == model]
+    """Its engines on machines; those that were started by hand are nobody's to change."""
+    return [one for one in fleet.engines.values() if one.model == model and one.machine in fleet.machines]
 
 
 def _problem(fleet: Fleet, model: str, count: int) -> str:

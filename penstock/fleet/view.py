@@ -23,10 +23,14 @@ class FleetView:
 
     async def run(self) -> None:
         async for fleet in self._registry.follow():
-            self.fleet = fleet
-            self.seen.set()
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self.take(fleet)
+
+    def take(self, fleet: Fleet) -> None:
+        """A new snapshot; for a process that follows the registry itself."""
+        self.fleet = fleet
+        self.seen.set()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def changed(self, within_s: float) -> None:
         """Waits for the next snapshot, and not longer than `within_s`."""

@@ -7,6 +7,9 @@ stored progress is older than that by at most one transaction. While the databas
 entries stay queued and are written when it is back; `lag_s` is the age of the oldest. A request that waits for its
 entry fails after `patience_s`, and from then on new charges are refused, before any token exists. So the queue is
 bounded, and no request hangs. When the database is gone or damaged, new charges are refused at once.
+
+A database server that is killed takes with it what it had not flushed. So what was written in the last `RECENT_S` is
+kept, and written again after a connection was lost.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ RETRY_S = 0.5
 GATHER_S = 0.01
 NOTE_S = 0.2
 PATIENCE_S = 5.0
+RECENT_S = 5.0
+"""Longer than a database server keeps what it was told before it flushes; 0.6 s is usual."""
 
 
 class Journal:
@@ -51,6 +56,11 @@ class Journal:
         self._patience_s = patience_s
         self._waiting: deque[tuple[Charge | Settlement, asyncio.Future[bool], float]] = deque()
         self._progress: dict[str, tuple[int, int]] = {}
+        self._recent: deque[tuple[Charge | Settlement, float]] = deque()
+        """Written, but perhaps not flushed yet; with the time."""
+        self._interruptions = ledger.interruptions
+        self._again = False
+        """Whether entries may be queued that were written before."""
         self._wake = asyncio.Event()
         self._later: asyncio.TimerHandle | None = None
         self._noting: asyncio.TimerHandle | None = None
@@ -119,8 +129,21 @@ class Journal:
 
     def hurry(self) -> None:
         """Writes the queued entries now."""
-        if self._waiting:
+        if self._waiting or self._interrupted:
             self._wake.set()
+
+    @property
+    def _interrupted(self) -> bool:
+        return self._ledger.interruptions != self._interruptions
+
+    def _rewrite(self) -> None:
+        """Queues again what the database may have forgotten."""
+        self._interruptions = self._ledger.interruptions
+        self._again, now = True, self._clock()
+        written = asyncio.get_running_loop().create_future()
+        written.set_result(True)
+        self._waiting.extendleft((entry, written, now) for entry, _ in reversed(self._recent))
+        self._recent.clear()
 
     def settle(self, settlement: Settlement) -> asyncio.Future[bool]:
         """Settles a charge, with the same result as `open`. Never refused, because the request was admitted."""
@@ -158,6 +181,8 @@ class Journal:
         while True:
             await self._wake.wait()
             self._wake.clear()
+            if self._interrupted:
+                self._rewrite()
             if not (self._waiting or self._progress):
                 continue
             if len(self._waiting) > MOST_TOGETHER:
@@ -177,7 +202,7 @@ class Journal:
         standing: list[Settlement] = []
         try:
             # Writes are idempotent and may be reordered.
-            statements = [*entered(entries, again=not self.store_up), *progressed(notes)]
+            statements = [*entered(entries, again=self._again or not self.store_up), *progressed(notes)]
             counts = await self._ledger.write(statements)
             if self._announce is not None:
                 settlements = [entry for entry in entries if isinstance(entry, Settlement)]
@@ -199,10 +224,16 @@ class Journal:
         for id, tokens in notes.items():
             if self._progress.get(id) == tokens:
                 del self._progress[id]
+        now = self._clock()
+        while self._recent and self._recent[0][1] < now - RECENT_S:
+            self._recent.popleft()
         for _ in range(count):
-            _, future, _ = self._waiting.popleft()
+            entry, future, _ = self._waiting.popleft()
+            if self._interruptions is not None:
+                self._recent.append((entry, now))
             if not future.done():
                 future.set_result(True)
+        self._again = self._again and bool(self._waiting)
         return True
 
     def _tell_late(self) -> None:

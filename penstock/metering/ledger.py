@@ -226,6 +226,11 @@ class Ledger:
         """Why nothing can be written any more; see `Database.problem`."""
         return self._database.problem
 
+    @property
+    def interruptions(self) -> int | None:
+        """See `Database.interruptions`; None also when every charge waits for the disk."""
+        return None if self._durable else self._database.interruptions
+
     async def write(self, statements: Sequence[Statement]) -> list[int]:
         """Runs the statements in one transaction; returns how many rows each added."""
         return await self._database.transact(statements, durable=self._durable)

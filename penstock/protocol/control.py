@@ -5,7 +5,8 @@
     Following        ──────────────────►            one per topology: which models this gateway cannot serve
     Loads            ──────────────────►            every second, for models that are scaled automatically
                      ◄──────────────────  Scaling    how many replicas they should have, and why
-    Scale, SetLimits, Restart, Drain, Notice, Stop, LoadModel, UnloadModel ─►
+    Scale, SetLimits, Restart, Drain, Notice, Stop, LoadModel, UnloadModel, Leave ─►
+                     ◄──────────────────  FleetState  the other machines, where there are some
                      ◄──────────────────  Loading    while a model is being loaded
                      ◄──────────────────  Done       one per operation, when it is over
 
@@ -18,6 +19,8 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import msgspec
+
+from penstock.protocol.fleet_state import FleetState
 
 
 class Replica(msgspec.Struct, frozen=True):
@@ -127,11 +130,13 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
 
 
 class Scale(msgspec.Struct, frozen=True, tag="scale"):
-    """Run this many replicas of a model. Done when new ones are ready and surplus ones have stopped."""
+    """Run this many replicas of a model, or of one of its pools. Done when new ones are ready and surplus ones have
+    stopped."""
 
     operation: int
     model: str
     replicas: int
+    pool: str = ""
 
 
 class Restart(msgspec.Struct, frozen=True, tag="restart"):
@@ -154,6 +159,14 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Drain the whole server and stop it."""
 
     operation: int
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """A machine of the fleet hands its replicas over and stops; `seconds`: when it will be gone. Done when it knows."""
+
+    operation: int
+    machine: str
+    seconds: float | None = None
 
 
 class LoadModel(msgspec.Struct, frozen=True, tag="load"):
@@ -185,8 +198,8 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     error: str = ""
 
 
-Operation: TypeAlias = Scale | SetLimits | Restart | Drain | Notice | Stop | LoadModel | UnloadModel
-FromSupervisor: TypeAlias = Topology | Loading | Scaling | Done
+Operation: TypeAlias = Scale | SetLimits | Restart | Drain | Notice | Stop | LoadModel | UnloadModel | Leave
+FromSupervisor: TypeAlias = Topology | Loading | Scaling | FleetState | Done
 
 FromGateway: TypeAlias = Operation | Following | Loads
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.backends.base import Clock
@@ -35,7 +35,9 @@ from penstock.routing.breaker import BreakerPolicy
 from penstock.routing.flights import PROBE_PRIORITY, Flight, Leg
 from penstock.routing.handover import HandoverPolicy, Handovers, generating
 from penstock.routing.member import Member
+from penstock.routing.policies import Predicted
 from penstock.routing.policy import ReplicaPolicy, ReplicaRequest
+from penstock.routing.regions import RegionChoice
 from penstock.routing.retry_budget import RetryBudget
 
 TICK_S = 0.05
@@ -96,9 +98,13 @@ class Dispatcher:
         clock: Clock,
         handover: HandoverPolicy | None = None,
         shared: bool = False,
+        regions: RegionChoice | None = None,
     ) -> None:
         """`shared`: other gateways send requests to these replicas too, and are told what goes where."""
         self.counts = DispatchCounts()
+        self.regions = regions or RegionChoice()
+        self._estimate = policy if isinstance(policy, Predicted) else Predicted()
+        """Predicts how long replicas take, to compare regions."""
         self.budget = RetryBudget(resilience.retry_share)
         self._name = name
         self._members = members
@@ -188,18 +194,14 @@ class Dispatcher:
         alone = len(self._members) == 1
         if alone and first:
             # With one replica the engine itself refuses what it cannot run. A resumed request waits until it can.
-            able = [member for member in self._members if member.backend.ready]
+            able = [member for member in self._members if member.backend.ready and member.may_run(request)]
         elif alone:
             able = [member for member in self._members if member not in besides and member.can_run(request)]
         else:
             able = [member for member in self._members if member not in besides and member.takes(request)]
-            able = list(generating(able))
         refusal: ApiError | None = None
         wanted = None if alone or not able else self._wanted(request, able[0], expected)
-        while able:
-            # Asked even for a single candidate, because the policy records which prefixes each replica has.
-            views = () if wanted is None else [member.view(now) for member in able]
-            member = able.pop(0 if wanted is None else self._policy.choose(wanted, views))
+        for member in self._in_order(request, able, wanted, now):
             leg = Leg(flight, member, self._on_delta, self._on_failure, metered=not alone)
             sent = request if alone else self._handovers.arrange(request, leg, self._members, now)
             try:
@@ -217,7 +219,18 @@ class Dispatcher:
             if self._shared and wanted is not None:
                 member.tell_placement(wanted)
             return member
-        raise refusal or EngineUnavailable("No replica of this model can take this request now; try again.")
+        raise refusal or _unavailable(request)
+
+    def _in_order(
+        self, request: Request, able: Sequence[Member], wanted: ReplicaRequest | None, now: float
+    ) -> Iterator[Member]:
+        """The replicas to try: those of the first pool that the request may use, the best one first, then the next
+        pool's. `wanted`: None for a single replica."""
+        for pool in request.pools or ("",):
+            left = [member for member in able if not request.pools or member.place.pool == pool]
+            left = left if wanted is None else list(generating(left))
+            while left:
+                yield left.pop(0 if wanted is None else self._choose(wanted, left, now))
 
     def _wanted(self, request: Request, member: Member, expected: int) -> ReplicaRequest:
         info = member.backend.info
@@ -240,6 +253,24 @@ class Dispatcher:
         blocks = [names[at : at + DIGEST_SIZE] for at in range(0, len(names), DIGEST_SIZE)]
         sent = ReplicaRequest(0, blocks=blocks, session=placement.session, tenant=placement.tenant)
         self._policy.heard(sent, member.view(self._clock()))
+
+    def _choose(self, wanted: ReplicaRequest, able: Sequence[Member], now: float) -> int:
+        """The index of the replica to use. Called even for a single candidate, because the policy records which
+        prefixes each replica has."""
+        views = [member.view(now) for member in able]
+        first = able[0].place.region
+        if all(member.place.region == first for member in able):
+            return self._policy.choose(wanted, views)
+        near = self.regions.choose(
+            [member.place.region for member in able],
+            [
+                seconds - view.round_trip_s
+                for seconds, view in zip(self._estimate.costs(wanted, views), views, strict=True)
+            ],
+            [member.round_trip_s for member in able],
+            now,
+        )
+        return near[self._policy.choose(wanted, [views[index] for index in near])]
 
     def _drop(self, flight: Flight) -> None:
         """Removes a flight from every replica."""
@@ -393,6 +424,7 @@ class Dispatcher:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
+            self.regions.seen({member.place.region for member in self._members if member.works}, self._clock())
             for member in self._members:
                 if member.stuck and member.legs and self._has_alternative(member):
                     self._evacuate(member)
@@ -427,3 +459,11 @@ class Dispatcher:
                 log.debug("request not hedged", extra={"engine_request_id": flight.id, "why": error.message})
             else:
                 self.counts.hedges += 1
+
+
+def _unavailable(request: Request) -> EngineUnavailable:
+    """The error of a request that no replica can take."""
+    where = [f"pool {' or '.join(request.pools)}"] if request.pools else []
+    where += [f"region {' or '.join(request.regions)}"] if request.regions else []
+    limited = f" in {', '.join(where)}" if where else ""
+    return EngineUnavailable(f"No replica of this model{limited} can take this request now; try again.")

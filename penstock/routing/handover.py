@@ -48,6 +48,9 @@ class Handovers:
         if member.role != "decode" or tokens < self._policy.least_tokens:
             return request
         helpers = [other for other in members if other.role == "prefill" and other.takes(request)]
+        # Within a pool, so that one pool's prompts do not delay another's; blocks never travel between regions.
+        here = (member.place.pool, member.place.region)
+        helpers = [other for other in helpers if (other.place.pool, other.place.region) == here]
         helpers = [other for other in helpers if self._fits(other, member)]
         if not helpers:
             return request

@@ -11,16 +11,25 @@ from penstock.protocol.messages import Placement
 from penstock.routing.breaker import Breaker, BreakerPolicy
 from penstock.routing.flights import Leg
 from penstock.routing.meter import ReplicaMeter
+from penstock.routing.place import NOWHERE, ReplicaPlace
 from penstock.routing.policy import ReplicaRequest, ReplicaView
 
 
 class Member:
     """A replica. It takes requests while it is up and awake, is not stuck, and its breaker is not open."""
 
-    __slots__ = ("_lost", "_stall_s", "backend", "breaker", "legs", "meter", "retiring")
+    __slots__ = ("_lost", "_stall_s", "backend", "breaker", "legs", "meter", "place", "retiring")
 
-    def __init__(self, backend: Backend, breaker: BreakerPolicy, stall_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        breaker: BreakerPolicy,
+        stall_s: float,
+        clock: Callable[[], float],
+        place: ReplicaPlace = NOWHERE,
+    ) -> None:
         self.backend = backend
+        self.place = place
         self.breaker = Breaker(breaker, clock)
         self.meter = ReplicaMeter()
         self._stall_s = stall_s
@@ -39,6 +48,23 @@ class Member:
         return "both" if info is None else info.role
 
     @property
+    def round_trip_s(self) -> float | None:
+        """Measured; None: not known, or on this machine."""
+        return self.backend.round_trip.seconds if isinstance(self.backend, EngineClient) else None
+
+    @property
+    def works(self) -> bool:
+        """Whether it takes requests at all."""
+        return not self.retiring and self.backend.ready and self.breaker.allows and not self.stuck
+
+    def may_run(self, request: Request) -> bool:
+        """Whether its pool and its region are among those that the request may run in."""
+        place = self.place
+        if request.pools and place.pool not in request.pools:
+            return False
+        return not request.regions or place.region in request.regions
+
+    @property
     def stuck(self) -> bool:
         return self.backend.ready and self.backend.stalled_s > self._stall_s
 
@@ -47,15 +73,16 @@ class Member:
         return not self.retiring and not self.stuck and self.breaker.allows and self.can_run(request)
 
     def can_run(self, request: Request) -> bool:
-        """Whether the engine is up, awake and has the adapter."""
+        """Whether the engine is up, awake and has the adapter, where the request may run."""
         backend = self.backend
-        if not backend.ready or backend.state != "awake":
+        if not backend.ready or backend.state != "awake" or not self.may_run(request):
             return False
         return not request.adapter or backend.adapters is None or request.adapter in backend.adapters
 
     def view(self, now: float) -> ReplicaView:
         """The snapshot for a replica policy."""
-        return self.meter.view(self.name, self.backend.load, self.backend.info, now)
+        away = self.round_trip_s or 0.0
+        return self.meter.view(self.name, self.backend.load, self.backend.info, now, round_trip_s=away)
 
     def tell_placement(self, request: ReplicaRequest) -> None:
         """Tells other gateways, through the engine, that the request was sent to it."""

@@ -103,7 +103,13 @@ class ReplicaMeter:
             self.ended(request_id, now)
 
     def view(
-        self, name: str, load: EngineLoad, info: EngineInfo | None, now: float, weight: float = 1.0
+        self,
+        name: str,
+        load: EngineLoad,
+        info: EngineInfo | None,
+        now: float,
+        weight: float = 1.0,
+        round_trip_s: float = 0.0,
     ) -> ReplicaView:
         unreported = max(0, len(self._work) - load.running - load.waiting)
         return ReplicaView(
@@ -117,6 +123,7 @@ class ReplicaMeter:
             total_blocks=load.total_blocks,
             prefill_tokens_per_s=self._prefill.per_s(now),
             decode_tokens_per_s=self._decode.per_s(now),
+            round_trip_s=round_trip_s,
             weight=weight,
         )
 

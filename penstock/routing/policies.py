@@ -152,6 +152,10 @@ class Predicted:
         """The predicted cost of sending `request` to this replica, in seconds."""
         return self._best(request, (view,), (0,))[1]
 
+    def costs(self, request: ReplicaRequest, candidates: Sequence[ReplicaView]) -> list[float]:
+        """The predicted cost of sending `request` to each of them, in seconds."""
+        return [self._best(request, candidates, (index,))[1] for index in range(len(candidates))]
+
     def _typical(self, candidates: Sequence[ReplicaView]) -> tuple[float, float]:
         """Prefill and decode speed of a replica that has not been measured: the mean of the others."""
         prefills = [view.prefill_tokens_per_s for view in candidates if view.prefill_tokens_per_s is not None]
@@ -181,7 +185,7 @@ class Predicted:
             fresh = prompt
             if view.name in held:
                 fresh = max(prompt - self._prefixes.matched(view.name, blocks) * size, 1)
-            seconds = (view.queued_tokens + fresh) / prefill
+            seconds = (view.queued_tokens + fresh) / prefill + view.round_trip_s
             slots = view.slots
             if slots:
                 present = view.running + view.waiting

@@ -71,6 +71,8 @@ class ReplicaView:
     prefill_tokens_per_s: float | None = None
     """Measured; None: not known yet."""
     decode_tokens_per_s: float | None = None
+    round_trip_s: float = 0.0
+    """Measured time to it and back."""
     weight: float = 1.0
     """Trust of its circuit breaker: 0 takes no requests, 1 takes its full share."""
 

@@ -16,6 +16,7 @@ from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.sampling import UNSET_DEFAULTS, SamplingDefaults
 from penstock.errors import ConfigError
 from penstock.protocol.errors import InvalidRequest, ModelNotFound
+from penstock.routing.placement import ANYWHERE, Placement, PlacementFacts
 from penstock.routing.remotes import RemoteModel
 from penstock.routing.replicas import ReplicaSet
 from penstock.text import TextModel
@@ -83,6 +84,13 @@ class ServedModel:
     def base_name(self) -> str:
         """Its name in the engine's metrics: adapters count as their base model."""
         return self.base or self.name
+
+    def place(self, facts: PlacementFacts) -> Placement:
+        """Where a request may run."""
+        backend = self.backend
+        if not isinstance(backend, ReplicaSet) or backend.placer.trivial:
+            return ANYWHERE
+        return backend.placer.place(facts, backend.windows)
 
     def overflows(self, waiting: int) -> bool:
         """Whether it has so many requests that fallbacks should be tried first. `waiting`: those still queued in the

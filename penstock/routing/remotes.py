@@ -21,7 +21,12 @@ from penstock.backends.openai import Chunk, OpenAIServer
 from penstock.config.sampling import UNSET_DEFAULTS
 from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
 from penstock.routing.breaker import Breaker, BreakerPolicy
+from penstock.routing.placement import Placer
+from penstock.routing.regions import RegionChoice
 from penstock.routing.retry_budget import RetryBudget
+
+STEP = 0.2
+"""Weight of the newest answer in the mean time to the first text."""
 
 log = logging.getLogger("penstock.routing")
 
@@ -34,6 +39,20 @@ class RemoteMember:
     breaker: Breaker
     reachable: bool = True
     """Result of the last health check."""
+    region: str = ""
+    first_text_s: float | None = None
+    """Smoothed time to the first text, per request that it had at the time."""
+
+    def said(self, seconds: float) -> None:
+        """Takes the time of an answer to its first text into the mean."""
+        each = max(seconds - (self.server.round_trip.seconds or 0.0), 0.0) / max(self.server.in_flight, 1)
+        known = self.first_text_s
+        self.first_text_s = each if known is None else known + STEP * (each - known)
+
+    @property
+    def expected_s(self) -> float:
+        """Predicted time to the first text of the next request, without the round trip."""
+        return (self.first_text_s or 0.0) * (self.server.in_flight + 1)
 
 
 class RemoteModel:
@@ -56,8 +75,12 @@ class RemoteModel:
         limit_field: str = "max_tokens",
         breaker: BreakerPolicy | None = None,
         retry_share: float = 0.1,
+        regions: Sequence[str] = (),
+        placer: Placer | None = None,
+        choice: RegionChoice | None = None,
         clock: Clock = monotonic,
     ) -> None:
+        """`regions`: of each server. `placer`: the data rules, which say in which of them a request may be answered."""
         self.name = name
         self.aliases = tuple(aliases)
         self.input_price = input_price
@@ -68,6 +91,11 @@ class RemoteModel:
         self.created = int(time.time())
         self.budget = RetryBudget(retry_share)
         self.members = [RemoteMember(server, Breaker(breaker or BreakerPolicy(), clock)) for server in servers]
+        for member, region in zip(self.members, regions, strict=False):
+            member.region = region
+        self.placer = placer or Placer()
+        self._regions = choice or RegionChoice()
+        self._clock = clock
         self._max_in_flight = max_in_flight
         self._check_s = check_s
         self._watcher: asyncio.Task[None] | None = None
@@ -101,21 +129,24 @@ class RemoteModel:
         for member in self.members:
             await member.server.close()
 
-    async def answer(self, body: dict[str, Any], request_id: str, first: RemoteMember) -> AsyncGenerator[Chunk, None]:
-        """The chunks of one answer, from the server `first` if it works."""
+    async def answer(
+        self, body: dict[str, Any], request_id: str, first: RemoteMember, regions: Sequence[str] = ()
+    ) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one answer, from the server `first` if it works. `regions`: see `choose`."""
         self.budget.began()
         tried: list[RemoteMember] = []
         while True:
-            member = self.choose(tried) if tried else first
+            member = self.choose(tried, regions) if tried else first
             tried.append(member)
             member.breaker.began()
-            said = False
+            said, sent_at = False, self._clock()
             try:
                 async with aclosing(member.server.stream(body, request_id)) as chunks:
                     async for chunk in chunks:
                         if not said and _says(chunk):
                             said = True
                             member.breaker.succeeded()
+                            member.said(self._clock() - sent_at)
                         yield chunk
                 return
             except (EngineUnavailable, Overloaded) as error:
@@ -133,24 +164,53 @@ class RemoteModel:
                     },
                 )
 
-    def choose(self, tried: Sequence[RemoteMember] = ()) -> RemoteMember:
-        """The server to use next, other than those in `tried`; raises when there is none."""
-        able = [member for member in self.members if member not in tried and member.breaker.allows]
+    def choose(self, tried: Sequence[RemoteMember] = (), regions: Sequence[str] = ()) -> RemoteMember:
+        """The server to use next, other than those in `tried`; raises when there is none. `regions`: where it must be;
+        empty: anywhere."""
+        allowed = [member for member in self.members if not regions or member.region in regions]
+        if not allowed:
+            raise EngineUnavailable(
+                f"No server of `{self.name}` is in region {' or '.join(regions)}, where this request must be answered.",
+                retry_after=60.0,
+            )
+        able = [member for member in allowed if member not in tried and member.breaker.allows]
         if not able:
             waits = [member.breaker.opens_in_s for member in self.members]
             raise EngineUnavailable(
                 f"No server of `{self.name}` is available at the moment; try again.", retry_after=min(waits) or 1.0
             )
-        member = min(able, key=lambda member: (not member.reachable, member.server.in_flight))
+        member = min(self._near(able), key=lambda member: (not member.reachable, member.server.in_flight))
         if member.server.in_flight >= self._max_in_flight:
             raise Overloaded(
                 f"`{self.name}` already has {self.in_flight} requests in flight; try again shortly.", retry_after=2.0
             )
         return member
 
+    def _near(self, able: Sequence[RemoteMember]) -> Sequence[RemoteMember]:
+        """Those in the region that is expected to answer first; all, where there is only one region."""
+        if len({member.region for member in able}) == 1:
+            return able
+        now = self._clock()
+        self._regions.seen(
+            {member.region for member in self.members if member.reachable and member.breaker.allows}, now
+        )
+        up = [member for member in able if member.reachable] or able
+        near = self._regions.choose(
+            [member.region for member in up],
+            [member.expected_s for member in up],
+            [member.server.round_trip.seconds for member in up],
+            now,
+        )
+        return [up[index] for index in near]
+
     async def _look(self) -> None:
-        """Checks servers that have been silent."""
+        """Checks servers that have been silent, and the way to all where there are several regions."""
+        spread = len({member.region for member in self.members}) > 1
         while True:
+            if spread:
+                await asyncio.gather(*(self._check(member) for member in self.members))
+                await asyncio.sleep(self._check_s)
+                continue
             silent = [member for member in self.members if member.server.idle_s > self._check_s]
             await asyncio.gather(*(self._check(member) for member in silent))
             await asyncio.sleep(self._check_s)

@@ -55,6 +55,7 @@ def add_replica_metrics(registry: MetricRegistry, models: Models) -> None:
         ("model_name", "engine"),
         lambda: list(breakers()),
     )
+    _add_place_metrics(registry, models, sets)
     registry.sampled(
         "gauge",
         "penstock_remote_up",
@@ -84,5 +85,59 @@ def add_replica_metrics(registry: MetricRegistry, models: Models) -> None:
         "Requests waiting because no replica can take them.",
         ("model_name",),
         lambda: [((model,), found.dispatcher.parked) for model, found in sets()],
+        merge="sum",
+    )
+
+
+def _add_place_metrics(
+    registry: MetricRegistry, models: Models, sets: Callable[[], Iterator[tuple[str, ReplicaSet]]]
+) -> None:
+    """Where replicas are. Labels of their own: metrics that others scrape keep theirs."""
+
+    def places() -> Iterator[tuple[tuple[str, ...], float]]:
+        for model, found in sets():
+            for member in found.members:
+                place = member.place
+                if place.pool or place.region or place.machine:
+                    yield (model, member.name, place.pool, place.region, place.zone, place.machine), 1.0
+        for remote in models.remotes.values():
+            for other in remote.members:
+                if other.region:
+                    yield (remote.name, other.server.name, "", other.region, "", ""), 1.0
+
+    def round_trips() -> Iterator[tuple[tuple[str, str], float]]:
+        for model, found in sets():
+            for member in found.members:
+                if (seconds := member.round_trip_s) is not None:
+                    yield (model, member.name), seconds
+        for remote in models.remotes.values():
+            for other in remote.members:
+                if (seconds := other.server.round_trip.seconds) is not None:
+                    yield (remote.name, other.server.name), seconds
+
+    registry.sampled(
+        "gauge",
+        "penstock_replica_info",
+        "Pool, region, zone and machine of a replica; always 1.",
+        ("model_name", "engine", "pool", "region", "zone", "machine"),
+        lambda: list(places()),
+    )
+    registry.sampled(
+        "gauge",
+        "penstock_replica_round_trip_seconds",
+        "Measured round trip to a replica on another machine, or to a remote server.",
+        ("model_name", "engine"),
+        lambda: list(round_trips()),
+    )
+    registry.sampled(
+        "counter",
+        "penstock_region_choices_total",
+        "Choices between regions, by the region that was taken.",
+        ("model_name", "region"),
+        lambda: [
+            ((model, region), count)
+            for model, found in sets()
+            for region, count in found.dispatcher.regions.chosen.items()
+        ],
         merge="sum",
     )

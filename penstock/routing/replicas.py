@@ -24,8 +24,11 @@ from penstock.routing.handover import HandoverPolicy
 from penstock.routing.hold import HoldLimits, HoldQueue
 from penstock.routing.loads import total_load
 from penstock.routing.member import Member
+from penstock.routing.place import NOWHERE, ReplicaPlace
+from penstock.routing.placement import Placer
 from penstock.routing.policies import Predicted
 from penstock.routing.policy import ReplicaPolicy
+from penstock.routing.regions import RegionChoice
 
 EQUIP_S = 1.0
 """How often replicas are checked for missing adapters."""
@@ -46,18 +49,23 @@ class ReplicaSet:
         policy: ReplicaPolicy | None = None,
         handover: HandoverPolicy | None = None,
         hold: HoldLimits | None = None,
+        places: Mapping[str, ReplicaPlace] | None = None,
+        placer: Placer | None = None,
+        regions: RegionChoice | None = None,
         clock: Clock = monotonic,
         shared: bool = False,
     ) -> None:
-        """`hold`: the set may be empty, and requests then wait for its first replica. `shared`: other gateways use
-        these replicas too."""
+        """`hold`: the set may be empty, and requests then wait for its first replica. `places`: where the replicas are,
+        by name. `placer`: the rules for where requests may run. `shared`: other gateways use these replicas too."""
         self.name = name
+        self.placer = placer or Placer()
         self._resilience = resilience or Resilience()
         self._clock = clock
         self._members: list[Member] = []
         policy = policy or Predicted()
-        self.dispatcher = Dispatcher(name, self._members, self._resilience, policy, clock, handover, shared)
-        self._members += [self._member(backend) for backend in replicas]
+        self.dispatcher = Dispatcher(name, self._members, self._resilience, policy, clock, handover, shared, regions)
+        places = places or {}
+        self._members += [self._member(backend, places.get(backend.name, NOWHERE)) for backend in replicas]
         self.hold = None if hold is None else HoldQueue(name, hold, clock)
         self.arrived = 0
         """Requests that asked for a replica so far."""
@@ -76,6 +84,10 @@ class ReplicaSet:
     def replicas(self) -> Sequence[Backend]:
         return [member.backend for member in self._members]
 
+    def place_of(self, replica: str) -> ReplicaPlace:
+        """Where a replica is; `NOWHERE` when it is not known."""
+        return next((member.place for member in self._members if member.name == replica), NOWHERE)
+
     async def start(self) -> None:
         self._started = True
         for member in self._members:
@@ -92,9 +104,15 @@ class ReplicaSet:
         for member in self._members:
             await member.backend.close()
 
-    async def join(self, backend: Backend) -> None:
+    async def join(self, backend: Backend, place: ReplicaPlace = NOWHERE) -> None:
         """Adds a replica."""
-        self._members.append(self._member(backend))
+        pools = self.placer.pools
+        if pools and place.pool not in pools:
+            log.warning(
+                "replica gets no requests: its pool is not one of the model's pools",
+                extra={"model": self.name, "replica": backend.name, "pool": place.pool, "pools": ", ".join(pools)},
+            )
+        self._members.append(self._member(backend, place))
         if self._started:
             await backend.start()
             self.dispatcher.watch()
@@ -117,20 +135,36 @@ class ReplicaSet:
             self.dispatcher.forget(member.name)
         await member.backend.close()
 
-    def _member(self, backend: Backend) -> Member:
-        member = Member(backend, self._resilience.breaker, self._resilience.stall_s, self._clock)
+    def _member(self, backend: Backend, place: ReplicaPlace) -> Member:
+        member = Member(backend, self._resilience.breaker, self._resilience.stall_s, self._clock, place)
         if isinstance(backend, EngineClient):
             backend.on_placement = partial(self.dispatcher.heard, member)
         return member
 
     @property
     def info(self) -> EngineInfo | None:
-        """The info of the replica with the smallest context window: what fits there fits everywhere. Of an empty set,
-        that of the last replica that left."""
+        """The info of the replica with the smallest context window: what fits there fits everywhere. With pools, of the
+        pool where that window is largest. Of an empty set, that of the last replica that left."""
         if len(self._members) == 1:
             return self._members[0].backend.info or self._last_info
+        if self.placer.pools:
+            return max(self._smallest().values(), key=lambda info: info.max_model_len, default=self._last_info)
         infos = [info for member in self._members if (info := member.backend.info) is not None]
         return min(infos, key=lambda info: info.max_model_len, default=self._last_info)
+
+    def _smallest(self) -> dict[str, EngineInfo]:
+        """By pool, the info of the replica with the smallest window."""
+        found: dict[str, EngineInfo] = {}
+        for member in self._members:
+            info, pool = member.backend.info, member.place.pool
+            if info is not None and (pool not in found or info.max_model_len < found[pool].max_model_len):
+                found[pool] = info
+        return found
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """The context window of each pool, as far as known."""
+        return {pool: info.max_model_len for pool, info in self._smallest().items()}
 
     @property
     def ready(self) -> bool:

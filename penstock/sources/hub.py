@@ -60,11 +60,13 @@ class RemoteFile:
         return PurePosixPath(self.path).name
 
 
-def fetch_repository(source: HubSource, slot: Slot, label: str, progress: Progress | None) -> None:
+def fetch_repository(
+    source: HubSource, slot: Slot, label: str, progress: Progress | None, *, weights: bool = True
+) -> None:
     """Fill the slot from a repository. Call with the slot's lock held. Earlier partial files are resumed."""
     client = _HubClient(source)
     commit, listing = client.listing()
-    files = choose_files(listing, source)
+    files = choose_files(listing, source, weights=weights)
     slot.partial.mkdir(parents=True, exist_ok=True)
     _forget_other_commit(slot.partial, commit)
     present = sum(file.stat().st_size for file in slot.partial.iterdir() if file.is_file())
@@ -103,8 +105,8 @@ def _forget_other_commit(folder: Path, commit: str) -> None:
         mark.write_text(commit)
 
 
-def choose_files(listing: list[RemoteFile], source: HubSource) -> list[RemoteFile]:
-    """The files worth fetching: safetensors with their configuration, or one GGUF file."""
+def choose_files(listing: list[RemoteFile], source: HubSource, *, weights: bool = True) -> list[RemoteFile]:
+    """The files worth fetching: safetensors with their configuration, or one GGUF file, which is all in one."""
     top = [file for file in listing if "/" not in file.path]
     small = [file for file in top if _SMALL.fullmatch(file.name)]
     tensors = [file for file in top if file.name.endswith((".safetensors", ".safetensors.index.json"))]
@@ -112,7 +114,7 @@ def choose_files(listing: list[RemoteFile], source: HubSource) -> list[RemoteFil
         tensors = [file for file in tensors if file.name.startswith("model")]
     ggufs = [file for file in listing if file.name.lower().endswith(".gguf")]
     if tensors and source.choice is None:
-        return [*small, *tensors]
+        return [*small, *tensors] if weights else small
     if not ggufs:
         what = f"no GGUF file for {source.choice!r}" if source.choice else "no safetensors or GGUF weights"
         raise SourceError(f"hf:{source.repository} has {what}; Penstock cannot run it")

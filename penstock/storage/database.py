@@ -67,9 +67,15 @@ class Database(ABC):
         """Runs the statements in one transaction; returns how many rows each changed.
 
         `guarded`: if the first statement changes no row, the others are skipped and `[0]` is returned. `durable`: waits
-        for the disk; otherwise the transaction survives a crash of any process, but not of the machine, until it is
-        flushed.
+        for the disk; otherwise the transaction survives a crash of this process, but not of the machine, until it is
+        flushed, and not of a database server (see `interruptions`).
         """
+
+    @property
+    def interruptions(self) -> int | None:
+        """How often a connection was lost. With the server may be lost what it had not flushed yet, so a writer who did
+        not wait for the disk writes the last seconds again. None: there is no server to lose."""
+        return None
 
     async def flush(self) -> None:
         """Returns when everything written is on disk; a database that flushes by itself within a second does not

@@ -50,8 +50,10 @@ def local_name(url: str) -> str:
 class PostgresDatabase(Database):
     """See `Database`."""
 
-    def __init__(self, pool: Any, url: str) -> None:
+    def __init__(self, pool: Any, url: str, lost: list[object] | None = None) -> None:
+        """`lost`: gets an entry for every connection that ends."""
         self._pool = pool
+        self._lost = [] if lost is None else lost
         self._url = redacted(url)
         self._name = local_name(url)
 
@@ -61,13 +63,22 @@ class PostgresDatabase(Database):
             import asyncpg
         except ImportError as error:
             raise ConfigError(f"PostgreSQL {needs_extra('postgres')}") from error
+        lost: list[object] = []
+
+        async def follow(connection: Any) -> None:
+            connection.add_termination_listener(lambda _: lost.append(None))
+
         try:
             pool = await asyncpg.create_pool(
-                url, min_size=1, max_size=CONNECTIONS, command_timeout=TIMEOUT_S, timeout=TIMEOUT_S
+                url, min_size=1, max_size=CONNECTIONS, command_timeout=TIMEOUT_S, timeout=TIMEOUT_S, init=follow
             )
         except (OSError, TimeoutError, asyncpg.PostgresError) as error:
             raise DatabaseError(f"{redacted(url)} cannot be reached: {error}") from error
-        return cls(pool, url)
+        return cls(pool, url, lost)
+
+    @property
+    def interruptions(self) -> int:
+        return len(self._lost)
 
     def beside(self, name: str) -> Path | None:
         """In this user's state folder; None where nothing can be written there, as in a container."""
@@ -116,7 +127,14 @@ class PostgresDatabase(Database):
 
         try:
             return await work
-        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        except (
+            OSError,
+            TimeoutError,
+            asyncpg.PostgresError,
+            asyncpg.InterfaceError,
+            asyncpg.InternalClientError,
+        ) as error:
+            # The last is what a connection that ends in the middle of a transaction raises now and then.
             raise DatabaseError(f"{self._url}: {error or type(error).__name__}") from error
 
 

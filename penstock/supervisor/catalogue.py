@@ -73,12 +73,22 @@ class ModelCatalogue:
     def names(self) -> set[str]:
         return {model.name for model in self._config.models} | self._added.keys()
 
-    def unit(self, name: str, index: int) -> Unit:
-        """The engine process of a model's replica number `index`."""
+    @property
+    def place(self) -> tuple[str, str]:
+        """Region and zone of this machine."""
+        return self._config.fleet.region, self._config.fleet.zone
+
+    def pools(self, name: str) -> list[str]:
+        """The pools of a model; none for one without."""
+        models = [*self._config.models, *(added.model for added in self._added.values())]
+        return [pool.name for model in models if model.name == name for pool in model.pools]
+
+    def unit(self, name: str, index: int, pool: str | None = None) -> Unit:
+        """The engine process of a model's replica number `index`. `pool`: if not the one that this number has."""
         added = self._added.get(name)
         if added is None:
-            return replica(self._config, self._folder, name, index, site=self._site)
-        unit = replica(added.config, self._folder, name, index, added.place, self._site)
+            return replica(self._config, self._folder, name, index, site=self._site, pool=pool)
+        unit = replica(added.config, self._folder, name, index, added.place, self._site, pool)
         unit.on_progress = lambda phase, fraction: self.on_progress(name, phase, fraction)
         return unit
 

@@ -21,6 +21,7 @@ from penstock.protocol.control import (
     Done,
     Drain,
     Following,
+    Leave,
     Loading,
     LoadModel,
     Loads,
@@ -36,6 +37,7 @@ from penstock.protocol.control import (
     decode_from_gateway,
     line,
 )
+from penstock.protocol.fleet_state import FleetState
 from penstock.supervisor.replicas import Replicas
 
 WAITING = 64
@@ -50,12 +52,13 @@ log = logging.getLogger("penstock.supervisor")
 class Operations(Protocol):
     """What carries out operations: the replicas of this machine, or a whole fleet."""
 
-    async def scale(self, model: str, count: int) -> None: ...
+    async def scale(self, model: str, count: int, pool: str = "") -> None: ...
     async def restart(self, model: str, replica: str = "") -> None: ...
     async def drain(self, model: str, replica: str) -> None: ...
     def replace(self, model: str, replica: str, within_s: float, *, refill: bool = True) -> None: ...
     async def load(self, description: Mapping[str, Any]) -> None: ...
     async def unload(self, model: str) -> None: ...
+    async def leave(self, machine: str, seconds: float | None) -> None: ...
     def stop(self) -> None: ...
 
 
@@ -87,6 +90,7 @@ class ControlServer:
         self._replicas = replicas
         self._operations: Operations = operations or replicas
         self._autoscaler = autoscaler
+        self._fleet: FleetState | None = None
         self._gateways: dict[asyncio.StreamWriter, Following] = {}
         self._heard = asyncio.Event()
         """Set when a gateway has followed a topology or has gone."""
@@ -127,6 +131,8 @@ class ControlServer:
             writer.write(line(self._replicas.topology()))
             if self._autoscaler is not None:
                 writer.write(line(self._autoscaler.state()))
+            if self._fleet is not None:
+                writer.write(line(self._fleet))
             while sent := await reader.readline():
                 match decode_from_gateway(sent):
                     case Following() as following:
@@ -158,6 +164,12 @@ class ControlServer:
         found = (following.problems.get(model, "") for following in self._gateways.values())
         return next((problem for problem in found if problem), "")
 
+    def tell_fleet(self, state: FleetState) -> None:
+        """The machines of the fleet, for gateways to show."""
+        if state != self._fleet:
+            self._fleet = state
+            self._broadcast(state)
+
     def _publish(self, topology: Topology) -> None:
         self._broadcast(topology)
 
@@ -168,7 +180,7 @@ class ControlServer:
         await self._replicas.announced()
         await autoscaler.run()
 
-    def _broadcast(self, message: Topology | Loading | Scaling) -> None:
+    def _broadcast(self, message: Topology | Loading | Scaling | FleetState) -> None:
         for writer in tuple(self._gateways):
             try:
                 writer.write(line(message))
@@ -202,13 +214,13 @@ class ControlServer:
 
     async def _carry_out(self, operation: Operation) -> None:
         match operation:
-            case Scale(_, model, count):
+            case Scale(_, model, count, pool):
                 if self._autoscaler is not None and self._autoscaler.governs(model):
                     raise PenstockError(
                         f"`{model}` is scaled automatically; `penstock autoscale {model} --min N --max N` changes its "
                         "limits"
                     )
-                await self._operations.scale(model, count)
+                await self._operations.scale(model, count, pool)
             case Restart(_, model, replica):
                 await self._operations.restart(model, replica)
             case Drain(_, model, replica):
@@ -227,6 +239,8 @@ class ControlServer:
                     self._broadcast(Loading(str(description.get("name", ""))))
             case UnloadModel(_, model):
                 await self._operations.unload(model)
+            case Leave(_, machine, seconds):
+                await self._operations.leave(machine, seconds)
             case Stop():
                 self._operations.stop()
 
@@ -237,5 +251,7 @@ def _model(operation: Operation) -> str:
             return str(description.get("name", ""))
         case Stop():
             return ""
+        case Leave(_, machine):
+            return machine
         case _:
             return operation.model

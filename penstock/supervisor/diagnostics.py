@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 
 from penstock.config import Config
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError, require_extra
 from penstock.gateway.http.port import check_port
 from penstock.sources.adapters import check_adapter
 from penstock.sources.resolve import cached
@@ -47,11 +47,9 @@ def examine(config: Config) -> list[Finding]:
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("python", _python),
         ("packages", _packages),
-        ("torch", _torch),
+        ("engine", lambda: _engine(config)),
         ("cpu", _cpu),
-        ("kernels", _kernels),
         ("memory", _memory),
-        ("device", lambda: _configured_devices(config)),
         ("model cache", lambda: _cache(config)),
         ("sources", lambda: _sources(config)),
         ("port", lambda: _port(config)),
@@ -74,20 +72,32 @@ def _python() -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     from importlib.util import find_spec
 
-    needed = ("numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "zmq", "httptools", "httpx", "yaml")
+    needed = ("numpy", "tokenizers", "jinja2", "msgspec", "zmq", "httptools", "httpx", "yaml")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        remedy = "install Penstock again: `make serve` in its folder, or `pip install -e .`"
+        remedy = "install Penstock again: `pip install penstock`, or `make serve` in a clone"
         yield Finding("packages", CheckState.FAIL, f"missing: {', '.join(missing)}", remedy)
     else:
         yield Finding("packages", CheckState.OK, "all installed")
+
+
+def _engine(config: Config) -> Iterator[Finding]:
+    """What engines need; a machine of gateways has none of it."""
+    try:
+        require_extra("engine", "an engine")
+    except ConfigError as error:
+        yield Finding("engine", CheckState.WARN, "this machine can run gateways, but no engine", str(error))
+        return
+    yield from _torch()
+    yield from _kernels()
+    yield from _configured_devices(config)
 
 
 def _torch() -> Iterator[Finding]:
     try:
         import torch
     except ImportError as error:
-        yield Finding("torch", CheckState.FAIL, str(error), "run `pip install torch` for this machine")
+        yield Finding("torch", CheckState.FAIL, str(error), "install it again: `pip install --force-reinstall torch`")
         return
     yield Finding("torch", CheckState.OK, f"{torch.__version__}, {torch.get_num_threads()} threads")
     if torch.cuda.is_available():

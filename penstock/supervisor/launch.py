@@ -15,6 +15,7 @@ from typing import Protocol
 
 from penstock.config import Config, ModelConfig, dump
 from penstock.gateway.workers.coordinator import WorkerCoordinator
+from penstock.routing.place import ReplicaPlace, labelled_endpoint
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.unit import Unit
@@ -45,7 +46,10 @@ def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]
     endpoints: dict[str, list[str]] = {}
     for model in config.models:
         replicas = [replica(config, folder, model.name, index) for index in range(model.first_replicas)]
-        endpoints[model.name] = [unit.endpoint for unit in replicas]
+        endpoints[model.name] = [
+            labelled_endpoint(unit.endpoint, ReplicaPlace(unit.pool, config.fleet.region, config.fleet.zone))
+            for unit in replicas
+        ]
         engines += replicas
     found, more = encoders(config, folder)
     return engines + found, gateways(config, folder, endpoints | more, ["--control", str(folder.control)])
@@ -63,27 +67,38 @@ def encoders(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], dict[st
 
 
 def replica(
-    config: Config, folder: RuntimeFolder, name: str, index: int, place: int | None = None, site: Site | None = None
+    config: Config,
+    folder: RuntimeFolder,
+    name: str,
+    index: int,
+    place: int | None = None,
+    site: Site | None = None,
+    pool: str | None = None,
 ) -> Unit:
     """The engine process of replica `index` of a model. `place`: for a model loaded at run time, which has a `config`
-    of its own, the number that keeps its endpoints and files apart. `site`: for engines that other machines use."""
-    position, model = next((place, model) for place, model in enumerate(config.models) if model.name == name)
+    of its own, the number that keeps its endpoints and files apart. `site`: for engines that other machines use.
+    `pool`: if not the one of that number."""
+    position, whole = next((place, model) for place, model in enumerate(config.models) if model.name == name)
+    pool = whole.pool_of(index) if pool is None else pool
+    model, number = whole.in_pool(pool), whole.place_in_pool(index)
     endpoint = listen = folder.endpoint(position if place is None else place, index)
-    device = model.replica_devices[index % len(model.replica_devices)] if model.replica_devices else None
+    device = model.replica_devices[number % len(model.replica_devices)] if model.replica_devices else None
     if site is not None:
         listen, endpoint = site.endpoints()
         device = device or site.device(model, index)
     command = [*_run("engine", config, folder, place), model.name, "--endpoint", listen]
+    if pool:
+        command += ["--pool", pool]
     if device is not None:
         command += ["--device", device]
     if model.replica_grids:
-        tensor, pipeline = model.grid(index)
+        tensor, pipeline = model.grid(number)
         command += ["--tensor-parallel", str(tensor), "--pipeline-parallel", str(pipeline)]
     if model.placement is not None:
         command += ["--join-endpoint", model.placement.endpoint(index)]
     if model.replica_roles:
-        command += ["--role", model.role(index)]
-    unit = Unit(engine_name(model, index), command, model=model.name, replica=str(index), endpoint=endpoint)
+        command += ["--role", model.role(number)]
+    unit = Unit(engine_name(whole, index), command, model=model.name, replica=str(index), endpoint=endpoint, pool=pool)
     if site is not None:
         site.started(unit)
     return unit
@@ -91,7 +106,7 @@ def replica(
 
 def engine_name(model: ModelConfig, index: int) -> str:
     """The name of a replica's process in logs."""
-    return f"engine {model.name}/{index}" if index or model.replicas > 1 else f"engine {model.name}"
+    return f"engine {model.name}/{index}" if index or model.replica_count > 1 else f"engine {model.name}"
 
 
 def gateways(

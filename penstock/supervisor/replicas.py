@@ -49,7 +49,7 @@ class Replicas:
         keeps them for the next start. `max_engines`: maximum of engines, all models together. `others`: replicas on
         other machines, which gateways use too; `describe`: how gateways reach one of this machine."""
         self._others = others or (lambda: Topology({}))
-        self._describe = describe or (lambda unit: Replica(unit.replica, unit.endpoint))
+        self._describe = describe or self._here
         self._supervisor = supervisor
         self._make = make
         self.catalogue = catalogue
@@ -89,6 +89,10 @@ class Replicas:
         loaded = {} if self.catalogue is None else self.catalogue.loaded
         return Topology(models, others.loaded | loaded, self._changes)
 
+    def _here(self, unit: Unit) -> Replica:
+        region, zone = ("", "") if self.catalogue is None else self.catalogue.place
+        return Replica(unit.replica, unit.endpoint, pool=unit.pool, region=region, zone=zone)
+
     def others_changed(self) -> None:
         """Replicas on other machines came or went."""
         self._changed()
@@ -107,6 +111,14 @@ class Replicas:
         """A model of the catalogue which has no replica here yet."""
         if model not in self._units:
             self._units[model] = []
+            self._changed()
+
+    def forget(self, model: str) -> None:
+        """A model that has no replica here, and shall have none."""
+        if not self._units.get(model):
+            self._units.pop(model, None)
+            if self.catalogue is not None:
+                self.catalogue.remove(model)
             self._changed()
 
     async def take_on(self, description: Mapping[str, Any]) -> None:
@@ -162,16 +174,24 @@ class Replicas:
         self._changed()
         await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in units))
 
-    async def scale(self, model: str, count: int) -> None:
+    async def scale(self, model: str, count: int, pool: str = "") -> None:
+        """Sets the number of replicas of a model, or of one of its pools."""
         units = self._of(model)
+        pools = [] if self.catalogue is None else self.catalogue.pools(model)
+        if pool and not pools:
+            raise PenstockError(f"`{model}` has no pools")
+        if pools and pool not in pools:
+            raise PenstockError(f"`{model}` has the pools {', '.join(pools)}; say which one with --pool NAME")
         if not 1 <= count <= MOST:
             raise PenstockError(f"a model has 1 to {MOST} replicas, not {count}")
-        self._check_room(count - len(units))
-        if count > len(units):
-            await self._grow(model, units, count)
-        elif count < len(units):
-            leaving = units[count:]
-            del units[count:]
+        present = [unit for unit in units if unit.pool == pool]
+        self._check_room(count - len(present))
+        if count > len(present):
+            await self._grow(model, units, count - len(present), pool)
+        elif count < len(present):
+            leaving = present[count:]
+            for unit in leaving:
+                units.remove(unit)
             self._changed()
             await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in leaving))
 
@@ -208,16 +228,19 @@ class Replicas:
         noticed = [unit for unit in ([self._one(model, replica)] if replica else self._of(model)) if not unit.noticed]
         for unit in noticed:
             unit.noticed = True
-        fresh = self._add(model, min(len(noticed), self.room))
+        fresh: list[Unit] = []
+        for unit in noticed[: self.room]:
+            fresh += self._add(model, 1, unit.pool)
         if len(fresh) < len(noticed):
             log.warning("no room for the replacement of %d replicas of %r", len(noticed) - len(fresh), model)
         patience = max(within_s - self._supervisor.drain_s - NOTICE_MARGIN_S, 0.0)
-        missing = len(noticed) - len(fresh) if refill else 0
+        missing = [unit.pool for unit in noticed[len(fresh) :]] if refill else []
         self._begin(self._take_over(model, noticed, fresh, patience, missing), f"replace {model}")
 
     async def _take_over(
-        self, model: str, noticed: list[Unit], fresh: list[Unit], patience: float, missing: int
+        self, model: str, noticed: list[Unit], fresh: list[Unit], patience: float, missing: list[str]
     ) -> None:
+        """`missing`: the pools of further replacements, for which there was no room."""
         ups = [asyncio.create_task(unit.up.wait(), name=unit.name) for unit in fresh]
         try:
             if ups:
@@ -228,15 +251,16 @@ class Replicas:
             await asyncio.gather(*ups, return_exceptions=True)
         self._remove([unit for unit in noticed if unit in self._units.get(model, ())])
         while missing and not self.stopping and model in self._units:
-            missing -= len(self._add(model, min(missing, self.room)))
+            while missing and self.room:
+                self._add(model, 1, missing.pop())
             await asyncio.sleep(ROOM_S)
 
-    def _add(self, model: str, count: int) -> list[Unit]:
+    def _add(self, model: str, count: int, pool: str = "") -> list[Unit]:
         """Adds replicas, whose start a task waits for."""
         if count <= 0:
             return []
         units = self._of(model)
-        fresh = self._fresh(model, units, count)
+        fresh = self._fresh(model, units, count, pool)
         units += fresh
         self._changed()
         for unit in fresh:
@@ -297,6 +321,9 @@ class Replicas:
             raise PenstockError(f"`{replica}` is the only running replica of `{model}`; stop the server instead")
         await self._supervisor.pause(unit)
 
+    async def leave(self, machine: str, seconds: float | None) -> None:
+        raise PenstockError("this server is not part of a fleet; `penstock drain` without --machine stops it")
+
     def stop(self) -> None:
         self._supervisor.stop()
 
@@ -308,8 +335,8 @@ class Replicas:
                 f"({self._max_engines})"
             )
 
-    async def _grow(self, model: str, units: list[Unit], count: int) -> None:
-        fresh = self._fresh(model, units, count - len(units))
+    async def _grow(self, model: str, units: list[Unit], more: int, pool: str) -> None:
+        fresh = self._fresh(model, units, more, pool)
         units += fresh
         self._changed()
         try:
@@ -325,10 +352,13 @@ class Replicas:
     def _running(self) -> int:
         return sum(map(len, self._units.values())) + len(self._leaving)
 
-    def _fresh(self, model: str, units: list[Unit], count: int) -> list[Unit]:
+    def _fresh(self, model: str, units: list[Unit], count: int, pool: str = "") -> list[Unit]:
         """New replicas with the lowest free numbers."""
         taken = {unit.replica for unit in [*units, *self._leaving] if unit.model == model}
         numbers = [number for number in range(2 * MOST) if str(number) not in taken][:count]
+        if pool:
+            assert self.catalogue is not None, "only a catalogue knows pools"
+            return [self.catalogue.unit(model, number, pool) for number in numbers]
         return [self._make(model, number) for number in numbers]
 
     async def _start(self, units: Iterable[Unit]) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.engine.request import EngineInfo
 from penstock.supervisor.heartbeat import HEARTBEAT_S
+from penstock.supervisor.service_manager import READY, notify
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -59,7 +60,8 @@ def decode_status(line: bytes) -> Status:
 
 
 class StatusPipe:
-    """Writes status messages to the supervisor; without a descriptor it does nothing."""
+    """Writes status messages to the supervisor. Without a descriptor there is none: then only readiness is told, to the
+    service manager if one started this process."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
@@ -67,6 +69,8 @@ class StatusPipe:
     def send(self, status: Status) -> None:
         if self._descriptor is not None:
             os.write(self._descriptor, msgspec.json.encode(status) + b"\n")
+        elif isinstance(status, Started | Listening):
+            notify(READY)
 
     async def beat(self) -> None:
         """Sends a heartbeat every second from the event loop, so that the supervisor notices when it hangs."""

@@ -24,6 +24,7 @@ from penstock.supervisor.child import Child, Process
 from penstock.supervisor.health import is_ready
 from penstock.supervisor.heartbeat import HEARTBEAT_S, Heartbeat
 from penstock.supervisor.reporter import Reporter
+from penstock.supervisor.service_manager import READY, STOPPING, notify
 from penstock.supervisor.status import Alive, EncoderNeeded, Failed, Listening, Progress, Started, Status
 from penstock.supervisor.unit import Unit
 
@@ -85,6 +86,7 @@ class Supervisor:
         self._gateways = list(gateways)
         self._gateways_up = gateways_up
         self._spawn = spawn
+        self._address = f"{host}:{port}"
         self._answers = answers or (lambda: is_ready(host, port))
         self._drain_s = drain_s
         self._drain_delay_s = drain_delay_s
@@ -320,6 +322,7 @@ class Supervisor:
             unit.ready_at = unit.ready_at or time.monotonic()
         infos = [unit.info for unit in needed if unit.info is not None]
         self._reporter.ready(infos, time.monotonic() - started)
+        notify(READY, f"serving on {self._address}" if self._gateways else "running engines")
         self.announced.set()
         for unit in self._engines:
             if unit.autostart:
@@ -327,6 +330,7 @@ class Supervisor:
 
     async def _shut_down(self) -> None:
         ready = all(unit.ready.is_set() for unit in self._gateways)
+        notify(STOPPING, "finishing running requests" if ready else "")
         if ready:
             self._reporter.draining(self._drain_s)
         # A gateway that was never ready has no requests to drain.

@@ -22,6 +22,8 @@ class Unit:
     replica: str = ""
     endpoint: str = ""
     """Empty: not known before it was placed on a machine."""
+    pool: str = ""
+    """Of its model's pools; empty: there are none."""
     machine: str = ""
     """Where it is, if not here."""
     on_progress: Callable[[str, float], None] | None = None

@@ -64,13 +64,15 @@ class EngineRun(msgspec.Struct, frozen=True):
     outcome: str
     purpose: str = ""
     """Its purpose, if it was not the answer itself (for example a summary)."""
+    place: dict[str, str] = {}
+    """The pool and region that it ran in, and why it might."""
 
     def phases(self) -> Iterator[tuple[str, float, float, Detail]]:
         if self.asked_at is not None:
             yield "admission", self.asked_at, self.ended_at if self.submitted_at is None else self.submitted_at, {}
         if self.submitted_at is None:
             return
-        about: Detail = {"engine": self.engine, "model": self.model, "choice": self.choice}
+        about: Detail = {"engine": self.engine, "model": self.model, "choice": self.choice, **self.place}
         if self.purpose:
             about["for"] = self.purpose
         if self.first_at is None:

@@ -13,7 +13,9 @@ from penstock.cli.app import app
 from penstock.cli.top_screen import Screen, duration, sparkline
 from penstock.engine.request import DeviceLoad, EngineLoad
 from penstock.protocol.control import ModelScaling
+from penstock.protocol.fleet_state import FleetGateway, FleetState, MachineState
 from penstock.telemetry.autoscale_metrics import add_autoscale_metrics
+from penstock.telemetry.fleet_metrics import add_fleet_metrics
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.scrapes import Interval, Scrape
 from penstock.text import TextModel
@@ -48,6 +50,26 @@ def test_a_frame_says_how_each_replica_is() -> None:
     first, second = (line for line in frame.splitlines() if " m " in line)
     assert all(word in first for word in ("up", "75%", "250", "50%", "25%", "ms"))
     assert "down" in second
+
+
+def test_a_frame_shows_the_machines_of_a_fleet() -> None:
+    views = [
+        EngineView("m", "a.0", True, None, EngineLoad(running=3, waiting=7)),
+        EngineView("m", "b.0", True, None, EngineLoad(running=2, expert_imbalance=1.25)),
+    ]
+    metrics = Metrics(lambda: views)
+    machines = [
+        MachineState(name="a", state="ready", controller=True, engines=1, room=4),
+        MachineState(name="b", state="leaving", zone="eu-1", engines=1, room=2),
+    ]
+    gateways = [FleetGateway(url="http://a:8000", machine="a", state="ready")]
+    state = FleetState(name="f", machines=machines, gateways=gateways)
+    add_fleet_metrics(metrics.registry, lambda: state)
+    scrape = Scrape(metrics.render().decode(), 0.0)
+    frame = shown(Screen("http://there"), Interval(scrape, Scrape(metrics.render().decode(), 2.0)))
+    first, second = (line.split() for line in frame.splitlines() if "ready, controller" in line or "eu-1" in line)
+    assert first[1:9] == ["a", "-", "ready,", "controller", "1", "4", "3", "7"]
+    assert second[1:6] == ["b", "eu-1", "leaving", "1", "2"] and "1.25x" in frame
 
 
 def test_a_frame_says_where_automatic_scaling_stands() -> None:

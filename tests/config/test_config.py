@@ -53,6 +53,13 @@ def test_environment_overrides_the_file_and_flags_override_both() -> None:
     assert (config.server.host, config.server.port, config.server.drain_s) == ("0.0.0.0", 9003, 6.5)
 
 
+def test_a_variable_may_name_a_file_with_the_value(tmp_path: Path) -> None:
+    (tmp_path / "url").write_text("postgresql://penstock:secret@db/penstock\n")
+    assert load(environ={"PENSTOCK_STORE__URL__FILE": str(tmp_path / "url")}).store.url.endswith("secret@db/penstock")
+    with pytest.raises(ConfigError, match=r"PENSTOCK_STORE__URL__FILE: .*gone cannot be read"):
+        load(environ={"PENSTOCK_STORE__URL__FILE": str(tmp_path / "gone")})
+
+
 def test_models_can_be_set_from_the_environment_by_index() -> None:
     environ = {"PENSTOCK_MODELS__0__DEVICE": "cpu", "PENSTOCK_MODELS__1__SOURCE": "hf:org/other@main"}
     models = load(environ=environ).models

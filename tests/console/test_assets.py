@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.console import libraries
 from penstock.console.app import Console
 from penstock.console.assets import Assets
+from penstock.errors import ConfigError
 from tests.gateway.conftest import Serving
 
 STATIC = Path(__file__).resolve().parents[2] / "penstock" / "console" / "static"
@@ -46,11 +48,33 @@ async def test_pages_are_served_and_only_they(serving: Serving) -> None:
         assert (await client.get("/v1/models")).status_code == 200, "the rest passes through"
 
 
-async def test_without_the_library_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    from penstock.errors import ConfigError
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"server\.console: false"):
+def test_without_a_package_index_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(libraries, "PACKAGED", tmp_path / "none")
+    pip = tmp_path / "pip"
+    pip.write_text("#!/bin/sh\necho 'ERROR: No matching distribution found' >&2; exit 1\n")
+    pip.chmod(0o755)
+    monkeypatch.setattr(libraries, "_pip", lambda: [str(pip)])
+    with pytest.raises(ConfigError, match=r"No matching distribution found.*server\.console: false"):
         Assets()
+    assert not [path for path in (tmp_path / "penstock" / "console").iterdir() if path.name != ".lock"]
+
+
+def test_another_wheel_than_the_pinned_one_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pip = tmp_path / "pip"
+    pip.write_text(
+        '#!/bin/sh\nfor word; do case $word in --dest=*) echo forged >"${word#--dest=}/a.whl";; esac; done\n'
+    )
+    pip.chmod(0o755)
+    monkeypatch.setattr(libraries, "_pip", lambda: [str(pip)])
+    with pytest.raises(ConfigError, match="served another"):
+        libraries.fetch(tmp_path / "lib")
+    assert not (tmp_path / "lib").exists()
+
+
+def test_only_the_fonts_that_are_used_are_kept() -> None:
+    styles = (libraries.folder() / "fonts.css").read_text()
+    assert ".material-icons {" in styles and "Roboto" in styles and "Symbols" not in styles
+    assert set(re.findall(r"url\(fonts/([^)]+)\)", styles)) == {
+        path.name for path in (libraries.folder() / "fonts").iterdir()
+    }

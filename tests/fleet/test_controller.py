@@ -14,11 +14,13 @@ from penstock.config import Config, ModelConfig
 from penstock.config.load import check_model
 from penstock.errors import PenstockError
 from penstock.fleet.controller import Controller
-from penstock.fleet.gateway_side import FleetScaler, other_machines
+from penstock.fleet.gateway_side import FleetScaler
 from penstock.fleet.machine import Machine
+from penstock.fleet.machine_process import beside, restore_models
 from penstock.fleet.operations import FleetOperations
 from penstock.fleet.records import LoadRecord, MachineRecord, ModelRecord
 from penstock.fleet.registry import MemoryFleet, MemoryRegistry
+from penstock.fleet.topology import topology
 from penstock.fleet.view import FleetView
 from penstock.protocol.control import Loads, ModelLoad
 from penstock.supervisor.catalogue import ModelCatalogue
@@ -213,6 +215,7 @@ def test_scaling_restarting_and_draining_over_machines() -> None:
             assert len([one for one in it.memory.snapshot().engines.values() if one.model == "n"]) == 1
             await operations.unload("n")
             assert "n" not in it.memory.snapshot().models and sum(it.ready().values()) == 2
+            await it.until(lambda: all("n" not in node.replicas.models for node in it.nodes.values()))
             assert not it.memory.snapshot().commands and await settled(it)
 
     async def settled(it: World) -> bool:
@@ -259,6 +262,11 @@ def test_a_registry_without_data_stops_nothing() -> None:
             await asyncio.sleep(3 * LEASE_S)
             assert it.ready() == {"a": 1, "b": 1}
             await it.want(2)
+            async with beside(restore_models(it.client, it.nodes["a"].view), "models"):
+                await asyncio.sleep(2.0)
+                del it.memory.records["model:m"]
+                it.memory.changed()
+                await it.until(lambda: "m" in it.memory.snapshot().models)
             await asyncio.sleep(3 * LEASE_S)
             assert it.ready() == {"a": 1, "b": 1}
 
@@ -303,8 +311,8 @@ def test_gateways_get_the_engines_of_other_machines() -> None:
         async with world("a", "b") as it:
             await it.want(2)
             await it.until(lambda: it.ready() == {"a": 1, "b": 1})
-            topology = other_machines(it.memory.snapshot(), "a")
-            assert [replica.name for replica in topology.models["m"]] == ["b.0"]
-            assert topology.loaded["m"]["name"] == "m"
+            found = topology(it.memory.snapshot(), besides="a")
+            assert [replica.name for replica in found.models["m"]] == ["b.0"]
+            assert found.loaded["m"]["name"] == "m"
 
     run_in_virtual_time(run())

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -77,10 +78,11 @@ def serving(text: TextModel) -> Serving:
         more: Sequence[ServedModel] = (),
         others: Sequence[RemoteModel] = (),
         served: Mapping[str, Any] | None = None,
+        control: Path | None = None,
         **settings: Any,
     ) -> AsyncIterator[Running]:
         """`served`: more about the model. `more`: further models. `others`: those that other servers
-        run."""
+        run. `control`: the supervisor's socket."""
         engine = engine or ScriptedEngine(text)
         port = free_port()
         options = {"drain_s": 0.2, "models": (ModelSettings("tiny", ""),), **settings}
@@ -97,7 +99,9 @@ def serving(text: TextModel) -> Serving:
         stop = asyncio.Event()
         listening: asyncio.Future[Gateway] = asyncio.get_running_loop().create_future()
         registry = ModelRegistry([model, *more], others)
-        task = asyncio.create_task(serve(gateway, registry, stop, listening.set_result, encoders, wrap=wrap))
+        task = asyncio.create_task(
+            serve(gateway, registry, stop, listening.set_result, encoders, control=control, wrap=wrap)
+        )
         await asyncio.wait((task, listening), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()

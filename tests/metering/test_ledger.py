@@ -173,6 +173,38 @@ async def test_a_short_answer_is_never_listed_as_open_and_one_that_may_be_is_tak
     assert total.requests == 2
 
 
+class Interrupted(Ledger):
+    """Loses what it has just been told, as PostgreSQL does when it is killed before it flushed."""
+
+    lost = 0
+    written: list[str] = []  # noqa: RUF012
+
+    @property
+    def interruptions(self) -> int:
+        return self.lost
+
+    async def write(self, statements: list[Statement]) -> list[int]:  # type: ignore[override]
+        self.written += [text for text, _ in statements]
+        return [1] * len(statements)
+
+
+async def test_what_a_killed_database_may_have_forgotten_is_written_again(database: Database) -> None:
+    ledger = Interrupted(database)
+    journal = Journal(ledger)
+    journal.start()
+    one = charge("one")
+    await asyncio.gather(journal.open(one), journal.settle(end(one)))
+    told, ledger.written = ledger.written, []
+    journal.hurry()
+    await asyncio.sleep(0)
+    assert told and not ledger.written, "nothing was lost"
+    ledger.lost += 1
+    journal.hurry()
+    await eventually(lambda: len(ledger.written) > 0)
+    assert {text for text in told if "charges_" in text} <= set(ledger.written)
+    await journal.close()
+
+
 class Slow(Ledger):
     """Remembers which count was safe since when; a transaction takes 50 ms."""
 
@@ -181,6 +213,10 @@ class Slow(Ledger):
 
     @property
     def problem(self) -> None:
+        return None
+
+    @property
+    def interruptions(self) -> None:
         return None
 
     async def write(self, statements: list[Statement]) -> list[int]:  # type: ignore[override]

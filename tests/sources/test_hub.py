@@ -151,6 +151,15 @@ def test_only_what_an_engine_needs_is_fetched(hub: Hub) -> None:
     assert len(hub.requests) == count, "a cached model needs no network"
 
 
+def test_a_gateway_fetches_the_text_part_and_uses_a_whole_model_when_there_is_one(hub: Hub) -> None:
+    text = resolve("hf:org/name", weights=False)
+    assert sorted(path.name for path in text.iterdir()) == ["config.json", "penstock.json", "tokenizer.json"]
+    assert resolve("hf:org/name", weights=False) == text
+    whole = resolve("hf:org/name")
+    assert (whole / "model.safetensors").read_bytes() == WEIGHTS
+    assert resolve("hf:org/name", weights=False) == whole
+
+
 def test_a_configuration_is_read_without_the_weights(hub: Hub) -> None:
     hub.files["config.json"] = b'{"hidden_size": 64}'
     assert hub_config("hf:org/name") == {"hidden_size": 64}

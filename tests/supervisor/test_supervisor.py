@@ -122,13 +122,25 @@ def alive(pid: int) -> bool:
     return stat.rsplit(")", 1)[1].split()[0] != "Z"
 
 
-async def test_everything_starts_reports_progress_and_is_announced_once(folder: Path) -> None:
-    async with supervised(folder) as (_, recorder, engine, gateway):
+async def test_everything_starts_reports_progress_and_is_announced_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)  # as systemd listens to a service of Type=notify
+    manager.bind(str(folder / "notify"))
+    manager.setblocking(False)
+    monkeypatch.setenv("NOTIFY_SOCKET", str(folder / "notify"))
+    async with supervised(folder) as (supervisor, recorder, engine, gateway):
+        told = manager.recv(4096).decode()
+        assert told.splitlines()[0] == "READY=1" and supervisor._address in told
         assert recorder.events[0] == ("progress", "engine", "weights")
         assert recorder.events[-1] == ("ready", "scripted")
         assert "engine: engine loading" in recorder.lines
         assert engine.child is not None and gateway.child is not None
         pids = [engine.child.pid, gateway.child.pid]
+    assert manager.recv(4096).decode().splitlines()[0] == "STOPPING=1"
+    with pytest.raises(BlockingIOError):
+        manager.recv(4096)  # children have told their supervisor, and nobody else
+    manager.close()
     assert not any(alive(pid) for pid in pids)
     assert (folder / "drained").read_text() == "drained"
     assert not (folder / "engine").exists()

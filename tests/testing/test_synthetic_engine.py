@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.request import Request, SamplingParams
-from penstock.testing.synthetic_engine import SyntheticEngine, text_of, write_tokenizer
+from penstock.testing.synthetic_engine import SyntheticEngine, text_of
 from penstock.text import load_text
+from penstock.text.byte_tokenizer import write_tokenizer
 
 
 class Clock:

@@ -18,6 +18,7 @@ const PAGES = [
   { name: "account", label: "Limits and keys", icon: "account_circle", needs: [INFERENCE], group: "Account", keyed: true },
   { name: "live", label: "Live", icon: "insights", needs: ["/metrics"], group: "Operation" },
   { name: "plan", label: "Plan", icon: "trending_up", needs: ["/v1/admin/plan"], group: "Operation" },
+  { name: "machines", label: "Machines", icon: "dns", needs: ["/v1/admin/fleet"], group: "Operation" },
   { name: "models", label: "Models", icon: "memory", needs: [INFERENCE, ADMIN], group: "Operation" },
   { name: "adapters", label: "Adapters", icon: "extension", needs: [ADMIN], group: "Operation" },
   { name: "routes", label: "Routes", icon: "alt_route", needs: [ADMIN], group: "Operation" },

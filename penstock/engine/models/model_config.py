@@ -10,7 +10,9 @@ from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
     from penstock.engine.backends.interface import Activation
-    from penstock.engine.models.layers.experts import LayerTable
+
+LayerTable = tuple[tuple[int, ...], ...]
+"""Which expert each slot of each shard holds: [shard][slot]. Every expert is somewhere, on a shard at most once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.layers.experts import Experts, ExpertSlots, LayerTable
-from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.layers.experts import Experts, ExpertSlots
+from penstock.engine.models.model_config import LayerTable, ModelConfig
 from penstock.engine.parallel.launch import Ranks
 from penstock.engine.parallel.layout import Place, layer_span, place_experts
 from penstock.engine.parallel.placement import imbalance, keep_in_place, moves, place

@@ -14,9 +14,12 @@ from penstock.gateway.accounting.quotas import Reservation
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.admission.controller import Admission, Ticket
+from penstock.routing.admission.admission import Admission
+from penstock.routing.admission.controller import Ticket
+from penstock.routing.admission.pools import PoolTicket
 from penstock.routing.admission.queue import BATCH, CLASSES, PREMIUM
 from penstock.routing.admission.triage import AdmissionRequest
+from penstock.routing.placement import ANYWHERE, Placement, PlacementFacts
 from penstock.routing.registry import ModelRegistry, Route, ServedModel
 from penstock.telemetry.metrics import Metrics
 
@@ -41,6 +44,8 @@ class EngineDemand(Struct, frozen=True, kw_only=True):
     """Completion tokens at most, over all sequences."""
     cache_key: str
     """Prompts share cached prefixes only under the same key."""
+    placement: Placement = ANYWHERE
+    """The pools and regions that it may run in."""
 
 
 class Admissible(Protocol):
@@ -114,7 +119,26 @@ class Admissions:
             rank = max(rank, CLASSES.index(word))
         return rank - 1 + later
 
-    async def enter(self, exchange: Exchange, work: Admissible, reservation: Reservation | None) -> Ticket | None:
+    def place(
+        self, exchange: Exchange, model: ServedModel, priority: int, prompt_tokens: int, max_tokens: int | None
+    ) -> Placement:
+        """Where a request may run. `max_tokens`: of the answer, as far as the request says it."""
+        asked = exchange.header(b"x-penstock-pool")
+        return model.place(
+            PlacementFacts(
+                tenant=exchange.caller.tenant,
+                tier=exchange.caller.tier,
+                priority=CLASSES[_rank(priority)],
+                prompt_tokens=prompt_tokens,
+                tokens=prompt_tokens + (max_tokens or 0),
+                batch_line=batch_line(exchange) is not None,
+                asked="" if asked is None else asked.decode("latin-1").strip(),
+            )
+        )
+
+    async def enter(
+        self, exchange: Exchange, work: Admissible, reservation: Reservation | None
+    ) -> Ticket | PoolTicket | None:
         """A place in the queue; `Overloaded` when there is none. None: the work needs no place."""
         if self._admission is None or (demand := work.demand()) is None:
             return None
@@ -123,13 +147,15 @@ class Admissions:
             AdmissionRequest(
                 id=demand.id,
                 tenant=caller.tenant,
-                rank=min(max(demand.priority + 1, PREMIUM), BATCH),
+                rank=_rank(demand.priority),
                 weight=self._tier(caller).weight,
                 prompts=demand.prompts,
                 sequences=demand.sequences,
                 max_output_tokens=demand.most_output,
                 salt=demand.cache_key,
                 budget_left=1.0 if reservation is None else reservation.left,
+                tier=caller.tier,
+                placement=demand.placement,
                 max_wait_s=_patience(exchange),
             )
         )
@@ -142,7 +168,7 @@ class Admissions:
         """The number of requests of this gateway that wait for a model."""
         if self._admission is None:
             return 0
-        return sum(self._admission.controller(model).queue.state("", 0).queued)
+        return sum(self._admission.controller(model).depths())
 
     def queue_load(self, model: ServedModel) -> tuple[int, float, bool]:
         """Requests that wait for a model, how long a new one would wait, and whether all gateways share the queue."""
@@ -167,6 +193,11 @@ class Admissions:
 
     def _tier(self, caller: Caller) -> TierConfig:
         return self._tiers.get(caller.tier, _NO_TIER)
+
+
+def _rank(priority: int) -> int:
+    """The class of a priority in the engine."""
+    return min(max(priority + 1, PREMIUM), BATCH)
 
 
 def _patience(exchange: Exchange) -> float | None:

@@ -373,6 +373,7 @@ class Accounts:
             try:
                 await self.ledger.beat(self.gateway, time.time())
                 self._beats = True
+                self.journal.hurry()
                 await self.recover()
             except DatabaseError as error:
                 if self._beats:

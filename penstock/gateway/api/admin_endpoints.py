@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.gateway.api.admin.adapters import AdapterEndpoints, AdapterLoadRequest, AdapterPinRequest
+from penstock.gateway.api.admin.fleet import FleetEndpoints, LeaveRequest
 from penstock.gateway.api.admin.identity import IdentityEndpoints, KeyChange, KeyRequest, TenantChange, TenantRequest
 from penstock.gateway.api.admin.models import ModelAdminEndpoints, ModelLoadRequest
 from penstock.gateway.api.admin.plan import PlanEndpoints, PlanQuery
@@ -227,6 +228,16 @@ ADMIN = (
     ),
     Endpoint(
         "POST", "/v1/admin/drain", ReplicaEndpoints.drain_server, "Drain and stop the server.", "Admin", scope="admin"
+    ),
+    Endpoint("GET", "/v1/admin/fleet", FleetEndpoints.show_fleet, "The machines of the fleet.", "Admin", scope="admin"),
+    Endpoint(
+        "POST",
+        "/v1/admin/fleet/machines/{machine}/drain",
+        FleetEndpoints.drain_machine,
+        "Let a machine hand its replicas over and stop.",
+        "Admin",
+        LeaveRequest,
+        scope="admin",
     ),
     Endpoint(
         "GET",

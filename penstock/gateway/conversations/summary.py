@@ -149,6 +149,7 @@ class Summariser:
                 priority=priority,
                 cache_salt=self._settings.cache_salt(exchange.caller),
                 time_limit_s=self._settings.time_limit(exchange),
+                caller=(exchange.caller.tenant, exchange.caller.tier),
             )
             generation = EngineGeneration(spec, self._metrics)
             return await self._lifecycle.complete(attempt, generation, feature=FEATURE)

@@ -6,7 +6,7 @@ Invariant: whatever the attempt holds (a time slice of its model) is released wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.attribution import note_model
@@ -71,9 +71,13 @@ class Attempt:
         self.route = self.route or why
         note_model(self.exchange, asked, model.name, why, base_name=model.base_name, adapter=model.adapter)
 
-    def note_replica(self, name: str) -> None:
-        """Tell the client which replica runs the request."""
-        self.exchange.extra_headers.append((b"x-penstock-replica", name.encode("latin-1", "replace")))
+    def note_replica(self, name: str, where: Mapping[str, str]) -> None:
+        """Tell the client which replica runs the request, and where that is."""
+        headers = self.exchange.extra_headers
+        headers.append((b"x-penstock-replica", name.encode("latin-1", "replace")))
+        for label in ("pool", "region"):
+            if label in where:
+                headers.append((f"x-penstock-{label}".encode(), where[label].encode("latin-1", "replace")))
 
     def affinity(self, key: str | None) -> str:
         """What keeps requests together on one replica: the key that the request gives, or its session."""

@@ -72,6 +72,8 @@ class Generation(ABC):
     """What the user asked, when the answer is to be graded."""
     on_submit: Callable[[str], None] | None = None
     """Called with the name of the engine or server that begins it."""
+    pools: Callable[[], Sequence[str]] | None = None
+    """The pools that it may run in, once it is admitted; None: those of its placement."""
     moderated: PieceStream | None = None
     """Holds pieces back until a moderation model has seen them."""
     first_token_at: float | None = None
@@ -258,7 +260,12 @@ class Generation(ABC):
             completion_tokens=completion_tokens,
             outcome=choice.outcome or "abort",
             purpose=purpose,
+            place=self.where(),
         )
+
+    def where(self) -> dict[str, str]:
+        """The pool and region that it runs in, and why it may; empty where a model has neither."""
+        return {}
 
 
 def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:

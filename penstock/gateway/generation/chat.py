@@ -225,7 +225,9 @@ class ChatGenerations(GenerationFactory):
                 )
         tokens = await turn.tokens(attempt, prompt, TurnInput(messages, following, window, limit, sources))
         check_prompt_scores(request, len(tokens), 1)
-        params = fit(params, len(tokens), limit, info.max_model_len, "messages", quota)
+        placement = self.place(exchange, model, priority, len(tokens), limit)
+        context = placement.window or info.max_model_len
+        params = fit(params, len(tokens), limit, context, "messages", quota)
         if request.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=request.prompt_logprobs)
         # A stored conversation, tool results and sources are not part of the request: equal requests differ in them.
@@ -240,12 +242,13 @@ class ChatGenerations(GenerationFactory):
             [TokenPrompt(tokens, choice_params(params, request.n, score_once=True))],
             stops=stops,
             priority=priority,
-            length_limit=length_limit(params, limit, info.max_model_len, quota),
+            length_limit=length_limit(params, limit, context, quota),
             logprobs=bool(request.logprobs),
             continuation=options.continue_final,
             continued=messages[-1]["content"] if options.continue_final else "",
             toolbox=toolbox,
             cache_question=self.cache.question(request, messages) if comparable else None,
+            placement=placement,
         )
         generation = EngineGeneration(spec, self.metrics)
         if sources is not None:

@@ -28,6 +28,7 @@ from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.tokenization import check_size
 from penstock.protocol.errors import InvalidRequest
+from penstock.routing.placement import ANYWHERE
 from penstock.routing.registry import ServedModel
 from penstock.text.infill import InfillTokens
 
@@ -81,6 +82,7 @@ class CompletionGenerations(GenerationFactory):
         last = kept_tokens(request.truncate_prompt_tokens, window, limit)
         suffix = request.suffix or ""
         tokenized = []
+        longest, placement = 0, ANYWHERE
         async with self.quotas.text_work(exchange, model.base_name, sum(map(len, prompts)) + len(suffix)):
             if suffix:
                 check_size(model, len(suffix), window, "suffix")
@@ -92,7 +94,10 @@ class CompletionGenerations(GenerationFactory):
                     tokens, shown = model.text.between(infill, tokens, suffix), None
                 if not tokens:
                     raise InvalidRequest("`prompt` is empty; there is nothing to continue.", param="prompt")
-                fitted = fit(params, len(tokens), limit, info.max_model_len, "prompt", quota)
+                longest = max(longest, len(tokens))
+                placement = self.place(exchange, model, priority, longest, limit)
+                context = placement.window or info.max_model_len
+                fitted = fit(params, len(tokens), limit, context, "prompt", quota)
                 choices = choice_params(fitted, made, score_once=echoed is None)
                 tokenized.append(TokenPrompt(tokens, choices, shown))
             check_prompt_scores(request, sum(len(prompt.tokens) for prompt in tokenized), request.n or 1)
@@ -108,6 +113,7 @@ class CompletionGenerations(GenerationFactory):
             logprobs=request.logprobs is not None,
             prompt_only=prompt_only,
             continuation=True,
+            placement=placement,
         )
         return EngineGeneration(spec, self.metrics)
 

@@ -32,7 +32,9 @@ from penstock.protocol.errors import (
     ResumedElsewhere,
     ServerError,
 )
+from penstock.routing.place import NOWHERE
 from penstock.routing.registry import ServedModel
+from penstock.routing.replicas import ReplicaSet
 from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.timeline import EngineRun
 
@@ -204,6 +206,8 @@ class EngineGeneration(Generation):
             if first and self.spec.time_limit_s is not None and self._submitted_at is not None:
                 left = self._submitted_at + self.spec.time_limit_s - time.monotonic()
                 request = self._requests[index] = dataclasses.replace(request, timeout_s=max(left, 0.0))
+            if self.pools is not None:
+                request = self._requests[index] = dataclasses.replace(request, pools=tuple(self.pools()))
             self._submitted += 1
             replica = self.model.backend.submit(request, self.mailbox, index)
             if not index:
@@ -294,7 +298,14 @@ class EngineGeneration(Generation):
             sequences=min(len(self.choices), AT_ONCE),
             most_output=sum(request.params.max_tokens for request in self._requests[:AT_ONCE]),
             cache_key=f"{self.model.adapter}\0{spec.cache_salt}",
+            placement=spec.placement,
         )
+
+    def where(self) -> dict[str, str]:
+        backend = self.model.backend
+        place = backend.place_of(self.replica) if isinstance(backend, ReplicaSet) else NOWHERE
+        found = {"pool": place.pool, "region": place.region, "why": self.spec.placement.why}
+        return {name: text for name, text in found.items() if text}
 
     @property
     def prompt_tokens(self) -> int:

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.model_access import ModelAccess
 from penstock.gateway.generation.response_format import GrammarCache
+from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.stages import ContentFilter
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.routing.placement import Placement
+from penstock.routing.registry import ServedModel
 from penstock.telemetry.metrics import Metrics
 
 
@@ -26,3 +30,10 @@ class GenerationFactory:
     admissions: Admissions
     metrics: Metrics
     content_filter: ContentFilter
+
+    def place(
+        self, exchange: Exchange, model: ServedModel, priority: int, prompt_tokens: int, limit: TokenLimit
+    ) -> Placement:
+        """Where a request may run. One whose answer may be clipped needs only room for its prompt."""
+        asked = None if limit.clip else limit.max_tokens
+        return self.admissions.place(exchange, model, priority, prompt_tokens, asked)

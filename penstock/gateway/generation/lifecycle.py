@@ -15,6 +15,7 @@ from penstock.gateway.app.exchange import ClientDisconnected, Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.routing.admission.controller import Ticket
+from penstock.routing.admission.pools import PoolTicket
 
 RECORDED_CHARACTERS = 16384
 """Characters of a prompt or an answer that are recorded, where the configuration asks for that."""
@@ -60,14 +61,16 @@ class GenerationLifecycle:
         if self._record_text:
             generation.keep_text()
         account: OpenAccount | None = None
-        ticket: Ticket | None = None
+        ticket: Ticket | PoolTicket | None = None
         self._drain.track(generation)
         try:
             generation.asked_at = monotonic()
             ticket = await self._admissions.enter(exchange, generation, reservation)
             account = self._accounts.open(exchange, generation, feature=feature)
+            if isinstance(ticket, PoolTicket):
+                generation.pools = lambda: ticket.pools
             if not (feature or further):
-                generation.on_submit = attempt.note_replica
+                generation.on_submit = lambda replica: attempt.note_replica(replica, generation.where())
             generation.submit(None if ticket is None or ticket.granted else ticket)
             yield account
         except ClientDisconnected as error:
@@ -104,7 +107,7 @@ class GenerationLifecycle:
         return "".join(parts)
 
 
-def _leave(ticket: Ticket, generation: Generation) -> None:
+def _leave(ticket: Ticket | PoolTicket, generation: Generation) -> None:
     """Give back the place in the engine, with what the generation really took."""
     produced = generation.completion_tokens
     ticket.close(

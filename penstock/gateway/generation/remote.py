@@ -85,6 +85,8 @@ class RemoteSpec(Struct, frozen=True, kw_only=True):
     most_tokens: int
     """Completion tokens that are reserved."""
     time_limit_s: float | None = None
+    regions: tuple[str, ...] = ()
+    """Where it must be answered; empty: anywhere."""
 
 
 class RemoteGeneration(Generation):
@@ -111,7 +113,7 @@ class RemoteGeneration(Generation):
     def submit(self, gate: Gate | None = None) -> None:
         assert gate is None, "a remote server has a queue of its own"
         self._submitted_at = time.monotonic()
-        member = self.model.choose()
+        member = self.model.choose(regions=self._spec.regions)
         self._began(member.server.name)
         self._reader = asyncio.create_task(self._read(member), name=f"remote answer {self.id}")
 
@@ -191,7 +193,8 @@ class RemoteGeneration(Generation):
 
     async def _read(self, member: RemoteMember) -> None:
         try:
-            async with aclosing(self.model.answer(self._spec.body, self._spec.request_id, member)) as chunks:
+            spec = self._spec
+            async with aclosing(self.model.answer(spec.body, spec.request_id, member, spec.regions)) as chunks:
                 async for chunk in chunks:
                     self._take(chunk)
                     if self.complete and self._cut:

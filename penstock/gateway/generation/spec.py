@@ -16,6 +16,8 @@ from penstock.gateway.generation.resumption import Resumption
 from penstock.gateway.generation.schemas import TokenDetails
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.metering.engine_counts import engine_id
+from penstock.routing.admission.queue import CLASSES
+from penstock.routing.placement import ANYWHERE, Placement, PlacementFacts
 from penstock.routing.registry import ServedModel
 from penstock.tools.toolbox import Toolbox
 
@@ -80,6 +82,8 @@ class GenerationSpec(Struct, frozen=True):
     seeded: bool = False
     """The client chose the seed, so the answer is the same every time."""
     cache_question: CacheQuestion | None = None
+    placement: Placement = ANYWHERE
+    """The pools and regions that it may run in."""
 
     @property
     def form(self) -> tuple[bool, ...]:
@@ -103,6 +107,8 @@ class GenerationSpec(Struct, frozen=True):
                 priority=self.priority,
                 owner=self.owner,
                 cache_salt=self.cache_salt,
+                pools=self.placement.pools,
+                regions=self.placement.regions,
                 affinity=self.affinity,
                 patient=self.patient,
                 timeout_s=self.time_limit_s,
@@ -131,6 +137,7 @@ def request_spec(
     continued: str = "",
     toolbox: Toolbox | None = None,
     cache_question: CacheQuestion | None = None,
+    placement: Placement = ANYWHERE,
 ) -> GenerationSpec:
     """The spec of a client's request."""
     exchange, resumption = attempt.exchange, attempt.resumption
@@ -159,6 +166,7 @@ def request_spec(
         resumption=resumption,
         seeded=request.seed is not None,
         cache_question=cache_question,
+        placement=placement,
     )
 
 
@@ -172,9 +180,15 @@ def internal_spec(
     priority: int,
     cache_salt: str,
     time_limit_s: float | None,
+    caller: tuple[str, str],
     counted: bool = True,
 ) -> GenerationSpec:
-    """The spec of a question that the gateway itself asks a model. `counted`: its tokens belong to a charge."""
+    """The spec of a question that the gateway itself asks a model. `caller`: the tenant and tier for whose request it
+    asks. `counted`: its tokens belong to a charge."""
+    tenant, tier = caller
+    rank = min(max(priority + 1, 0), len(CLASSES) - 1)
+    longest = max((one.max_tokens for one in params), default=0)
+    facts = PlacementFacts(tenant, tier, CLASSES[rank], len(tokens), len(tokens) + longest)
     return GenerationSpec(
         id=id,
         model=model,
@@ -184,4 +198,5 @@ def internal_spec(
         cache_salt=cache_salt,
         time_limit_s=time_limit_s,
         prompt_only=not counted,
+        placement=model.place(facts),
     )

@@ -30,6 +30,7 @@ from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.spec import internal_spec
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.protocol.errors import ApiError
+from penstock.routing.placement import PlacementFacts
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.remotes import RemoteModel
 
@@ -208,6 +209,7 @@ class LocalModerator(ChatModerator):
             priority=0,
             cache_salt=settings.cache_salt(exchange.caller),
             time_limit_s=None,
+            caller=(exchange.caller.tenant, exchange.caller.tier),
             counted=False,
         )
         (request,) = spec.requests()
@@ -243,7 +245,10 @@ class RemoteModerator(ChatModerator):
         }
         odds: dict[str, float] = {}
         used = ChunkUsage()
-        async with aclosing(model.answer(body, exchange.request_id, model.choose())) as chunks:
+        caller = exchange.caller
+        regions = model.placer.place(PlacementFacts(caller.tenant, caller.tier)).regions
+        first = model.choose(regions=regions)
+        async with aclosing(model.answer(body, exchange.request_id, first, regions)) as chunks:
             async for chunk in chunks:
                 used = chunk.usage or used
                 odds |= _odds(chunk)

@@ -20,6 +20,7 @@ from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.account import AccountEndpoints
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
+from penstock.gateway.api.admin.fleet import FleetEndpoints
 from penstock.gateway.api.admin.identity import IdentityEndpoints
 from penstock.gateway.api.admin.models import ModelAdminEndpoints
 from penstock.gateway.api.admin.plan import PlanEndpoints
@@ -104,6 +105,7 @@ from penstock.storage import Database, open_database
 from penstock.storage.watch import DatabaseWatch
 from penstock.telemetry.autoscale_metrics import add_autoscale_metrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
+from penstock.telemetry.fleet_metrics import add_fleet_metrics
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
 from penstock.telemetry.route_metrics import RouteMetrics
@@ -298,6 +300,7 @@ async def compose(
             reporter.start()
             closing(reporter.close)
         add_autoscale_metrics(metrics.registry, lambda: supervisor.scaling)
+        add_fleet_metrics(metrics.registry, lambda: supervisor.fleet)
 
         # The generation pipeline with its stages.
         lifecycle = GenerationLifecycle(
@@ -363,6 +366,7 @@ async def compose(
             AdapterEndpoints(registry, forget_answers, settings.engine_wait_s, limit),
             ModelAdminEndpoints(registry, models, routes, admissions, supervisor, settings.engine_wait_s, limit),
             ReplicaEndpoints(registry, supervisor, limit),
+            FleetEndpoints(supervisor, limit),
             PlanEndpoints(registry, workers, settings.admission),
             WhatIfEndpoints(registry, limit),
             RouteEndpoints(routes, limit),

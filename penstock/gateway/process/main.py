@@ -42,6 +42,8 @@ from penstock.identity.exposure import check_exposure
 from penstock.protocol.fleet_secret import FleetSecret
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
+from penstock.routing.placement import Placer
+from penstock.routing.regions import RegionChoice
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
 from penstock.telemetry import logging as telemetry_logging
@@ -155,6 +157,9 @@ def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
         limit_field=remote.max_tokens_field,
         breaker=resilience.breaker,
         retry_share=resilience.retry_share,
+        regions=remote.regions,
+        placer=Placer(regions=settings.routing.regions),
+        choice=RegionChoice(settings.region, settings.routing.region_gain_s, settings.routing.region_return_s),
     )
 
 

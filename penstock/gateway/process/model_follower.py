@@ -23,7 +23,10 @@ from penstock.metering.prices import PriceBook
 from penstock.protocol.control import ModelScaling, Replica, Topology
 from penstock.protocol.fleet_secret import FleetSecret
 from penstock.protocol.transport import CurveClient
+from penstock.routing.place import ReplicaPlace, split_endpoint
+from penstock.routing.placement import Placer
 from penstock.routing.policies import make_policy
+from penstock.routing.regions import RegionChoice
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
 from penstock.sources.resolve import recommended_sampling, resolve
@@ -40,8 +43,10 @@ def served(
     resilience = settings.how_resilient()
     if model.hold is not None:
         resilience = dataclasses.replace(resilience, park_s=max(resilience.park_s, model.hold.seconds))
-    text = load_text(resolve(model.source))
-    replicas = [native(model, str(index), endpoint, curve) for index, endpoint in enumerate(endpoints)]
+    text = load_text(resolve(model.source, weights=False))
+    labelled = [split_endpoint(endpoint) for endpoint in endpoints]
+    replicas = [native(model, str(index), endpoint, curve) for index, (endpoint, _) in enumerate(labelled)]
+    routing = settings.routing
     return ServedModel(
         name=model.name,
         text=text,
@@ -52,6 +57,9 @@ def served(
             policy=make_policy(settings.routing.policy),
             handover=model.handover,
             hold=model.hold,
+            places={str(index): place for index, (_, place) in enumerate(labelled)},
+            placer=Placer(model.pools, model.pool_rules, routing.regions),
+            regions=RegionChoice(settings.region, routing.region_gain_s, routing.region_return_s),
             shared=settings.shares_engines,
         ),
         aliases=model.aliases,
@@ -81,6 +89,10 @@ def sampling_defaults(model: ModelSettings, text: TextModel) -> SamplingDefaults
 def native(model: ModelSettings, name: str, endpoint: str, curve: CurveClient | None = None) -> NativeBackend:
     """The client of one replica's engine."""
     return NativeBackend(endpoint, name=name, curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight)
+
+
+def place_of(replica: Replica) -> ReplicaPlace:
+    return ReplicaPlace(replica.pool, replica.region, replica.zone, replica.machine)
 
 
 class ModelFollower:
@@ -143,6 +155,7 @@ class ModelFollower:
         for member in [member for member in backend.members if not member.retiring]:
             endpoint = member.backend.endpoint if isinstance(member.backend, NativeBackend) else None
             if member.name in wanted and endpoint in (None, wanted[member.name].endpoint):
+                member.place = place_of(wanted[member.name])
                 staying.add(member.name)
             else:
                 backend.retire(member.name)
@@ -155,7 +168,7 @@ class ModelFollower:
         problems = []
         for replica in replicas:
             try:
-                await backend.join(self._native(model, replica))
+                await backend.join(self._native(model, replica), place_of(replica))
             except PenstockError as error:
                 problems.append(f"{replica.name}: {error}")
         return "; ".join(problems)

@@ -13,6 +13,7 @@ from penstock.config.encoders import EncoderConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.models import ModelConfig
+from penstock.config.pools import PoolConfig, PoolRuleConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
 from penstock.config.sampling import SamplingConfig
@@ -68,6 +69,8 @@ class ModelSettings:
     autoscaled: bool = False
     hold: HoldLimits | None = None
     """Set for a model that is scaled to zero while idle."""
+    pools: tuple[PoolConfig, ...] = ()
+    pool_rules: tuple[PoolRuleConfig, ...] = ()
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelSettings:
@@ -87,17 +90,25 @@ class ModelSettings:
             downgrade_to=model.downgrade_to,
             fallback=model.fallback,
             overflow_at=model.overflow_at,
-            max_in_flight=model.max_waiting + (model.max_running or 0),
+            max_in_flight=max(_in_flight(model.in_pool(pool.name)) for pool in model.pools)
+            if model.pools
+            else _in_flight(model),
             handover=HandoverPolicy(model.handover_tokens, model.handover_wait_s),
             autoscaled=model.autoscale is not None,
             hold=None
             if model.autoscale is None or model.autoscale.min > 0
             else HoldLimits(model.autoscale.hold_s, model.autoscale.hold),
+            pools=model.pools,
+            pool_rules=model.pool_rules,
         )
 
     @property
     def price(self) -> PriceEntry:
         return PriceEntry(Price.per_million(self.input_price, self.output_price), model=self.name)
+
+
+def _in_flight(model: ModelConfig) -> int:
+    return model.max_waiting + (model.max_running or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +181,8 @@ class GatewaySettings:
     limits: tuple[LimitConfig, ...] = ()
     counters: CountersConfig = CountersConfig()  # noqa: RUF009
     routing: RoutingConfig = RoutingConfig()  # noqa: RUF009
+    region: str = ""
+    """Of this gateway."""
     routes: tuple[RouteConfig, ...] = ()
     resilience: ResilienceConfig = ResilienceConfig()  # noqa: RUF009
     admission: AdmissionConfig = AdmissionConfig()  # noqa: RUF009
@@ -284,6 +297,7 @@ class GatewaySettings:
             tiers=config.tiers,
             limits=config.limits,
             counters=config.counters,
+            region=config.fleet.region,
             routing=config.routing,
             routes=config.routes,
             resilience=config.resilience,

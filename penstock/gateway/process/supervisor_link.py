@@ -30,6 +30,7 @@ from penstock.protocol.control import (
     line,
 )
 from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
+from penstock.protocol.fleet_state import FleetState
 
 log = logging.getLogger("penstock.gateway")
 
@@ -76,6 +77,8 @@ class SupervisorLink:
         """Progress of the models that are being loaded."""
         self.scaling: Mapping[str, ModelScaling] = {}
         """Models that are scaled automatically."""
+        self.fleet: FleetState | None = None
+        """The machines, where there are several."""
 
     async def start(self) -> None:
         try:
@@ -133,6 +136,8 @@ class SupervisorLink:
                     case Scaling(models):
                         self.scaling = models
                         self._scaled(models)
+                    case FleetState() as fleet:
+                        self.fleet = fleet
                     case Loading(model, phase) as progress:
                         self.loading.pop(model, None)
                         if phase:

@@ -64,6 +64,7 @@ class SampledAnswer:
     cache_salt: str
     tenant: str
     request_id: str
+    tier: str = ""
 
 
 class NoJudge:
@@ -137,6 +138,7 @@ class Judge:
             self._settings.cache_salt(attempt.exchange.caller),
             attempt.exchange.caller.tenant,
             attempt.exchange.request_id,
+            attempt.exchange.caller.tier,
         )
         try:
             self._queue.put_nowait(sample)
@@ -193,6 +195,7 @@ class Judge:
             priority=PRIORITY,
             cache_salt=sample.cache_salt,
             time_limit_s=_LIMIT_S,
+            caller=(sample.tenant, sample.tier),
             counted=False,
         )
         said = await asyncio.gather(*(_word(model, request) for request in spec.requests()))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.backends.embedder import Embedder as Encoder
 from penstock.config.knowledge import KnowledgeConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, needs_extra
 from penstock.knowledge.embedder import Embedded, EmbedderFacts
 from penstock.knowledge.entities import KnowledgeError
 from penstock.knowledge.limits import LibraryLimits
@@ -89,7 +89,10 @@ class KnowledgeLibrary:
             return self._library
 
     async def _opened(self, url: str) -> Library:
-        from penstock.knowledge.library import Library  # numpy and the index: only where there are collections
+        try:
+            from penstock.knowledge.library import Library  # the index: only where there are collections
+        except ImportError as error:
+            raise KnowledgeError(f"Collections: the server {needs_extra('knowledge')}.") from error
 
         config, encoder = self.config, self._encoder()
         assert encoder is not None

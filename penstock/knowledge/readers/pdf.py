@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 
+from penstock.errors import needs_extra
 from penstock.knowledge.entities import UnreadableDocument
 from penstock.knowledge.readers.blocks import BlockWriter, Extracted
 from penstock.knowledge.readers.plain import kind_of, read_plain
@@ -13,7 +14,10 @@ _HYPHENATED = re.compile(r"(?<=[a-z])-\n(?=[a-z])")
 
 
 def read_pdf(body: bytes) -> Extracted:
-    from pypdf import PdfReader
+    try:
+        from pypdf import PdfReader
+    except ImportError as error:
+        raise UnreadableDocument(f"Reading a PDF {needs_extra('knowledge')}.") from error
 
     out = BlockWriter()
     title = ""

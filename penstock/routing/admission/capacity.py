@@ -59,10 +59,16 @@ class EngineCapacity:
     """Reads the capacity of one model's engines."""
 
     def __init__(
-        self, backend: Backend, config: AdmissionConfig, held: Callable[[], tuple[int, int]] | None = None
+        self,
+        backend: Backend,
+        config: AdmissionConfig,
+        held: Callable[[], tuple[int, int]] | None = None,
+        pool: str | None = None,
     ) -> None:
-        """`held`: slots and KV tokens granted by this gateway's own queue; None when gateways share the queue."""
+        """`held`: slots and KV tokens granted by this gateway's own queue; None when gateways share the queue. `pool`:
+        only the engines of this pool."""
         self._backend = backend
+        self._pool = pool
         self._config = config
         self._held = held
 
@@ -79,7 +85,9 @@ class EngineCapacity:
     def _replicas(self) -> Sequence[Backend]:
         if not isinstance(self._backend, ReplicaSet):
             return (self._backend,)
-        replicas = self._backend.replicas
+        replicas = [
+            member.backend for member in self._backend.members if self._pool is None or member.place.pool == self._pool
+        ]
         up = [replica for replica in replicas if replica.ready]
         # Prefill replicas run whole requests only while no other replica is up.
         return [replica for replica in up if replica.info is None or replica.info.role != "prefill"] or up or replicas

@@ -15,26 +15,26 @@ from functools import partial
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import Overloaded, Reason
 from penstock.routing.admission.capacity import EngineCapacity
-from penstock.routing.admission.decision import saturated
+from penstock.routing.admission.decision import fits, saturated
 from penstock.routing.admission.memory import MemoryQueue
 from penstock.routing.admission.prefix_sketch import PrefixSketch
 from penstock.routing.admission.queue import (
     CLASSES,
     AdmissionQueue,
+    Capacity,
     Outcome,
     QueueEntry,
     ReadCapacity,
     cost_of,
     max_waiting,
 )
-from penstock.routing.admission.triage import AdmissionRequest, Triage
-from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.routing.admission.triage import AdmissionRequest, Assessment, Triage
+from penstock.routing.registry import ServedModel
 from penstock.telemetry.admission_metrics import AdmissionMetrics
-from penstock.telemetry.exposition import MetricRegistry
 
 
 class AdmissionController:
-    """Admission to one model."""
+    """Admission to one model, or to one lane of one of its pools."""
 
     def __init__(
         self,
@@ -42,27 +42,50 @@ class AdmissionController:
         config: AdmissionConfig,
         metrics: AdmissionMetrics,
         roll: Callable[[], float] = random.random,
+        queue: tuple[AdmissionQueue, ReadCapacity] | None = None,
     ) -> None:
         self.model = model.name
         self.config = config
         self.metrics = metrics
-        self.queue, self.capacity = _open_queue(model, config)
+        self.queue, self.capacity = queue or _open_queue(model, config)
         self._triage = Triage(config, roll)
         self._sketch = PrefixSketch()
         self.waits = [metrics.waits(model.name, name) for name in CLASSES]
 
     async def enter(self, request: AdmissionRequest) -> Ticket:
         """A ticket for the request; raises `Overloaded` when it can neither run nor wait."""
-        capacity, state = self.capacity(), self.queue.state(request.tenant, request.rank)
-        prompt = sum(map(len, request.prompts))
-        assessed = self._triage.assess(
-            request, prompt, partial(self._cached, request), state, capacity, time.monotonic()
-        )
+        capacity = self.capacity()
+        assessed = self.assess(request, capacity)
         entry = assessed.entry
         if assessed.refusal is not None:
             assert assessed.refusal.reason is not None
             raise self.refusal(entry, assessed.refusal.reason, assessed.refusal.wait_s)
         return Ticket(self, entry, await self.queue.enter(entry, capacity), assessed.patience)
+
+    def assess(self, request: AdmissionRequest, capacity: Capacity) -> Assessment:
+        """What the queue makes of a request, without letting it in."""
+        state = self.queue.state(request.tenant, request.rank)
+        prompt = sum(map(len, request.prompts))
+        return self._triage.assess(request, prompt, partial(self._cached, request), state, capacity, time.monotonic())
+
+    def free(self, entry: QueueEntry, capacity: Capacity) -> bool:
+        """Whether an entry would be granted at once, as far as known here."""
+        state = self.queue.state(entry.tenant, entry.rank)
+        return not state.depth and fits(entry, state.in_flight, state.kv_tokens, capacity)
+
+    async def start(self) -> None:
+        await self.queue.start()
+
+    async def close(self) -> None:
+        await self.queue.close()
+
+    def depths(self) -> tuple[int, int, int]:
+        """Requests that wait, by class."""
+        return self.queue.state("", 0).queued
+
+    def rate(self) -> float:
+        """See `AdmissionQueue.rate`."""
+        return self.queue.rate()
 
     def _cached(self, request: AdmissionRequest) -> int:
         return sum(self._sketch.cached(tokens, request.salt) for tokens in request.prompts)
@@ -152,51 +175,6 @@ class Ticket:
             self.granted = True
             self._controller.waits[self._entry.rank].observe(time.monotonic() - self._entry.arrived)
         return self.granted
-
-
-class Admission:
-    """The admission controllers of one gateway, by model."""
-
-    def __init__(self, config: AdmissionConfig, models: ModelRegistry, metrics: MetricRegistry) -> None:
-        self.metrics = AdmissionMetrics(
-            metrics, self._depths, self._rates, self._limits, "max" if config.url else "sum"
-        )
-        self._config = config
-        self._controllers = {model.name: AdmissionController(model, config, self.metrics) for model in models}
-
-    async def start(self) -> None:
-        for controller in self._controllers.values():
-            await controller.queue.start()
-
-    async def close(self) -> None:
-        for controller in self._controllers.values():
-            await controller.queue.close()
-
-    async def add(self, model: ServedModel) -> None:
-        controller = self._controllers[model.name] = AdmissionController(model, self._config, self.metrics)
-        await controller.queue.start()
-
-    async def remove(self, model: ServedModel) -> None:
-        """Removes a model; the requests waiting for it fail."""
-        controller = self._controllers.pop(model.name, None)
-        if controller is not None:
-            await controller.queue.close()
-
-    def controller(self, model: ServedModel) -> AdmissionController:
-        return self._controllers[model.base_name]
-
-    def _depths(self) -> list[tuple[tuple[str, str], float]]:
-        return [
-            ((model, name), count)
-            for model, controller in self._controllers.items()
-            for name, count in zip(CLASSES, controller.queue.state("", 0).queued, strict=True)
-        ]
-
-    def _limits(self) -> list[tuple[tuple[str], float]]:
-        return [((model,), controller.most_waiting()) for model, controller in self._controllers.items()]
-
-    def _rates(self) -> list[tuple[tuple[str], float]]:
-        return [((model,), controller.queue.rate()) for model, controller in self._controllers.items()]
 
 
 def _open_queue(model: ServedModel, config: AdmissionConfig) -> tuple[AdmissionQueue, ReadCapacity]:

@@ -67,8 +67,10 @@ def decide(
 
 
 def fits(entry: QueueEntry, in_flight: int, kv_tokens: int, capacity: Capacity) -> bool:
-    """Whether `entry` fits beside what runs. An entry that would run alone always fits."""
-    return not in_flight or (has_slots(entry, in_flight, capacity) and has_memory(entry, kv_tokens, capacity))
+    """Whether `entry` fits beside what runs. An entry that would run alone always fits, unless slots are reserved."""
+    if not in_flight:
+        return not capacity.strict or has_slots(entry, 0, capacity)
+    return has_slots(entry, in_flight, capacity) and has_memory(entry, kv_tokens, capacity)
 
 
 def has_slots(entry: QueueEntry, in_flight: int, capacity: Capacity) -> bool:

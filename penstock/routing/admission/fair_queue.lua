@@ -1,12 +1,14 @@
 -- The fair queue in Redis: the same rules as fair_queue.py, checked by the same tests.
--- KEYS: the queue's prefix. ARGV: operation, now in seconds (-1: Redis's clock), gateway, slots, KV tokens, maximum
+-- KEYS: the queue's prefix. ARGV: operation, now in seconds (-1: Redis's clock), gateway, slots (`N strict`: they also
+-- limit an entry that would run alone), KV tokens, maximum
 -- number of waiting entries (-1: no limit), order, ageing in seconds, seconds after which a silent gateway counts as
 -- dead, tenant and rank whose state is returned, then the operation's own arguments.
 -- Redis keys: s state; e entries; age and cost: waiting entries; f:RANK waiting entries of a class; q:RANK:TENANT of a
 -- tenant; c:RANK virtual counters of tenants; for tenants that wait: a:RANK counters, n:RANK waiting work, m:RANK
 -- weights, l:RANK work by weight; gw gateways by last heartbeat; g:GATEWAY entries of a gateway.
 local P, op, now, gateway = KEYS[1], ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local slots, kv, most = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local slots, kv, most = tonumber(string.match(ARGV[4], '^-?%d+')), tonumber(ARGV[5]), tonumber(ARGV[6])
+local strict = string.find(ARGV[4], 'strict') ~= nil
 local order, ageing, dead = ARGV[7], tonumber(ARGV[8]), tonumber(ARGV[9])
 local EVERY, FADE, SETTLED, STEP, LEAST, COUNTERS = 10, 20, 0.5, 0.1, 0.02, 4096
 if now < 0 then
@@ -76,7 +78,7 @@ local function take(e)
   if not S.first then set('first', now) end
 end
 local function fits(e)
-  if s('inflight') <= 0 then return true end
+  if s('inflight') <= 0 then return not strict or slots < 0 or e.slots <= slots end
   return (slots < 0 or s('inflight') + e.slots <= slots) and (kv < 0 or s('kv') + e.kv <= kv)
 end
 local function waiting() return s('q0') + s('q1') + s('q2') end

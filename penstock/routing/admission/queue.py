@@ -55,6 +55,8 @@ class Capacity(msgspec.Struct, frozen=True):
     slots: int | None = None
     kv_tokens: int | None = None
     replicas: int = 1
+    strict: bool = False
+    """An entry with more slots than there are never fits, not even alone: the others belong to somebody."""
 
 
 class QueueState(msgspec.Struct, frozen=True):

@@ -282,7 +282,7 @@ class RedisQueue(AdmissionQueue):
             operation,
             now,
             self.gateway,
-            _limit(capacity.slots),
+            f"{_limit(capacity.slots)} strict" if capacity.strict else _limit(capacity.slots),
             _limit(capacity.kv_tokens),
             max_waiting(rules, capacity),
         ]

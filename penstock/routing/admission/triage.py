@@ -13,6 +13,7 @@ import msgspec
 from penstock.config.routing import AdmissionConfig
 from penstock.routing.admission.decision import DecisionInput, Verdict, decide, fits, predicted_wait
 from penstock.routing.admission.queue import Capacity, QueueEntry, QueueState, class_max_wait_s, cost_of
+from penstock.routing.placement import ANYWHERE, Placement
 
 USUAL_OUTPUT = 256.0
 """Expected tokens of an answer before any answer has been measured."""
@@ -35,6 +36,9 @@ class AdmissionRequest(msgspec.Struct, frozen=True):
     salt: str = ""
     """Cache salt: prompts share cached prefixes only within one salt."""
     budget_left: float = 1.0
+    tier: str = ""
+    placement: Placement = ANYWHERE
+    """The pools and regions that it may run in."""
     max_wait_s: float | None = None
     """How long the client is willing to wait; capped by the limit of its class."""
 

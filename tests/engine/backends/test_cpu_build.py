@@ -87,7 +87,7 @@ def test_a_prebuilt_library_is_taken_without_a_compiler(
     tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(building, "PREBUILT", tmp_path / "prebuilt")
-    shipped = building.build_prebuilt(tmp_path / "prebuilt")
+    shipped = building.build_prebuilt(tmp_path / "prebuilt", tmp_path / "cache")
     loaded = ctypes.CDLL(str(shipped))
     assert all(getattr(loaded, f"pk_create_{known.name}")() == 42 for known in building.instruction_sets())
     monkeypatch.setattr(shutil, "which", lambda name: None)

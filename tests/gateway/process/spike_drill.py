@@ -37,9 +37,9 @@ from penstock.gateway.process.settings import GatewaySettings, ModelSettings
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.replicas import ReplicaSet
 from penstock.testing.in_process_backend import InProcessBackend
-from penstock.testing.synthetic_engine import write_tokenizer
 from penstock.testing.timed_engine import Speed, TimedEngine
 from penstock.text import load_text
+from penstock.text.byte_tokenizer import write_tokenizer
 
 TENANTS = {"bank": ("premium", 0.15), "shop": ("standard", 0.55), "blog": ("standard", 0.2), "anon": ("free", 0.1)}
 """Tier and share of the traffic."""

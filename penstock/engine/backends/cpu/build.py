@@ -19,6 +19,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,10 @@ _BASE_FLAGS = (
 
 _GCC_AARCH64 = "-fno-schedule-insns"
 """Scheduling before register allocation makes GCC copy accumulators around: 5% of the integer product loop."""
+
+
+_SHIPPED_LINK = ("-static-libstdc++", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", "-s")
+"""A library for other machines brings the parts of the C++ runtime that it uses, hidden: theirs may be older."""
 
 
 class BuildError(PenstockError):
@@ -116,12 +121,15 @@ def build(isa: str = "native", directory: Path | None = None) -> Path:
     return build_library((by_name[isa],), directory)
 
 
-def build_library(sets: Sequence[InstructionSet], directory: Path | None = None) -> Path:
+def build_library(
+    sets: Sequence[InstructionSet], directory: Path | None = None, link_flags: Sequence[str] = ()
+) -> Path:
     """A library of these instruction sets, least capable first; none of them: only what tells which ones a CPU runs."""
     compiler, version = _compiler()
     directory = directory or cache_dir()
     key = _sources_hash()
-    for part in (*_base_flags(), version, platform.machine(), *(f"{known.name} {known.flags}" for known in sets)):
+    compiled = (f"{known.name} {known.flags}" for known in sets)
+    for part in (*_base_flags(), *link_flags, version, platform.machine(), *compiled):
         key.update(part.encode() + b"\0")
     names = "+".join(known.name for known in sets) or "probe"
     target = directory / f"cpu-{names}-{key.hexdigest()[:16]}.so"
@@ -131,21 +139,23 @@ def build_library(sets: Sequence[InstructionSet], directory: Path | None = None)
         directory.mkdir(parents=True, exist_ok=True)
         with _locked(directory / ".lock"):
             if not target.exists():
-                _compile(compiler, sets, target)
+                _compile(compiler, sets, target, link_flags)
     except OSError as error:
         raise BuildError(f"cannot write the native library under {directory}: {error}") from error
     return target
 
 
-def build_prebuilt(directory: Path) -> Path:
-    """A library for every machine of this architecture, as `build` looks for it in `PREBUILT`."""
+def build_prebuilt(directory: Path, cache: Path | None = None) -> Path:
+    """A library for every machine of this architecture, as `build` looks for it in `PREBUILT`. It is compiled once and
+    kept in the cache, like others."""
     sets = [known for known in instruction_sets() if _compiles(known)]
     left_out = [known.name for known in instruction_sets() if known not in sets]
     if left_out:
         log.warning("left out, because the compiler does not know them: %s", ", ".join(left_out))
     directory.mkdir(parents=True, exist_ok=True)
+    made = build_library(sets, cache, _SHIPPED_LINK)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        return build_library(sets, Path(scratch)).replace(directory / _prebuilt_name())
+        return Path(shutil.copy(made, scratch)).replace(directory / _prebuilt_name())
 
 
 def _runnable(directory: Path | None) -> list[str]:
@@ -196,7 +206,7 @@ def _compiles(known: InstructionSet) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def _compile(compiler: str, sets: Sequence[InstructionSet], target: Path) -> None:
+def _compile(compiler: str, sets: Sequence[InstructionSet], target: Path, link_flags: Sequence[str]) -> None:
     began = time.monotonic()
     if sets:
         names = ", ".join(known.name for known in sets)
@@ -218,7 +228,7 @@ def _compile(compiler: str, sets: Sequence[InstructionSet], target: Path) -> Non
                 if failure is not None:
                     raise BuildError(f"compiling failed: {' '.join(command)}\n{failure[-2000:]}")
         built = Path(scratch) / "library.so"
-        command = [compiler, "-shared", "-pthread", *objects, "-o", str(built)]
+        command = [compiler, "-shared", "-pthread", *objects, *link_flags, "-o", str(built)]
         failure = _failure(command)
         if failure is not None:
             raise BuildError(f"linking failed: {' '.join(command)}\n{failure[-2000:]}")
@@ -245,7 +255,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Compile now instead of at the first start; without a compiler say so and leave it."""
+    """Compile now instead of at the first start; without a compiler say so and leave it, unless it is for shipping."""
     parser = argparse.ArgumentParser(description="Compile the native CPU kernels.")
     parser.add_argument("--all", action="store_true", help="every instruction set of this architecture, to be shipped")
     parser.add_argument("--output", type=Path, default=PREBUILT, help="folder for --all (default: inside the package)")
@@ -254,6 +264,8 @@ def main() -> None:
     try:
         log.info("native CPU kernels: %s", build_prebuilt(options.output) if options.all else build())
     except BuildError as error:
+        if options.all:
+            sys.exit(f"native CPU kernels: {error}")
         log.warning("native CPU kernels are left out, PyTorch does their work: %s", error)
 
 

@@ -20,9 +20,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import Ops
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
-
-LayerTable = tuple[tuple[int, ...], ...]
-"""Which expert each slot of each shard holds: [shard][slot]. Every expert is somewhere, on a shard at most once."""
+from penstock.engine.models.model_config import LayerTable
 
 
 @dataclass(frozen=True, slots=True)

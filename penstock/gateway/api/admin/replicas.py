@@ -11,12 +11,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from penstock.backends.base import EngineClient
 from penstock.engine.request import EngineInfo
 from penstock.gateway.api.admin.supervisor import Supervisor
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
 from penstock.protocol.control import Drain, Notice, Restart, Scale, SetLimits, Stop
 from penstock.protocol.errors import InvalidRequest
+from penstock.routing.place import NOWHERE, ReplicaPlace
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.remotes import RemoteModel
 from penstock.routing.replicas import ReplicaSet
@@ -26,6 +28,8 @@ class ScaleRequest(Struct, forbid_unknown_fields=True):
     """POST /v1/admin/models/{model}/scale"""
 
     replicas: Annotated[int, Meta(ge=1, le=256)]
+    pool: Annotated[str, Meta(max_length=64)] | None = None
+    """Which pool, if the model has pools."""
 
 
 class AutoscaleRequest(Struct, forbid_unknown_fields=True):
@@ -108,7 +112,7 @@ class ReplicaEndpoints:
         model = self._model(exchange, "/scale")
         if model.time_slice:
             raise InvalidRequest(f"`{model.name}` takes turns (time_slice): it has one replica.", param="model")
-        await self._supervisor.ask(lambda number: Scale(number, model.name, request.replicas))
+        await self._supervisor.ask(lambda number: Scale(number, model.name, request.replicas, request.pool or ""))
         await _reply(exchange, model)
 
     async def restart_model(self, exchange: Exchange) -> None:
@@ -143,9 +147,11 @@ def describe(model: ServedModel) -> list[dict[str, Any]]:
     backend = model.backend
     breakers = {}
     retiring = set()
+    places: dict[str, ReplicaPlace] = {}
     if isinstance(backend, ReplicaSet):
         breakers = {member.name: member.breaker.state for member in backend.members}
         retiring = {member.name for member in backend.members if member.retiring}
+        places = {member.name: member.place for member in backend.members}
     return [
         {
             "id": f"{model.name}/{replica.name}",
@@ -164,10 +170,20 @@ def describe(model: ServedModel) -> list[dict[str, Any]]:
             "instance": replica.info.instance if replica.info is not None else None,
             "device": replica.info.device if replica.info is not None else None,
             "role": replica.info.role if replica.info is not None else None,
+            **_where(places.get(replica.name, NOWHERE)),
+            "round_trip_ms": _milliseconds(replica.round_trip.seconds if isinstance(replica, EngineClient) else None),
             "memory": None if replica.info is None else _memory(replica.info),
         }
         for replica in backend.replicas
     ]
+
+
+def _where(place: ReplicaPlace) -> dict[str, str | None]:
+    return {name: getattr(place, name) or None for name in ("pool", "region", "zone", "machine")}
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)
 
 
 def _memory(info: EngineInfo) -> dict[str, Any]:
@@ -203,6 +219,8 @@ def describe_remote(model: RemoteModel) -> list[dict[str, Any]]:
             "instance": None,
             "device": member.server.upstream.url,
             "role": "both",
+            **_where(ReplicaPlace(region=member.region)),
+            "round_trip_ms": _milliseconds(member.server.round_trip.seconds),
             "memory": None,
         }
         for member in model.members

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from penstock.protocol.control import Loading, ModelScaling, Operation
 from penstock.protocol.errors import InvalidRequest
+from penstock.protocol.fleet_state import FleetState
 
 
 class Supervisor(Protocol):
@@ -18,6 +19,10 @@ class Supervisor(Protocol):
     def scaling(self) -> Mapping[str, ModelScaling]:
         """The models that are scaled automatically, by name."""
 
+    @property
+    def fleet(self) -> FleetState | None:
+        """The machines of the fleet; None: this server is alone."""
+
     async def ask(self, operation: Callable[[int], Operation]) -> None:
         """Have an operation carried out; returns when it is done, raises when it cannot be."""
 
@@ -27,6 +32,7 @@ class NoSupervisor:
 
     loading: Mapping[str, Loading] = {}
     scaling: Mapping[str, ModelScaling] = {}
+    fleet: FleetState | None = None
 
     async def ask(self, operation: Callable[[int], Operation]) -> None:
         raise InvalidRequest(

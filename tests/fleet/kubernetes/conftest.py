@@ -1,0 +1,3 @@
+from tests.gateway.conftest import serving, text
+
+__all__ = ["serving", "text"]
