@@ -5,7 +5,9 @@ from __future__ import annotations
 import typer
 
 from penstock.cli.deploy_balancers import envoy, haproxy, nginx
+from penstock.cli.deploy_compose import compose
 from penstock.cli.deploy_kubernetes import kubernetes
+from penstock.cli.deploy_systemd import systemd
 
 HELP = """
 Write configurations for balancers, orchestrators and stores, from penstock.yaml.
@@ -24,3 +26,5 @@ app.command(help=haproxy.__doc__)(haproxy)
 app.command(help=nginx.__doc__)(nginx)
 app.command(help=envoy.__doc__)(envoy)
 app.command(help=kubernetes.__doc__)(kubernetes)
+app.command(help=compose.__doc__)(compose)
+app.command(help=systemd.__doc__)(systemd)
