@@ -144,11 +144,11 @@ def test_a_container_serves_as_an_ordinary_user_and_finishes_requests_on_sigterm
 ) -> None:
     port = free_port()
     (tmp_path / "penstock.yaml").write_text(
-        "models: [{name: tiny, source: /model, kv_memory: 64MiB, max_model_len: 2048, max_running: 4}]\n"
+        "models: [{name: tiny, source: /model.gguf, kv_memory: 64MiB, max_model_len: 2048, max_running: 4}]\n"
         f"server: {{host: 0.0.0.0, port: {port}, drain_s: 120}}\nencoders: []\n"
     )
     mounts = [
-        f"--volume={tmp_path / 'penstock.yaml'}:/etc/penstock/penstock.yaml:ro", f"--volume={default_model}:/model:ro"
+        f"--volume={tmp_path / 'penstock.yaml'}:/etc/penstock/penstock.yaml:ro", f"--volume={default_model}:/model.gguf:ro"
     ]  # fmt: skip
     options = store.options(volume, *mounts)
     refused = store.podman("run", "--rm", *options, image, "serve", check=False)
@@ -159,6 +159,8 @@ def test_a_container_serves_as_an_ordinary_user_and_finishes_requests_on_sigterm
         url = f"http://127.0.0.1:{port}"
 
         def healthy() -> bool:
+            state = store.podman("inspect", "--format={{.State.Status}}", name).stdout.strip()
+            assert state == "running", store.podman("logs", name, check=False)
             return store.podman("exec", name, "penstock", "health", "--url", url, check=False).returncode == 0
 
         assert eventually(healthy, 600), store.podman("logs", name, check=False)
