@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 STYLE = """<style>
 body { max-width: 1080px; } h2 { font-size: 1.1rem; margin-top: 2.5rem; } svg { display: block; max-width: 760px; }
-.figures { overflow-x: auto; } .figures td, .figures th { white-space: nowrap; padding: .25rem .6rem; }
+.figures { overflow-x: auto; font-size: 13px; } .figures td { white-space: nowrap; }
+.figures td, .figures th { padding: .25rem .5rem; vertical-align: bottom; }
 .lost { color: #b91c1c; font-weight: 600; } .kept { color: #15803d; font-weight: 600; } ul { padding-left: 1.2rem; }
 </style>"""
 MAX_LINES = 50

@@ -117,8 +117,8 @@ def render(found: Soak) -> str:
         if series:
             parts.append(charts.lines(panel, {"": series}, unit="min"))
     if found.timeline:
-        series = {"": {"all clients": found.timeline}}
-        parts.append(charts.lines("tokens per second in checked streams", series, unit="min"))
+        streams = {"": {"all clients": found.timeline}}
+        parts.append(charts.lines("tokens per second in checked streams", streams, unit="min"))
     lost = found.losses.lines()
     parts.append('<ul class="lost">' + "".join(f"<li>{escape(line)}</li>" for line in lost[:50]) + "</ul>")
     return document(title, parts)

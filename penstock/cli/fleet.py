@@ -113,13 +113,13 @@ def apply(
 
         penstock fleet apply -c penstock.yaml
     """
+    from penstock.fleet.machine_process import desired, refuse_fixed
+    from penstock.fleet.membership import described
+
     config = _config(url, secret_file, config_file, settings)
+    refuse_fixed(config)
 
     async def put(registry: Registry, view: FleetView) -> None:
-        from penstock.fleet.machine_process import desired, refuse_fixed
-        from penstock.fleet.membership import described
-
-        refuse_fixed(config)
         for model in config.models:
             record = desired(view.fleet, model, described(model))
             await registry.publish(record)
@@ -219,8 +219,10 @@ def _with_registry(config: Config, work: Callable[[Registry, FleetView], Awaitab
     from penstock.fleet.machine_process import joined
     from penstock.protocol.fleet_secret import FleetSecret
 
+    secret = FleetSecret.read(config.fleet.secret_file)
+
     async def run() -> Any:
-        async with joined(config.fleet, FleetSecret.read(config.fleet.secret_file)) as (registry, view):
+        async with joined(config.fleet, secret, required=True) as (registry, view):
             return await work(registry, view)
 
     return asyncio.run(run())

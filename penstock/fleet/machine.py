@@ -173,6 +173,7 @@ class Machine:
         if assignment is not None and not self._me.pinned and not self.leaving and not self._supervisor.stopping:
             for model in {*assignment.models, *self._replicas.models}:
                 self._adjust(model, assignment.models.get(model, 0), fleet.models.get(model))
+            self._forget_unloaded(fleet, assignment)
         for command in fleet.commands.values():
             if command.machine == self.name and command.id not in self._commands:
                 self._commands[command.id] = self._begin(self._carry_out(command), f"{command.verb} {command.model}")
@@ -191,7 +192,19 @@ class Machine:
         if any(unit.up.is_set() for unit in serving):
             self._problems.pop(model, None)
         if len(serving) + paused > count or self._may_try(model):
-            self._replicas.adjust(model, max(count - paused, 0))
+            try:
+                self._replicas.adjust(model, max(count - paused, 0))
+            except PenstockError as error:  # such as no free port
+                self._start_failed(model, str(error))
+
+    def _forget_unloaded(self, fleet: Fleet, assignment: Assignment) -> None:
+        """A model that was unloaded may come back under its name as another one. (Without any model, it is the registry
+        that has forgotten.)"""
+        running = {unit.model for unit, _ in self._replicas.units}
+        for model in self._replicas.models:
+            if fleet.models and model not in {*fleet.models, *assignment.models, *running}:
+                self._replicas.forget(model)
+                self._descriptions.pop(model, None)
 
     def _may_try(self, model: str) -> bool:
         if self._clock() < self._retry_at.get(model, 0.0):

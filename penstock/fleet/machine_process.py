@@ -145,6 +145,11 @@ async def run_machine(
 def refuse_fixed(config: Config) -> None:
     """Settings that tie replicas to one machine cannot be used by a fleet, which places them."""
     for model in config.models:
+        if model.pools:
+            raise ConfigError(
+                f"`{model.name}`: the controller of a fleet places replicas, not pools; run the engines of a pool with "
+                f"`penstock engine {model.name} --pool NAME --fleet URL`, and gateways with `penstock gateway`"
+            )
         for key in ("placement", "time_slice", "replica_roles", "replica_grids", "replica_devices"):
             if getattr(model, key):
                 raise ConfigError(
@@ -156,9 +161,11 @@ def refuse_fixed(config: Config) -> None:
 
 
 @asynccontextmanager
-async def joined(settings: FleetConfig, secret: FleetSecret) -> AsyncIterator[tuple[RedisRegistry, FleetView]]:
-    """A connection to the registry and a view of the fleet, once the registry has answered."""
-    registry = await open_registry(settings, secret, required=False)
+async def joined(
+    settings: FleetConfig, secret: FleetSecret, *, required: bool = False
+) -> AsyncIterator[tuple[RedisRegistry, FleetView]]:
+    """A connection to the registry and a view of the fleet, once the registry has answered. `required`: it must now."""
+    registry = await open_registry(settings, secret, required=required)
     try:
         view = FleetView(registry)
         async with beside(view.run(), "fleet view"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from contextlib import closing
@@ -16,6 +17,8 @@ from penstock.fleet.records import Device, MachineRecord
 from penstock.protocol.address import is_loopback
 from penstock.supervisor.unit import Unit
 
+log = logging.getLogger("penstock.fleet")
+
 
 def default_room() -> int:
     """Engines that this machine may run when nobody says: one per GPU, or one per two cores."""
@@ -28,9 +31,12 @@ def _cores() -> int:
 
 def describe_machine(config: FleetConfig, room: int) -> MachineRecord:
     """This machine. `room`: how many engines it may run."""
+    address = own_address(config)
+    if is_loopback(address):
+        log.warning("other machines cannot reach %s; set fleet.advertise if there are any", address)
     return MachineRecord(
         name=machine_name(config),
-        address=own_address(config),
+        address=address,
         cpus=_cores(),
         memory=_memory(),
         devices=_devices(),

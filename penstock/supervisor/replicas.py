@@ -113,6 +113,14 @@ class Replicas:
             self._units[model] = []
             self._changed()
 
+    def forget(self, model: str) -> None:
+        """A model that has no replica here, and shall have none."""
+        if not self._units.get(model):
+            self._units.pop(model, None)
+            if self.catalogue is not None:
+                self.catalogue.remove(model)
+            self._changed()
+
     async def take_on(self, description: Mapping[str, Any]) -> None:
         """Fetches a model, so that `adjust` can start replicas of it."""
         if self.catalogue is None:

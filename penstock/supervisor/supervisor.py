@@ -86,6 +86,7 @@ class Supervisor:
         self._gateways = list(gateways)
         self._gateways_up = gateways_up
         self._spawn = spawn
+        self._address = f"{host}:{port}"
         self._answers = answers or (lambda: is_ready(host, port))
         self._drain_s = drain_s
         self._drain_delay_s = drain_delay_s
@@ -321,7 +322,7 @@ class Supervisor:
             unit.ready_at = unit.ready_at or time.monotonic()
         infos = [unit.info for unit in needed if unit.info is not None]
         self._reporter.ready(infos, time.monotonic() - started)
-        notify(READY, f"serving on {self._host}:{self._port}")
+        notify(READY, f"serving on {self._address}" if self._gateways else "running engines")
         self.announced.set()
         for unit in self._engines:
             if unit.autostart:

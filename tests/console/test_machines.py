@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from playwright.async_api import Page, expect
 
-from penstock.console.app import Console
 from penstock.fleet.status import fleet_state
+from tests.console.test_administration import settings
 from tests.fleet.test_admin_api import FLEET, supervisor
 from tests.gateway.conftest import Serving, eventually
 
@@ -17,7 +17,7 @@ from tests.gateway.conftest import Serving, eventually
 async def test_machines_are_shown_and_drained(serving: Serving, page: Page, tmp_path: Path) -> None:
     async with supervisor(tmp_path) as (path, control, commands):
         control.tell_fleet(fleet_state("ours", FLEET))
-        async with serving(control=path, wrap=Console) as gateway:
+        async with serving(control=path, **settings(tmp_path)) as gateway:
             await page.goto(f"http://127.0.0.1:{gateway.port}/console/#machines")
             await expect(page.get_by_role("heading", name="Machines", exact=True)).to_be_visible()
             await expect(page.locator("[data-test=controller]")).to_have_text("The controller is a.")
@@ -36,8 +36,8 @@ async def test_machines_are_shown_and_drained(serving: Serving, page: Page, tmp_
 
 
 @pytest.mark.slow
-async def test_a_server_on_its_own_has_no_such_page(serving: Serving, page: Page) -> None:
-    async with serving(wrap=Console) as gateway:
+async def test_a_server_on_its_own_has_no_such_page(serving: Serving, page: Page, tmp_path: Path) -> None:
+    async with serving(**settings(tmp_path)) as gateway:
         await page.goto(f"http://127.0.0.1:{gateway.port}/console/")
         await expect(page.get_by_text("Models", exact=True).first).to_be_visible()
         await expect(page.get_by_text("Machines", exact=True)).to_have_count(0)

@@ -148,8 +148,9 @@ def test_a_container_serves_as_an_ordinary_user_and_finishes_requests_on_sigterm
         f"server: {{host: 0.0.0.0, port: {port}, drain_s: 120}}\nencoders: []\n"
     )
     mounts = [
-        f"--volume={tmp_path / 'penstock.yaml'}:/etc/penstock/penstock.yaml:ro", f"--volume={default_model}:/model.gguf:ro"
-    ]  # fmt: skip
+        f"--volume={tmp_path / 'penstock.yaml'}:/etc/penstock/penstock.yaml:ro",
+        f"--volume={default_model}:/model.gguf:ro",
+    ]
     options = store.options(volume, *mounts)
     refused = store.podman("run", "--rm", *options, image, "serve", check=False)
     assert refused.returncode == 2 and "penstock keys create" in refused.stderr, refused

@@ -54,7 +54,7 @@ async def test_all_drills_lose_nothing(tmp_path: Path) -> None:
         assert result["passed"] and result["full_s"] is not None, result
         assert result["ledger"]["exact"] >= result["streams"] > 10
     by_name = {result["name"]: result for result in results}
-    assert by_name["gateway"]["resumed"] > 0 and by_name["engine"]["restarted"] == 0
+    assert by_name["engine"]["restarted"] == 0
     assert "damaged or incomplete" in str(by_name["weights"]["notes"])
     assert by_name["network-cut"]["detected_s"] is not None
     words = await look_at(report, tmp_path / "drills.png")

@@ -270,3 +270,20 @@ def test_load_scales_the_fleet_over_machines(tmp_path: Path, valkey: Any) -> Non
         scaling = httpx.get(f"{running.url}/v1/admin/autoscale", timeout=30).json()["data"]
         assert scaling and scaling[0]["desired"] == 3
         running.wait_for(lambda: sum(running.ready().values()) == 1)
+
+
+def test_the_registry_is_away_for_longer_than_a_lease_and_comes_back_empty(tmp_path: Path, valkey: Any) -> None:
+    with fleet(tmp_path, valkey, "replicas: 2") as running:
+        running.wait_for(lambda: running.has(2))
+        before = running.ready()
+        valkey.stop()
+        heard = asyncio.run(streams(running.url, None))
+        time.sleep(6.0)
+        heard += asyncio.run(streams(running.url, None))
+        assert all(one.done for one in heard), "everything goes on"
+        valkey.start()
+        running.wait_for(lambda: running.state()["controller"] != "" and running.machines() == {"a", "b", "c"})
+        running.stays(lambda: running.ready() == before, 10.0)
+        assert [one["name"] for one in running.state()["models"]] == ["tiny"], "the models were published again"
+        running.kill(next(name for name in ("b", "c") if name in before) if len(before) > 1 else "b")
+        running.wait_for(lambda: running.has(2))

@@ -262,15 +262,15 @@ def elsewhere(node: str) -> list[PlacedProcess]:
     return found if len(found) == 2 and node not in [each.node for each in found] else []
 
 
-def left_over() -> list[str]:
-    """Processes of the server that still run in this namespace."""
+def left_over(*kinds: str) -> list[int]:
+    """Processes of the server that run in this namespace; by default engines and gateways."""
     space = os.readlink("/proc/self/ns/net")
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_text().split("\0")
-            if os.readlink(process / "ns/net") == space and {"engine", "gateway"} & set(words[:4]):
-                found.append(" ".join(words[:5]))
+            if os.readlink(process / "ns/net") == space and set(kinds or ("engine", "gateway")) & set(words[:4]):
+                found.append(int(process.name))
         except OSError:
             continue
     return found
@@ -330,6 +330,42 @@ def scaled(folder: Path) -> None:
             first.close()
 
 
+def crashed(folder: Path) -> None:
+    """One node, no keys, an embedded database, and a driver outside the cluster (Ray Client). An engine process is
+    killed: it returns in its bundle. The driver is killed: the server ends with it."""
+    head = {"num_cpus": 3, "include_dashboard": False, "node_ip_address": "127.0.0.1", "ray_client_server_port": 10001}
+    cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": STORE_BYTES})
+    tiny_model(folder / "model")
+    config = folder / "penstock.yaml"
+    config.write_text(
+        f"models:\n- {tiny(folder, 'tiny', 'max_running: 8')}\nencoders: []\n"
+        f"store: {{url: 'sqlite:///{folder / 'store.db'}'}}\nserver: {{drain_s: 5, engine_wait_s: 120}}\n"
+    )
+    server = Server(config, "--ray-address", "ray://127.0.0.1:10001")
+    try:
+        server.wait_for("Penstock is ready")
+        ray.init(address=cluster.address, namespace=api.NAMESPACE, log_to_driver=False)
+        before, groups = placed("engine", "tiny"), created_groups()
+        (engine,) = left_over("engine")
+        os.kill(engine, signal.SIGKILL)
+        server.wait_for("engine tiny died (killed by SIGKILL)")
+        until(lambda: (found := placed("engine", "tiny")) and found != before, "the engine at another port")
+        assert created_groups() == groups, "the engine left its bundle"
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
+        reply = httpx.post("http://127.0.0.1:8000/v1/chat/completions", json=body, timeout=PATIENCE_S)
+        assert reply.status_code == 200, reply.text
+        server.close()
+        until(lambda: not left_over(), "the end of all processes")
+        until(lambda: not created_groups(), "the end of all reservations")
+    finally:
+        server.close()
+
+
+def created_groups() -> set[str]:
+    """The ids of the placement groups that hold room."""
+    return {id for id, group in ray.util.placement_group_table().items() if group["state"] == "CREATED"}
+
+
 if __name__ == "__main__":
-    {"lost_node": lost_node, "scaled": scaled}[sys.argv[1]](Path(sys.argv[2]))
+    {"lost_node": lost_node, "scaled": scaled, "crashed": crashed}[sys.argv[1]](Path(sys.argv[2]))
     print("passed", flush=True)

@@ -215,6 +215,7 @@ def test_scaling_restarting_and_draining_over_machines() -> None:
             assert len([one for one in it.memory.snapshot().engines.values() if one.model == "n"]) == 1
             await operations.unload("n")
             assert "n" not in it.memory.snapshot().models and sum(it.ready().values()) == 2
+            await it.until(lambda: all("n" not in node.replicas.models for node in it.nodes.values()))
             assert not it.memory.snapshot().commands and await settled(it)
 
     async def settled(it: World) -> bool:

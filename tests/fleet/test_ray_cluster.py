@@ -16,7 +16,7 @@ from tests.fleet.ray_addresses import ADDRESSES
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("drill", ["lost_node", "scaled"])
+@pytest.mark.parametrize("drill", ["lost_node", "scaled", "crashed"])
 def test_ray_cluster(drill: str, tmp_path: Path) -> None:
     """Ray takes addresses from the network interfaces, so it gets a namespace with a loopback interface of its own."""
     if shutil.which("unshare") is None or shutil.which("ip") is None or os.geteuid() != 0:

@@ -26,15 +26,15 @@ def library() -> Any:
 def connect(address: str) -> None:
     """Joins a running cluster as its client."""
     ray = library()
+    # Through Ray Client these are settings of the server, which has its own.
+    quiet: dict[str, Any] = {} if address.startswith("ray://") else {"logging_level": logging.ERROR}
     try:
-        ray.init(
-            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR,
-            ignore_reinit_error=True,
-        )  # fmt: skip
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, **quiet)
     except Exception as error:  # Ray raises many kinds: no cluster, other versions, a malformed address
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        why = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
         raise ConfigError(
-            f"cannot join the Ray cluster at {address!r}: {reason} (`ray start --head` starts one on this machine; "
+            f"cannot join the Ray cluster at {address!r}: {why} (`ray start --head` starts one on this machine; "
             "--ray-address names another)"
         ) from error
 
