@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from penstock.cli.deploy_balancers import envoy, haproxy, nginx
+from penstock.cli.deploy_clickhouse import clickhouse
 from penstock.cli.deploy_kubernetes import kubernetes
 
 HELP = """
@@ -23,4 +24,5 @@ app = typer.Typer(name="deploy", help=HELP, no_args_is_help=True, rich_markup_mo
 app.command(help=haproxy.__doc__)(haproxy)
 app.command(help=nginx.__doc__)(nginx)
 app.command(help=envoy.__doc__)(envoy)
+app.command(help=clickhouse.__doc__)(clickhouse)
 app.command(help=kubernetes.__doc__)(kubernetes)

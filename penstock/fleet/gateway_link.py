@@ -54,7 +54,7 @@ class FleetLink:
         name: str = "",
         configured: Collection[str] = (),
         operations: Operations | None = None,
-        fetch: Callable[[str], object] = resolve,
+        fetch: Callable[[str], object] = lambda source: resolve(source, weights=False),
     ) -> None:
         """`name`: of the fleet. `configured`: models that this gateway knows without the registry. `fetch`: brings the
         files of a source."""

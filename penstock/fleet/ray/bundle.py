@@ -127,6 +127,8 @@ def problems(config: Config, nodes: Sequence[Node]) -> list[str]:
             found.append(f"{where}.devices, replica_devices: Ray chooses the GPUs; remove them and use resources.gpus")
         if model.device.startswith("cuda:"):
             found.append(f"{where}.device: Ray chooses the GPU; write cuda")
+        if model.pools:
+            found.append(f"{where}.pools: the controller on Ray places replicas, not pools; use one server per pool")
         if model.time_slice:
             found.append(f"{where}.time_slice: its models share one machine; use one server for them")
     if config.server.loaded_models:

@@ -54,7 +54,7 @@ class RayCatalogue(ModelCatalogue):
             return self._added[name].model
         return next(model for model in self._config.models if model.name == name)
 
-    def unit(self, name: str, index: int) -> Unit:
+    def unit(self, name: str, index: int, pool: str | None = None) -> Unit:
         return Unit(engine_name(self.model(name), index), [], model=name, replica=str(index))
 
 
