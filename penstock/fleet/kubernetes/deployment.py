@@ -47,7 +47,7 @@ class Deployment:
         return cls(config, tree, options)
 
     def image(self, kind: str) -> str:
-        """The image of pods with this kind of device."""
+        """The image of pods: gateway, or the kind of device."""
         given = self.options.image
         whole = "@" in given or ":" in given.rpartition("/")[2]
         default = given if whole else f"{given}:{penstock.__version__}-{kind}"
