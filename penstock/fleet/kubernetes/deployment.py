@@ -109,9 +109,7 @@ def _problems(config: Config, tree: dict[str, Any], options: ClusterOptions, red
         if url.startswith("sqlite"):
             problems.append(f"{key}.url: {url} is a file of one pod; gateways need postgresql://, which they share")
         elif host and is_loopback(host):
-            problems.append(
-                f"{key}.url: {host} is the pod itself there; name a server that pods reach"
-            )
+            problems.append(f"{key}.url: {host} is the pod itself there; name a server that pods reach")
     if config.server.loaded_models:
         problems.append("server.loaded_models: a file of one pod; list the models in the configuration")
     cache = config.cache
