@@ -14,12 +14,16 @@ from typing import Any
 from engine import ENGINE
 from features import FEATURES
 from overview import OVERVIEW
-from panels import Board, Panel
+from panels import CLICKHOUSE, PROMETHEUS, Board, Panel
+from request_log import REQUEST_LOG
 from router import ROUTER
 from tenants import TENANTS_AND_COST
 
 FOLDER = Path(__file__).resolve().parent
-SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+SOURCES = {
+    PROMETHEUS: {"type": PROMETHEUS, "uid": "${datasource}"},
+    CLICKHOUSE: {"type": CLICKHOUSE, "uid": "${clickhouse}"},
+}
 WIDTH = 24
 BOARDS = {
     "overview": OVERVIEW,
@@ -27,6 +31,7 @@ BOARDS = {
     "tenants-and-cost": TENANTS_AND_COST,
     "router-and-queue": ROUTER,
     "features": FEATURES,
+    "request-log": REQUEST_LOG,
 }
 
 
@@ -51,7 +56,7 @@ def panel(item: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
         "type": item.kind,
         "title": item.title,
         "description": item.about,
-        "datasource": SOURCE,
+        "datasource": SOURCES[item.source],
         "gridPos": place,
         "fieldConfig": {
             "defaults": {"unit": item.unit, "thresholds": {"mode": "absolute", "steps": steps}, "custom": custom},
@@ -59,9 +64,21 @@ def panel(item: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
         },
         "options": options,
         "targets": [
-            {"refId": chr(65 + i), "datasource": SOURCE, "expr": expression, "legendFormat": legend}
-            for i, (legend, expression) in enumerate(item.queries.items())
+            {"refId": chr(65 + i), "datasource": SOURCES[item.source], **query(item, legend, text)}
+            for i, (legend, text) in enumerate(item.queries.items())
         ],
+    }
+
+
+def query(item: Panel, legend: str, text: str) -> dict[str, Any]:
+    if item.source == PROMETHEUS:
+        return {"expr": text, "legendFormat": legend}
+    over_time = item.kind == "timeseries"
+    return {
+        "rawSql": text,
+        "editorType": "sql",
+        "queryType": "timeseries" if over_time else "table",
+        "format": 0 if over_time else 1,
     }
 
 
@@ -87,20 +104,23 @@ def dashboard(board: Board) -> dict[str, Any]:
             for i, item in enumerate(line):
                 panels.append(panel(item, len(panels) + 1, {"x": i * width, "y": y, "w": width, "h": height}))
             y += height
-    source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+    sources = [{"name": "datasource", "type": "datasource", "query": PROMETHEUS, "label": "Prometheus"}]
+    if board.source == CLICKHOUSE:
+        sources.append({"name": "clickhouse", "type": "datasource", "query": CLICKHOUSE, "label": "ClickHouse"})
     variables = [
         {
             "name": name,
             "type": "query",
-            "datasource": SOURCE,
-            "query": {"query": query, "refId": name},
+            "datasource": SOURCES[board.source],
+            "query": {"query": text, "refId": name} if board.source == PROMETHEUS else text,
             "refresh": 2,
             "multi": True,
             "includeAll": True,
-            "allValue": ".*",
+            # In a list of SQL, all are all values.
+            **({"allValue": ".*"} if board.source == PROMETHEUS else {}),
             "current": {"text": "All", "value": "$__all"},
         }
-        for name, query in board.variables.items()
+        for name, text in board.variables.items()
     ]
     return {
         "uid": board.uid,
@@ -110,10 +130,10 @@ def dashboard(board: Board) -> dict[str, Any]:
         "schemaVersion": 39,
         "editable": True,
         "graphTooltip": 1,
-        "refresh": "10s",
-        "time": {"from": "now-1h", "to": "now"},
+        "refresh": board.refresh,
+        "time": {"from": board.since, "to": "now"},
         "timezone": "browser",
-        "templating": {"list": [source, *variables]},
+        "templating": {"list": [*sources, *variables]},
         "links": [
             {"type": "dashboards", "title": "Penstock", "tags": ["penstock"], "asDropdown": False, "keepTime": True}
         ],

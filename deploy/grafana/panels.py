@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 M = 'model_name=~"$model"'
 RATE = "$__rate_interval"
+PROMETHEUS, CLICKHOUSE = "prometheus", "grafana-clickhouse-datasource"
+"""Types of data sources."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Panel:
     stack: bool = False
     optional: bool = False
     """Empty until the feature is used."""
+    source: str = PROMETHEUS
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class Board:
     rows: list[tuple[str, int, list[Panel]]]
     """Name, height, panels."""
     variables: dict[str, str] = field(default_factory=lambda: {"model": MODELS})
+    source: str = PROMETHEUS
+    """Of the variables."""
+    since: str = "now-1h"
+    refresh: str = "10s"
 
 
 MODELS = "label_values(vllm:num_requests_running, model_name)"

@@ -85,8 +85,6 @@ def gateway(
         die_with_parent()
     try:
         endpoints = _endpoints(engine or [])
-        if endpoints and fleet is not None:
-            raise ConfigError("--engine and --fleet exclude each other: the registry says where the engines are")
         curve = _curve(curve_key, curve_engines)
         if resolved is not None:
             config = load_resolved(resolved)
@@ -110,6 +108,8 @@ def gateway(
             config = load(config_file, models=named, flags=given, bare=bool(first.fleet.url))
             config = with_paths(config, resolve_models(config, stderr(), weights=False))
         generators = endpoints.keys() - {encoder.name for encoder in config.encoders}
+        if generators and fleet is not None:
+            raise ConfigError("--engine and --fleet exclude each other: the registry says where the engines are")
         follows = bool(config.fleet.url) and control is None and not generators
         secret = FleetSecret.read(config.fleet.secret_file) if follows else FleetSecret.find(config.fleet.secret_file)
         if follows and secret is not None and supervised is None:

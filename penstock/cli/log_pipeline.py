@@ -45,6 +45,7 @@ def consume(
 
         penstock log-pipeline consume --until-idle -s log_pipeline.clickhouse=chdb:///var/lib/penstock/clickhouse
     """
+    import logging
     import signal
 
     from penstock.cli.terminal import flags
@@ -56,6 +57,8 @@ def consume(
     config = load(config_file, flags=flags(settings, logging__level=log_level))
     _need_kafka(config)
     configure(config.logging.format, config.logging.level)
+    for library in ("urllib3", "clickhouse_connect"):  # they log every attempt; the consumer says it once
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     wanted, metrics = config.log_pipeline, PipelineMetrics()
     consumer = Consumer(config.request_log.url, _clickhouse(config), _retention(config), wanted, metrics)
     for number in (signal.SIGTERM, signal.SIGINT):

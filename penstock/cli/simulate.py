@@ -14,6 +14,7 @@ from penstock.bench.options import Json, reported
 class Comparison(StrEnum):
     policies = "policies"
     autoscale = "autoscale"
+    pools = "pools"
 
 
 class Reality(StrEnum):
@@ -71,7 +72,7 @@ def simulate(
         Comparison | None,
         typer.Option(
             help="policies: all replica policies on the same traffic. autoscale: our autoscaler beside fixed fleets "
-            "and a plain HPA."
+            "and a plain HPA. pools: the scenario's pools beside the same replicas without pools."
         ),
     ] = None,
     against: Annotated[
@@ -102,6 +103,8 @@ def simulate(
         penstock simulate examples/simulate/day-with-launch.yaml --compare autoscale --html day.html
 
         penstock simulate examples/simulate/spike.yaml --set admission.wait_s=3 --set workload.spikes.0.factor=20
+
+        penstock simulate examples/simulate/long-prompts.yaml --compare pools
 
         penstock simulate --against engine
     """

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from penstock.config import Config, ModelConfig
+from penstock.config.pools import PoolConfig
 from penstock.errors import ConfigError
 
 ENGINE_PORT = 5555
@@ -51,7 +52,12 @@ def _compose(config: Config, options: ComposeOptions) -> dict[str, Any]:
     services: dict[str, Any] = {
         f"gateway-{number}": _gateway(config, options, number) for number in range(1, options.gateways + 1)
     }
-    services |= {f"engine-{_word(model.name)}": _engine(config, options, model) for model in config.models}
+    for model in config.models:
+        services |= {
+            f"engine-{_word(model.name)}-{_word(pool.name)}": _engine(config, options, model.in_pool(pool.name), pool)
+            for pool in model.pools
+            if pool.replicas
+        } or {f"engine-{_word(model.name)}": _engine(config, options, model)}
     services["redis"] = {
         "image": "docker.io/library/redis:7-alpine",
         # The password is in a file of the server's own, so that no list of processes shows it.
@@ -124,7 +130,7 @@ def _penstock(config: Config, image: str) -> dict[str, Any]:
         "networks": ["inside", "outside"],
         "restart": "unless-stopped",
         # SIGTERM finishes running requests; only then, SIGKILL.
-        "stop_grace_period": f"{math.ceil(config.server.drain_s) + STOP_MARGIN_S}s",
+        "stop_grace_period": f"{math.ceil(config.server.drain_delay_s + config.server.drain_s) + STOP_MARGIN_S}s",
         "depends_on": {"redis": {"condition": "service_healthy"}},
     }
 
@@ -147,16 +153,19 @@ def _gateway(config: Config, options: ComposeOptions, number: int) -> dict[str, 
     }
 
 
-def _engine(config: Config, options: ComposeOptions, model: ModelConfig) -> dict[str, Any]:
+def _engine(
+    config: Config, options: ComposeOptions, model: ModelConfig, pool: PoolConfig | None = None
+) -> dict[str, Any]:
     device = options.device if model.device == "auto" else model.device.partition(":")[0]
     made = _penstock(config, f"{options.image}:{version('penstock')}-{device}") | {
         "command": [
             "engine", model.name, "--config", "/etc/penstock/penstock.yaml",
             "--endpoint", f"tcp://0.0.0.0:{ENGINE_PORT}", "--device", device,
+            *(() if pool is None else ("--pool", pool.name)),
         ],
         # Of one cache, so that a model is downloaded once.
         "volumes": [f"{options.config_file}:/etc/penstock/penstock.yaml:ro", "models:/var/lib/penstock"],
-        "deploy": {"replicas": model.replicas},
+        "deploy": {"replicas": model.replicas if pool is None else pool.replicas},
         "shm_size": "1gb",
         "healthcheck": _check(["CMD", "penstock", "engine", "--check", "-e", f"tcp://127.0.0.1:{ENGINE_PORT}"]),
     }  # fmt: skip

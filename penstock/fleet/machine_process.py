@@ -145,6 +145,11 @@ async def run_machine(
 def refuse_fixed(config: Config) -> None:
     """Settings that tie replicas to one machine cannot be used by a fleet, which places them."""
     for model in config.models:
+        if model.pools:
+            raise ConfigError(
+                f"`{model.name}`: the controller of a fleet places replicas, not pools; run the engines of a pool with "
+                f"`penstock engine {model.name} --pool NAME --fleet URL`, and gateways with `penstock gateway`"
+            )
         for key in ("placement", "time_slice", "replica_roles", "replica_grids", "replica_devices"):
             if getattr(model, key):
                 raise ConfigError(

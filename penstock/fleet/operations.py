@@ -109,6 +109,8 @@ class FleetOperations:
 
     async def load(self, description: Mapping[str, Any]) -> None:
         model = check_model(description)
+        if model.pools:
+            raise PenstockError("a fleet assigns replicas to machines, not to pools; see `penstock engine --pool`")
         if model.name in self._view.fleet.models:
             raise PenstockError(f"the fleet serves `{model.name}` already")
         if not self._view.fleet.machines:

@@ -218,7 +218,7 @@ class RedisRegistry:
             except RegistryUnavailable:
                 continue
             except PenstockError as error:
-                self._complain("renew", str(error))
+                self._complain("renew", str(error), "this process is not registered in the fleet")
 
     async def _watch(self) -> None:
         """Reads the fleet whenever it changes, and now and then."""
@@ -228,7 +228,7 @@ class RedisRegistry:
             except RegistryUnavailable:
                 pass
             except PenstockError as error:
-                self._complain("watch", str(error))
+                self._complain("watch", str(error), "the fleet cannot be followed")
             except Exception as error:  # a broken subscription, in whatever way the driver says so
                 log.debug("the subscription to the registry broke", extra={"why": str(error)})
             await self._forget()
@@ -338,10 +338,10 @@ class RedisRegistry:
         # An older secret of this fleet, which others will know no longer once it has been changed everywhere.
         await self._run(scripts.MARK, self._mark())
 
-    def _complain(self, about: str, problem: str) -> None:
+    def _complain(self, about: str, problem: str, what: str = "a record of the fleet's registry is not used") -> None:
         if (about + problem) not in self._complained and len(self._complained) < 10_000:
             self._complained.add(about + problem)
-            log.error("a record of the fleet's registry is not used", extra={"why": problem})
+            log.error(what, extra={"why": problem})
 
 
 def _pairs(found: list[bytes]) -> dict[str, bytes]:

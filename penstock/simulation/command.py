@@ -37,6 +37,8 @@ def run(scenario: Scenario, comparison: str | None, outputs: Outputs, console: C
         console.print(f"{what}: {value}", style="dim", highlight=False, markup=False)
     if comparison == "policies":
         return _policies(setup, outputs, console)
+    if comparison == "pools":
+        return _pools(setup, outputs, console)
     if comparison == "autoscale":
         return _autoscale(setup, outputs, console)
     with _bar(console, scenario.duration_s) as hook:
@@ -60,6 +62,22 @@ def _policies(setup: Setup, outputs: Outputs, console: Console) -> bool:
     if worse:
         console.print(f"{compare.OURS} is not better than {' and '.join(worse)} in every respect", style="red")
     return not worse
+
+
+def _pools(setup: Setup, outputs: Outputs, console: Console) -> bool:
+    with _bar(console, setup.scenario.duration_s) as hook:
+        reports = compare.pools(setup, hook)
+    compare.show_pools(console, reports)
+    _speed(reports, console)
+    chart = page.overlay(
+        setup.scenario.title,
+        reports,
+        {"time to first token, p95 in s": "time to first token in s, by when they were sent/TTFT p95"},
+    )
+    cells = table(compare.POOL_COLUMNS, compare.pool_cells(reports))
+    html = page.render_comparison(f"Pools: {setup.scenario.title}", reports, cells + chart)
+    _write(outputs, setup.scenario, _as_json(reports), html, chart, console)
+    return True
 
 
 def _autoscale(setup: Setup, outputs: Outputs, console: Console) -> bool:

@@ -22,7 +22,7 @@ from penstock.simulation import report
 from penstock.simulation.queue_hpa import QueueHPA
 from penstock.simulation.report import Report, duration
 from penstock.simulation.scenario import MAX_REPLICAS, SpotConfig
-from penstock.simulation.setup import Setup, run, with_policy
+from penstock.simulation.setup import Setup, run, with_policy, without_pools
 from penstock.simulation.workload import rates
 
 OURS = "predicted"
@@ -88,6 +88,42 @@ def _better(ours: Report, theirs: Report) -> bool:
         ours.everyone.hit_rate > theirs.everyone.hit_rate
         and ours.output_tps > theirs.output_tps
         and all(_ttft(ours, part) < _ttft(theirs, part) for part in ("p50", "p99"))
+    )
+
+
+def pools(setup: Setup, progress: Progress) -> dict[str, Report]:
+    """The scenario's pools beside the same replicas without pools."""
+    if not setup.scenario.pools:
+        raise ConfigError("--compare pools needs a scenario with `pools:`, such as long-prompts.yaml")
+    shared = without_pools(setup)
+    return {
+        "without pools": report.make(shared, run(shared, progress=progress("without pools"))),
+        "with pools": report.make(setup, run(setup, progress=progress("with pools"))),
+    }
+
+
+POOL_COLUMNS = ("tenant", "fleet", "served", "refused", "TTFT p50", "TTFT p99", "gap p50", "gap p99")
+
+
+def pool_cells(reports: Mapping[str, Report]) -> list[tuple[str, ...]]:
+    return [
+        (
+            tenant,
+            name,
+            f"{found.served:,}",
+            f"{found.refused:,}",
+            *(duration(found.ttft_s, part) for part in ("p50", "p99")),
+            *(duration(found.gap_s, part) for part in ("p50", "p99")),
+        )
+        for tenant in next(iter(reports.values())).tenants
+        for name, made in reports.items()
+        for found in (made.tenants[tenant],)
+    ]
+
+
+def show_pools(console: Console, reports: Mapping[str, Report]) -> None:
+    bench_report.print_fitting(
+        console, _title(reports), POOL_COLUMNS, pool_cells(reports), expendable=("refused", "served")
     )
 
 

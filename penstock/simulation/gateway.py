@@ -11,13 +11,14 @@ A view of a replica is taken anew when the replica's batch has changed, when som
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from penstock.config.routing import AdmissionConfig
 from penstock.protocol.errors import EngineUnavailable
 from penstock.routing.admission.capacity import EngineTotals, capacity_of
+from penstock.routing.admission.decision import fits
 from penstock.routing.admission.fair_queue import Changes, FairQueue
 from penstock.routing.admission.memory import LOOK_S
 from penstock.routing.admission.prefix_sketch import LENGTHS, PrefixSketch
@@ -26,6 +27,7 @@ from penstock.routing.admission.triage import AdmissionRequest, Triage
 from penstock.routing.dispatch import EXPECTED_OUTPUT, MOST_PARKED, Resilience
 from penstock.routing.hold import HoldLimits, HoldQueue
 from penstock.routing.meter import ReplicaMeter
+from penstock.routing.placement import Placer
 from penstock.routing.policies import make_policy
 from penstock.routing.policy import MAX_BLOCKS, ReplicaRequest, ReplicaView
 from penstock.simulation.events import Events
@@ -47,6 +49,10 @@ class GatewaySpec:
     """Whether tenants share cached prefixes."""
     hold: HoldLimits | None = None
     """With scale to zero: how long requests wait for the first replica, and how many."""
+    placer: Placer = field(default_factory=Placer)
+    """The rules for pools, where the fleet has some."""
+    tiers: Mapping[str, str] = field(default_factory=dict)
+    """Tier of each tenant, for those rules."""
     hop_s: float = 0.001
     """From the gateway's decision to the engine's queue."""
     view_age_s: float = 1.0
@@ -162,6 +168,13 @@ class Gateway:
             if not self._looking:
                 self._looking = True
                 self._events.after(LOOK_S, self._look)
+
+    def has_room(self, job: Job) -> bool:
+        """Whether a job would run at once."""
+        if not self._able or self._queue.waits:
+            return False
+        tokens = job.prompt_tokens + min(job.arrival.limit, EXPECTED_OUTPUT)
+        return fits(QueueEntry(job.id, job.arrival.tenant, kv_tokens=tokens), *self._queue.held, self._capacity())
 
     def joined(self, replica: Replica) -> None:
         """A replica is ready: it takes requests from now on."""

@@ -17,6 +17,7 @@ from penstock.bench.goodput import Objectives
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.check import Checker
 from penstock.config.fields import setting
+from penstock.config.pools import PoolConfig, PoolRuleConfig, pool_problems
 from penstock.config.routing import AdmissionConfig, RoutingConfig
 from penstock.config.schema import DEFAULT_TIERS, TierConfig
 from penstock.config.tree import Node, assign, from_text, parse_yaml
@@ -157,6 +158,16 @@ class SpotConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolSection:
+    """A pool of replicas; reservations are not simulated."""
+
+    name: str = setting("", doc="Name of the pool.")
+    replicas: int = setting(1, doc="Replicas in it.", least=1, most=MAX_REPLICAS)
+    max_running: int | None = setting(None, doc="Like engine.max_running.", least=1, example="64")
+    token_budget: int | None = setting(None, doc="Like engine.token_budget.", least=16, example="2048")
+
+
+@dataclass(frozen=True, slots=True)
 class ObjectivesConfig:
     """What a request must keep to count as good. What is not set does not count."""
 
@@ -181,6 +192,8 @@ class Scenario:
     catalogue: str = setting("", doc="Catalogue file merged over the built-in one.")
     engine: EngineSection = field(default_factory=EngineSection)
     replicas: int = setting(1, doc="Replicas at the beginning.", least=1, most=MAX_REPLICAS)
+    pools: tuple[PoolSection, ...] = ()
+    pool_rules: tuple[PoolRuleConfig, ...] = ()
     cold_start_s: float = setting(60.0, doc="Seconds from the decision to start a replica until it serves.", least=0)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
@@ -264,6 +277,17 @@ def conflicts(scenario: Scenario) -> list[str]:
         problems += [f"autoscale: {problem}" for problem in scenario.autoscale.problems()]
         if scenario.spot.share:
             problems.append("spot.share: with autoscale, autoscale.spot says how many replicas are on spot instances")
+    if scenario.pools:
+        pools = [PoolConfig(name=pool.name) for pool in scenario.pools]
+        problems += pool_problems(pools, scenario.pool_rules, tiers, admission=True)
+        if any(rule.asked or rule.batches is not None for rule in scenario.pool_rules):
+            problems.append("pool_rules: simulated requests name no pool and are not lines of batches")
+        if scenario.replicas not in (1, sum(pool.replicas for pool in scenario.pools)):
+            problems.append("replicas: with pools, each pool has its own number")
+        if scenario.failures or scenario.autoscale is not None or scenario.spot.share:
+            problems.append("pools: failures, autoscale and spot are simulated without pools only")
+    elif scenario.pool_rules:
+        problems.append("pool_rules: there are no pools")
     if scenario.admission.url:
         problems.append("admission.url: a simulation has one queue in memory; leave it out")
     return problems

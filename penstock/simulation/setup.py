@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from penstock.config.pools import PoolConfig
 from penstock.errors import ConfigError
 from penstock.planning.autoscaling import Autoscaler
 from penstock.planning.calibration import Calibration, calibration_for, read_calibration
@@ -19,6 +20,7 @@ from penstock.planning.model_shape import model_shape
 from penstock.planning.remedy import remedy
 from penstock.planning.step_time import StepTime
 from penstock.routing.hold import HoldLimits
+from penstock.routing.placement import Placer
 from penstock.simulation.fleet import Fault, FleetSpec, Scaler
 from penstock.simulation.gateway import GatewaySpec
 from penstock.simulation.record import Record
@@ -101,6 +103,17 @@ class Setup:
             epoch=MONDAY + 3600 * scenario.workload.start_hour,
         )
 
+    def pools(self) -> dict[str, FleetSpec]:
+        """The replicas of each pool; none without pools."""
+        found = {}
+        for pool in self.scenario.pools:
+            whole = self.fleet(replicas=pool.replicas)
+            own = {
+                name: value for name in ("max_running", "token_budget") if (value := getattr(pool, name)) is not None
+            }
+            found[pool.name] = replace(whole, replica=replace(whole.replica, **own))
+        return found
+
     @property
     def faults(self) -> list[Fault]:
         return [
@@ -130,10 +143,13 @@ class Setup:
             "KV cache": f"{self.blocks:,} blocks, {self.blocks * deployment.block_size:,} tokens: {blocks}",
             "host tier": f"{self.host_blocks:,} blocks, {self.host_block_s * 1e6:,.0f} us to copy one back",
             "cold start": f"{scenario.cold_start_s:g} s from the decision until a replica serves",
+            "pools": ", ".join(f"{pool.name} {pool.replicas}" for pool in scenario.pools),
             "policy": f"{scenario.routing.policy}, admission {'on' if scenario.admission.enabled else 'off'}",
         }
         if not self.host_blocks:
             del found["host tier"]
+        if not scenario.pools:
+            del found["pools"]
         device = deployment.device
         if self.price is None:
             found["price"] = f"{device.name} has none in the catalogue"
@@ -194,10 +210,16 @@ def run(
         scaler = Autoscaler(scenario.autoscale)
     autoscale = scenario.autoscale
     hold = None if autoscale is None or autoscale.min else HoldLimits(autoscale.hold_s, autoscale.hold)
-    gateway = GatewaySpec(policy=scenario.routing.policy, admission=scenario.admission, hold=hold)
+    gateway = GatewaySpec(
+        policy=scenario.routing.policy,
+        admission=scenario.admission,
+        hold=hold,
+        placer=Placer([PoolConfig(name=pool.name) for pool in scenario.pools], scenario.pool_rules),
+        tiers=setup.tiers,
+    )
     return simulate(
         source(scenario),
-        setup.fleet(replicas=replicas, scaler=scaler),
+        setup.pools() or setup.fleet(replicas=replicas, scaler=scaler),
         gateway,
         seconds=scenario.duration_s,
         faults=setup.faults,
@@ -210,3 +232,9 @@ def run(
 def with_policy(setup: Setup, policy: str) -> Setup:
     routing = replace(setup.scenario.routing, policy=policy)
     return replace(setup, scenario=replace(setup.scenario, routing=routing))
+
+
+def without_pools(setup: Setup) -> Setup:
+    """The same replicas, open to all requests."""
+    count = sum(pool.replicas for pool in setup.scenario.pools)
+    return replace(setup, scenario=replace(setup.scenario, pools=(), pool_rules=(), replicas=count))

@@ -21,9 +21,9 @@ class Unit:
     """For an engine: its model, replica number and endpoint."""
     replica: str = ""
     endpoint: str = ""
+    """Empty: not known before it was placed on a machine."""
     pool: str = ""
     """Of its model's pools; empty: there are none."""
-    """Empty: not known before it was placed on a machine."""
     machine: str = ""
     """Where it is, if not here."""
     on_progress: Callable[[str, float], None] | None = None

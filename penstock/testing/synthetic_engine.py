@@ -10,6 +10,7 @@ stream `n` (the request's `seed`) is `text_of(n, ...)`. `top_k` tokens come per 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import string
 import time
@@ -62,6 +63,7 @@ class SyntheticEngine:
         *,
         interval_s: float = 0.0,
         max_model_len: int = 1 << 20,
+        max_running: int = 1 << 20,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -72,7 +74,7 @@ class SyntheticEngine:
             vocab_size=tokenizer.get_vocab_size(),
             block_size=16,
             num_blocks=1 << 20,
-            max_running=1 << 20,
+            max_running=max_running,
             device="none",
             dtype="none",
         )
@@ -88,7 +90,8 @@ class SyntheticEngine:
     def submit(self, request: Request) -> None:
         params = request.params
         per_step = params.top_k or (1 if self._interval_s else params.max_tokens)
-        self._running[request.request_id] = _Running(params.seed, params.max_tokens, per_step)
+        done = len(request.produced)  # by another engine
+        self._running[request.request_id] = _Running(params.seed, params.max_tokens - done, per_step, done)
 
     def abort(self, request_id: str) -> None:
         self._running.pop(request_id, None)
@@ -109,16 +112,18 @@ class SyntheticEngine:
         # A late step is not made up for: a real engine does not catch up either.
         self._due = max(self._due + self._interval_s, self._clock())
         self._steps += 1
-        deltas = [self._advance(id, running) for id, running in self._running.items()]
+        batch = itertools.islice(self._running.items(), self.info.max_running)
+        deltas = [self._advance(id, running) for id, running in batch]
         for delta in deltas:
             if delta.finish_reason is not None:
                 del self._running[delta.request_id]
         return StepOutput(deltas, self.load_snapshot())
 
     def load_snapshot(self) -> EngineLoad:
-        count = len(self._running)
+        count = min(len(self._running), self.info.max_running)
         return EngineLoad(
             running=count,
+            waiting=len(self._running) - count,
             used_blocks=count,
             total_blocks=self.info.num_blocks,
             steps=self._steps,
@@ -143,13 +148,15 @@ def main() -> None:
     parser.add_argument("endpoint", help="where to listen: ipc://PATH or tcp://127.0.0.1:PORT")
     parser.add_argument("folder", type=Path, help="where to write the tokenizer that gateways need")
     parser.add_argument("--interval", type=float, default=0.0, help="seconds of one step")
+    parser.add_argument("--max-running", type=int, default=1 << 20, help="requests that a step advances")
     parser.add_argument("--stream-interval", type=float, default=0.0, help="least seconds between two deliveries")
     parser.add_argument("--with-parent", action="store_true", help="end when standard input, a pipe, ends")
     options = parser.parse_args()
     if options.with_parent:
         die_with_parent()
     options.folder.mkdir(parents=True, exist_ok=True)
-    engine = SyntheticEngine(write_tokenizer(options.folder, context_length=1 << 20), interval_s=options.interval)
+    tokenizer = write_tokenizer(options.folder, context_length=1 << 20)
+    engine = SyntheticEngine(tokenizer, interval_s=options.interval, max_running=options.max_running)
     with Listener(options.endpoint) as listener:
         EngineServer(engine, listener, pacing=Pacing(options.stream_interval)).run()
 

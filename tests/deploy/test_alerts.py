@@ -30,7 +30,10 @@ from tests.deploy.prometheus import (
 from tests.gateway.conftest import Running, Serving
 from tests.scripted import ScriptedEngine
 
-OUTSIDE = {"PenstockGatewayGone", "PenstockRemoteDown", "PenstockBreakerOpen"}
+OUTSIDE = {
+    *("PenstockGatewayGone", "PenstockRemoteDown", "PenstockBreakerOpen"),
+    *("PenstockLogPipelineBehind", "PenstockLogPipelineSinkDown", "PenstockLogPipelineDeadLetters"),
+}
 """Alerts about more than one gateway and its engine; promtool alone makes them fire."""
 TESTS = ROOT / "deploy/prometheus/rules_test.yml"
 ALERTS = {

@@ -48,6 +48,8 @@ def expressions() -> dict[str, str]:
     for name in NAMES:
         for panel in board(name)["panels"]:
             for target in panel.get("targets", ()):
+                if "expr" not in target:  # on ClickHouse: tests/log_pipeline/test_dashboard.py
+                    continue
                 text = target["expr"].replace("$__rate_interval", f"{8 * SCRAPE_S:g}s").replace("24h", "1m")
                 text = re.sub(r"\$(model|tenant)", ".*", text)
                 assert "$" not in text
@@ -56,9 +58,8 @@ def expressions() -> dict[str, str]:
 
 
 def test_the_files_are_what_the_script_writes(build: dict[str, Any]) -> None:
-    assert (
-        sorted(build["BOARDS"]) == NAMES == ["engine", "features", "overview", "router-and-queue", "tenants-and-cost"]
-    )
+    shipped = ["engine", "features", "overview", "request-log", "router-and-queue", "tenants-and-cost"]
+    assert sorted(build["BOARDS"]) == NAMES == shipped
     for name, written in build["BOARDS"].items():
         assert (FOLDER / f"{name}.json").read_text() == build["render"](written), "run deploy/grafana/build.py"
 

@@ -14,8 +14,8 @@ from penstock.metering.log_entries import ChargeEntry, Entry, GradeEntry, LogEnt
 from tests.log_pipeline.broker import Broker, broker
 from tests.log_pipeline.clickhouse_server import ClickHouseServer, clickhouse_server
 
-NOW = 1_790_000_000.0
-"""A moment in 2026, in the middle of an hour."""
+NOW = time.time() // 3600 * 3600 - 5400
+"""Two hours ago, in the middle of an hour."""
 ROUTE = "/v1/chat/completions"
 
 

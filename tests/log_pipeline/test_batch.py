@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -11,14 +12,18 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
+from penstock.errors import ConfigError
 from penstock.metering.clickhouse.client import identity
 from penstock.metering.clickhouse.schema import Retention, column_types, statements
 from penstock.metering.log_entries import REQUESTS, STREAMS, Entry, decode, encode, from_line, to_line
 from penstock.metering.log_pipeline.batch import MOST_ROWS, Batch, Message, Plan
+from penstock.metering.log_pipeline.metrics import MetricsServer, PipelineMetrics
 from penstock.metering.request_log import LogCounts, RequestLog, Sink
 from penstock.metering.spool import Spool
 from penstock.telemetry.exposition import Value
+from tests.e2e.conftest import free_port
 from tests.log_pipeline.conftest import charge, grade, request, vote
+from tests.parts import ROOT
 
 KAFKA_METADATA = 4096
 """What brokers keep beside an offset by default."""
@@ -113,3 +118,23 @@ async def test_a_sink_gets_only_what_it_stores_also_from_an_older_spool(tmp_path
 def test_a_command_says_what_is_missing(arguments: list[str], said: str) -> None:
     result = CliRunner().invoke(app, ["log-pipeline", *arguments])
     assert result.exit_code != 0 and said in f"{result.output}{result.exception}"
+
+
+def test_metrics_and_health_of_the_consumer() -> None:
+    metrics, problem, port = PipelineMetrics(), ["ClickHouse is not available"], free_port()
+    metrics.counted("requests", "inserted", 3)
+    metrics.lag("request_log", 2, 17)
+    server = MetricsServer(metrics, "127.0.0.1", port, lambda: problem[0])
+    try:
+        text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+        assert 'penstock_log_pipeline_entries_total{stream="requests",outcome="inserted"} 3' in text
+        assert 'penstock_log_pipeline_lag{topic="request_log",partition="2"} 17' in text
+        page = (ROOT / "docs/request-log.md").read_text()
+        assert not [name for name in metrics.registry.names() if name not in page]
+        assert httpx.get(f"http://127.0.0.1:{port}/health/ready").status_code == 503
+        problem[0] = ""
+        assert {httpx.get(f"http://127.0.0.1:{port}/health/{kind}").status_code for kind in ("ready", "live")} == {200}
+        with pytest.raises(ConfigError, match="cannot listen"):
+            MetricsServer(metrics, "127.0.0.1", port, lambda: "")
+    finally:
+        server.close()

@@ -10,19 +10,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from penstock.cli.app import app
 from penstock.config.log_pipeline import LogPipelineConfig
 from penstock.metering.clickhouse.client import ClickHouse
+from penstock.metering.clickhouse.kafka_engine import VIRTUAL
 from penstock.metering.clickhouse.schema import COST_BY_HOUR, LATENCY, OUTCOMES, Retention, migrations
-from penstock.metering.log_entries import REQUESTS, Entry, Stream
+from penstock.metering.log_entries import REQUESTS, Entry, Stream, encode, stream_of
+from penstock.metering.log_pipeline.batch import Batch, Message
 from penstock.metering.log_pipeline.consumer import Consumer
 from penstock.metering.log_pipeline.metrics import PipelineMetrics
 from penstock.metering.request_sinks import ClickHouseSink, KafkaSink
 from tests.log_pipeline.broker import Broker
 from tests.log_pipeline.clickhouse_server import ClickHouseServer
-from tests.log_pipeline.conftest import both, cleared, expected, grade, request, sums, vote
+from tests.log_pipeline.conftest import both, charge, cleared, expected, grade, request, sums, vote
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RETENTION = Retention.days(3650, 3650)
 numbers = itertools.count()
 
@@ -116,11 +120,7 @@ def test_a_topic_that_is_made_anew_is_not_taken_for_the_old_one(kafka: Broker, s
     clickhouse = cleared(server)
     clickhouse.migrate(RETENTION)
     one, other = [request(number) for number in range(10)], [request(number) for number in range(10, 20)]
-    from penstock.metering.log_pipeline.batch import Batch, Message
-
     for entries in (one, other, other):
-        from penstock.metering.log_entries import encode
-
         messages = [Message(offset, encode(entry)) for offset, entry in enumerate(entries)]
         batch = Batch(REQUESTS, "log", 0, 0, messages)
         batch.read()
@@ -142,11 +142,11 @@ def test_migrations_run_twice_and_retention_follows_the_configuration(server: Cl
     )
     clickhouse.insert(REQUESTS, [request(1)], "before")
     said: list[str] = []
-    assert clickhouse.migrate(Retention.days(30, 400), said.append) == [1] and len(said) == 11
+    assert clickhouse.migrate(Retention.days(300, 400), said.append) == [1] and len(said) == 11
     said.clear()
-    assert clickhouse.migrate(Retention.days(30, 400), said.append) == [] and said == []
-    clickhouse.migrate(Retention.days(7, None), said.append)
-    assert "request_log: keeps rows until toDateTime(timestamp) + toIntervalSecond(604800)" in said
+    assert clickhouse.migrate(Retention.days(300, 400), said.append) == [] and said == []
+    clickhouse.migrate(Retention.days(200, None), said.append)
+    assert "request_log: keeps rows until toDateTime(timestamp) + toIntervalSecond(17280000)" in said
     assert "request_log_cost_by_day: keeps rows for ever" in said
     clickhouse.insert(REQUESTS, [request(2)], "after")
     assert sums(clickhouse)["requests"] == 1 + sums(clickhouse)["outcomes"] == 2
@@ -165,3 +165,34 @@ async def test_a_gateway_may_write_to_clickhouse_directly(server: ClickHouseServ
     [row] = clickhouse.query(f"SELECT {', '.join(REQUESTS.fields)} FROM request_log WHERE request_id = 'req_7'")
     assert row[:12] == tuple(getattr(request(7), name) for name in REQUESTS.fields[:12])
     await sink.close()
+
+
+def test_the_written_sql_may_run_twice_and_with_the_kafka_engine(server: ClickHouseServer) -> None:
+    """The embedded engine does not start Kafka tables: their statements are parsed, and their views fed from tables."""
+    clickhouse = cleared(server)
+    arguments = ["deploy", "clickhouse", "--kafka-engine", "-s", "request_log.url=kafka://b1:9092,b2:9092/log"]
+    arguments += ["-s", "request_log.retention_days=3650"]
+    written = CliRunner().invoke(app, arguments).output
+    wanted = [statement.strip() for statement in written.split(";\n") if statement.strip()]
+    queues = [statement for statement in wanted if "ENGINE = Kafka" in statement]
+    assert len(queues) == 4 and "kafka_topic_list = 'log.charges'" in written
+    for _ in range(2):
+        for statement in wanted:
+            if statement in queues:
+                assert clickhouse.query(f"EXPLAIN AST {statement}")
+                columns = statement.partition("\nENGINE")[0].removesuffix(")")
+                statement = f"{columns}, {VIRTUAL}) ENGINE = Memory"
+            clickhouse._command(statement)
+    for entry in (request(1), charge(1), vote(1, "up"), grade(1)):
+        table = f"{stream_of(entry).table}_queue"
+        clickhouse._command(f"INSERT INTO {table} FORMAT JSONEachRow {encode(entry).decode()}")
+    clickhouse._command(
+        "INSERT INTO request_log_queue (_topic, _partition, _offset, _error, _raw_message) "
+        "VALUES ('log', 0, 7, 'not JSON', '{')"
+    )
+    assert sums(clickhouse) == expected(1, 1001)
+    [row] = clickhouse.query(f"SELECT {', '.join(REQUESTS.fields)} FROM request_log")
+    assert row[:12] == tuple(getattr(request(1), name) for name in REQUESTS.fields[:12])
+    [(micros,)] = clickhouse.query("SELECT toUnixTimestamp64Micro(timestamp) FROM request_log")
+    assert micros == round(request(1).timestamp * 1e6)
+    assert clickhouse.query("SELECT topic, offset, reason FROM request_log_dead_letters") == [("log", 7, "not JSON")]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from penstock.protocol.versions import OLDEST_VERSION, PROTOCOL_VERSION, Proposal, answer
+from tests.protocol.schema import schema
 
 
 def test_the_newest_common_version_is_agreed_on() -> None:
@@ -25,3 +29,13 @@ def test_outside_the_range_it_is_said_which_side_to_upgrade() -> None:
     assert "upgrade it first, one release at a time" in proposal.problem
     assert not proposal.agreed(PROTOCOL_VERSION + 1)
     assert "upgrade this side first" in proposal.problem
+
+
+def test_messages_of_the_release_before_are_still_understood_and_understand_ours() -> None:
+    """The rule of docs/upgrade.md: fields stay as they are, and new ones have defaults."""
+    before = json.loads((Path(__file__).parent / f"messages_{OLDEST_VERSION}.json").read_text())
+    now = schema()
+    for kind, fields in before.items():
+        assert fields.items() <= now[kind].items(), f"{kind}: a field was removed or changed"
+        added = {name: how for name, how in now[kind].items() if name not in fields}
+        assert all(how.startswith("optional") for how in added.values()), f"{kind}: {added} need defaults"

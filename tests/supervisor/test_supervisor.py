@@ -131,7 +131,7 @@ async def test_everything_starts_reports_progress_and_is_announced_once(
     monkeypatch.setenv("NOTIFY_SOCKET", str(folder / "notify"))
     async with supervised(folder) as (supervisor, recorder, engine, gateway):
         told = manager.recv(4096).decode()
-        assert told.splitlines()[0] == "READY=1" and f"127.0.0.1:{supervisor._port}" in told
+        assert told.splitlines()[0] == "READY=1" and supervisor._address in told
         assert recorder.events[0] == ("progress", "engine", "weights")
         assert recorder.events[-1] == ("ready", "scripted")
         assert "engine: engine loading" in recorder.lines

@@ -17,6 +17,7 @@ from penstock.bench.commands.handover import handover
 from penstock.bench.commands.hostile import hostile
 from penstock.bench.commands.http import http
 from penstock.bench.commands.http_servers import http_servers
+from penstock.bench.commands.log_pipeline import log_pipeline
 from penstock.bench.commands.offload import offload
 from penstock.bench.commands.overhead import overhead
 from penstock.bench.commands.perplexity import perplexity
@@ -70,5 +71,6 @@ for command in (
     http_servers,
     exposition,
     gguf_reader,
+    log_pipeline,
 ):
     app.command(help=command.__doc__)(reported(command))

@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 SCHEMES = ("clickhouse", "clickhouses", "chdb")
 MOST_QUERY_BYTES = 64 * 2**20
 """A query that looks up a whole batch of ids is longer than the server's default limit."""
-MARGIN_S = 3600.0
-"""How far apart the times of two entries with the same identity may be."""
+MARGIN_S = 60.0
+"""How far apart the times of two entries may be that are told apart by their id alone."""
 MARKS = {"\\": "\\\\", "'": "\\'"}
 
 
@@ -129,7 +129,8 @@ class ClickHouse:
         columns = ", ".join(
             "toUnixTimestamp64Micro(timestamp)" if name == "timestamp" else name for name in stream.identity
         )
-        since, until = micros(min(times) - MARGIN_S), micros(max(times) + MARGIN_S)
+        margin_s = 0.0 if "timestamp" in stream.identity else MARGIN_S
+        since, until = micros(min(times) - margin_s), micros(max(times) + margin_s)
         rows = self.query(
             f"SELECT {columns} FROM {stream.table} WHERE timestamp BETWEEN fromUnixTimestamp64Micro({max(since, 0)}) "
             f"AND fromUnixTimestamp64Micro({until}) AND {stream.key} IN ({ids})",
@@ -165,7 +166,8 @@ class ClickHouse:
         except (self._module.driver.exceptions.Error, OSError) as error:
             if not self._embedded:
                 self._drop()
-            raise ClickHouseError(f"ClickHouse: {' '.join(str(error).split())[:500]}") from error
+            said = " ".join(str(error).split()).rpartition("Caused by ")[2]  # of an address that is away: why
+            raise ClickHouseError(f"ClickHouse: {said[:500]}") from error
 
     def _drop(self) -> None:
         """Forgets the connection: after a failure it may be half dead."""

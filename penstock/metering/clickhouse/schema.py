@@ -9,6 +9,7 @@ Raw entries are kept for `request_log.retention_days`, summaries for `request_lo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -160,6 +161,15 @@ def statements(retention: Retention) -> list[str]:
         found += [*migration.statements, applied(migration)]
     kept = ((table, retention.of(table)) for table in _KEPT)
     return [*found, *(set_retention(table, ttl) for table, ttl in kept if ttl)]
+
+
+def script(wanted: Sequence[str]) -> str:
+    """Statements as a file, a clause per line."""
+    parts = (
+        re.sub(r" (?=(?:ENGINE|AS SELECT|FROM|GROUP BY|ORDER BY|PARTITION BY|SETTINGS|WHERE)\b)", "\n", one)
+        for one in wanted
+    )
+    return "".join(f"{text};\n\n" for text in parts).rstrip("\n") + "\n"
 
 
 def migrations_table() -> str:

@@ -195,7 +195,7 @@ class Consumer:
             self._kafka_up = False
         elif error.fatal():
             raise PipelineError(f"Kafka: {error.str()}")
-        else:
+        elif error.code() != self._kafka.KafkaError._TRANSPORT:  # every attempt to connect
             log.info("Kafka: %s", error.str())
 
     def _assigned(self, consumer: Any, partitions: Sequence[Any]) -> None:
