@@ -41,7 +41,7 @@ class Nodes:
     """The simulated cluster; the head has no room for engines."""
 
     def __init__(self) -> None:
-        head = {"num_cpus": 1, "include_dashboard": False, "node_ip_address": ADDRESSES[0]}
+        head = {"num_cpus": 0, "include_dashboard": False, "node_ip_address": ADDRESSES[0]}
         self.cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": STORE_BYTES})
         self.by_id: dict[str, Any] = {}
         self._next = 1
