@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -193,3 +194,19 @@ def test_a_container_serves_as_an_ordinary_user_and_finishes_requests_on_sigterm
         assert store.podman("inspect", "--format={{.State.ExitCode}}", name).stdout.strip() == "0"
     finally:
         store.podman("rm", "--force", name, check=False)
+
+
+def test_the_first_process_of_a_container_ends_on_sigterm_before_its_command_handles_it() -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare")
+    code = (
+        "import time, penstock.cli, penstock.cli.app as module\n"
+        "module.app = lambda: (print('up', flush=True), time.sleep(600))\n"
+        "penstock.cli.main()"
+    )
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as outside:
+        assert outside.stdout is not None and outside.stdout.readline() == "up\n"
+        (first,) = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGTERM)
+        assert outside.wait(60) == 128 + signal.SIGTERM
