@@ -6,7 +6,9 @@ import typer
 
 from penstock.cli.deploy_balancers import envoy, haproxy, nginx
 from penstock.cli.deploy_clickhouse import clickhouse
+from penstock.cli.deploy_compose import compose
 from penstock.cli.deploy_kubernetes import kubernetes
+from penstock.cli.deploy_systemd import systemd
 
 HELP = """
 Write configurations for balancers, orchestrators and stores, from penstock.yaml.
@@ -26,3 +28,5 @@ app.command(help=nginx.__doc__)(nginx)
 app.command(help=envoy.__doc__)(envoy)
 app.command(help=clickhouse.__doc__)(clickhouse)
 app.command(help=kubernetes.__doc__)(kubernetes)
+app.command(help=compose.__doc__)(compose)
+app.command(help=systemd.__doc__)(systemd)

@@ -41,7 +41,8 @@ def kubernetes(
     name: Annotated[str, typer.Option(help="Name of the deployment; all objects are named after it.")] = "penstock",
     namespace: Annotated[str, typer.Option("--namespace", "-n", help="Namespace of all objects.")] = "penstock",
     image: Annotated[
-        str, typer.Option(help="Image repository (tags VERSION-cpu and VERSION-cuda are added), or a whole reference.")
+        str,
+        typer.Option(help="Image repository (tags VERSION-gateway, -cpu, -cuda are added), or a whole reference."),
     ] = "penstock",
     gateways: Annotated[int, typer.Option(min=1, help="Gateway pods.")] = 2,
     registry: Annotated[

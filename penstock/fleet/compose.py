@@ -130,7 +130,7 @@ def _penstock(config: Config, image: str) -> dict[str, Any]:
         "networks": ["inside", "outside"],
         "restart": "unless-stopped",
         # SIGTERM finishes running requests; only then, SIGKILL.
-        "stop_grace_period": f"{math.ceil(config.server.drain_s) + STOP_MARGIN_S}s",
+        "stop_grace_period": f"{math.ceil(config.server.drain_delay_s + config.server.drain_s) + STOP_MARGIN_S}s",
         "depends_on": {"redis": {"condition": "service_healthy"}},
     }
 

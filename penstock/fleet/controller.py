@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.config import ModelConfig
 from penstock.config.load import check_model
+from penstock.config.resources import ResourcesConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.controller_autoscaler import FleetScaling
 from penstock.fleet.machine_site import gpus
@@ -153,14 +155,17 @@ class Controller:
 
     def _need(self, fleet: Fleet, name: str, config: ModelConfig, replicas: int) -> Need:
         most = max((len(machine.devices) for machine in fleet.machines.values()), default=0)
-        devices = gpus(config, 0, most)
+        reserved = config.resources or ResourcesConfig()
+        devices = gpus(config, 0, most) if reserved.gpus is None else math.ceil(reserved.gpus)
         used = [engine.memory for engine in fleet.engines.values() if engine.model == name and engine.state == "ready"]
+        measured = 0 if devices else max(used, default=0)
         return Need(
             name,
             replicas,
             devices=devices,
-            memory=0 if devices else max(used, default=0),
-            labels=frozenset(config.machine_labels),
+            cpus=reserved.cpus or 0,
+            memory=reserved.memory or measured,
+            labels=frozenset((*config.machine_labels, *reserved.custom)),
             spot=self._scaling.spot(name, replicas),
         )
 
@@ -189,6 +194,7 @@ def _host(machine: MachineRecord) -> Host:
         machine.name,
         machine.room,
         devices=len(machine.devices),
+        cpus=machine.cpus,
         memory=machine.memory,
         zone=machine.zone or machine.region,
         labels=frozenset(machine.labels),

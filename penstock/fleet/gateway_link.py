@@ -116,7 +116,8 @@ class FleetLink:
             return None
         if self._problems:
             return "; ".join(f"`{name}` cannot be served: {why}" for name, why in self._problems.items())
-        return "no engine is registered in the fleet"
+        # Of a configured model its own readiness tells: one that is scaled to zero needs no engine until it is asked.
+        return None if self._configured else "no engine is registered in the fleet"
 
     def _begin(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[name] = asyncio.create_task(work, name=f"fleet {name}")

@@ -1,8 +1,8 @@
 """Which machine runs how many replicas of which model: a pure function of the fleet.
 
 Invariants: nothing that runs is moved; replicas are only added where some are missing and taken away where there are
-too many. A machine never gets more than fits (engines, devices, memory, labels). Replicas that are there already and
-fit no longer, because a machine has shrunk, stay. The result placed again is itself.
+too many. A machine never gets more than fits (engines, devices, cores, memory, labels). Replicas that are there
+already and fit no longer, because a machine has shrunk, stay. The result placed again is itself.
 
 A new replica goes where it fits, in this order: on spot machines up to the model's spot share and on others beyond it;
 into the zone with the fewest replicas of the model; onto the machine with the fewest of them; onto the emptiest one.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 SPOT = "spot"
 """The label of machines that may be taken away at short notice."""
@@ -33,8 +34,9 @@ class Host:
     room: int
     """Engines that it can hold."""
     devices: int = 0
+    cpus: float = 0
     memory: int = 0
-    """Bytes for engines that use no device; 0: not known."""
+    """Bytes for engines. Of both 0: not known."""
     zone: str = ""
     labels: frozenset[str] = frozenset()
     unable: frozenset[str] = frozenset()
@@ -53,8 +55,9 @@ class Need:
     model: str
     replicas: int
     devices: int = 0
+    cpus: float = 0
     memory: int = 0
-    """Bytes of a replica that uses no device; 0: not known yet."""
+    """Bytes on the host. Of both 0: not known."""
     labels: frozenset[str] = frozenset()
     spot: int = 0
     """How many of them should be on spot machines."""
@@ -151,8 +154,10 @@ class _Plan:
             return False
         if self._engines(host) >= host.room:
             return False
-        if need.devices:
-            return self._used(host, "devices") + need.devices <= host.devices
+        if need.devices and self._used(host, "devices") + need.devices > host.devices:
+            return False
+        if need.cpus and host.cpus and self._used(host, "cpus") + need.cpus > host.cpus:
+            return False
         return not host.memory or self._used(host, "memory") + need.memory <= host.memory
 
     def _crowd(self, host: Host, model: str) -> tuple[int, int, float]:
@@ -172,6 +177,6 @@ class _Plan:
     def _engines(self, host: Host) -> int:
         return sum(self.counts[host.name].values())
 
-    def _used(self, host: Host, what: str) -> int:
+    def _used(self, host: Host, what: Literal["devices", "cpus", "memory"]) -> float:
         found = self.counts[host.name].items()
-        return sum(count * getattr(self._needs[model], what) for model, count in found if model in self._needs)
+        return sum(count * float(getattr(self._needs[model], what)) for model, count in found if model in self._needs)

@@ -125,6 +125,6 @@ def _unit(config: Config, file: str, description: str, kind: str, command: str) 
         description=description,
         start="\n".join(start),
         secret=secret,
-        stop_s=math.ceil(config.server.drain_s) + STOP_MARGIN_S,
+        stop_s=math.ceil(config.server.drain_delay_s + config.server.drain_s) + STOP_MARGIN_S,
         capabilities=f"CapabilityBoundingSet={granted}\n" + (f"AmbientCapabilities={granted}\n" if low else ""),
     )

@@ -70,8 +70,6 @@ class Placer:
         passed over, and so are pools to spill over to; `window` is then that of the largest one that was, too small
         for the request."""
         regions = self._allowed_regions(facts)
-        if not self.pools:
-            return Placement((), regions, self._why_regions(regions))
         if facts.asked and not any(rule.asked and rule.pool == facts.asked for rule in self._rules):
             askable = sorted({rule.pool for rule in self._rules if rule.asked})
             raise InvalidRequest(
@@ -79,6 +77,8 @@ class Placer:
                 + (f"those that can be: {', '.join(askable)}." if askable else "none can."),
                 param="x-penstock-pool",
             )
+        if not self.pools:
+            return Placement((), regions, self._why_regions(regions))
         windows = windows or {}
         too_small: tuple[str, int] | None = None
         for number, rule in enumerate(self._rules):

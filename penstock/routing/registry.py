@@ -88,7 +88,7 @@ class ServedModel:
     def place(self, facts: PlacementFacts) -> Placement:
         """Where a request may run."""
         backend = self.backend
-        if not isinstance(backend, ReplicaSet) or backend.placer.trivial:
+        if not isinstance(backend, ReplicaSet) or (backend.placer.trivial and not facts.asked):
             return ANYWHERE
         return backend.placer.place(facts, backend.windows)
 

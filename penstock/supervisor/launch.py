@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.config import Config, ModelConfig, dump
+from penstock.errors import ConfigError
 from penstock.gateway.workers.coordinator import WorkerCoordinator
 from penstock.routing.place import ReplicaPlace, labelled_endpoint
 from penstock.supervisor.child import STATUS_FD
@@ -45,6 +46,8 @@ def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]
     engines = []
     endpoints: dict[str, list[str]] = {}
     for model in config.models:
+        if model.pools and not model.replica_count:
+            raise ConfigError(f"`{model.name}`: no pool has a replica; set replicas of at least one of its pools")
         replicas = [replica(config, folder, model.name, index) for index in range(model.first_replicas)]
         endpoints[model.name] = [
             labelled_endpoint(unit.endpoint, ReplicaPlace(unit.pool, config.fleet.region, config.fleet.zone))

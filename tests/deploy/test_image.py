@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 TOOLS = ("buildah", "podman", "mmdebstrap")
 BASE, IMAGE = "localhost/penstock-base:test", "localhost/penstock:test"
 DEBIAN = "bookworm"
+LIMITS = ("--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096")
+"""Podman's own are higher than a machine may allow."""
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Store:
         """Of a container as it should run in production: nothing writable but its volume and /tmp."""
         # The health check is asked by hand: podman runs it with systemd timers.
         return [
-            "--network=host", "--no-healthcheck", "--ulimit=host", "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL",
+            "--network=host", "--no-healthcheck", *LIMITS, "--read-only", "--tmpfs=/tmp", "--cap-drop=ALL",
             "--security-opt=no-new-privileges", f"--volume={volume}:/var/lib/penstock", *more,
         ]  # fmt: skip
 
@@ -69,8 +72,7 @@ def store() -> Store:
     return Store(folder, environment=bare(CONTAINERS_STORAGE_CONF=str(folder / "storage.conf")))
 
 
-@pytest.fixture(scope="module")
-def image(store: Store, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def build(store: Store, wheel: Path, context: Path) -> None:
     base = store.folder / "base.tar"
     if not base.exists():
         packages = "--include=python3,python3-venv,ca-certificates"
@@ -85,7 +87,6 @@ def image(store: Store, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -
     wheels = store.folder / "wheels"
     download = [sys.executable, "-m", "pip", "download", "-q", "--dest", str(wheels)]
     store.run(*download, "-c", str(ROOT / "constraints.txt"), f"penstock[serve] @ {wheel.as_uri()}")
-    context = tmp_path_factory.mktemp("context")
     (context / "dist").mkdir()
     shutil.copy(wheel, context / "dist")
     for name in ("constraints.txt", ".dockerignore", "deploy/image/Containerfile"):
@@ -100,12 +101,21 @@ def image(store: Store, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -
         "--file", str(context / "Containerfile"), "--target=cpu", f"--tag={IMAGE}",
         *(f"--build-arg={name}={value}" for name, value in arguments.items()), str(context),
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def image(request: pytest.FixtureRequest, store: Store, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Built here, or the one of the store that $PENSTOCK_IMAGE names."""
+    image = os.environ.get("PENSTOCK_IMAGE", "")
+    if not image:
+        image = IMAGE
+        build(store, request.getfixturevalue("wheel"), tmp_path_factory.mktemp("context"))
     for runtime in ("crun", "runc"):
         store.runtime = runtime
-        tried = ["run", "--rm", "--network=host", "--no-healthcheck", "--ulimit=host", IMAGE, "--version"]
+        tried = ["run", "--rm", "--network=host", "--no-healthcheck", *LIMITS, image, "--version"]
         if shutil.which(runtime) and (ran := store.podman(*tried, check=False)).returncode == 0:
             assert ran.stdout.startswith("penstock "), ran
-            return IMAGE
+            return image
     pytest.skip("podman can run no container on this machine, neither with crun nor with runc")
 
 
@@ -116,7 +126,7 @@ def test_its_definition_is_for_orchestrators(store: Store, image: str) -> None:
     assert config["User"] == "10001:10001" and config["StopSignal"] == "SIGTERM"
     assert about["HealthCheck" if "HealthCheck" in about else "Healthcheck"]["Test"] == ["CMD", "penstock", "health"]
     assert "/var/lib/penstock" in config["Volumes"] and "8000/tcp" in config["ExposedPorts"]
-    listed = store.podman("run", "--rm", "--network=host", "--no-healthcheck", "--ulimit=host", "--entrypoint=find",
+    listed = store.podman("run", "--rm", "--network=host", "--no-healthcheck", *LIMITS, "--entrypoint=find",
                           image, "/", "-xdev", "-name", "*.whl", check=False)  # fmt: skip
     assert "penstock" not in listed.stdout, "the wheel stays in the stage that installs it"
 
@@ -135,12 +145,13 @@ def test_a_container_serves_as_an_ordinary_user_and_finishes_requests_on_sigterm
 ) -> None:
     port = free_port()
     (tmp_path / "penstock.yaml").write_text(
-        "models: [{name: tiny, source: /model, kv_memory: 64MiB, max_model_len: 2048, max_running: 4}]\n"
+        "models: [{name: tiny, source: /model.gguf, kv_memory: 64MiB, max_model_len: 2048, max_running: 4}]\n"
         f"server: {{host: 0.0.0.0, port: {port}, drain_s: 120}}\nencoders: []\n"
     )
     mounts = [
-        f"--volume={tmp_path / 'penstock.yaml'}:/etc/penstock/penstock.yaml:ro", f"--volume={default_model}:/model:ro"
-    ]  # fmt: skip
+        f"--volume={tmp_path / 'penstock.yaml'}:/etc/penstock/penstock.yaml:ro",
+        f"--volume={default_model}:/model.gguf:ro",
+    ]
     options = store.options(volume, *mounts)
     refused = store.podman("run", "--rm", *options, image, "serve", check=False)
     assert refused.returncode == 2 and "penstock keys create" in refused.stderr, refused
@@ -150,6 +161,8 @@ def test_a_container_serves_as_an_ordinary_user_and_finishes_requests_on_sigterm
         url = f"http://127.0.0.1:{port}"
 
         def healthy() -> bool:
+            state = store.podman("inspect", "--format={{.State.Status}}", name).stdout.strip()
+            assert state == "running", store.podman("logs", name, check=False)
             return store.podman("exec", name, "penstock", "health", "--url", url, check=False).returncode == 0
 
         assert eventually(healthy, 600), store.podman("logs", name, check=False)
@@ -181,3 +194,19 @@ def test_a_container_serves_as_an_ordinary_user_and_finishes_requests_on_sigterm
         assert store.podman("inspect", "--format={{.State.ExitCode}}", name).stdout.strip() == "0"
     finally:
         store.podman("rm", "--force", name, check=False)
+
+
+def test_the_first_process_of_a_container_ends_on_sigterm_before_its_command_handles_it() -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare")
+    code = (
+        "import time, penstock.cli, penstock.cli.app as module\n"
+        "module.app = lambda: (print('up', flush=True), time.sleep(600))\n"
+        "penstock.cli.main()"
+    )
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as outside:
+        assert outside.stdout is not None and outside.stdout.readline() == "up\n"
+        (first,) = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGTERM)
+        assert outside.wait(60) == 128 + signal.SIGTERM

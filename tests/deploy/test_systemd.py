@@ -9,7 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from penstock.cli.app import app
 from penstock.config import load
 from penstock.fleet.systemd import units
 
@@ -34,6 +36,15 @@ def test_they_follow_the_configuration() -> None:
     assert "LoadCredential" not in unit
     (unit,) = made(server__port="443", server__drain_s="300").values()
     assert "TimeoutStopSec=330\n" in unit and "AmbientCapabilities=CAP_NET_BIND_SERVICE\n" in unit
+
+
+def test_the_command_writes_them(tmp_path: Path) -> None:
+    (tmp_path / "penstock.yaml").write_text("server: {drain_s: 100}\n")
+    words = ["deploy", "systemd", "-c", str(tmp_path / "penstock.yaml"), "--program", "/usr/bin/penstock"]
+    done = CliRunner().invoke(app, [*words, "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    unit = (tmp_path / "penstock.service").read_text()
+    assert f"ExecStart=/usr/bin/penstock serve --config {tmp_path}/penstock.yaml\n" in unit and "Sec=130\n" in unit
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")

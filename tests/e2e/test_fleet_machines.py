@@ -57,7 +57,7 @@ class FleetOfProcesses:
             f"fleet: {{url: '{redis_url}', secret_file: {self.secret}, lease_s: 4}}\n{settings}"
         )
 
-    def _start(self, name: str, *arguments: str) -> None:
+    def start(self, name: str, *arguments: str) -> None:
         first = self._ports = self._ports + ROOM
         ports = f"fleet.ports={first}-{first + ROOM - 1}"
         command = [sys.executable, "-m", "penstock", *arguments, "-c", str(self.config), "--set", ports]
@@ -67,10 +67,10 @@ class FleetOfProcesses:
             )
 
     def serve(self) -> None:
-        self._start("a", "serve", "--set", "fleet.machine=a")
+        self.start("a", "serve", "--set", "fleet.machine=a")
 
     def join(self, name: str, *arguments: str) -> None:
-        self._start(name, "join", self.redis_url, "--as", name, "--engines", "3", *arguments)
+        self.start(name, "join", self.redis_url, "--as", name, "--engines", "3", *arguments)
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -116,19 +116,20 @@ class FleetOfProcesses:
         return f"--- {name}\n{self.log(name).read_text()[-2500:]}"
 
     def wait_until_ready(self) -> None:
-        def ready() -> bool:
-            try:
-                return httpx.get(f"{self.url}/health/ready", timeout=15).status_code == 200
-            except httpx.HTTPError:
-                return False
-
-        self.wait_for(ready)
+        self.wait_for(lambda: _answers(f"{self.url}/health/ready"))
 
     def close(self) -> None:
         for process in self.processes.values():
             process.kill()
         for process in self.processes.values():
             process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=15).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @contextmanager
@@ -221,8 +222,17 @@ def test_a_controller_that_dies_is_succeeded(tmp_path: Path, valkey: Any) -> Non
         running.wait_for(lambda: running.state()["controller"] in ("a", "c"))
         assert running.state()["term"] > term
         running.wait_for(lambda: running.has(2, without="b"))
-        answer = httpx.post(f"{running.url}/v1/admin/models/tiny/scale", json={"replicas": 3}, timeout=300)
+
+        # Through a gateway that has no supervisor.
+        port = free_port()
+        running.start("gateway", "gateway", "--port", str(port))
+        lone = f"http://127.0.0.1:{port}"
+        running.wait_for(lambda: _answers(f"{lone}/health/ready"))
+        answer = httpx.post(f"{lone}/v1/admin/models/tiny/scale", json={"replicas": 3}, timeout=300)
         assert answer.status_code == 200, answer.text
+        shown = httpx.get(f"{lone}/v1/admin/fleet", timeout=30).json()
+        assert shown["models"][0]["wanted"] == 3 and len(shown["gateways"]) == 2
+        assert penstock("top", "--once", "--url", lone).stdout.count("ready") >= 2
 
         # A machine leaves for maintenance: replaced first, and no stream is lost.
         def leave() -> None:

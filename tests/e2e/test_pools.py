@@ -20,6 +20,7 @@ SMALL = {"models.0.kv_memory": "64MiB", "models.0.threads": "1", "models.0.deter
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_example_with_pools(default_model: Path, tmp_path: Path) -> None:
     settings = {**SMALL, "models.0.source": str(default_model), "models.0.name": "m"}
     settings |= {"store.url": f"sqlite:///{tmp_path / 'state.db'}", "resilience.resume_s": "300"}

@@ -41,7 +41,7 @@ class Nodes:
     """The simulated cluster; the head has no room for engines."""
 
     def __init__(self) -> None:
-        head = {"num_cpus": 1, "include_dashboard": False, "node_ip_address": ADDRESSES[0]}
+        head = {"num_cpus": 0, "include_dashboard": False, "node_ip_address": ADDRESSES[0]}
         self.cluster = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": STORE_BYTES})
         self.by_id: dict[str, Any] = {}
         self._next = 1
@@ -338,7 +338,7 @@ def crashed(folder: Path) -> None:
     tiny_model(folder / "model")
     config = folder / "penstock.yaml"
     config.write_text(
-        f"models:\n- {tiny(folder, 'tiny', 'max_running: 8')}\nencoders: []\n"
+        f"models:\n- {tiny(folder, 'tiny', 'max_running: 8, pools: [{name: chat, max_running: 4}]')}\nencoders: []\n"
         f"store: {{url: 'sqlite:///{folder / 'store.db'}'}}\nserver: {{drain_s: 5, engine_wait_s: 120}}\n"
     )
     server = Server(config, "--ray-address", "ray://127.0.0.1:10001")
@@ -351,6 +351,7 @@ def crashed(folder: Path) -> None:
         server.wait_for("engine tiny died (killed by SIGKILL)")
         until(lambda: (found := placed("engine", "tiny")) and found != before, "the engine at another port")
         assert created_groups() == groups, "the engine left its bundle"
+        assert 'pool="chat"' in httpx.get("http://127.0.0.1:8000/metrics", timeout=60).text
         body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
         reply = httpx.post("http://127.0.0.1:8000/v1/chat/completions", json=body, timeout=PATIENCE_S)
         assert reply.status_code == 200, reply.text

@@ -31,6 +31,11 @@ def test_what_does_not_fit_is_missing() -> None:
     assert place(hosts, [Need("m", 4, memory=60)], {}, {}) == Placement({"a": {"m": 1}, "b": {"m": 1}}, {"m": 2})
 
 
+def test_reserved_cores_limit_a_machine() -> None:
+    hosts = [Host("a", 8, cpus=8), Host("b", 8, cpus=4)]
+    assert place(hosts, [Need("m", 4, cpus=4)], {}, {}) == Placement({"a": {"m": 2}, "b": {"m": 1}}, {"m": 1})
+
+
 def test_scarce_room_is_shared() -> None:
     assert spread([Host("a", 2)], Need("m", 4), Need("n", 1)) == {"a": {"m": 1, "n": 1}}
 

@@ -11,12 +11,24 @@ from penstock.config import Config, ModelConfig
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.cluster import ClusterConfig
 from penstock.config.fleet import FleetConfig
+from penstock.config.load import conflicts
 from penstock.config.placement import PlacementConfig
+from penstock.config.pools import PoolConfig
 from penstock.config.resources import ResourcesConfig
 from penstock.config.schema import CountersConfig, ServerConfig, StoreConfig
 from penstock.errors import ConfigError
 from penstock.fleet.ray import cluster
-from penstock.fleet.ray.bundle import Bundle, Node, engine_bundle, gateway_bundle, placed, problems, without_room
+from penstock.fleet.ray.bundle import (
+    Bundle,
+    Node,
+    engine_bundle,
+    engine_config,
+    gateway_bundle,
+    placed,
+    problems,
+    replica_settings,
+    without_room,
+)
 from penstock.fleet.ray.choice import Reserved, preferred_node
 
 CPU = [Node("a", "a", "10.0.0.1", {"CPU": 8, "memory": 2**34}), Node("b", "b", "10.0.0.2", {"CPU": 4})]
@@ -24,7 +36,7 @@ GPU = [Node("g", "g", "10.0.0.3", {"CPU": 32, "GPU": 8})]
 
 
 def bundle(nodes: list[Node], replica: int = 0, **settings: object) -> Bundle:
-    return engine_bundle(Config(), replace(ModelConfig(name="m"), **settings), replica, nodes)
+    return engine_bundle(Config(), replica_settings(replace(ModelConfig(name="m"), **settings), replica), nodes)
 
 
 def test_a_grid_is_one_bundle() -> None:
@@ -50,11 +62,26 @@ def test_what_is_configured_counts() -> None:
 def test_a_replica_on_cpu_leaves_room_for_a_gateway_and_uses_what_it_reserves() -> None:
     found = bundle(CPU, tensor_parallel=2)
     assert found == Bundle(6.0)  # 8 cores, less one for the gateway, in two equal parts
-    model = placed(replace(ModelConfig(name="m"), tensor_parallel=2), 0, found)
+    model = placed(replace(ModelConfig(name="m"), tensor_parallel=2), found)
     assert (model.device, model.threads) == ("cpu", 3)
-    assert placed(ModelConfig(name="m"), 0, Bundle(1.0, 1.0)).device == "cuda"
+    assert placed(ModelConfig(name="m"), Bundle(1.0, 1.0)).device == "cuda"
     assert gateway_bundle(Config(server=ServerConfig(workers=3))) == Bundle(3.0)
     assert gateway_bundle(Config(cluster=ClusterConfig(gateway_cpus=0.5))) == Bundle(0.5)
+
+
+def test_each_replica_gets_the_settings_of_its_pool_and_its_turn() -> None:
+    pools = (PoolConfig(name="chat", replicas=2, threads=3), PoolConfig(name="batch", replica_grids=("2x1", "1x1")))
+    model = replace(ModelConfig(name="m"), pools=pools, threads=1, device="cpu")
+    found = [replica_settings(model, replica) for replica in range(3)]
+    assert [engine_bundle(Config(), each, CPU).cpus for each in found] == [3.0, 3.0, 2.0]
+    assert replica_settings(model, 7, "chat").threads == 3
+    roles = replace(ModelConfig(name="m"), replica_roles=("prefill", "decode"))
+    assert [replica_settings(roles, replica).role(0) for replica in range(3)] == ["prefill", "decode", "prefill"]
+    # What an engine is started with is a valid configuration, also where models refer to each other.
+    other = ModelConfig(name="other", fallback=("m",))
+    config = engine_config(Config(models=(model, other)), placed(found[2], Bundle(2.0)))
+    assert conflicts(config) == []
+    assert [each.name for each in config.models] == ["m", "other"]
 
 
 def test_what_no_node_can_hold_is_said() -> None:

@@ -90,6 +90,8 @@ def test_only_a_pool_with_such_a_rule_can_be_asked_for() -> None:
     assert found.place(PlacementFacts()).pools == ("interactive",)
     with pytest.raises(InvalidRequest, match="those that can be: batch"):
         found.place(PlacementFacts(asked="long"))
+    with pytest.raises(InvalidRequest, match="none can"):
+        Placer().place(PlacementFacts(asked="long"))
 
 
 RESERVES = (

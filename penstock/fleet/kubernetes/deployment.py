@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
 
 import penstock
 from penstock.config import Config
@@ -14,6 +15,7 @@ from penstock.fleet.kubernetes.groups import EngineGroup, device_of, encoder_gro
 from penstock.fleet.kubernetes.names import check_label, check_length, dns_label
 from penstock.fleet.kubernetes.options import ClusterOptions
 from penstock.fleet.kubernetes.parameters import Json, Parameters
+from penstock.protocol.address import is_loopback
 
 MODELS = "/models"
 """Where the claim with models is mounted."""
@@ -47,7 +49,7 @@ class Deployment:
         return cls(config, tree, options)
 
     def image(self, kind: str) -> str:
-        """The image of pods with this kind of device."""
+        """The image of pods: gateway, or the kind of device."""
         given = self.options.image
         whole = "@" in given or ":" in given.rpartition("/")[2]
         default = given if whole else f"{given}:{penstock.__version__}-{kind}"
@@ -101,13 +103,13 @@ def _problems(config: Config, tree: dict[str, Any], options: ClusterOptions, red
     check_label("--namespace", options.namespace)
     check_label("--secret", options.secret_name)
     problems = []
-    for key, url in (
-        ("store", config.store.url),
-        ("knowledge", config.knowledge.url),
-        ("request_log", config.request_log.url),
-    ):
+    for key in ("store", "knowledge", "request_log", "fleet", "counters", "admission", "cache", "conversations"):
+        url: str = getattr(config, key).url
+        host = urlsplit(url).hostname or ""
         if url.startswith("sqlite"):
             problems.append(f"{key}.url: {url} is a file of one pod; gateways need postgresql://, which they share")
+        elif host and is_loopback(host):
+            problems.append(f"{key}.url: {host} is the pod itself there; name a server that pods reach")
     if config.server.loaded_models:
         problems.append("server.loaded_models: a file of one pod; list the models in the configuration")
     cache = config.cache

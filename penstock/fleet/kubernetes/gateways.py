@@ -105,7 +105,7 @@ def _container(deployment: Deployment) -> Json:
 
     return {
         "name": "gateway",
-        "image": deployment.image("cpu"),
+        "image": deployment.image("gateway"),
         "args": arguments,
         "env": [
             *pods.common_env(deployment),
@@ -140,7 +140,7 @@ def first_key(deployment: Deployment) -> Json:
         "containers": [
             {
                 "name": "key",
-                "image": deployment.image("cpu"),
+                "image": deployment.image("gateway"),
                 "args": ["keys", "create", "--scope", "inference", "--scope", "admin", "--scope", "metrics"],
                 "env": [*env, *pods.folder_env()],
                 "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},

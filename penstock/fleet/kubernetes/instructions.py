@@ -30,7 +30,7 @@ def instructions(deployment: Deployment, output: Path | None, *, helm: bool) -> 
     options = deployment.options
     kubectl = f"kubectl -n {options.namespace}"
     yield f"\nBefore the first time, in the namespace {options.namespace}:\n"
-    yield f"  openssl rand -hex 32 > {FLEET_SECRET}"
+    yield f"  penstock fleet secret {FLEET_SECRET}"
     words = [f"--from-file={FLEET_SECRET}"]
     words += [f"--from-literal={key}='{text}'" for key, text in secret_keys(deployment).items() if text != "file"]
     yield f"  {kubectl} create secret generic {options.secret_name} " + " ".join(words)

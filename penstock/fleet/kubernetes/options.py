@@ -18,7 +18,8 @@ class ClusterOptions:
     """Of the deployment: all objects are named after it."""
     namespace: str = "penstock"
     image: str = "penstock"
-    """A repository, to which the tags VERSION-cpu and VERSION-cuda are added, or a whole reference for all pods."""
+    """A repository, to which the tags VERSION-gateway, VERSION-cpu and VERSION-cuda are added, or a whole reference for
+    all pods."""
     gateways: int = 2
     registry: Registry = "auto"
     """How gateways find engines: by the fleet's Redis, or by the stable DNS names of their pods."""

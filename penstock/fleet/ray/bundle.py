@@ -60,10 +60,21 @@ class Bundle:
         return ", ".join(f"{amount:g} {named.get(name, name)}" for name, amount in self.resources.items())
 
 
-def engine_bundle(config: Config, model: ModelConfig, replica: int, nodes: Sequence[Node]) -> Bundle:
-    """For replica number `replica` of a model."""
-    tensor, pipeline = model.grid(replica)
-    ranks = tensor * pipeline
+def replica_settings(model: ModelConfig, replica: int, pool: str | None = None) -> ModelConfig:
+    """The settings of replica number `replica`: those of its pool, and its own grid and role. `pool`: if not the one of
+    that number."""
+    number = model.place_in_pool(replica)
+    own = model.in_pool(model.pool_of(replica) if pool is None else pool)
+    tensor, pipeline = own.grid(number)
+    roles = (own.role(number),) if own.replica_roles else ()
+    return dataclasses.replace(
+        own, tensor_parallel=tensor, pipeline_parallel=pipeline, replica_grids=(), replica_roles=roles
+    )
+
+
+def engine_bundle(config: Config, model: ModelConfig, nodes: Sequence[Node]) -> Bundle:
+    """For a replica with these settings."""
+    ranks = model.tensor_parallel * model.pipeline_parallel
     asked = model.resources or ResourcesConfig()
     gpus = asked.gpus
     if gpus is None:
@@ -83,13 +94,19 @@ def on_gpus(model: ModelConfig, nodes: Iterable[Node]) -> bool:
     return model.device.startswith("cuda") or (model.device == "auto" and any(node.gpus for node in nodes))
 
 
-def placed(model: ModelConfig, replica: int, bundle: Bundle) -> ModelConfig:
-    """The model's settings in a bundle: its device, and on CPU its threads."""
-    tensor, pipeline = model.grid(replica)
+def placed(model: ModelConfig, bundle: Bundle) -> ModelConfig:
+    """The settings of a replica in its bundle: a model of one replica with a device, and on CPU with threads."""
+    alone = dataclasses.replace(model, replicas=1, autoscale=None, pools=(), pool_rules=(), replica_roles=())
     if bundle.gpus:
-        return dataclasses.replace(model, device="cuda")
-    threads = model.threads or max(int(bundle.cpus) // (tensor * pipeline), 1)
-    return dataclasses.replace(model, device="cpu", threads=threads)
+        return dataclasses.replace(alone, device="cuda")
+    ranks = model.tensor_parallel * model.pipeline_parallel
+    return dataclasses.replace(alone, device="cpu", threads=model.threads or max(int(bundle.cpus) // ranks, 1))
+
+
+def engine_config(config: Config, model: ModelConfig) -> Config:
+    """What an engine with these settings is started with. The other models stay, because settings refer to them."""
+    others = [dataclasses.replace(other, memory_share=None) for other in config.models if other.name != model.name]
+    return dataclasses.replace(config, models=(model, *others))
 
 
 def _cpu_share(config: Config, ranks: int, nodes: Sequence[Node]) -> int:
@@ -107,7 +124,7 @@ def without_room(config: Config, nodes: Sequence[Node]) -> list[str]:
     found = []
     for model in config.models:
         for replica in range(model.first_replicas):
-            bundle = engine_bundle(config, model, replica, nodes)
+            bundle = engine_bundle(config, replica_settings(model, replica), nodes)
             if not any(bundle.fits(node) for node in nodes):
                 found.append(f"no node has room for a replica of {model.name} ({bundle})")
                 break
@@ -123,12 +140,11 @@ def problems(config: Config, nodes: Sequence[Node]) -> list[str]:
         where = f"models[{index}]"
         if model.placement is not None:
             found.append(f"{where}.placement: on Ray the ranks of a replica share a node; remove it")
-        if model.devices or model.replica_devices:
+        variants = [model, *(model.in_pool(pool.name) for pool in model.pools)]
+        if any(each.devices or each.replica_devices for each in variants):
             found.append(f"{where}.devices, replica_devices: Ray chooses the GPUs; remove them and use resources.gpus")
-        if model.device.startswith("cuda:"):
+        if any(each.device.startswith("cuda:") for each in variants):
             found.append(f"{where}.device: Ray chooses the GPU; write cuda")
-        if model.pools:
-            found.append(f"{where}.pools: the controller on Ray places replicas, not pools; use one server per pool")
         if model.time_slice:
             found.append(f"{where}.time_slice: its models share one machine; use one server for them")
     if config.server.loaded_models:

@@ -18,7 +18,15 @@ from penstock import __version__
 from penstock.config import Config, ModelConfig
 from penstock.errors import PenstockError
 from penstock.fleet.ray import cluster
-from penstock.fleet.ray.bundle import Bundle, engine_bundle, gateway_bundle, placed, problems
+from penstock.fleet.ray.bundle import (
+    Bundle,
+    engine_bundle,
+    engine_config,
+    gateway_bundle,
+    placed,
+    problems,
+    replica_settings,
+)
 from penstock.fleet.ray.choice import Reserved, preferred_node
 from penstock.fleet.ray.control_tunnel import ControlEnds
 from penstock.fleet.ray.host import EngineHost, GatewayHost, config_of
@@ -55,7 +63,13 @@ class RayCatalogue(ModelCatalogue):
         return next(model for model in self._config.models if model.name == name)
 
     def unit(self, name: str, index: int, pool: str | None = None) -> Unit:
-        return Unit(engine_name(self.model(name), index), [], model=name, replica=str(index))
+        model = self.model(name)
+        pool = model.pool_of(index) if pool is None else pool
+        return Unit(engine_name(model, index), [], model=name, replica=str(index), pool=pool)
+
+    def settings(self, unit: Unit) -> ModelConfig:
+        """Of one replica."""
+        return replica_settings(self.model(unit.model), int(unit.replica), unit.pool)
 
 
 class Controller:
@@ -176,7 +190,7 @@ class Controller:
             catalogue.unit,
             catalogue,
             max_engines=config.server.max_engines,
-            describe=lambda unit: Replica(unit.replica, unit.endpoint, self._secret.engine_public_key, unit.machine),
+            describe=self._describe,
         )
         autoscaler = ReplicaAutoscaler(replicas, lambda: catalogue.autoscaled, reporter=self._reporter)
         sweeper = asyncio.create_task(self._sweep(), name="sweep")
@@ -208,8 +222,7 @@ class Controller:
         self, unit: Unit, *, on_line: Callable[[str], None], on_status: Callable[[Status], None]
     ) -> RemoteProcess:
         if unit not in self._reservations:
-            model = self._catalogue.model(unit.model)
-            bundle = engine_bundle(self._config, model, int(unit.replica), cluster.nodes())
+            bundle = engine_bundle(self._config, self._catalogue.settings(unit), cluster.nodes())
             name = f"{self._config.fleet.name} {unit.name}"
             self._reservations[unit] = Reservation(
                 name, bundle, lambda bundle: self._prefer(unit, bundle), self._distrust
@@ -241,16 +254,14 @@ class Controller:
         )
 
     def _engine_order(self, unit: Unit, reservation: Reservation) -> Order:
-        model = placed(self._catalogue.model(unit.model), int(unit.replica), reservation.bundle)
-        config = dataclasses.replace(self._config, models=(model,))
-        arguments = []
-        if model.replica_grids:
-            tensor, pipeline = model.grid(int(unit.replica))
-            arguments += ["--tensor-parallel", str(tensor), "--pipeline-parallel", str(pipeline)]
-        if model.replica_roles:
-            arguments += ["--role", model.role(int(unit.replica))]
-        secrets = list(self._secret.secrets)
-        return Order(dataclasses.asdict(config), secrets, model.name, int(unit.replica), arguments)
+        settings = self._catalogue.settings(unit)
+        config = engine_config(self._config, placed(settings, reservation.bundle))
+        arguments = ["--role", settings.role(0)] if settings.replica_roles else []
+        return Order(dataclasses.asdict(config), list(self._secret.secrets), unit.model, arguments)
+
+    def _describe(self, unit: Unit) -> Replica:
+        """How gateways reach a replica."""
+        return Replica(unit.replica, unit.endpoint, self._secret.engine_public_key, unit.machine, unit.pool)
 
     def _settle(self, unit: Unit, place: Place, endpoint: str, on_line: Callable[[str], None]) -> None:
         """A unit has found its place."""

@@ -86,15 +86,18 @@ class Host:
         self._folder.close()
         self._tell(Ended(code, how))
 
-    async def _prepare(self, config: Config, models: tuple[ModelConfig, ...], secret: list[str]) -> Config:
-        """The configuration for this node: models are local files, and the secret is in one."""
+    async def _prepare(self, config: Config, needed: set[str], secret: list[str]) -> Config:
+        """The configuration for this node: the needed models are local files, and the secret is in one."""
         os.environ.pop(VARIABLE, None)  # it would have precedence over the server's own
         file = self._folder.path / "fleet.secret"
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as handle:
             handle.write("\n".join(secret) + "\n")
-        here = []
-        for model in models:
+        here: list[ModelConfig] = []
+        for model in config.models:
+            if model.name not in needed:
+                here.append(model)
+                continue
             model = dataclasses.replace(model, source=await self._fetch(model.source))
             if model.draft_model is not None:
                 model = dataclasses.replace(model, draft_model=await self._fetch(model.draft_model))
@@ -124,8 +127,7 @@ class EngineHost(Host):
         """Starts the engine; returns its endpoint, where it will listen."""
         order = decode(Order, data)
         config = config_of(order.config)
-        chosen = tuple(model for model in config.models if model.name == order.model)
-        here = await self._prepare(config, chosen, order.secret)
+        here = await self._prepare(config, {order.model}, order.secret)
         file = self._folder.path / "config.json"
         dump(here, file)
         endpoint = f"tcp://{address}:{free_port(address, *config.fleet.port_range())}"
@@ -162,7 +164,7 @@ class GatewayHost(Host):
         what it calls this host."""
         order = decode(Order, data)
         config = config_of(order.config)
-        here = await self._prepare(config, config.models, order.secret)
+        here = await self._prepare(config, {model.name for model in config.models}, order.secret)
         server = here.server
         host = address if is_loopback(server.host) else server.host
         here = dataclasses.replace(here, server=dataclasses.replace(server, host=host))

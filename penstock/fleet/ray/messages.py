@@ -21,8 +21,7 @@ class Order(msgspec.Struct, frozen=True):
     secret: list[str]
     """The fleet secret, newest first."""
     model: str = ""
-    """For an engine: its model; its replica number and further arguments."""
-    replica: int = 0
+    """For an engine: its model, and further arguments."""
     arguments: list[str] = []
 
 

@@ -20,6 +20,7 @@ from penstock.routing.replicas import ReplicaSet
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.deploy.prometheus import need_prometheus, scraping
+from tests.engine_host.client import eventually
 from tests.fleet.kubernetes.cases import deployment
 from tests.fleet.kubernetes.local_pods import Cluster, Pod
 from tests.gateway.conftest import Serving
@@ -117,6 +118,36 @@ def test_pods_by_dns_names_start_probe_drain_and_lose_no_stream(cluster: Cluster
         assert [one.result() for one in (*running, late)] == [TOKENS] * 4
     assert gateways[1].ended() == 0, gateways[1].log
     assert gateways[0].probe("readinessProbe")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_held_request_is_seen_and_answered_by_the_pod_that_then_starts(
+    cluster: Cluster, tmp_path: Path, valkey: Any
+) -> None:
+    scale = "autoscale: {min: 0, max: 2, hold_s: 600}"
+    text = CONFIGURATION.replace("replicas: 2", scale).replace("drain_delay_s: 3", "drain_delay_s: 0.5")
+    deployed = deployment(text, tmp_path, ClusterOptions())
+    assert deployed.redis
+    cluster.secret["fleet-url"] = f"redis://127.0.0.1:{valkey.port}"
+    key = first_key(cluster, deployed)
+    (engine,) = cluster.add(deployed, "penstock-smollm2-135m", 1)
+    (gateway,) = cluster.add(deployed, "penstock-gateway", 1)
+    gateway.start()
+    gateway.until("startupProbe")
+    gateway.until("readinessProbe")  # a model that sleeps is no reason to send nobody
+    headers = {"authorization": f"Bearer {key}"}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(stream, gateway, key, threading.Semaphore(0))
+        held = 'penstock_held_requests{model_name="smollm2-135m"} 1'
+        assert eventually(lambda: held in httpx.get(f"{gateway.url}/metrics", headers=headers, timeout=60).text, 120)
+        engine.start()  # as KEDA would, on that metric
+        assert asked.result() == TOKENS, gateway.log
+    engine.until("readinessProbe")
+    engine.terminate()
+    assert engine.ended() == 0, engine.log
+    gateway.terminate()
+    assert gateway.ended() == 0, gateway.log
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def test_helm_renders_the_same_objects(tmp_path: Path) -> None:
 def test_values_of_the_chart_change_what_they_say(tmp_path: Path) -> None:
     program = helm(tmp_path)
     folder = write(chart(deployment(RICH, tmp_path)), tmp_path / "chart")
-    given = ["gateway.replicas=5", "secret.name=mine", "image.cpu=other:1", "networkPolicy.enabled=false"]
+    given = ["gateway.replicas=5", "secret.name=mine", "image.gateway=other:1", "networkPolicy.enabled=false"]
     given += ["engines.llama-8b-decode.replicas=7", "engines.spot.max=20", "serviceMonitor.enabled=false"]
     options = [word for value in given for word in ("--set", value)]
     things = by_name(yaml.safe_load_all(run(*program, "template", "llm", str(folder), "-n", "prod", *options)))
