@@ -44,6 +44,7 @@ def test_a_fleet_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert "which fleet?" in penstock("fleet", "status", cwd=tmp_path).stderr
 
 
+@pytest.mark.slow
 def test_settings_of_one_machine_are_refused_in_a_fleet(tmp_path: Path) -> None:
     (tmp_path / "penstock.yaml").write_text(
         "models: [{source: smollm2-135m, time_slice: gpu0}]\nfleet: {url: 'redis://127.0.0.1:1'}\n"

@@ -338,7 +338,7 @@ def crashed(folder: Path) -> None:
     tiny_model(folder / "model")
     config = folder / "penstock.yaml"
     config.write_text(
-        f"models:\n- {tiny(folder, 'tiny', 'max_running: 8')}\nencoders: []\n"
+        f"models:\n- {tiny(folder, 'tiny', 'max_running: 8, pools: [{name: chat, max_running: 4}]')}\nencoders: []\n"
         f"store: {{url: 'sqlite:///{folder / 'store.db'}'}}\nserver: {{drain_s: 5, engine_wait_s: 120}}\n"
     )
     server = Server(config, "--ray-address", "ray://127.0.0.1:10001")
@@ -351,6 +351,7 @@ def crashed(folder: Path) -> None:
         server.wait_for("engine tiny died (killed by SIGKILL)")
         until(lambda: (found := placed("engine", "tiny")) and found != before, "the engine at another port")
         assert created_groups() == groups, "the engine left its bundle"
+        assert 'pool="chat"' in httpx.get("http://127.0.0.1:8000/metrics", timeout=60).text
         body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5}
         reply = httpx.post("http://127.0.0.1:8000/v1/chat/completions", json=body, timeout=PATIENCE_S)
         assert reply.status_code == 200, reply.text

@@ -286,7 +286,7 @@ def test_load_adds_replicas_on_other_machines_and_idleness_takes_them_away() -> 
                 loads = Loads({"m": ModelLoad(in_flight=running, queued=queued, slots=slots, predicted_wait_s=5.0)})
                 await it.client.publish(LoadRecord(gateway="a/1", loads=loads))
 
-            for _ in range(30):
+            for _ in range(20):
                 await load(12, 20)
                 await asyncio.sleep(1.0)
             assert it.ready() == {"a": 1, "b": 1, "c": 1}
@@ -294,7 +294,7 @@ def test_load_adds_replicas_on_other_machines_and_idleness_takes_them_away() -> 
             assert decision.scaling["m"].desired == 3 and decision.wanted == {"m": 3}
             with pytest.raises(PenstockError, match="scaled automatically"):
                 await it.nodes["a"].operations.scale("m", 2)
-            for _ in range(40):
+            for _ in range(30):
                 await load(0, 0)
                 await asyncio.sleep(1.0)
             assert sum(it.ready().values()) == 1

@@ -85,7 +85,7 @@ needs_of = st.tuples(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(hosts=hosts_of, needs=needs_of, lost=st.sampled_from("abcde"))
 def test_in_any_fleet(hosts: list[Host], needs: tuple[Need, ...], lost: str) -> None:
     first = place(hosts, needs, {}, {})

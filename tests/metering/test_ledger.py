@@ -61,6 +61,26 @@ async def test_a_charge_is_opened_once_and_settled_once(ledger: Ledger) -> None:
     assert total.cost_nanos == 100 * 1000 + 10 * 2000
 
 
+async def test_only_the_settlement_that_stands_is_announced_and_all_can_be_read_again(ledger: Ledger) -> None:
+    told: list[Settlement] = []
+    journals = [Journal(ledger, announce=told.append) for _ in range(2)]
+    for journal in journals:
+        journal.start()
+    ends = [end(charge("a")), end(charge("b"), at=2001.0), end(charge("a"), completion=99, at=2002.0)]
+    assert await journals[0].open(charge("a")) and await journals[0].open(charge("b"))
+    for journal, one in zip(
+        (*journals, journals[1]), ends, strict=True
+    ):  # the last by a gateway that was taken for dead
+        assert await journal.settle(one)
+    assert told == ends[:2]
+    for journal in journals:
+        await journal.close()
+    [again] = [page async for page in ledger.settled_since(0.0, 3000.0)]
+    assert [(entry.charge_id, entry.request_id, entry.cost_nanos) for entry in again] == [
+        (one.charge.id, one.charge.request_id, one.cost_nanos) for one in ends[:2]
+    ]
+
+
 async def test_what_is_open_knows_how_far_it_was(ledger: Ledger) -> None:
     await ledger.write([*opened(charge("a")), *opened(charge("b", gateway="g2", opened_at=5000.0))])
     for count in (7, 9, 8):

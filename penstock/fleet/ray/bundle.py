@@ -145,8 +145,6 @@ def problems(config: Config, nodes: Sequence[Node]) -> list[str]:
             found.append(f"{where}.devices, replica_devices: Ray chooses the GPUs; remove them and use resources.gpus")
         if any(each.device.startswith("cuda:") for each in variants):
             found.append(f"{where}.device: Ray chooses the GPU; write cuda")
-        if model.pools:
-            found.append(f"{where}.pools: the controller on Ray places replicas, not pools; use one server per pool")
         if model.time_slice:
             found.append(f"{where}.time_slice: its models share one machine; use one server for them")
     if config.server.loaded_models:

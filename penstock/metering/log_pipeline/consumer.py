@@ -138,6 +138,9 @@ class Consumer:
         try:
             self._patiently(self._prepare, owned=False)
             while self._stopped_at is None:
+                if not self._metrics.sink_up.value:
+                    # Partitions changed hands in the middle of an outage: they are still paused.
+                    self._patiently(lambda: self._clickhouse.query("SELECT 1"), owned=False)
                 self._poll(POLL_S)
                 self._try_flush()
                 idle = self._look()

@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from penstock.cli.app import app
+from penstock.config.context import JudgeConfig
 from penstock.config.schema import RequestLogConfig
+from penstock.gateway.accounting.charges import Accounts
 from penstock.gateway.process.request_log import RequestLogOff
-from penstock.metering.log_entries import FIELDS
+from penstock.gateway.process.settings import ModelSettings
+from penstock.metering.log_entries import FIELDS, STREAMS, ChargeEntry, Entry, GradeEntry, VoteEntry
+from penstock.metering.request_log import Sink
+from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving, eventually
+from tests.scripted import ScriptedEngine
 
 FAST = RequestLogConfig(flush_s=0.01)
 
@@ -102,6 +110,47 @@ async def test_the_command_shows_the_same_records(serving: Serving, tmp_path: Pa
     assert [json.loads(line) for line in lines] == [row]
     assert (await ask(["requests", "--tenant", "other", *store])).output == "No requests in this period.\n"
     assert "/v1/chat/completions" in (await ask(["requests", *store], env={"COLUMNS": "300"})).output
+
+
+class Everything(Sink):
+    streams = frozenset(stream.name for stream in STREAMS)
+
+    def __init__(self) -> None:
+        self.entries: list[Any] = []
+
+    async def write(self, entries: Sequence[Entry]) -> None:
+        self.entries += entries
+
+    async def close(self) -> None:
+        return
+
+    def of(self, kind: type) -> list[Any]:
+        return [entry for entry in self.entries if isinstance(entry, kind)]
+
+
+async def test_a_sink_for_analysis_also_gets_charges_votes_and_grades(
+    serving: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: TextModel
+) -> None:
+    sink = Everything()
+    monkeypatch.setattr("penstock.gateway.process.request_log.open_sink", lambda url, retention: sink)
+    engine = ScriptedEngine(text, lambda request: [*text.encode("yes"), text.eos_token_ids[0]], max_model_len=2048)
+    config = RequestLogConfig(url="kafka://broker/log", spool=str(tmp_path / "spool"), flush_s=0.01)
+    priced = (ModelSettings("tiny", "", input_price=1.0, output_price=2.0),)
+    given = settings(tmp_path, request_log=config, judge=JudgeConfig(rate=1.0), models=priced)
+    async with serving(engine, **given) as running:
+        reply = await running.chat(user="ann", metadata={"feature": "search"})
+        vote = {"response_id": reply.json()["id"], "rating": "up", "comment": "private"}
+        assert (await running.client.post("/v1/feedback", json=vote)).status_code == 200
+        await eventually(lambda: all(sink.of(stream.entry) for stream in STREAMS))
+        accounts = running.parts.accounts
+        assert isinstance(accounts, Accounts)
+        [total] = await accounts.ledger.totals()
+    [charge], [voted], [grade] = sink.of(ChargeEntry), sink.of(VoteEntry), sink.of(GradeEntry)
+    id = reply.headers["x-request-id"]
+    assert {charge.request_id, voted.request_id, grade.request_id} == {id}
+    assert (charge.cost_nanos, charge.feature, charge.user_id) == (total.cost_nanos, "search", "ann")
+    assert charge.cost_nanos > 0 and voted.rating == "up" and grade.relevance == 1.0
+    assert "private" not in repr(sink.entries)
 
 
 async def test_off_is_off(serving: Serving, tmp_path: Path) -> None:
