@@ -15,7 +15,7 @@ import yaml
 
 from penstock.cli.app import app
 from penstock.config import load
-from penstock.fleet.kubernetes import ClusterOptions, Deployment, chart, scaler
+from penstock.fleet.kubernetes import Deployment, chart, scaler
 from penstock.fleet.kubernetes.extras import service_monitor
 from penstock.fleet.kubernetes.gateways import first_key
 from penstock.fleet.kubernetes.instructions import instructions
@@ -30,7 +30,7 @@ COMMANDS: click.Command = typer.main.get_command(app)
 @pytest.fixture(scope="module")
 def deployments(tmp_path_factory: pytest.TempPathFactory) -> list[Deployment]:
     rich = deployment(RICH, tmp_path_factory.mktemp("rich"))
-    return [rich, *(Deployment.of(file, options) for file in EXAMPLES for options in (EVERYTHING, ClusterOptions()))]
+    return [rich, *(Deployment.of(file, EVERYTHING) for file in EXAMPLES)]
 
 
 def containers(deployments: list[Deployment]) -> Iterator[dict[str, Any]]:

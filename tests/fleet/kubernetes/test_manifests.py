@@ -251,13 +251,18 @@ def test_autoscaling_without_a_registry_is_refused(tmp_path: Path) -> None:
         deployment("models: [{autoscale: {max: 2}}]", tmp_path, replace(PLAIN, registry="dns"))
 
 
-def test_the_command_writes_a_folder_or_a_stream(tmp_path: Path) -> None:
+def test_the_command_prints_a_stream_and_what_is_left_to_do(tmp_path: Path) -> None:
     (tmp_path / "penstock.yaml").write_text("models: [{source: smollm2-135m, replicas: 2}]\n")
     printed = penstock("deploy", "kubernetes", cwd=tmp_path)
     assert printed.returncode == 0, printed.stderr
     kinds = [thing["kind"] for thing in yaml.safe_load_all(printed.stdout)]
     assert kinds.count("StatefulSet") == 1 and "Job" not in kinds
     assert "create secret generic penstock --from-file=fleet-secret" in printed.stderr
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "penstock.yaml").write_text("models: [{source: smollm2-135m, replicas: 2}]\n")
     chosen = penstock("deploy", "kubernetes", "--helm", "--output", "chart", "--name", "llm", cwd=tmp_path)
     assert chosen.returncode == 0 and (tmp_path / "chart/values.yaml").exists()
     assert "helm upgrade --install llm chart" in chosen.stderr
