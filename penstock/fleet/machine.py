@@ -45,6 +45,8 @@ REPORT_S = 0.25
 REPLACED_S = 120.0
 """How long a machine that leaves waits for replacements when it does not know when it will be gone."""
 MARGIN_S = 5.0
+COMMAND_S = 120.0
+"""How old a command may be, and how much the clocks of machines may differ."""
 FIRST_RETRY_S, LAST_RETRY_S = 10.0, 300.0
 GATEWAY_ONLY = ("fallback", "overflow_at", "downgrade_to", "aliases", "pool")
 """Settings that mean something to gateways only, and may name models that this machine does not know."""
@@ -99,6 +101,10 @@ class Machine:
         self._fetches: dict[str, asyncio.Task[None]] = {}
         self._commands: dict[str, asyncio.Task[None]] = {}
         self._outcomes: dict[str, OutcomeRecord] = {}
+        self._begun: dict[str, float] = {}
+        """When commands began, by id: a copy of one that is over is not carried out."""
+        self._term = 0
+        """Of the newest controller that was heard of."""
         self._drained = False
         self._leave: asyncio.Task[None] | None = None
         replicas.on_start_failed = self._start_failed
@@ -170,17 +176,24 @@ class Machine:
 
     def _follow(self, fleet: Fleet) -> None:
         assignment = fleet.assignments.get(self.name)
+        if assignment is not None and assignment.term < self._term:
+            assignment = None  # a copy of an old one: whoever can write to the registry could have put it there
         if assignment is not None and not self._me.pinned and not self.leaving and not self._supervisor.stopping:
+            self._term = assignment.term
             for model in {*assignment.models, *self._replicas.models}:
                 self._adjust(model, assignment.models.get(model, 0), fleet.models.get(model))
             self._forget_unloaded(fleet, assignment)
         for command in fleet.commands.values():
-            if command.machine == self.name and command.id not in self._commands:
+            if command.machine == self.name and command.id not in self._begun:
+                self._begun[command.id] = self._clock()
                 self._commands[command.id] = self._begin(self._carry_out(command), f"{command.verb} {command.model}")
         for id in self._commands.keys() - fleet.commands.keys():
             if self._commands[id].done():
                 del self._commands[id]
                 self._outcomes.pop(id, None)
+        for id, begun in tuple(self._begun.items()):
+            if id not in self._commands and id not in fleet.commands and self._clock() - begun > 2 * COMMAND_S:
+                del self._begun[id]
 
     def _adjust(self, model: str, count: int, wanted: ModelRecord | None) -> None:
         if model not in self._replicas.models:
@@ -231,6 +244,12 @@ class Machine:
     async def _carry_out(self, command: CommandRecord) -> None:
         error = ""
         try:
+            age = self._clock() - command.at
+            if abs(age) > COMMAND_S:
+                raise PenstockError(
+                    f"machine `{self.name}`: by its clock the command was given {age:.0f} s ago, which is too long; do "
+                    "the clocks of the machines agree?"
+                )
             match command.verb:
                 case "restart":
                     await self._replicas.restart(command.model, command.replica)

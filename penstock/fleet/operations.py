@@ -4,6 +4,7 @@ the machine that owns a replica, and return when the fleet has followed."""
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -42,10 +43,17 @@ FOUND_S = 1.0
 class FleetOperations:
     """Carries out operations; `stop` is called to stop the server that was asked."""
 
-    def __init__(self, registry: Registry, view: FleetView, stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        view: FleetView,
+        stop: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._registry = registry
         self._view = view
         self._stop = stop
+        self._clock = clock
 
     async def ask(self, operation: Callable[[int], Operation]) -> None:
         """For a gateway without a supervisor: have an operation carried out, as `SupervisorLink.ask` does."""
@@ -178,7 +186,13 @@ class FleetOperations:
         seconds: float | None = None,
     ) -> None:
         command = CommandRecord(
-            id=uuid.uuid4().hex, machine=machine, verb=verb, model=model, replica=replica, seconds=seconds
+            id=uuid.uuid4().hex,
+            machine=machine,
+            verb=verb,
+            model=model,
+            replica=replica,
+            seconds=seconds,
+            at=self._clock(),
         )
         await self._registry.publish(command)
         try:

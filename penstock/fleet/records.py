@@ -175,6 +175,8 @@ class CommandRecord(msgspec.Struct, frozen=True, tag="command", kw_only=True):
     """Its number on the machine; empty: all of the model, one after the other."""
     seconds: float | None = None
     """When a leaving machine will be gone."""
+    at: float = 0.0
+    """Unix time of the wish: a copy that is put back into the registry later is not carried out."""
 
 
 class OutcomeRecord(msgspec.Struct, frozen=True, tag="outcome", kw_only=True):

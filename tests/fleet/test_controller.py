@@ -18,7 +18,7 @@ from penstock.fleet.gateway_side import FleetScaler
 from penstock.fleet.machine import Machine
 from penstock.fleet.machine_process import beside, restore_models
 from penstock.fleet.operations import FleetOperations
-from penstock.fleet.records import LoadRecord, MachineRecord, ModelRecord
+from penstock.fleet.records import Assignment, CommandRecord, LoadRecord, MachineRecord, ModelRecord, key
 from penstock.fleet.registry import MemoryFleet, MemoryRegistry
 from penstock.fleet.topology import topology
 from penstock.fleet.view import FleetView
@@ -96,7 +96,7 @@ class Node:
             self.registry, self.view, supervisor, self.replicas, record, public_key="", descriptions={}, clock=clock
         )
         self.controller = Controller(self.registry, self.view, name, lease_s=LEASE_S, clock=clock)
-        self.operations = FleetOperations(self.registry, self.view)
+        self.operations = FleetOperations(self.registry, self.view, clock=clock)
         self._tasks: list[asyncio.Task[None]] = []
         for work in (self.view.run(), self.machine.run(), self.controller.run()):
             self._tasks.append(asyncio.create_task(work))
@@ -221,6 +221,29 @@ def test_scaling_restarting_and_draining_over_machines() -> None:
     async def settled(it: World) -> bool:
         await it.until(lambda: not it.memory.snapshot().outcomes)
         return True
+
+    run_in_virtual_time(run())
+
+
+def test_what_was_said_before_cannot_be_said_again_by_others() -> None:
+    """Records are signed, but whoever writes to the registry can put back what was there once."""
+
+    async def run() -> None:
+        async with world("a", "b") as it:
+            await it.want(2)
+            await it.until(lambda: it.ready() == {"a": 1, "b": 1})
+            machine, stranger = it.nodes["b"], MemoryRegistry(it.memory)
+            now = asyncio.get_running_loop().time()
+            command = CommandRecord(id="x", machine="b", verb="leave", at=now - 600)
+            await stranger.publish(command)
+            await it.until(lambda: "x" in it.memory.snapshot().outcomes)
+            assert "clocks" in it.memory.snapshot().outcomes["x"].error and not machine.machine.leaving
+            await stranger.withdraw(command)
+            old = Assignment(machine="b", models={}, term=it.memory.term - 1)
+            it.memory.records[key(old)] = (old, stranger)
+            it.memory.changed()
+            await asyncio.sleep(30)
+            assert it.ready() == {"a": 1, "b": 1}
 
     run_in_virtual_time(run())
 
