@@ -35,6 +35,7 @@ def soak(**settings: Any) -> Report:
     return report
 
 
+@pytest.mark.slow
 def test_a_short_soak_of_everything() -> None:
     report = soak(seed=3, rounds=4, requests=10, faults=0.04)
     assert report.requests == 40 and report.tokens > 400
@@ -52,6 +53,7 @@ def test_the_command_shows_and_writes_its_figures(tmp_path: Path) -> None:
     assert figures["requests"] == 6 and figures["counts"]["steps of draft-int8"] > 0
 
 
+@pytest.mark.slow
 def test_a_cache_that_mixes_adapters_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if blocks were named without the adapter that they were computed with."""
     monkeypatch.setattr(adapters, "root_name", lambda salt, version: root_name(salt))

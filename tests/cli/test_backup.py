@@ -59,6 +59,7 @@ def test_what_is_not_here_is_named(state: Path, tmp_path: Path) -> None:
     assert told.returncode == 0 and "pg_dump" in told.stdout and "secret" not in told.stdout
 
 
+@pytest.mark.slow
 def test_a_copy_is_one_moment_of_a_file_that_is_written(tmp_path: Path) -> None:
     source = tmp_path / "busy.db"
     writer = sqlite3.connect(source, isolation_level=None)

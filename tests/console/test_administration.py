@@ -114,6 +114,7 @@ async def test_an_administrator_at_work(serving: Serving, page: Page, encoder_en
         assert listed[victim]["revoked_at"] is not None
 
 
+@pytest.mark.slow
 async def test_a_tenant_sees_its_own_and_nothing_of_another(serving: Serving, page: Page, tmp_path: Path) -> None:
     async with serving(**settings(tmp_path)) as gateway:
         keys = await two_tenants(gateway)

@@ -32,6 +32,7 @@ async def test_a_newcomer_chats_and_sees_what_it_took(serving: Serving, page: Pa
         await expect(page.locator("pre.code")).to_contain_text("from openai import OpenAI")
 
 
+@pytest.mark.slow
 async def test_text_of_a_model_is_never_markup(serving: Serving, page: Page, text: TextModel, tmp_path: Path) -> None:
     hostile = "<img src=x onerror=\"document.title='taken'\"> **bold** [a](javascript:alert(1))"
     async with serving(wrap=Console, engine=ScriptedEngine(text, hostile), **store(tmp_path)) as gateway:

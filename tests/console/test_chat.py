@@ -214,6 +214,7 @@ async def test_conversations_are_kept_found_renamed_and_deleted(
         await expect(answers(page)).to_have_count(0)
 
 
+@pytest.mark.slow
 async def test_on_a_phone_composer_and_sheets_fit(
     serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
 ) -> None:
@@ -240,6 +241,7 @@ async def test_on_a_phone_composer_and_sheets_fit(
         await inside(page, page.get_by_role("button", name="Attach files"))
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_away_costs_nothing_and_the_page_recovers_by_itself(
     serving: Serving, page: Page, wide_text: TextModel, tmp_path: Path
 ) -> None:

@@ -176,6 +176,7 @@ async def test_turns_of_one_conversation_are_answered_in_order_over_gateways(mak
         await gateway.close()
 
 
+@pytest.mark.slow
 async def test_whoever_waits_too_long_is_refused_and_a_long_answer_keeps_its_lease(make: Make) -> None:
     here, there = [Sessions(await make(), wait_s=2.0, most_bytes=10_000, lease_s=1.5) for _ in range(2)]
     await here.start()

@@ -24,6 +24,7 @@ def say(client: openai.OpenAI, model: str) -> str:
     return answer.choices[0].message.content or ""
 
 
+@pytest.mark.slow
 def test_load_list_use_unload(server: Server, default_model: Path, tmp_path: Path) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     folder = write_adapter(tmp_path / "style", default_model, rank=8, size=0.12)
@@ -45,6 +46,7 @@ def test_load_list_use_unload(server: Server, default_model: Path, tmp_path: Pat
     assert "style" not in {model.id for model in client.models.list()}
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_the_command_line_does_the_same(server: Server, default_model: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "cli", default_model, rank=4, targets=("q_proj", "v_proj"))

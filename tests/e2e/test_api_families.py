@@ -7,6 +7,7 @@ from typing import Any
 
 import anthropic
 import openai
+import pytest
 
 from tests.e2e.conftest import MODEL, Server
 
@@ -19,6 +20,7 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_a_response_is_continued_and_keeps_to_its_format(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
     first = client.responses.create(model=MODEL, input=QUESTION, temperature=0, max_output_tokens=20)

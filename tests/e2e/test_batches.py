@@ -23,6 +23,7 @@ def line(id: str, model: str = MODEL, **body: object) -> str:
     return json.dumps({"custom_id": id, "method": "POST", "url": "/v1/chat/completions", "body": content}) + "\n"
 
 
+@pytest.mark.slow
 def test_the_sdk_and_the_command_line(server: Server, tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text(line("a", temperature=0, max_tokens=12) + line("b", max_tokens=4) + line("c", n=999))

@@ -129,7 +129,7 @@ def produced(running: Drill) -> tuple[dict[str, int], set[str], set[str]]:
 
 @pytest.mark.parametrize(
     ("count", "kills"),
-    [pytest.param(80, 2, id="quick"), pytest.param(500, 10, id="long", marks=pytest.mark.slow)],
+    [pytest.param(30, 2, id="quick"), pytest.param(500, 10, id="long", marks=pytest.mark.slow)],
 )
 async def test_the_ledger_balances_with_what_the_engine_produced(tmp_path: Path, count: int, kills: int) -> None:
     chance = random.Random(count)

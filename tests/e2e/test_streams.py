@@ -61,6 +61,7 @@ async def test_64_streams_with_random_departures_leave_nothing_behind(server: Se
     settled(server)
 
 
+@pytest.mark.slow
 async def test_streams_of_a_killed_engine_go_on_when_it_is_back(server: Server) -> None:
     [engine] = server.children("smollm2-135m")
     async with client(server) as http:

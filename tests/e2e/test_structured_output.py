@@ -83,6 +83,7 @@ async def test_a_schema_is_followed_whatever_the_seed(client: openai.AsyncOpenAI
     assert len(set(answers)) > 4
 
 
+@pytest.mark.slow
 async def test_other_formats(client: openai.AsyncOpenAI) -> None:
     async def one(form: dict[str, Any], **params: Any) -> str:
         reply = await client.chat.completions.create(

@@ -40,6 +40,7 @@ def most_used(engine: Engine) -> int:
     return most
 
 
+@pytest.mark.slow
 def test_a_long_generation_holds_a_window_of_blocks(folder: Path, reference: Reference) -> None:
     engine = make_engine(folder, num_blocks=12, token_budget=32)
     assert engine.info.max_model_len == 1024, "twelve blocks hold 192 tokens; a window of 40 needs no more"
@@ -59,6 +60,7 @@ def test_a_long_prompt_passes_through_a_small_pool(folder: Path, reference: Refe
     assert_idle(engine)
 
 
+@pytest.mark.slow
 def test_many_sequences_share_what_they_no_longer_need(folder: Path) -> None:
     prompts = {f"r{i}": tokens(30 + 50 * i, seed=i) for i in range(6)}
     alone = {name: generate(make_engine(folder), greedy(name, prompt, 80))[name] for name, prompt in prompts.items()}

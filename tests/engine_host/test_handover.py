@@ -225,6 +225,7 @@ def test_requests_with_the_same_prompt_wait_for_one_of_them(folder: Path, alone:
         assert sorted(firsts[f"r{number}"] for number in (1, 2, 3))[1:] == [688, 688], "who followed had it cached"
 
 
+@pytest.mark.slow
 def test_without_room_or_time_a_request_waits_for_no_more_blocks(folder: Path, alone: Engine) -> None:
     with pair(folder, num_blocks=56) as (world, giver):  # 30 of them are held from the start, 44 would be needed
         quick = world.engine.step

@@ -130,7 +130,7 @@ def mutate(data: bytes, rng: random.Random, pool: Sequence[bytes]) -> bytes:
 def test_templates(seconds: float) -> None:
     good = [CHATML, REASONING, INSTRUCT, MACROS, *TEMPLATES.values()]
     seeds = [f"{template}\0{CHAT}".encode() for template in [*good, *HOSTILE.values()]]
-    report = fuzz("templates", render, seeds, seconds=seconds, quick=50, limit_s=4.0, mutate=mutate)
+    report = fuzz("templates", render, seeds, seconds=seconds, quick=20, limit_s=4.0, mutate=mutate)
     assert report.inputs >= len(seeds)
 
 

@@ -224,6 +224,7 @@ async def test_a_gateway_too_busy_to_listen_does_not_take_redis_for_dead(
     await store.close()
 
 
+@pytest.mark.slow
 async def test_while_redis_does_not_answer_one_call_tries_it_and_the_others_go_on(
     valkey: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

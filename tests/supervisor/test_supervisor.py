@@ -228,6 +228,7 @@ async def test_a_frozen_engine_is_killed_and_started_again(folder: Path) -> None
         assert any("no heartbeat" in event[2] for event in recorder.events if event[0] == "exited")
 
 
+@pytest.mark.slow
 async def test_an_engine_that_loads_for_long_is_not_frozen(folder: Path) -> None:
     async with supervised(folder, engine="slow", frozen_s=1.0) as (_, recorder, _, _):
         assert recorder.count("started") == 1 and recorder.count("exited") == 0
@@ -323,6 +324,7 @@ async def test_a_process_that_cannot_be_spawned_fails_alone(folder: Path) -> Non
         assert not supervisor.stopping and engine.child is not None and engine.child.alive
 
 
+@pytest.mark.slow
 async def test_a_hung_gateway_is_killed_and_started_again_and_does_not_delay_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

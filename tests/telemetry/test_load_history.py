@@ -106,6 +106,7 @@ def test_readings_that_vanish_for_a_while_are_not_counted_twice() -> None:
     assert sum(point.output_tokens * point.seconds for point in server.minutes) == pytest.approx(50)
 
 
+@pytest.mark.slow
 def test_minutes_become_hours_and_both_are_bounded() -> None:
     server = Server()
     for _ in range(60 * 3):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from penstock.gateway.accounting.admission import EngineDemand
@@ -70,8 +70,8 @@ class Generation(ABC):
     """When it asked to be admitted, if it did."""
     question: str | None = None
     """What the user asked, when the answer is to be graded."""
-    on_submit: Callable[[str], None] | None = None
-    """Called with the name of the engine or server that begins it."""
+    on_submit: Callable[[str, Mapping[str, str]], None] | None = None
+    """Called with the name of the engine or server that begins it, and where that is."""
     pools: Callable[[], Sequence[str]] | None = None
     """The pools that it may run in, once it is admitted; None: those of its placement."""
     moderated: PieceStream | None = None
@@ -210,7 +210,7 @@ class Generation(ABC):
         self.replica = replica
         self._observed = self._metrics.request(self.model.base_name, replica)
         if self.on_submit is not None:
-            self.on_submit(replica)
+            self.on_submit(replica, self.where())
 
     def _observe_tokens(self, choice: ChoiceState, count: int, at: float) -> None:
         """`count` new tokens of a choice arrived."""

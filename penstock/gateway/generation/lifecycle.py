@@ -70,7 +70,7 @@ class GenerationLifecycle:
             if isinstance(ticket, PoolTicket):
                 generation.pools = lambda: ticket.pools
             if not (feature or further):
-                generation.on_submit = lambda replica: attempt.note_replica(replica, generation.where())
+                generation.on_submit = attempt.note_replica
             generation.submit(None if ticket is None or ticket.granted else ticket)
             yield account
         except ClientDisconnected as error:

@@ -41,7 +41,8 @@ def test_a_withdrawn_attempt_leaves_no_headers_and_no_tokens() -> None:
     exchange.extra_headers.append((b"x-before", b"1"))
     attempt = attempt_of(exchange)
     attempt.note_model("small", MODEL, "alias")
-    attempt.note_replica("r1")
+    attempt.note_replica("r1", {"pool": "batch", "region": "eu", "why": "class"})
+    assert (b"x-penstock-pool", b"batch") in exchange.extra_headers
     exchange.record.prompt_tokens, exchange.record.finish_reason = 7, "error"
     attempt.withdraw()
     assert exchange.extra_headers == [(b"x-before", b"1")]

@@ -13,9 +13,10 @@ from penstock.gateway.generation.sampling import choice_params
 from penstock.gateway.generation.spec import GenerationSpec, TokenPrompt, internal_spec
 from penstock.metering.engine_counts import usage_of
 from penstock.protocol.messages import Produced
+from penstock.routing.placement import ANYWHERE
 from penstock.routing.registry import ServedModel
 
-MODEL = cast(ServedModel, SimpleNamespace(adapter="de"))
+MODEL = cast(ServedModel, SimpleNamespace(adapter="de", place=lambda facts: ANYWHERE))
 
 
 def test_a_spec_makes_one_engine_request_per_choice() -> None:
@@ -34,7 +35,7 @@ def test_tokens_of_an_uncounted_question_belong_to_no_charge() -> None:
     def completion_tokens(counted: bool) -> int:
         spec = internal_spec(
             "a", MODEL, [1], [SamplingParams(max_tokens=4)], started_at=0.0, priority=0, cache_salt="",
-            time_limit_s=None, counted=counted,
+            time_limit_s=None, caller=("t", "standard"), counted=counted,
         )  # fmt: skip
         (request,) = spec.requests()
         return usage_of([Produced(request.request_id, 4, 0, "stop")]).completion

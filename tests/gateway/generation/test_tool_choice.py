@@ -115,6 +115,7 @@ async def grammar_of(serving: Serving, text: TextModel, **body: Any) -> str:
         return gateway.engine.seen[-1].params.grammar
 
 
+@pytest.mark.slow
 async def test_a_grammar_reaches_the_engine_only_where_one_is_asked_for(serving: Serving, text: TextModel) -> None:
     assert not await grammar_of(serving, text)
     assert not await grammar_of(serving, text, response_format={"type": "text"})
