@@ -63,6 +63,8 @@ class RedisRegistry:
         self._remembered: dict[str, Record] = {}
         """What was known before Redis lost its data, until `_remember_until`."""
         self._remember_until = 0.0
+        self._wishes: list[Record] = []
+        """What lasts and is still to be put back."""
         self._controller, self._term = "", 0
         self._fleet: Fleet | None = None
         self._changes = 0
@@ -252,7 +254,8 @@ class RedisRegistry:
         data, mark, controller, term, version, load = (bytes(part).decode("latin-1") for part in found[:6])
         if data != self._id:
             await self._check_mark(mark)
-            await self._restore(data)
+            self._restore(data)
+        await self._put_back()
         records, loads = found[6], found[7]
         changed = records is not None or loads is not None or self._fleet is None
         if records is not None:
@@ -266,8 +269,8 @@ class RedisRegistry:
         else:
             await self._forget()
 
-    async def _restore(self, data: str) -> None:
-        """Redis has lost its data, or this is the first look: believe what was known, and put back what lasts."""
+    def _restore(self, data: str) -> None:
+        """Redis has lost its data, or this is the first look: believe what was known, and have what lasts put back."""
         lost = {name: record for name, (_, record) in self._blobs.items() if record is not None}
         first = not self._id
         self._id, self._version, self._load_version = data, "", ""
@@ -275,9 +278,16 @@ class RedisRegistry:
             log.warning("the fleet's registry has lost its data; it is filled again", extra={"url": _public(self._url)})
             self._remembered = lost
             self._remember_until = time.monotonic() + self._lease_s + SLACK_S
-            wishes = [("restored", record) for record in lost.values() if record.lasting]
-            if wishes:
-                await self._write(wishes)
+            # Assignments are the controller's, who may be another by now; without one, machines keep what they run.
+            self._wishes = [record for record in lost.values() if record.lasting and not isinstance(record, Assignment)]
+
+    async def _put_back(self) -> None:
+        """Tried at every look until it has succeeded."""
+        wishes = self._wishes
+        if wishes:
+            await self._write([("restored", record) for record in wishes])
+            if self._wishes is wishes:
+                self._wishes = []
 
     async def _forget(self) -> None:
         if self._remembered and time.monotonic() > self._remember_until and self._calls.up:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.fleet import redis_registry
+from penstock.fleet import redis_registry, scripts
+from penstock.fleet.records import Assignment
 from penstock.fleet.registry import RegistryUnavailable
 from penstock.protocol.fleet_secret import FleetSecret, generate
 from tests.fleet.test_registry import ENGINE, MODEL, SECRET, die, registry, until
@@ -65,6 +66,32 @@ async def test_the_secret_is_changed_without_a_pause(valkey: Any, pair: tuple[An
     await late.check()
     await both.close()
     await late.close()
+
+
+async def test_what_lasts_is_put_back_even_if_that_fails_at_first_and_another_controller_was_elected(
+    valkey: Any, pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+    term = await one.lead("a")
+    assert term is not None
+    await one.publish(MODEL, Assignment(machine="a", models={"m": 1}, term=term))
+    await until(other.follow(), lambda fleet: bool(fleet.models and fleet.assignments))
+    run, refused = other._run, []
+
+    async def fails_once(script: str, *arguments: str | bytes) -> Any:
+        if script is scripts.PUBLISH and not refused:
+            refused.append(script)
+            raise RegistryUnavailable("it does not answer")
+        return await run(script, *arguments)
+
+    monkeypatch.setattr(other, "_run", fails_once)
+    die(one)
+    third = registry(valkey)
+    await third._redis.flushall()
+    assert await third.lead("b") is not None
+    found = await until(third.follow(), lambda fleet: bool(fleet.models))
+    assert refused and found.models == {"m": MODEL} and not found.assignments
+    await third.close()
 
 
 @pytest.mark.slow
