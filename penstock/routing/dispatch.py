@@ -324,6 +324,8 @@ class Dispatcher:
             return
         flight.legs.remove(leg)
         self._end(leg, abort=False)
+        if isinstance(error, EngineLost):
+            member.meter.forget_speed()
         if flight.legs:
             return  # its hedge still runs
         if flight.stopping:

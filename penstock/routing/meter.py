@@ -101,6 +101,13 @@ class ReplicaMeter:
         """Ends all requests: the replica is gone."""
         for request_id in list(self._work):
             self.ended(request_id, now)
+        self.forget_speed()
+
+    def forget_speed(self) -> None:
+        """It failed: the time in which nothing came says nothing of how fast it is. With a speed that an outage had
+        made low it would get no request that could show otherwise."""
+        if not self._work:
+            self._prefill, self._decode = BusyRate(), BusyRate()
 
     def view(
         self,

@@ -176,8 +176,12 @@ def test_the_meter_counts_what_the_snapshot_does_not_know_yet() -> None:
     view = meter.view("0", EngineLoad(), None, now=2.0)
     assert (view.queued_tokens, view.decoding_tokens) == (100, 20)
     assert view.prefill_tokens_per_s is not None and 45 < view.prefill_tokens_per_s < 55
-    meter.lost(now=3.0)
-    assert meter.view("0", EngineLoad(), None, now=3.0).queued_tokens == 0 == meter.in_flight
+    meter.forget_speed()
+    assert meter.view("0", EngineLoad(), None, now=2.0).prefill_tokens_per_s is not None, "work is still under way"
+    meter.lost(now=60.0)
+    view = meter.view("0", EngineLoad(), None, now=60.0)
+    assert view.queued_tokens == 0 == meter.in_flight
+    assert view.prefill_tokens_per_s is None, "an outage is not its speed"
 
 
 events = st.lists(st.tuples(st.sampled_from("stpe"), st.integers(0, 5), st.integers(1, 40)), max_size=60)
