@@ -46,6 +46,10 @@ class Rollout:
         port = free_port()
         engines = [word for endpoint in self.endpoints for word in ("-e", f"tiny={endpoint}")]
         config = ("-c", str(self.folder / "penstock.yaml"), "--port", str(port), "--log-level", "warning")
+        config += (
+            "--set",
+            "server.console=false",
+        )  # that of the last release needs a package which is no longer installed
         return self._started(tree, "gateway", *engines, *config), f"http://127.0.0.1:{port}"
 
     def _started(self, tree: Tree, *arguments: str) -> subprocess.Popen[bytes]:

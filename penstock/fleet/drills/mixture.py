@@ -161,7 +161,9 @@ class Mixture:
             self.losses.other.append(f"a batch is {batch['status']}: {batch.get('errors')}")
             return
         output = await self._http.get(f"{url}/v1/files/{batch['output_file_id']}/content", headers=headers)
-        answers = [json.loads(line)["response"]["body"]["usage"] for line in output.text.splitlines()]
+        # Not `splitlines`: an answer may contain other separators, such as U+2028.
+        lines = [line for line in output.text.split("\n") if line]
+        answers = [json.loads(line)["response"]["body"]["usage"] for line in lines]
         if len(answers) != LINES:
             self.losses.other.append(f"a batch of {LINES} lines has {len(answers)} answers")
         self.batch_usage += [Usage(told["prompt_tokens"], told["completion_tokens"]) for told in answers]
