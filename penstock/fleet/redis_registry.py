@@ -232,7 +232,7 @@ class RedisRegistry:
             except PenstockError as error:
                 self._complain("watch", str(error), "the fleet cannot be followed")
             except Exception as error:  # a broken subscription, in whatever way the driver says so
-                log.debug("the subscription to the registry broke", extra={"why": str(error)})
+                self._complain("watch", f"{type(error).__name__}: {error}", "the subscription to the registry broke")
             await self._forget()
             await asyncio.sleep(RETRY_S)
 

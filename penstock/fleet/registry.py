@@ -1,4 +1,4 @@
-"""Where the machines of a fleet meet. `RedisRegistry` and Ray's implement the same protocol as `MemoryRegistry`.
+"""Where the machines of a fleet meet. `RedisRegistry` implements the same protocol as `MemoryRegistry`.
 
 Invariants: a follower sees every change, in an order that is the same for all; what a process published is gone one
 lease after the process died; only the controller of the newest term can write assignments.

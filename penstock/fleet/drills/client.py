@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,3 +166,10 @@ def _usage(told: dict[str, Any] | None) -> Usage | None:
     if "input_tokens" in told:
         return Usage(told["input_tokens"], told["output_tokens"])
     return Usage(told["prompt_tokens"], told.get("completion_tokens", 0))
+
+
+def check_alive(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Raises what one of them died of."""
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            raise error

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from penstock.fleet.drills.accounting import Answer, Attempt, Losses
-from penstock.fleet.drills.client import Case, Client, Followed
+from penstock.fleet.drills.client import Case, Client, Followed, check_alive
 from penstock.fleet.drills.program import DrillError
 
 LONGEST_S = 600.0
@@ -122,9 +122,7 @@ class Load:
 
     def check_alive(self) -> None:
         """Raises what a client died of: that would be a defect of the drill, not of the fleet."""
-        for task in self._tasks:
-            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-                raise error
+        check_alive(self._tasks)
 
     def answers(self) -> list[Answer]:
         return [

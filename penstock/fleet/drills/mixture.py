@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from penstock.fleet.drills.accounting import Attempt, Losses, Usage
-from penstock.fleet.drills.client import lines
+from penstock.fleet.drills.client import check_alive, lines
 from penstock.fleet.drills.program import DrillError
 
 EMBED = "The river is high."
@@ -57,6 +57,10 @@ class Mixture:
         if self._encoder:
             kinds.append((self._embed, 1.0))
         self._tasks = [asyncio.create_task(self._again(kind, pause)) for kind, pause in kinds]
+
+    def check_alive(self) -> None:
+        """See `Load.check_alive`."""
+        check_alive(self._tasks)
 
     async def stop(self) -> None:
         self._stop.set()

@@ -72,6 +72,7 @@ async def soak(fleet: ThrowAway, minutes: float, streams: int, tell: Callable[[s
         while (elapsed := time.monotonic() - begun) < 60 * minutes:
             processes.sample(elapsed, [(machine.name, machine.pid) for machine in fleet.machines])
             load.check_alive()
+            mixture.check_alive()
             tell(
                 f"{elapsed / 60:.1f} of {minutes:g} min, {load.done:,} streams, {sum(mixture.counts.values()):,} others"
             )

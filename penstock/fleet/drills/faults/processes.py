@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.fleet.drills.run import Fault, Stage
-from penstock.fleet.drills.target import Target
+from penstock.fleet.drills.target import Target, Victim
 from penstock.fleet.drills.throwaway import ThrowAway
 
 DOWN_S = 2.0
@@ -12,26 +12,23 @@ DOWN_S = 2.0
 
 async def engine(fleet: Target, stage: Stage) -> None:
     victim = fleet.engine_victims[0]
-    victim.kill()
-    stage.broken(f"{victim.name} killed (SIGKILL)")
-    await stage.hold(DOWN_S)
-    victim.start()
-    stage.healed(f"{victim.name} started again")
+    await _kill(victim, stage, f"{victim.name} killed (SIGKILL)")
 
 
 async def gateway(fleet: Target, stage: Stage) -> None:
     victim = fleet.gateway_victims[0]
-    victim.kill()
-    stage.broken(f"{victim.name} killed (SIGKILL)")
-    await stage.hold(DOWN_S)
-    victim.start()
-    stage.healed(f"{victim.name} started again")
+    await _kill(victim, stage, f"{victim.name} killed (SIGKILL)")
 
 
 async def supervisor(fleet: ThrowAway, stage: Stage) -> None:
     victim = fleet.machines[0]
+    what = f"the supervisor of {victim.name} killed (SIGKILL); its gateway and engine end with it"
+    await _kill(victim, stage, what)
+
+
+async def _kill(victim: Victim, stage: Stage, what: str) -> None:
     victim.kill()
-    stage.broken(f"the supervisor of {victim.name} killed (SIGKILL); its gateway and engine end with it")
+    stage.broken(what)
     await stage.hold(DOWN_S)
     victim.start()
     stage.healed(f"{victim.name} started again")
