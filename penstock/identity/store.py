@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import PenstockError
-from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange, read, stored
+from penstock.identity import access, allowance
+from penstock.identity.access import UNLIMITED, AllowList, AllowListChange
+from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange
 from penstock.identity.entities import SCOPES, ApiKey, Scope, Tenant
 from penstock.identity.key_marker import KeyMarker
 from penstock.identity.secrets import Minted, mint
@@ -34,13 +36,33 @@ _LIMITS_VERSIONS = (
         "PRIMARY KEY (kind, id))",
     ),
 )
-_KEY = "k.id, k.tenant, k.user_id, k.name, k.scopes, k.created_at, k.expires_at, k.revoked_at, COALESCE(kl.limits, '')"
-_TENANT = "t.id, t.name, t.tier, t.disabled, t.created_at, COALESCE(tl.limits, '')"
-_KEYS = "keys k LEFT JOIN own_limits kl ON kl.kind = 'key' AND kl.id = k.id"
-_TENANTS = "tenants t LEFT JOIN own_limits tl ON tl.kind = 'tenant' AND tl.id = t.id"
+_ALLOW_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS allow_lists (kind TEXT NOT NULL, id TEXT NOT NULL, lists TEXT NOT NULL, "
+        "PRIMARY KEY (kind, id))",
+    ),
+)
+_KEY = (
+    "k.id, k.tenant, k.user_id, k.name, k.scopes, k.created_at, k.expires_at, k.revoked_at, COALESCE(kl.limits, ''), "
+    "COALESCE(ka.lists, '')"
+)
+_TENANT = "t.id, t.name, t.tier, t.disabled, t.created_at, COALESCE(tl.limits, ''), COALESCE(ta.lists, '')"
+_KEYS = (
+    "keys k LEFT JOIN own_limits kl ON kl.kind = 'key' AND kl.id = k.id "
+    "LEFT JOIN allow_lists ka ON ka.kind = 'key' AND ka.id = k.id"
+)
+_OF_TENANT = (
+    "LEFT JOIN own_limits tl ON tl.kind = 'tenant' AND tl.id = t.id "
+    "LEFT JOIN allow_lists ta ON ta.kind = 'tenant' AND ta.id = t.id"
+)
+_TENANTS = f"tenants t {_OF_TENANT}"
 _LIMIT = (
     "INSERT INTO own_limits (kind, id, limits) VALUES (?, ?, ?) "
     "ON CONFLICT (kind, id) DO UPDATE SET limits = excluded.limits"
+)
+_ALLOW = (
+    "INSERT INTO allow_lists (kind, id, lists) VALUES (?, ?, ?) "
+    "ON CONFLICT (kind, id) DO UPDATE SET lists = excluded.lists"
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+:-]{0,127}")
 
@@ -69,12 +91,19 @@ class IdentityStore:
     async def prepare(self) -> None:
         await self._database.migrate("identity", _VERSIONS)
         await self._database.migrate("own limits", _LIMITS_VERSIONS)
+        await self._database.migrate("allow lists", _ALLOW_VERSIONS)
 
     async def create_tenant(
-        self, id: str, *, name: str = "", tier: str = "", limits: Allowance = NO_ALLOWANCE
+        self,
+        id: str,
+        *,
+        name: str = "",
+        tier: str = "",
+        limits: Allowance = NO_ALLOWANCE,
+        allow: AllowList = UNLIMITED,
     ) -> Tenant:
         _check_name(id, "tenant")
-        tenant = Tenant(id, name, tier, created_at=self._clock(), limits=limits)
+        tenant = Tenant(id, name, tier, created_at=self._clock(), limits=limits, allow=allow)
         made = await self._database.execute(
             "INSERT INTO tenants (id, name, tier, disabled, created_at) VALUES (?, ?, ?, 0, ?) "
             "ON CONFLICT (id) DO NOTHING",
@@ -83,7 +112,9 @@ class IdentityStore:
         if not made:
             raise IdentityError(f"tenant {id!r} already exists")
         if limits is not NO_ALLOWANCE:
-            await self._database.execute(_LIMIT, "tenant", id, stored(limits))
+            await self._database.execute(_LIMIT, "tenant", id, allowance.stored(limits))
+        if allow is not UNLIMITED:  # no key of this tenant can exist yet
+            await self._database.execute(_ALLOW, "tenant", id, access.stored(allow))
         return tenant
 
     async def update_tenant(
@@ -94,6 +125,7 @@ class IdentityStore:
         tier: str | None = None,
         disabled: bool | None = None,
         limits: AllowanceChange | None = None,
+        allow: AllowListChange | None = None,
     ) -> Tenant:
         """Changes the given fields. The keys of a disabled tenant stop working."""
         known = await self.tenants(id)
@@ -105,7 +137,9 @@ class IdentityStore:
             name, tier, None if disabled is None else int(disabled), id,
         )  # fmt: skip
         if limits is not None:
-            await self._database.execute(_LIMIT, "tenant", id, stored(known[0].limits.changed(limits)))
+            await self._database.execute(_LIMIT, "tenant", id, allowance.stored(known[0].limits.changed(limits)))
+        if allow is not None:
+            await self._database.execute(_ALLOW, "tenant", id, access.stored(known[0].allow.changed(allow)))
         return (await self.tenants(id))[0]
 
     async def tenants(self, id: str | None = None) -> list[Tenant]:
@@ -122,6 +156,7 @@ class IdentityStore:
         scopes: Sequence[Scope] = ("inference",),
         expires_at: float | None = None,
         limits: Allowance = NO_ALLOWANCE,
+        allow: AllowList = UNLIMITED,
     ) -> tuple[ApiKey, Minted]:
         """Creates a key; returns it with its text, which is not stored."""
         if user:
@@ -132,9 +167,12 @@ class IdentityStore:
         if not await self.tenants(tenant):
             raise IdentityError(f"there is no tenant {tenant!r}")
         minted = mint()
-        key = ApiKey(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at, limits=limits)
-        if limits is not NO_ALLOWANCE:  # before the key, so that the key never works without its limits
-            await self._database.execute(_LIMIT, "key", key.id, stored(limits))
+        key = ApiKey(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at, None, limits, allow)
+        # Both before the key, so that the key never works without them.
+        if limits is not NO_ALLOWANCE:
+            await self._database.execute(_LIMIT, "key", key.id, allowance.stored(limits))
+        if allow is not UNLIMITED:
+            await self._database.execute(_ALLOW, "key", key.id, access.stored(allow))
         await self._marker.set()
         await self._database.execute(
             "INSERT INTO keys (id, digest, tenant, user_id, name, scopes, created_at, expires_at) "
@@ -144,7 +182,14 @@ class IdentityStore:
         )  # fmt: skip
         return key, minted
 
-    async def update_key(self, id: str, *, name: str | None = None, limits: AllowanceChange | None = None) -> ApiKey:
+    async def update_key(
+        self,
+        id: str,
+        *,
+        name: str | None = None,
+        limits: AllowanceChange | None = None,
+        allow: AllowListChange | None = None,
+    ) -> ApiKey:
         """Changes the given fields of an active key."""
         found = await self.find(id)
         if found is None or found.key.revoked_at is not None:
@@ -152,7 +197,9 @@ class IdentityStore:
         if name is not None:
             await self._database.execute("UPDATE keys SET name = ? WHERE id = ?", name, id)
         if limits is not None:
-            await self._database.execute(_LIMIT, "key", id, stored(found.key.limits.changed(limits)))
+            await self._database.execute(_LIMIT, "key", id, allowance.stored(found.key.limits.changed(limits)))
+        if allow is not None:
+            await self._database.execute(_ALLOW, "key", id, access.stored(found.key.allow.changed(allow)))
         changed = await self.find(id)
         assert changed is not None, "keys are never deleted"
         return changed.key
@@ -171,14 +218,14 @@ class IdentityStore:
 
     async def find(self, id: str) -> StoredKey | None:
         rows = await self._database.fetch(
-            f"SELECT {_KEY}, k.digest, {_TENANT} FROM {_KEYS} JOIN tenants t ON t.id = k.tenant "
-            "LEFT JOIN own_limits tl ON tl.kind = 'tenant' AND tl.id = t.id WHERE k.id = ?",
+            f"SELECT {_KEY}, k.digest, {_TENANT} FROM {_KEYS} JOIN tenants t ON t.id = k.tenant {_OF_TENANT} "
+            "WHERE k.id = ?",
             id,
         )
         if not rows:
             return None
         row = rows[0]
-        return StoredKey(_key(row[:9]), row[9], _tenant(row[10:]))
+        return StoredKey(_key(row[:10]), row[10], _tenant(row[11:]))
 
     async def has_keys(self) -> bool:
         """Whether a key was ever created: revoking the last one does not open the server. `KeysLost` if there is none
@@ -196,13 +243,14 @@ class IdentityStore:
 
 
 def _key(row: Row) -> ApiKey:
-    id, tenant, user, name, scopes, created_at, expires_at, revoked_at, limits = row
-    return ApiKey(id, tenant, user, name, tuple(scopes.split()), created_at, expires_at, revoked_at, read(limits))
+    id, tenant, user, name, scopes, created_at, expires_at, revoked_at, limits, lists = row
+    scopes, limits = tuple(scopes.split()), allowance.read(limits)
+    return ApiKey(id, tenant, user, name, scopes, created_at, expires_at, revoked_at, limits, access.read(lists))
 
 
 def _tenant(row: Row) -> Tenant:
-    id, name, tier, disabled, created_at, limits = row
-    return Tenant(id, name, tier, bool(disabled), created_at, read(limits))
+    id, name, tier, disabled, created_at, limits, lists = row
+    return Tenant(id, name, tier, bool(disabled), created_at, allowance.read(limits), access.read(lists))
 
 
 def _check_name(name: str, what: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from penstock.backends.base import Clock, monotonic
 from penstock.backends.openai import Chunk, OpenAIServer
 from penstock.config.sampling import UNSET_DEFAULTS
+from penstock.identity.access import Access
 from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
 from penstock.routing.breaker import Breaker, BreakerPolicy
 from penstock.routing.placement import Placer
@@ -108,6 +109,10 @@ class RemoteModel:
     def fingerprint(self) -> str:
         parts = sorted(f"{member.server.upstream.url}\0{member.server.upstream.model}" for member in self.members)
         return "fp_" + hashlib.sha256("\0".join((self.name, *parts)).encode()).hexdigest()[:10]
+
+    def allowed(self, access: Access) -> bool:
+        """Whether it exists for a caller."""
+        return access.allows("remote", self.name, aliases=self.aliases)
 
     @property
     def ready(self) -> bool:
