@@ -37,6 +37,9 @@ class ModelConfig:
     )
     name: str = setting("", doc="Name for clients; empty: derived from the source.")
     aliases: tuple[str, ...] = setting((), doc="Other names for clients.", example="[default]")
+    labels: tuple[tuple[str, str], ...] = setting(
+        (), doc="Labels for data rules; external is false unless given here.", example="{region: eu}"
+    )
     device: str = setting("auto", doc="auto, cpu, cuda or cuda:N.")
     dtype: DType = setting("auto", doc="Data type of activations, KV cache and dense weights.")  # noqa: RUF009
     weights: WeightForm = setting(  # noqa: RUF009

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance
+from penstock.identity.labels import NO_DEMAND, Demand
 
 Scope = Literal["inference", "admin", "metrics"]
 SCOPES: tuple[Scope, ...] = ("inference", "admin", "metrics")
@@ -23,6 +24,8 @@ class Tenant:
     created_at: float = 0.0
     limits: Allowance = NO_ALLOWANCE
     """Replace the tier's limits."""
+    require: Demand = NO_DEMAND
+    """Labels that whatever gets its requests' data must have, in addition to the tier's demand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class ApiKey:
     revoked_at: float | None = None
     limits: Allowance = NO_ALLOWANCE
     """Apply in addition to the tenant's limits."""
+    require: Demand = NO_DEMAND
+    """In addition to the tenant's demand."""
 
     def usable(self, now: float) -> bool:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
@@ -58,6 +63,8 @@ class Caller:
     limits: Allowance = NO_ALLOWANCE
     """The tenant's own limits, which replace those of its tier."""
     key_limits: Allowance = NO_ALLOWANCE
+    demand: Demand = NO_DEMAND
+    """What tenant and key demand; the tier's demand is in the configuration."""
 
     @property
     def only_user(self) -> str | None:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.identity.entities import OPEN_CALLER, Caller
 from penstock.identity.key_marker import KeysLost
@@ -93,6 +93,7 @@ class KeyRing:
         if entry.caller is None:
             tier, scopes = tenant.tier or self._default_tier, frozenset(key.scopes)
             entry.caller = Caller(tenant.id, key.user, key.id, tier, scopes, tenant.limits, key.limits)
+            entry.caller = replace(entry.caller, demand=tenant.require.narrowed(key.require))
         return entry.caller
 
     def refresh(self) -> None:
