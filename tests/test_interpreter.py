@@ -18,9 +18,8 @@ STRAYS = ("redis", "httpx", "msgspec", "yaml", "zmq", "numpy", "torch", "typer",
 def stray_modules(folder: Path, names: tuple[str, ...] = STRAYS) -> Path:
     """Modules in `folder` that leave a file behind when they are imported, and fail."""
     for name in names:
-        (folder / f"{name}.py").write_text(
-            f"import pathlib\npathlib.Path({str(folder)!r}, '{name}.imported').touch()\nraise SystemExit('stray {name}')\n"
-        )
+        mark = f"pathlib.Path({str(folder)!r}, '{name}.imported').touch()"
+        (folder / f"{name}.py").write_text(f"import pathlib\n{mark}\nraise SystemExit('stray {name}')\n")
     return folder
 
 
