@@ -143,6 +143,10 @@ class TierConfig:
     weight: float = setting(
         1.0, doc="Share of each tenant relative to others of its class, when requests queue.", least=0.001
     )
+    require: tuple[tuple[str, str], ...] = setting(
+        (), doc="Labels that whatever gets its requests' data must have: models, remotes, tools.", several=True,
+        example="{region: [eu, ch], external: false}",
+    )  # fmt: skip
     best_effort: bool = setting(False, doc="Whether models[N].downgrade_to may answer when the queue is long.")
     requests_per_minute: int | None = setting(None, doc="Requests per minute and tenant.", least=1, example="600")
     tokens_per_minute: int | None = setting(

@@ -60,12 +60,12 @@ UNLIMITED = AllowList()
 _decoder = msgspec.json.Decoder(AllowList)
 
 
-def stored(lists: AllowList) -> str:
+def stored_lists(lists: AllowList) -> str:
     """The stored text; empty when nothing is set."""
     return "" if lists == UNLIMITED else msgspec.json.encode(lists).decode()
 
 
-def read(text: str) -> AllowList:
+def read_lists(text: str) -> AllowList:
     return _decoder.decode(text) if text else UNLIMITED
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from penstock.identity.access import ANY, UNLIMITED, Access, AllowList
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance
+from penstock.identity.labels import NO_DEMAND, Demand
 
 Scope = Literal["inference", "admin", "metrics"]
 SCOPES: tuple[Scope, ...] = ("inference", "admin", "metrics")
@@ -24,6 +25,8 @@ class Tenant:
     created_at: float = 0.0
     limits: Allowance = NO_ALLOWANCE
     """Replace the tier's limits."""
+    require: Demand = NO_DEMAND
+    """Labels that whatever gets its requests' data must have, in addition to the tier's demand."""
     allow: AllowList = UNLIMITED
     """What it may use of what its tier may use."""
 
@@ -44,6 +47,8 @@ class ApiKey:
     revoked_at: float | None = None
     limits: Allowance = NO_ALLOWANCE
     """Apply in addition to the tenant's limits."""
+    require: Demand = NO_DEMAND
+    """In addition to the tenant's demand."""
     allow: AllowList = UNLIMITED
     """What it may use of what its tenant may use."""
 
@@ -63,6 +68,8 @@ class Caller:
     limits: Allowance = NO_ALLOWANCE
     """The tenant's own limits, which replace those of its tier."""
     key_limits: Allowance = NO_ALLOWANCE
+    demand: Demand = NO_DEMAND
+    """What tenant and key demand; the tier's demand is in the configuration."""
     access: Access = ANY
     """What exists for the caller; see `penstock.identity.access`."""
 

@@ -96,8 +96,17 @@ class KeyRing:
             raise AuthenticationError(f"The tenant of API key {key.id} is disabled.")
         if entry.caller is None:
             tier, scopes = tenant.tier or self._default_tier, frozenset(key.scopes)
-            access = Access.of(tenant.id, self._tiers.get(tier, UNLIMITED), tenant.allow, key.allow)
-            entry.caller = Caller(tenant.id, key.user, key.id, tier, scopes, tenant.limits, key.limits, access)
+            entry.caller = Caller(
+                tenant.id,
+                key.user,
+                key.id,
+                tier,
+                scopes,
+                tenant.limits,
+                key.limits,
+                tenant.require.narrowed(key.require),
+                Access.of(tenant.id, self._tiers.get(tier, UNLIMITED), tenant.allow, key.allow),
+            )
         return entry.caller
 
     def refresh(self) -> None:
