@@ -70,7 +70,7 @@ class EmbeddingEndpoints:
         request = _pooling(exchange, await exchange.body(self._body_limit))
         identify(exchange, request.user, None)
         inputs = _inputs(request)
-        embedder = self._encoder_work.find(exchange, request.model or self._encoder_work.default)
+        embedder = self._encoder_work.find(exchange, request.model or None)
         info = await embedder.open()
         ids = await self._prepared(exchange, request, embedder, info, inputs)
         each = request.task == "token_embed"

@@ -35,7 +35,7 @@ class ScoreEndpoints:
         identify(exchange, request.user, None)
         queries, left = _side(request, _LEFT)
         documents, right = _side(request, _RIGHT)
-        embedder = self._encoder_work.find(exchange, request.model or self._encoder_work.default)
+        embedder = self._encoder_work.find(exchange, request.model or None)
         most = self._encoders.configs[embedder.name].max_texts
         if max(len(queries), len(documents)) > most:
             raise InvalidRequest(f"At most {most} pairs go in one request.", param=right)

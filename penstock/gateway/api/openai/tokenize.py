@@ -7,11 +7,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from penstock.gateway.accounting.attribution import find_model
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import strip_parts, template_messages
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.prompt_options import prompt_options
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.sampling import check_token_ids
@@ -26,7 +26,7 @@ from penstock.gateway.generation.tokenization import (
 )
 from penstock.gateway.generation.tool_choice import tool_of
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.routing.registry import ServedModel
 
 _tokenize = RequestDecoder(TokenizeRequest, strip_parts)
 CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "documents")
@@ -43,7 +43,7 @@ class TokenEndpoints:
 
     def __init__(
         self,
-        registry: ModelRegistry,
+        permissions: Permissions,
         tokenization: Tokenization,
         quotas: Quotas,
         body_limit: int,
@@ -52,7 +52,7 @@ class TokenEndpoints:
     ) -> None:
         """`request_templates`: whether requests may bring a chat template."""
         self._request_templates = request_templates
-        self._registry = registry
+        self._permissions = permissions
         self._tokenization = tokenization
         self._quotas = quotas
         self._body_limit = body_limit
@@ -70,7 +70,7 @@ class TokenEndpoints:
                 raise InvalidRequest(f"`{name}` goes with `messages`.", param=name)
         if request.tools and request.messages is None:
             raise InvalidRequest("`tools` go with `messages`.", param="tools")
-        model = find_model(self._registry, exchange, request.model or self._registry.first.name)
+        model = self._model(exchange, request.model)
         async with self._quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
             tokens = await self._tokens(exchange, request, model)
             work.tokens = len(tokens)
@@ -93,6 +93,10 @@ class TokenEndpoints:
                 "estimated_cost": estimate,
             }
         )
+
+    def _model(self, exchange: Exchange, name: str | None) -> ServedModel:
+        permissions = self._permissions
+        return permissions.find(exchange, name or permissions.first(exchange).name)
 
     async def _tokens(self, exchange: Exchange, request: TokenizeRequest, model: ServedModel) -> list[int]:
         most, tenant = most_counted(model), exchange.caller.tenant
@@ -118,7 +122,7 @@ class TokenEndpoints:
 
     async def tokenizer_info(self, exchange: Exchange) -> None:
         asked = decode_query(TokenizerQuery, exchange.scope)
-        model = find_model(self._registry, exchange, asked.model or self._registry.first.name)
+        model = self._model(exchange, asked.model)
         text = model.text
         await exchange.reply_json(
             {
@@ -133,7 +137,7 @@ class TokenEndpoints:
 
     async def detokenize(self, exchange: Exchange) -> None:
         request = _detokenize(exchange, await exchange.body(self._body_limit))
-        model = find_model(self._registry, exchange, request.model or self._registry.first.name)
+        model = self._model(exchange, request.model)
         count, most = len(request.tokens), most_counted(model)
         async with self._quotas.text_work(exchange, model.base_name, count, only=True) as work:
             work.tokens = count
