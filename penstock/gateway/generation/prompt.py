@@ -1,5 +1,5 @@
-"""The prompt of a conversation: messages and tools, rendered with the chat template of a model, or measured for one that
-another server renders.
+"""The prompt of a conversation: messages and tools, rendered with the chat template of a model, or measured for one
+that another server renders.
 
 `ChatPrompt` and `MessagePrompt` answer the same questions about lengths, so that what decides by them (which turns of a
 conversation fit, how much room there is for sources) need not know where a model runs.

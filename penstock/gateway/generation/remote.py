@@ -15,17 +15,22 @@ import msgspec
 from msgspec import Struct
 
 from penstock.backends.remote.chunk import Chunk, ChunkUsage
-from penstock.gateway.generation.base import Gate, Generation, usage_body
+from penstock.gateway.generation.base import Gate, Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece, TextGuard
 from penstock.gateway.generation.remote_answer import RecordedAnswer, record_choice, replayed_chunks
 from penstock.gateway.generation.remote_choice import RemoteChoice, tokens_in
 from penstock.gateway.generation.remote_source import Arrived, ChunkSource, RemoteCall
 from penstock.gateway.generation.sources import Sources
-from penstock.gateway.generation.spec import CacheQuestion
+from penstock.gateway.generation.spec import CacheFacts, CacheQuestion
 from penstock.protocol.errors import EngineLost, InvalidRequest, RequestTimeout
 from penstock.routing.remotes import RemoteMember, RemoteModel
 from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.timeline import EngineRun
+
+LONGEST_COUNTED = 64 * 1024
+"""Characters of an answer that was cut off whose tokens are counted on the event loop."""
+_DELIVERY = ("stream", "stream_options")
+"""Fields that do not decide what an answer says."""
 
 
 class RemoteSpec(Struct, frozen=True, kw_only=True):
@@ -181,13 +186,24 @@ class RemoteGeneration(Generation):
 
     # --- the response cache
 
+    def cache_facts(self) -> CacheFacts:
+        spec, model = self.spec, self.model
+        bodies = [{name: value for name, value in call.body.items() if name not in _DELIVERY} for call in spec.calls]
+        if all(body.get("temperature") == 0 for body in bodies):
+            bodies = [{**body, "seed": None} for body in bodies]
+        form = (spec.logprobs, spec.include_stop, spec.token_ids, [(call.kind, call.choices) for call in spec.calls])
+        return CacheFacts(
+            repeatable=spec.repeatable,
+            common=[model.name, model.fingerprint, spec.cache_salt, spec.stops, form],
+            asked=[msgspec.json.encode(bodies, order="sorted")],
+            question=spec.cache_question,
+        )
+
     def record(self) -> None:
-        """Record what the server says, for `recorded`."""
         self._record = [[] for _ in self.choices]
 
     @property
     def recorded(self) -> bytes | None:
-        """The whole answer, if it was recorded and every choice ended by itself."""
         ends = ("stop", "length", "tool_calls")
         if self._record is None or any(choice.outcome not in ends for choice in self.choices):
             return None
@@ -197,7 +213,6 @@ class RemoteGeneration(Generation):
         return msgspec.msgpack.encode(answer)
 
     def replay(self, recorded: bytes) -> None:
-        """Answer with a recording instead of asking a server; `MsgspecError` if it is none."""
         answer = msgspec.msgpack.decode(recorded, type=RecordedAnswer)
         if len(answer.choices) != len(self.choices):
             raise msgspec.ValidationError("another number of choices")
@@ -256,10 +271,15 @@ class RemoteGeneration(Generation):
     def most_completion_tokens(self) -> int:
         return self.spec.most_tokens if self._answer is None else self._answer.completion_tokens
 
-    def usage(self) -> dict[str, object]:
+    @property
+    def reasoning_tokens(self) -> int:
         details = [used.completion_tokens_details for used in self._source.usage if used is not None]
-        thought = sum(each.reasoning_tokens or 0 for each in details if each is not None)
-        return usage_body(self.prompt_tokens, self.completion_tokens, self.cached_tokens, thought)
+        return sum(each.reasoning_tokens or 0 for each in details if each is not None)
+
+    @property
+    def prompt_token_ids(self) -> list[int] | None:
+        """As the server tells them, if it does."""
+        return self._source.prompt_token_ids
 
     def where(self) -> dict[str, str]:
         region = next((each.region for each in self.model.members if each.server.name == self.replica), "")
@@ -354,7 +374,3 @@ class RemoteGeneration(Generation):
                 end = Piece(choice.index, text=choice.end(), finish_reason="length", stop_reason=TIME_LIMIT)
                 self._ends.append(self._kept(end))
         self._source.end()
-
-
-LONGEST_COUNTED = 64 * 1024
-"""Characters of an answer that was cut off whose tokens are counted on the event loop."""

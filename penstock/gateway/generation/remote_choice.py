@@ -23,7 +23,8 @@ class RemoteChoice:
 
     __slots__ = (
         *("_begun", "_held", "_length", "_logprobs", "_released", "_stops", "_token_ids", "citer"),
-        *("completion_tokens", "cut_here", "finished", "first_at", "guard", "index", "last_at", "logprob", "outcome", "said", "thought_guard"),
+        *("completion_tokens", "cut_here", "finished", "first_at", "guard", "index", "last_at", "logprob", "outcome"),
+        *("said", "thought_guard"),
     )
 
     def __init__(

@@ -29,9 +29,7 @@ OWN_OPTIONS = (
     *("echo", "best_of", "cache_salt", "include_stop_str_in_output", "no_stop_trim", "prompt_logprobs"),
 )
 """Options that this gateway applies itself, or writes in another form."""
-CHAT_OPTIONS = tuple(
-    name for name in ChatRequest.__struct_fields__ if name not in (*OWN_OPTIONS, *CHAT_UNSUPPORTED)
-)
+CHAT_OPTIONS = tuple(name for name in ChatRequest.__struct_fields__ if name not in (*OWN_OPTIONS, *CHAT_UNSUPPORTED))
 COMPLETION_OPTIONS = tuple(name for name in CompletionRequest.__struct_fields__ if name not in OWN_OPTIONS)
 """All other options mean the same there."""
 
@@ -81,9 +79,7 @@ def fitted(exchange: Exchange, model: RemoteModel, body: Mapping[str, Any], oper
     return fit.body
 
 
-def calls_of(
-    model: RemoteModel, kind: Operation, bodies: Sequence[dict[str, Any]], n: int
-) -> tuple[RemoteCall, ...]:
+def calls_of(model: RemoteModel, kind: Operation, bodies: Sequence[dict[str, Any]], n: int) -> tuple[RemoteCall, ...]:
     """One request per prompt, or one per choice where the servers give a single choice at a time."""
     calls: list[RemoteCall] = []
     for body in bodies:

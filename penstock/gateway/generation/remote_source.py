@@ -58,6 +58,8 @@ class ChunkSource:
         self.calls = calls
         self.usage: list[ChunkUsage | None] = [None] * len(calls)
         """As far as the servers have reported it, by call."""
+        self.prompt_token_ids: list[int] | None = None
+        """Of the first call, where the server tells them."""
         self.error: Exception | None = None
         self.over = False
         """Nothing more will arrive."""
@@ -172,6 +174,8 @@ class ChunkSource:
     def _put(self, number: int, chunk: Chunk) -> None:
         if chunk.usage is not None:
             self.usage[number] = chunk.usage
+        if chunk.prompt_token_ids and not number:
+            self.prompt_token_ids = chunk.prompt_token_ids
         arrived = Arrived(number, chunk, time.monotonic())
         self._unread.append(arrived)
         if self._kept is not None:
