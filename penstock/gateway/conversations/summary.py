@@ -183,7 +183,7 @@ class Summariser:
         exchange, settings = attempt.exchange, self._settings
         caller = exchange.caller
         if isinstance(chat, MessagePrompt):
-            spec = internal_call(
+            call = internal_call(
                 attempt.ids.next(),
                 chat.model,
                 messages,
@@ -195,7 +195,7 @@ class Summariser:
                 time_limit_s=settings.time_limit(exchange),
                 caller=(caller.tenant, caller.tier),
             )
-            return RemoteGeneration(spec, self._metrics)
+            return RemoteGeneration(call, self._metrics)
         model = chat.model
         assert isinstance(model, ServedModel), "the tokenizer of a remote model is in a `MessagePrompt`"
         spec = internal_spec(
