@@ -19,6 +19,7 @@ from penstock.gateway.generation.schemas import Metadata
 from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.retrieval import allowed, find_collection, guard, passage_body, search
 from penstock.gateway.rag.schemas import SearchRequest
+from penstock.identity import Caller
 from penstock.knowledge.entities import (
     STATUSES,
     Collection,
@@ -81,7 +82,7 @@ class CollectionEndpoints:
                 overlap_tokens=overlap,
             )
         )
-        await exchange.reply_json(_collection(made))
+        await exchange.reply_json(self._described(exchange.caller, made))
 
     async def list_collections(self, exchange: Exchange) -> None:
         asked = decode_query(PageQuery, exchange.scope)
@@ -96,7 +97,7 @@ class CollectionEndpoints:
             if len(page) <= PAGE:
                 break
             after = page[-1].name
-        await exchange.reply_json(listed([_collection(one) for one in found[: limit + 1]], limit))
+        await exchange.reply_json(listed([self._described(caller, one) for one in found[: limit + 1]], limit))
 
     async def get_collection(self, exchange: Exchange) -> None:
         collection, _ = await named_collection(self._knowledge, exchange)
@@ -104,7 +105,7 @@ class CollectionEndpoints:
         documents = {status: counts.get(status, 0) for status in STATUSES}
         await exchange.reply_json(
             {
-                **_collection(collection),
+                **self._described(exchange.caller, collection),
                 "documents": {**documents, "total": sum(documents.values())},
                 "chunks": chunks,
                 "tokens": tokens,
@@ -133,6 +134,22 @@ class CollectionEndpoints:
             }
         )
 
+    def _described(self, caller: Caller, collection: Collection) -> dict[str, Any]:
+        """A collection. The encoder serves it whether or not the caller may use it by itself, but has no name then."""
+        encoder = collection.embedding_model
+        return {
+            "id": collection.id,
+            "object": "collection",
+            "name": collection.name,
+            "description": collection.description,
+            "metadata": collection.metadata,
+            "embedding_model": encoder if self._knowledge.names_encoder(caller, encoder) else None,
+            "dimensions": collection.dimensions,
+            "chunk_tokens": collection.chunk_tokens,
+            "overlap_tokens": collection.overlap_tokens,
+            "created_at": int(collection.created_at),
+        }
+
 
 async def named_collection(knowledge: KnowledgeLibrary, exchange: Exchange) -> tuple[Collection, list[str]]:
     """The collection of the path, and the ids that follow it."""
@@ -154,18 +171,3 @@ async def guarded(work: Any) -> Any:
 def storable(text: str) -> str:
     """The text without what some stores cannot hold: NUL and lone surrogates."""
     return text.replace("\0", "").encode("utf-8", "replace").decode()
-
-
-def _collection(collection: Collection) -> dict[str, Any]:
-    return {
-        "id": collection.id,
-        "object": "collection",
-        "name": collection.name,
-        "description": collection.description,
-        "metadata": collection.metadata,
-        "embedding_model": collection.embedding_model,
-        "dimensions": collection.dimensions,
-        "chunk_tokens": collection.chunk_tokens,
-        "overlap_tokens": collection.overlap_tokens,
-        "created_at": int(collection.created_at),
-    }
