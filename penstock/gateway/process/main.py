@@ -47,7 +47,9 @@ from penstock.routing.placement import Placer
 from penstock.routing.regions import RegionChoice
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
+from penstock.sources.resolve import resolve
 from penstock.telemetry import logging as telemetry_logging
+from penstock.text import TextModel, load_text
 
 log = logging.getLogger("penstock.gateway")
 
@@ -146,7 +148,7 @@ async def _run(
 def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
     resilience = settings.how_resilient()
     upstreams = [Upstream(url, remote.model, remote.key_env, remote.timeout_s) for url in remote.urls]
-    return RemoteModel(
+    model = RemoteModel(
         remote.name,
         [RemoteServer(str(index), upstream) for index, upstream in enumerate(upstreams)],
         aliases=remote.aliases,
@@ -162,6 +164,20 @@ def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
         placer=Placer(regions=settings.routing.regions),
         choice=RegionChoice(settings.region, settings.routing.region_gain_s, settings.routing.region_return_s),
     )
+    if remote.tokenizer:
+        model.text = tokenizer(remote)
+    return model
+
+
+def tokenizer(remote: RemoteConfig) -> TextModel:
+    """The configured tokenizer of a remote model."""
+    source = Path(remote.tokenizer)
+    if source.name == "tokenizer.json":
+        return load_text(source.parent)
+    try:
+        return load_text(resolve(remote.tokenizer, weights=False))
+    except PenstockError as error:
+        raise ConfigError(f"remotes: {remote.name}: tokenizer: {error}") from error
 
 
 def served_encoder(
