@@ -14,6 +14,7 @@ Feature = Literal[
     "chat",
     "completions",
     "embeddings",
+    "rerank",
     "tokenize",
     "tools",
     "tool_choice",

@@ -122,6 +122,7 @@ async def _run(
             if encoder.name in endpoints
         ),
         settings.encoders,
+        registry.remotes.values(),
     )
     garbage_collection.tune()
     stop = asyncio.Event()
@@ -164,6 +165,8 @@ def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
         placer=Placer(regions=settings.routing.regions),
         choice=RegionChoice(settings.region, settings.routing.region_gain_s, settings.routing.region_return_s),
     )
+    model.kind, model.dimensions = remote.kind, remote.dimensions
+    model.texts_per_request = remote.texts_per_request
     if remote.tokenizer:
         model.text = tokenizer(remote)
     return model
@@ -203,7 +206,9 @@ async def serve(
     fleet: Callable[[Follow, Scaled], Link] | None = None,
 ) -> None:
     """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
-    async with compose(settings, registry, encoders or Encoders((), ()), control, secret, fleet) as gateway:
+    async with compose(
+        settings, registry, encoders or Encoders((), (), registry.remotes.values()), control, secret, fleet
+    ) as gateway:
         room = min(connections(), settings.max_connections or MOST_CONNECTIONS)
         doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
         if settings.admin_port is not None:
