@@ -130,7 +130,8 @@ class ModelEndpoints:
             if self._registry.remote(name) is None
         ]
         there = [remote for name in (rules.small, rules.large) if (remote := self._registry.remote(name)) is not None]
-        windows = [model.context_window for model in (*here, *there) if model.context_window is not None]
+        known = [model.context_window for model in here] + [remote.context_window for remote in there]
+        windows = [window for window in known if window is not None]
         return {
             "id": rules.name,
             "object": "model",
