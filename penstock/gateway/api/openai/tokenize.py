@@ -123,6 +123,8 @@ class TokenEndpoints:
         **more: bool,
     ) -> None:
         window = model.context_window
+        if isinstance(model, RemoteModel) and window is None and model.text is not None:
+            window = model.text.context_length
         estimate: dict[str, Any] = {
             "input": count * model.input_price / 1e6,
             "output": (request.max_tokens or 0) * model.output_price / 1e6,
