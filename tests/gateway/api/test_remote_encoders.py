@@ -63,7 +63,7 @@ async def test_vectors_come_in_batches_in_order_and_both_formats(serving: Servin
 
 async def test_documents_are_ranked_by_scores_or_by_vectors(serving: Serving) -> None:
     documents = ["red apples", "the sky is blue", "blue sky"]
-    async with encoders(serving) as (front, wire):
+    async with encoders(serving) as (front, _wire):
         for model in ("ranks", "vectors"):
             reply = await post(
                 front, "/v1/rerank", model=model, query="blue sky", documents=documents, top_n=2, return_documents=True
@@ -116,7 +116,7 @@ async def test_what_cannot_be_is_said(serving: Serving, text: TextModel) -> None
 
 async def test_a_remote_encoder_compares_questions_of_the_semantic_cache(serving: Serving) -> None:
     cache = CacheConfig(semantic="on", encoder="vectors", threshold=0.9)
-    async with encoders(serving, cache=cache) as (front, wire):
+    async with encoders(serving, cache=cache) as (front, _wire):
         ask = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
         assert (await front.chat(**ask)).headers["x-penstock-cache"] == "miss"
         await front.parts.background.close()
