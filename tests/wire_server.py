@@ -127,7 +127,7 @@ class WireServer:
                 said = _choice(index, delta={"content": part}) if chat else {"index": index, "text": part}
                 said["logprobs"] = self._logprobs(body, part, chat)
                 yield {**head, "choices": [said]}
-            last = {"delta": {}} if chat else {"text": ""}
+            last: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
             yield {**head, "choices": [{"index": index, **last, "finish_reason": ended}]}
         if self.usage and (body.get("stream_options") or {}).get("include_usage"):
             used = {"prompt_tokens": 11, "completion_tokens": n * len(parts), "total_tokens": 11 + n * len(parts)}
