@@ -164,7 +164,7 @@ class OpenAI(Dialect):
         """The body in this server's own spelling."""
         return body
 
-    def reader(self, operation: Operation) -> Reader:
+    def reader(self, operation: Operation, body: Mapping[str, Any]) -> Reader:
         return ChatReader() if operation == "chat" else TextReader()
 
     def embed_call(self, texts: Sequence[str], dimensions: int | None = None) -> Call:
