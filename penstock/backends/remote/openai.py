@@ -43,11 +43,12 @@ class WireChunk(Chunk):
 
 
 class TextLogprobs(msgspec.Struct):
-    """The form of logprobs in completions: parallel lists."""
+    """The form of logprobs in completions: parallel lists; some servers send the form of chats."""
 
     tokens: list[str] = msgspec.field(default_factory=list)
     token_logprobs: list[float | None] = msgspec.field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] | None = None
+    content: list[TokenOdds] | None = None
 
 
 class TextChoice(msgspec.Struct):
@@ -109,6 +110,8 @@ def _choice(sent: TextChoice) -> ChunkChoice:
 def _logprobs(sent: TextLogprobs | None) -> ChunkLogprobs | None:
     if sent is None:
         return None
+    if sent.content is not None:
+        return ChunkLogprobs(sent.content)
     tops = sent.top_logprobs or [None] * len(sent.tokens)
     return ChunkLogprobs(
         [

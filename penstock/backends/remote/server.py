@@ -7,8 +7,10 @@ stops early closes the connection, which tells the server to stop.
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import httpx
@@ -31,6 +33,12 @@ BYTES_PER_TOKEN = 5
 """Of a request's body, for limits on tokens until the server has counted them."""
 MOST_METRICS = 8 * 2**20
 """Bytes of metrics that are read."""
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Loaded once, because that takes a while."""
+    return httpx.create_ssl_context()
 
 
 class RemoteServer:
@@ -64,6 +72,7 @@ class RemoteServer:
     async def start(self) -> None:
         self.dialect.check()
         self._client = httpx.AsyncClient(
+            verify=_certificates(),
             timeout=httpx.Timeout(self.upstream.timeout_s, connect=CONNECT_S, pool=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
         )

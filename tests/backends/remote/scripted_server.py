@@ -90,10 +90,21 @@ class ScriptedServer:
         self.script = script
         self.asked: list[Asked] = []
         self.port = 0
+        self._open: set[asyncio.Task[None]] = set()
 
     @property
     def root(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self.serve(reader, writer))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def close(self) -> None:
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -126,12 +137,13 @@ class ScriptedServer:
 @asynccontextmanager
 async def scripted(script: Callable[[Asked], Reply] | Reply) -> AsyncIterator[ScriptedServer]:
     server = ScriptedServer(script if callable(script) else lambda asked: script)
-    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    listening = await asyncio.start_server(server.accept, "127.0.0.1", 0)
     server.port = listening.sockets[0].getsockname()[1]
     try:
         yield server
     finally:
         listening.close()
+        await server.close()
 
 
 @asynccontextmanager

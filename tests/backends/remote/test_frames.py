@@ -46,8 +46,8 @@ def test_an_endless_event_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
         read(SseFrames(), *([b"data: " + b"x" * 100 + b"\n"] * 20))
 
 
-EMPTY = bytes.fromhex("00000010" "00000000" "05c248eb" "7d98c8ff")
-PAYLOAD = bytes.fromhex("0000001d" "00000000" "fd528c5a") + b"{'foo':'bar'}" + bytes.fromhex("c3653936")
+EMPTY = bytes.fromhex("000000100000000005c248eb7d98c8ff")
+PAYLOAD = bytes.fromhex("0000001d00000000fd528c5a") + b"{'foo':'bar'}" + bytes.fromhex("c3653936")
 """Messages of the test suite that Amazon publishes with the format."""
 
 
