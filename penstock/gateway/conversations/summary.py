@@ -148,7 +148,7 @@ class Summariser:
                 started_at=exchange.started_at,
                 priority=priority,
                 cache_salt=self._settings.cache_salt(exchange.caller),
-                time_limit_s=self._settings.time_limit(exchange),
+                time_limit_s=self._settings.time_limit(exchange, model.base_name),
                 caller=(exchange.caller.tenant, exchange.caller.tier),
             )
             generation = EngineGeneration(spec, self._metrics)

@@ -85,6 +85,6 @@ def remote_spec(
         started_at=attempt.exchange.started_at,
         prompt_tokens=max(characters // CHARACTERS_PER_TOKEN, 1),
         most_tokens=n * (most or model.context_window or UNLIMITED),
-        time_limit_s=settings.time_limit(attempt.exchange),
+        time_limit_s=settings.time_limit(attempt.exchange, model.name),
         regions=model.placer.place(PlacementFacts(caller.tenant, caller.tier)).regions,
     )

@@ -88,7 +88,7 @@ class RecordRenderer(Renderer):
         tokens = [token for piece in pieces[0] for token in piece.tokens]
         return encode_json({**self._record(text, calls=self._calls, tokens=tokens), **self._end()})
 
-    def limit_reached(self, limit: str) -> bytes:
+    def limit_reached(self, limit: str, scope: str) -> bytes:
         """There are no comments in this format: the last record says it."""
         self._limit = limit
         return b""
