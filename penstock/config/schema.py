@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.access import AllowConfig
 from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
 from penstock.config.cluster import ClusterConfig
@@ -142,6 +143,10 @@ class TierConfig:
     weight: float = setting(
         1.0, doc="Share of each tenant relative to others of its class, when requests queue.", least=0.001
     )
+    require: tuple[tuple[str, str], ...] = setting(
+        (), doc="Labels that whatever gets its requests' data must have: models, remotes, tools.", several=True,
+        example="{region: [eu, ch], external: false}",
+    )  # fmt: skip
     best_effort: bool = setting(False, doc="Whether models[N].downgrade_to may answer when the queue is long.")
     requests_per_minute: int | None = setting(None, doc="Requests per minute and tenant.", least=1, example="600")
     tokens_per_minute: int | None = setting(
@@ -178,6 +183,10 @@ class TierConfig:
     watermark: Literal["never", "asked", "default", "always"] | None = setting(
         None, doc="Whether answers carry a watermark: never; where a request asks for it; unless a request declines; "
         "always. When not set, watermark.use decides.", example="default",
+    )  # fmt: skip
+    allow: AllowConfig | None = setting(  # noqa: RUF009
+        None, doc="What its tenants may use; tenants and keys may have narrower lists. What is not allowed does not "
+        "exist for them.", example="{models: [small, auto], remotes: []}",
     )  # fmt: skip
 
 

@@ -21,11 +21,13 @@ from penstock.backends.remote.chunk import Chunk, EmbeddingBatch, TokenCount
 from penstock.backends.remote.features import Feature, Fit, Operation
 from penstock.backends.remote.server import RemoteServer
 from penstock.config.sampling import UNSET_DEFAULTS
+from penstock.identity.access import Access
 from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
 from penstock.routing.breaker import Breaker, BreakerPolicy
 from penstock.routing.placement import Placer
 from penstock.routing.regions import RegionChoice
 from penstock.routing.retry_budget import RetryBudget
+from penstock.text import TextModel
 
 STEP = 0.2
 """Weight of the newest answer in the mean time to the first text."""
@@ -92,6 +94,8 @@ class RemoteModel:
         self.context_window = context_window
         self.limit_field = limit_field
         """The request field that limits the answer's tokens on these servers."""
+        self.text: TextModel | None = None
+        """Its tokenizer, where one is configured."""
         self.created = int(time.time())
         self.budget = RetryBudget(retry_share)
         self.members = [RemoteMember(server, Breaker(breaker or BreakerPolicy(), clock)) for server in servers]
@@ -112,6 +116,10 @@ class RemoteModel:
     def fingerprint(self) -> str:
         parts = sorted(f"{member.server.upstream.url}\0{member.server.upstream.model}" for member in self.members)
         return "fp_" + hashlib.sha256("\0".join((self.name, *parts)).encode()).hexdigest()[:10]
+
+    def allowed(self, access: Access) -> bool:
+        """Whether it exists for a caller."""
+        return access.allows("remote", self.name, aliases=self.aliases)
 
     @property
     def ready(self) -> bool:

@@ -23,6 +23,7 @@ from penstock.gateway.app.encodings import inflater
 from penstock.gateway.app.unknown_fields import ignored_header
 from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
 from penstock.identity import OPEN_CALLER, Caller
+from penstock.identity.labels import NO_DEMAND, Demand
 from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
 from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.timeline import Timeline
@@ -67,6 +68,7 @@ class Exchange:
         "body_read",
         "body_size",
         "caller",
+        "demand",
         "dialect",
         "extra_headers",
         "ignored",
@@ -113,6 +115,8 @@ class Exchange:
         self.body_read = False
         self.body_size = 0
         self.caller: Caller = OPEN_CALLER
+        self.demand: Demand = NO_DEMAND
+        """The labels that whatever gets data of this request must have; only ever narrowed."""
         self.dialect: Dialect = OPENAI
         self.stalled_reader_s = stalled_reader_s
         self.receive_s = receive_s
@@ -129,6 +133,10 @@ class Exchange:
 
     def header(self, name: bytes) -> bytes | None:
         return self._given.get(name)
+
+    def headers(self, name: bytes) -> list[bytes]:
+        """Every value of a header that may be repeated."""
+        return [value for given, value in self.scope["headers"] if given == name]
 
     @property
     def elapsed_s(self) -> float:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from penstock.engine.request import EngineInfo
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt_options import kept_tokens
+from penstock.gateway.generation.remote_generations import RemoteGenerations
 from penstock.gateway.generation.sampling import (
     TokenLimit,
     check_choices,
@@ -30,13 +32,16 @@ from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.tokenization import check_size
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.placement import ANYWHERE
-from penstock.routing.registry import ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.text.infill import InfillTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionGenerations(GenerationFactory):
     """Makes generations for text completion requests."""
+
+    registry: ModelRegistry
+    remotes: RemoteGenerations
 
     async def make(
         self,
@@ -46,10 +51,17 @@ class CompletionGenerations(GenerationFactory):
         limit: TokenLimit,
         *,
         prompt_only: bool,
-    ) -> EngineGeneration:
+    ) -> Generation:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
         request = with_response_format(request)
-        exchange = attempt.exchange
+        exchange, name = attempt.exchange, self.registry.base_name(attempt.model)
+        made = max(request.best_of or 1, request.n or 1)
+        check_choices(len(prompts), made, self.settings, self.cap(exchange, "choices", name))
+        # Nobody asked for the default: a caller who may ask for less gets less.
+        limit = limit.capped(self.cap(exchange, "output_tokens", name), asked=request.max_tokens is not None)
+        remote = self.registry.remote(attempt.model)
+        if remote is not None:
+            return await self.remotes.completion(attempt, request, prompts, limit, remote, prompt_only=prompt_only)
         stops = stop_strings(request)
         priority = self.admissions.priority(exchange, request.service_tier, request.priority)
         if attempt.is_fallback:
@@ -57,10 +69,6 @@ class CompletionGenerations(GenerationFactory):
         if attempt.is_fallback and not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
         model, info = await self.models.open(attempt, attempt.model, limit)
-        made = max(request.best_of or 1, request.n or 1)
-        check_choices(len(prompts), made, self.settings, self.cap(exchange, "choices", model.base_name))
-        # Nobody asked for the default: a caller who may ask for less gets less.
-        limit = limit.capped(self.cap(exchange, "output_tokens", model.base_name), asked=request.max_tokens is not None)
         grammar = await self.grammars.response_format(request.response_format, exchange)
         # Where the best of several are wanted, what each of their tokens costs is needed to choose them.
         logprobs = request.logprobs if made == (request.n or 1) else request.logprobs or 0

@@ -75,11 +75,7 @@ def sampling_params(
     check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
     check_token_ids(request.logit_bias or {}, info.vocab_size, "logit_bias")
     check_token_ids(request.allowed_token_ids or (), info.vocab_size, "allowed_token_ids")
-    if request.stream_options is not None:
-        if not request.stream:
-            raise InvalidRequest("`stream_options` is only allowed with `stream: true`.", param="stream_options")
-        if request.stream_options.include_obfuscation:
-            raise not_supported("stream_options.include_obfuscation")
+    check_stream_options(request)
     seed = random.getrandbits(63) if request.seed is None else request.seed & SEED_MASK
     return SamplingParams(
         max_tokens=limit.max_tokens or 0,
@@ -102,6 +98,15 @@ def sampling_params(
         bad_words=bad_words,
         grammar=grammar,
     )
+
+
+def check_stream_options(request: Sampling) -> None:
+    if request.stream_options is None:
+        return
+    if not request.stream:
+        raise InvalidRequest("`stream_options` is only allowed with `stream: true`.", param="stream_options")
+    if request.stream_options.include_obfuscation:
+        raise not_supported("stream_options.include_obfuscation")
 
 
 def first_given(asked: Number | None, default: Number | None, neutral: Number) -> Number:
@@ -137,20 +142,6 @@ def fit(
             f"`min_tokens` ({params.min_tokens}) is more than may be generated ({max_tokens}).", param="min_tokens"
         )
     return params if params.max_tokens == max_tokens else replace(params, max_tokens=max_tokens)
-
-
-def check_estimate(quota: Cap, prompt_tokens: int, limit: TokenLimit) -> None:
-    """Where tokens are not known: refuse a prompt that is longer than the caller may send, by its characters."""
-    asked = None if limit.clip or prompt_tokens >= quota.most else limit.max_tokens
-    if prompt_tokens + (asked or 1) > quota.most:
-        raise ContextQuotaExceeded(
-            limit=quota.most,
-            prompt_tokens=prompt_tokens,
-            max_tokens=asked,
-            whose=quota.whose,
-            scope=quota.scope,
-            estimated=True,
-        )
 
 
 def length_limit(params: SamplingParams, limit: TokenLimit, window: int, quota: Cap | None) -> str:
