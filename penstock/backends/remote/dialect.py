@@ -99,7 +99,7 @@ class Dialect(ABC):
         """The request for an answer, streamed."""
 
     @abstractmethod
-    def reader(self, operation: Operation) -> Reader:
+    def reader(self, operation: Operation, body: Mapping[str, Any]) -> Reader:
         """Reads the answer to `call`."""
 
     def refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> ApiError:

@@ -44,11 +44,12 @@ class WireChunk(Chunk):
 
 
 class TextLogprobs(msgspec.Struct):
-    """The form of logprobs in completions: parallel lists."""
+    """The form of logprobs in completions: parallel lists; some servers send the form of chats."""
 
     tokens: list[str] = msgspec.field(default_factory=list)
     token_logprobs: list[float | None] = msgspec.field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] | None = None
+    content: list[TokenOdds] | None = None
 
 
 class TextChoice(msgspec.Struct):
@@ -121,6 +122,8 @@ def _choice(sent: TextChoice) -> ChunkChoice:
 def _logprobs(sent: TextLogprobs | None) -> ChunkLogprobs | None:
     if sent is None:
         return None
+    if sent.content is not None:
+        return ChunkLogprobs(sent.content)
     tops = sent.top_logprobs or [None] * len(sent.tokens)
     return ChunkLogprobs(
         [
@@ -191,7 +194,7 @@ class OpenAI(Dialect):
         """The body in this server's own spelling."""
         return body
 
-    def reader(self, operation: Operation) -> Reader:
+    def reader(self, operation: Operation, body: Mapping[str, Any]) -> Reader:
         return ChatReader() if operation == "chat" else TextReader()
 
     def embed_call(self, texts: Sequence[str], dimensions: int | None = None) -> Call:

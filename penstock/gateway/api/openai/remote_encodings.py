@@ -50,6 +50,7 @@ class RemoteEncodings:
         texts = [_shortened(embedder, text, request.truncate_prompt_tokens) for text in texts]
         texts = [await self._guardrails.prompt(exchange, text) for text in texts]
         caller = exchange.caller
+        self._work.check_context(exchange, embedder, (_tokens(embedder, [text]) for text in texts), "input")
         regions = regions_of(embedder.model, caller.tenant, caller.tier)
         work = embedder.vectors(texts, dimensions=request.dimensions, request_id=exchange.request_id, regions=regions)
         rows, tokens = await self._work.run(
@@ -66,6 +67,8 @@ class RemoteEncodings:
         queries = [await self._guardrails.prompt(exchange, text) for text in queries]
         documents = [await self._guardrails.prompt(exchange, text) for text in documents]
         caller = exchange.caller
+        lengths = (_tokens(embedder, [text]) for text in (*queries, *documents))
+        self._work.check_context(exchange, embedder, lengths, "documents")
         regions = regions_of(embedder.model, caller.tenant, caller.tier)
         if len(queries) == 1:
             work = embedder.rerank(queries[0], documents, request_id=exchange.request_id, regions=regions)
