@@ -16,6 +16,7 @@ from penstock.identity.access import Kind
 from penstock.protocol.errors import ModelNotFound
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.routing.remotes import RemoteModel
 
 
 class Permissions:
@@ -61,6 +62,14 @@ class Permissions:
     def sees_answer(self, caller: Caller, model: str | None, adapter: str | None) -> bool:
         """The same for what answered a request, as records name it. Operators see everything."""
         return "admin" in caller.scopes or self.sees(caller, adapter or model or "")
+
+    def remote(self, exchange: Exchange, name: str) -> RemoteModel | None:
+        """The model that other servers run under `name`, if it exists for the caller; None: there is none."""
+        remote = self._registry.remote(name)
+        if remote is None or not self.exists(exchange.caller, name):
+            return None
+        note_model(exchange, name, remote.name, "direct" if name == remote.name else "alias")
+        return remote
 
     def find(self, exchange: Exchange, name: str) -> ServedModel:
         """The model that runs here under `name`, for a request that needs its tokenizer only."""

@@ -65,6 +65,12 @@ class MessageEndpoints:
             chat = chat_request(exchange, request)
             check_tools(chat)
             messages = template_messages(chat.messages)
+            remote = pipeline.permissions.remote(exchange, request.model)
+            if remote is not None:
+                found = await pipeline.count_remote(exchange, remote, chat, messages)
+                more = {"estimated": True} if found.estimated else {}
+                await exchange.reply_json({"input_tokens": found.count, **more})
+                return
             model = pipeline.permissions.find(exchange, request.model)
             toolbox = toolbox_of(chat, model)
             tools, most = () if toolbox is None else toolbox.tools, most_counted(model)

@@ -125,6 +125,12 @@ class ResponseEndpoints:
             chat = chat_request(asked.request(), conversation, tools)
             check_tools(chat)
             messages = template_messages(chat.messages)
+            remote = pipeline.permissions.remote(exchange, chat.model)
+            if remote is not None:
+                found = await pipeline.count_remote(exchange, remote, chat, messages)
+                more = {"estimated": True} if found.estimated else {}
+                await exchange.reply_json({"object": "response.input_tokens", "input_tokens": found.count, **more})
+                return
             model = pipeline.permissions.find(exchange, chat.model)
             toolbox = toolbox_of(chat, model)
             offered, most = () if toolbox is None else toolbox.tools, most_counted(model)
