@@ -26,6 +26,7 @@ from penstock.gateway.generation.remote_request import (
     passed_on,
     regions_of,
 )
+from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.sampling import (
     TokenLimit,
@@ -78,6 +79,7 @@ class RemoteGenerations:
     source_search: SourceSearch
     cache: AnswerCache
     grader: AnswerGrader
+    streams: RemoteStreams
 
     async def chat(
         self,
@@ -341,5 +343,7 @@ class RemoteGenerations:
             repeatable=request.seed is not None or request.temperature == 0,
             cache_salt=settings.cache_salt(caller, request.cache_salt),
             cache_question=question,
+            resumption=resumption,
+            streams=self.streams,
             missing=partial(ignore_advice, exchange),
         )

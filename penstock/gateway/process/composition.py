@@ -69,6 +69,7 @@ from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.moderation.endpoints import ModerationEndpoints
@@ -304,6 +305,11 @@ async def compose(
         add_autoscale_metrics(metrics.registry, lambda: supervisor.scaling)
         add_fleet_metrics(metrics.registry, lambda: supervisor.fleet)
 
+        streams = RemoteStreams()
+        closing(streams.close)
+        if isinstance(accounts, Accounts):
+            accounts.streams = streams
+
         # The generation pipeline with its stages.
         lifecycle = GenerationLifecycle(
             quotas, admissions, accounts, drain, background, record_text=settings.generation.record_text
@@ -325,6 +331,7 @@ async def compose(
             source_search=CollectionSearch(knowledge),
             cache=cache,
             grader=judge,
+            streams=streams,
         )
         conversations: StoredConversations | StatelessConversations = StatelessConversations()
         if sessions is not None:
