@@ -59,7 +59,7 @@ class ModelConfig:
         4096, doc="Maximum of requests waiting in the engine; further ones are refused.", least=1
     )
     token_budget: int | None = setting(
-        None, doc="Maximum tokens per step; when not set, 512 on CPU and 8192 on CUDA.", least=1, example="512"
+        None, doc="Maximum tokens per step; when not set, 512 on CPU and 8448 on CUDA.", least=1, example="512"
     )
     block_size: int = setting(16, doc="Tokens per block of the KV cache.", least=1, most=1024)
     kv_memory: int | None = setting(
