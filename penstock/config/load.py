@@ -111,6 +111,15 @@ def check_model(described: Mapping[str, Any], *, fleet: bool = False) -> ModelCo
         raise ConfigError(re.sub(r"models\[0\](\.|: )|^model:\d+: ", "", str(error), flags=re.MULTILINE)) from None
 
 
+def read_model(described: Mapping[str, Any]) -> ModelConfig:
+    """A model that was checked where it was configured; it may refer to models and tiers that are not known here."""
+    checker = Checker()
+    model: ModelConfig = checker.section(ModelConfig, parse_yaml(json.dumps(described), "model"), "")
+    if checker.problems:
+        raise ConfigError("\n".join(checker.problems))
+    return _named(model)
+
+
 def conflicts(config: Config) -> list[str]:
     """Settings that contradict each other."""
     problems = [] if config.models or config.fleet.url else ["models: name at least one model to serve"]

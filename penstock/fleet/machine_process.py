@@ -75,6 +75,7 @@ async def run_machine(
         record = msgspec.structs.replace(record, pinned=role.pins is not None)
         await _claim_name(record, view, settings.lease_s)
         if role.serves:
+            refuse_second_gateway(config, view.fleet)
             await registry.publish(*(desired(view.fleet, model, descriptions[model.name]) for model in originals))
         described_models = [engine_model(description) for description in descriptions.values()]
         catalogue = ModelCatalogue(config, folder, site=MachineSite(settings, record), originals=described_models)
@@ -155,6 +156,17 @@ def refuse_fixed(config: Config) -> None:
         raise ConfigError("server.loaded_models: a fleet keeps loaded models in its registry; leave it out")
 
 
+def refuse_second_gateway(config: Config, fleet: Fleet) -> None:
+    """Models that take turns need one gateway, which decides whose turn it is."""
+    others = sorted({one.url for one in fleet.gateways.values()})
+    sliced = [model.name for model in config.models if model.time_slice]
+    if sliced and others:
+        raise ConfigError(
+            f"models with time_slice ({', '.join(sliced)}) need a single gateway, which decides which one is awake, but "
+            f"the fleet has one at {others[0]}; serve them from one machine only"
+        )
+
+
 def _first_units(catalogue: ModelCatalogue, first: Mapping[str, int]) -> list[Unit]:
     """The replicas that are started at once, as far as this machine has devices for them; the controller finds places
     for the others."""
@@ -204,6 +216,14 @@ def desired(fleet: Fleet, model: ModelConfig, description: Mapping[str, Any]) ->
     """A model of the configuration as the fleet should serve it. What was scaled since stays, unless the configuration
     itself has changed."""
     known = fleet.models.get(model.name)
+    if known is not None and known.replicas and known.description.get("source") != description.get("source"):
+        running = [one.id for one in fleet.engines.values() if one.model == model.name]
+        if running:
+            raise ConfigError(
+                f"`{model.name}`: the fleet runs it from {known.description.get('source')}; its source cannot become "
+                f"{description.get('source')} while it runs ({running[0]}): give the new one another name, or unload the "
+                "old one first"
+            )
     # Without any replica it would be a model that is being unloaded.
     fresh = ModelRecord(name=model.name, description=dict(description), replicas=max(model.first_replicas, 1))
     if known is None or not known.replicas:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from penstock.config import ModelConfig
 from penstock.config.load import check_model
+from penstock.config.variants import revision
 from penstock.errors import PenstockError
 from penstock.fleet.membership import engine_model, engine_settings
 from penstock.fleet.needs import Ask, asks, limited
@@ -121,6 +122,8 @@ class FleetOperations:
 
     async def load(self, description: Mapping[str, Any]) -> None:
         model = check_model(description, fleet=True)
+        if model.time_slice:
+            raise PenstockError("a model with time_slice cannot be loaded at run time; use memory_share instead")
         if model.name in self._view.fleet.models:
             raise PenstockError(f"the fleet serves `{model.name}` already")
         if not self._view.fleet.machines:
@@ -231,6 +234,41 @@ class FleetOperations:
             names = [f"{one.machine}.{one.replica}" for one in self._engines(model)]
             raise PenstockError(f"`{model}` has no replica `{replica}`; there are {_list(sorted(names))}")
         return [(machine, number)]
+
+
+async def settled(view: FleetView, models: Collection[str], tell: Callable[[str], None]) -> None:
+    """Waits until every replica of these models has the settings that it should have; tells how far that is. Raises
+    when some cannot be started with them."""
+    told: dict[str, str] = {}
+
+    def over(fleet: Fleet) -> bool:
+        decision = fleet.decisions.get(fleet.controller)
+        return all(
+            decision is not None
+            and name in fleet.models
+            and fresh(fleet, name)
+            and decision.wanted.get(name, 0) <= sum(one.state == "ready" for one in _of(fleet, name))
+            for name in models
+        )
+
+    while not await view.wait_for(over, 1.0):
+        decision = view.fleet.decisions.get(view.fleet.controller)
+        if decision is None:
+            continue
+        for name in models:
+            line = decision.rollouts.get(name, "") or decision.problems.get(name, "")
+            if line and told.get(name) != line:
+                told[name] = line
+                tell(f"{name}: {line}")
+            if "cannot start them" in line or name in decision.problems:
+                raise PenstockError(f"`{name}`: {line or decision.problems[name]}")
+
+
+def fresh(fleet: Fleet, model: str) -> bool:
+    """Whether all replicas of a model that the controller may change have the settings of now."""
+    config = engine_model(fleet.models[model].description)
+    found = [one for one in _of(fleet, model) if one.revision and one.state != "draining"]
+    return all(one.revision == revision(config, one.pool) for one in found)
 
 
 def chosen(found: list[Ask], model: str, pool: str) -> Ask:

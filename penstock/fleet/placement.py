@@ -9,8 +9,9 @@ already and fit no longer, because a machine has shrunk, stay. The result placed
 
 A new replica goes where it fits, in this order: on spot machines up to the model's spot share and on others beyond it;
 into the zone with the fewest replicas of its slot; onto the machine with the fewest of them; onto the emptiest one;
-onto the one with the fewest devices. Surplus ones go in the opposite order. When room is scarce, the slot that lacks the
-largest share of its replicas comes first, and of equals the one with the largest grid. The models of a time-slice group go to one machine, which must have room for all of them.
+onto the one with the fewest devices. Surplus ones go in the opposite order. When room is scarce, the slot that lacks
+the largest share of its replicas comes first, and of equals the one with the largest grid. The models of a time-slice
+group go to one machine, which must have room for all of them.
 
 The replicas of a machine that leaves do not count, so replacements are placed at once; they stay until those are ready.
 What cannot be replaced stays until the machine is about to go, if it said when, and otherwise not.

@@ -96,7 +96,8 @@ class Replicas:
         for model, replicas in others.models.items():
             models[model] = [*models.get(model, ()), *replicas]
         loaded = {} if self.catalogue is None else self.catalogue.loaded
-        return Topology(models, others.loaded | loaded, self._changes)
+        # A fleet also says what only gateways read.
+        return Topology(models, loaded | others.loaded, self._changes)
 
     def _here(self, unit: Unit) -> Replica:
         region, zone = ("", "") if self.catalogue is None else self.catalogue.place
