@@ -162,8 +162,8 @@ def refuse_second_gateway(config: Config, fleet: Fleet) -> None:
     sliced = [model.name for model in config.models if model.time_slice]
     if sliced and others:
         raise ConfigError(
-            f"models with time_slice ({', '.join(sliced)}) need a single gateway, which decides which one is awake, but "
-            f"the fleet has one at {others[0]}; serve them from one machine only"
+            f"models with time_slice ({', '.join(sliced)}) need a single gateway, which decides which one is awake, "
+            f"but the fleet has one at {others[0]}; serve them from one machine only"
         )
 
 
@@ -221,8 +221,8 @@ def desired(fleet: Fleet, model: ModelConfig, description: Mapping[str, Any]) ->
         if running:
             raise ConfigError(
                 f"`{model.name}`: the fleet runs it from {known.description.get('source')}; its source cannot become "
-                f"{description.get('source')} while it runs ({running[0]}): give the new one another name, or unload the "
-                "old one first"
+                f"{description.get('source')} while it runs ({running[0]}): give the new one another name, or unload "
+                "the old one first"
             )
     # Without any replica it would be a model that is being unloaded.
     fresh = ModelRecord(name=model.name, description=dict(description), replicas=max(model.first_replicas, 1))

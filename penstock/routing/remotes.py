@@ -1,8 +1,10 @@
 """Remote models: chooses the server that answers a request and retries on another one.
 
 Owns the servers of one model, their breakers and the task that checks them. A request goes to the least busy server
-whose breaker is not open; until the first text arrives it may be retried on another one, within the retry budget. After
-that a broken connection is an error, because no other server can continue in the middle of a text.
+whose breaker is not open and whose provider's limits leave room; how busy it is, a server tells itself where it has
+metrics, else its requests in flight count. Until the first text arrives a request may be retried on another server,
+within the retry budget. After that a broken connection is an error, because no other server can continue in the middle
+of a text.
 """
 
 from __future__ import annotations
@@ -11,22 +13,28 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.backends.base import Clock, monotonic
-from penstock.backends.openai import Chunk, OpenAIServer
+from penstock.backends.remote.chunk import Chunk, EmbeddingBatch, TokenCount
+from penstock.backends.remote.features import Feature, Fit, Operation
+from penstock.backends.remote.server import RemoteServer
 from penstock.config.sampling import UNSET_DEFAULTS
+from penstock.identity.access import Access
 from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
 from penstock.routing.breaker import Breaker, BreakerPolicy
 from penstock.routing.placement import Placer
 from penstock.routing.regions import RegionChoice
 from penstock.routing.retry_budget import RetryBudget
+from penstock.text import TextModel
 
 STEP = 0.2
 """Weight of the newest answer in the mean time to the first text."""
+
+T = TypeVar("T")
 
 log = logging.getLogger("penstock.routing")
 
@@ -35,7 +43,7 @@ log = logging.getLogger("penstock.routing")
 class RemoteMember:
     """One server of a remote model."""
 
-    server: OpenAIServer
+    server: RemoteServer
     breaker: Breaker
     reachable: bool = True
     """Result of the last health check."""
@@ -48,6 +56,18 @@ class RemoteMember:
         each = max(seconds - (self.server.round_trip.seconds or 0.0), 0.0) / max(self.server.in_flight, 1)
         known = self.first_text_s
         self.first_text_s = each if known is None else known + STEP * (each - known)
+
+    @property
+    def waiting(self) -> int | None:
+        """Requests that wait there, as it says; None: it does not tell."""
+        return None if self.server.load is None else self.server.load.waiting
+
+    def order(self) -> tuple[bool, bool, int, float]:
+        """The least is the server to use: reachable, with the model in memory, with few requests, with room in its KV
+        cache."""
+        load = self.server.load
+        away = load is not None and load.loaded is False
+        return not self.reachable, away, self.server.requests, 0.0 if load is None else load.kv_usage or 0.0
 
     @property
     def expected_s(self) -> float:
@@ -64,14 +84,16 @@ class RemoteModel:
     def __init__(
         self,
         name: str,
-        servers: Sequence[OpenAIServer],
+        servers: Sequence[RemoteServer],
         *,
         aliases: Sequence[str] = (),
         input_price: float = 0.0,
         output_price: float = 0.0,
         max_in_flight: int = 256,
         context_window: int | None = None,
+        max_waiting: int | None = None,
         check_s: float = 10.0,
+        metrics_s: float = 2.0,
         limit_field: str = "max_tokens",
         breaker: BreakerPolicy | None = None,
         retry_share: float = 0.1,
@@ -88,6 +110,8 @@ class RemoteModel:
         self.context_window = context_window
         self.limit_field = limit_field
         """The request field that limits the answer's tokens on these servers."""
+        self.text: TextModel | None = None
+        """Its tokenizer, where one is configured."""
         self.created = int(time.time())
         self.budget = RetryBudget(retry_share)
         self.members = [RemoteMember(server, Breaker(breaker or BreakerPolicy(), clock)) for server in servers]
@@ -97,7 +121,9 @@ class RemoteModel:
         self._regions = choice or RegionChoice()
         self._clock = clock
         self._max_in_flight = max_in_flight
+        self._max_waiting = max_waiting
         self._check_s = check_s
+        self._metrics_s = metrics_s
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -109,6 +135,10 @@ class RemoteModel:
         parts = sorted(f"{member.server.upstream.url}\0{member.server.upstream.model}" for member in self.members)
         return "fp_" + hashlib.sha256("\0".join((self.name, *parts)).encode()).hexdigest()[:10]
 
+    def allowed(self, access: Access) -> bool:
+        """Whether it exists for a caller."""
+        return access.allows("remote", self.name, aliases=self.aliases)
+
     @property
     def ready(self) -> bool:
         return any(member.reachable and member.breaker.allows for member in self.members)
@@ -116,6 +146,18 @@ class RemoteModel:
     @property
     def in_flight(self) -> int:
         return sum(member.server.in_flight for member in self.members)
+
+    @property
+    def dialect(self) -> str:
+        return self.members[0].server.dialect.name
+
+    def supports(self, feature: Feature) -> bool:
+        """Whether its servers can do this; they all speak one dialect."""
+        return all(member.server.supports(feature) for member in self.members)
+
+    def fit(self, body: Mapping[str, Any], operation: Operation = "chat") -> Fit:
+        """How much of a request its servers can express: to be asked before `answer`, which gets the body that fits."""
+        return self.members[0].server.fit(body, operation)
 
     async def start(self) -> None:
         for member in self.members:
@@ -130,7 +172,12 @@ class RemoteModel:
             await member.server.close()
 
     async def answer(
-        self, body: dict[str, Any], request_id: str, first: RemoteMember, regions: Sequence[str] = ()
+        self,
+        body: Mapping[str, Any],
+        request_id: str,
+        first: RemoteMember,
+        regions: Sequence[str] = (),
+        operation: Operation = "chat",
     ) -> AsyncGenerator[Chunk, None]:
         """The chunks of one answer, from the server `first` if it works. `regions`: see `choose`."""
         self.budget.began()
@@ -141,7 +188,7 @@ class RemoteModel:
             member.breaker.began()
             said, sent_at = False, self._clock()
             try:
-                async with aclosing(member.server.stream(body, request_id)) as chunks:
+                async with aclosing(member.server.stream(body, request_id, operation)) as chunks:
                     async for chunk in chunks:
                         if not said and _says(chunk):
                             said = True
@@ -154,19 +201,47 @@ class RemoteModel:
                     member.breaker.failed()
                 if said or len(tried) == len(self.members) or not self.budget.take():
                     raise
-                log.info(
-                    "request retried on another remote server",
-                    extra={
-                        "request_id": request_id,
-                        "model": self.name,
-                        "server": member.server.name,
-                        "why": str(error),
-                    },
-                )
+                self._log_retry(member, request_id, error)
 
-    def choose(self, tried: Sequence[RemoteMember] = (), regions: Sequence[str] = ()) -> RemoteMember:
+    async def embed(
+        self, texts: Sequence[str], request_id: str, *, dimensions: int | None = None, regions: Sequence[str] = ()
+    ) -> EmbeddingBatch:
+        """Vectors of texts."""
+        return await self._ask(lambda server: server.embed(texts, request_id, dimensions), request_id, regions)
+
+    async def count(self, body: Mapping[str, Any], request_id: str, regions: Sequence[str] = ()) -> TokenCount:
+        """The tokens of a `prompt` or of `messages`, counted by one of its servers; see the feature `tokenize`."""
+        return await self._ask(lambda server: server.count(body, request_id), request_id, regions)
+
+    async def _ask(self, ask: Callable[[RemoteServer], Awaitable[T]], request_id: str, regions: Sequence[str]) -> T:
+        """What the first server that works says."""
+        self.budget.began()
+        tried: list[RemoteMember] = []
+        while True:
+            member = self.choose(tried, regions)
+            tried.append(member)
+            member.breaker.began()
+            try:
+                found = await ask(member.server)
+            except (EngineUnavailable, Overloaded) as error:
+                if isinstance(error, EngineUnavailable):
+                    member.breaker.failed()
+                if len(tried) == len(self.members) or not self.budget.take():
+                    raise
+                self._log_retry(member, request_id, error)
+            else:
+                member.breaker.succeeded()
+                return found
+
+    def _log_retry(self, member: RemoteMember, request_id: str, error: ApiError) -> None:
+        log.info(
+            "request retried on another remote server",
+            extra={"request_id": request_id, "model": self.name, "server": member.server.name, "why": str(error)},
+        )
+
+    def choose(self, tried: Sequence[RemoteMember] = (), regions: Sequence[str] = (), tokens: int = 1) -> RemoteMember:
         """The server to use next, other than those in `tried`; raises when there is none. `regions`: where it must be;
-        empty: anywhere."""
+        empty: anywhere. `tokens`: of the prompt, as far as known, for limits of its provider."""
         allowed = [member for member in self.members if not regions or member.region in regions]
         if not allowed:
             raise EngineUnavailable(
@@ -179,12 +254,28 @@ class RemoteModel:
             raise EngineUnavailable(
                 f"No server of `{self.name}` is available at the moment; try again.", retry_after=min(waits) or 1.0
             )
-        member = min(self._near(able), key=lambda member: (not member.reachable, member.server.in_flight))
-        if member.server.in_flight >= self._max_in_flight:
+        free = [member for member in able if not member.server.wait_s(tokens)]
+        if not free:
             raise Overloaded(
-                f"`{self.name}` already has {self.in_flight} requests in flight; try again shortly.", retry_after=2.0
+                f"The rate limit of `{self.name}` at its provider is used up; try again later.",
+                reason="rate_limit",
+                retry_after=min(member.server.wait_s(tokens) for member in able),
             )
-        return member
+        ready = [member for member in free if not self.saturated(member)]
+        if not ready:
+            waiting = sum(member.waiting or 0 for member in free)
+            more = f" and {waiting} waiting" if waiting else ""
+            raise Overloaded(
+                f"`{self.name}` already has {self.in_flight} requests in flight{more}; try again shortly.",
+                retry_after=2.0,
+            )
+        return min(self._near(ready), key=RemoteMember.order)
+
+    def saturated(self, member: RemoteMember) -> bool:
+        """Whether a server has as many requests as it may have."""
+        if member.server.in_flight >= self._max_in_flight:
+            return True
+        return self._max_waiting is not None and (member.waiting or 0) >= self._max_waiting
 
     def _near(self, able: Sequence[RemoteMember]) -> Sequence[RemoteMember]:
         """Those in the region that is expected to answer first; all, where there is only one region."""
@@ -204,16 +295,21 @@ class RemoteModel:
         return [up[index] for index in near]
 
     async def _look(self) -> None:
-        """Checks servers that have been silent, and the way to all where there are several regions."""
+        """Checks servers that have been silent, and the way to all where there are several regions; asks those that
+        tell it how busy they are."""
         spread = len({member.region for member in self.members}) > 1
+        telling = [member for member in self.members if member.server.tells_load]
+        checked_at = float("-inf")
         while True:
-            if spread:
-                await asyncio.gather(*(self._check(member) for member in self.members))
-                await asyncio.sleep(self._check_s)
-                continue
-            silent = [member for member in self.members if member.server.idle_s > self._check_s]
-            await asyncio.gather(*(self._check(member) for member in silent))
-            await asyncio.sleep(self._check_s)
+            now = self._clock()
+            due = now - checked_at >= self._check_s
+            if due:
+                checked_at = now
+            await asyncio.gather(
+                *(self._check(m) for m in self.members if due and (spread or m.server.idle_s > self._check_s)),
+                *(member.server.look() for member in telling if member.reachable or due),
+            )
+            await asyncio.sleep(min(self._metrics_s, self._check_s) if telling else self._check_s)
 
     async def _check(self, member: RemoteMember) -> None:
         try:
@@ -231,4 +327,7 @@ class RemoteModel:
 
 
 def _says(chunk: Chunk) -> bool:
-    return any(choice.delta.content or choice.delta.tool_calls or choice.finish_reason for choice in chunk.choices)
+    return any(
+        choice.delta.content or choice.delta.reasoning_content or choice.delta.tool_calls or choice.finish_reason
+        for choice in chunk.choices
+    )

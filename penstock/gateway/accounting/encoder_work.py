@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from penstock.backends.embedder import Embedder
 from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.attribution import note_model
+from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.charges import AccountBook
 from penstock.gateway.accounting.metered import FixedWork, ModelName
 from penstock.gateway.accounting.quotas import Quotas, TextWork
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
-from penstock.protocol.errors import ModelNotFound
+from penstock.protocol.errors import ContextQuotaExceeded, ModelNotFound, TimeLimitReached
 from penstock.routing.encoders import Encoders
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 
@@ -59,6 +60,14 @@ class EncoderWork:
         """Tokenizing before the work itself; see `Quotas.text_work`."""
         return self._quotas.text_work(exchange, embedder.name, characters)
 
+    def check_context(self, exchange: Exchange, embedder: Embedder, lengths: Iterable[int], param: str) -> None:
+        """Texts of so many tokens must be within what the caller may send."""
+        cap = self._quotas.requests.cap(exchange.caller, "context_tokens", embedder.name)
+        if cap is not None and (longest := max(lengths, default=0)) > cap.most:
+            raise ContextQuotaExceeded(
+                limit=cap.most, prompt_tokens=longest, param=param, whose=cap.whose, scope=cap.scope
+            )
+
     async def run(
         self, exchange: Exchange, embedder: Embedder, texts: int, tokens: int, work: Coroutine[Any, Any, T]
     ) -> T:
@@ -73,6 +82,9 @@ class EncoderWork:
             raise
         account = self._accounts.open(exchange, counted)
         task = asyncio.create_task(work, name="encoding")
+        cap = self._quotas.requests.cap(exchange.caller, "time_limit_s", embedder.name)
+        if cap is not None and batch_line(exchange) is not None:
+            cap = None
         left = False
 
         def leave(error: Exception) -> None:
@@ -83,7 +95,11 @@ class EncoderWork:
         try:
             with exchange.watched(leave):
                 try:
-                    result = await task
+                    result = await asyncio.wait_for(task, None if cap is None else cap.value)
+                except TimeoutError:
+                    if cap is None or not task.cancelled():
+                        raise
+                    raise TimeLimitReached(cap.whose, cap.value, cap.scope) from None
                 except asyncio.CancelledError:
                     task.cancel()
                     if left:

@@ -23,6 +23,7 @@ from penstock.gateway.app.encodings import inflater
 from penstock.gateway.app.unknown_fields import ignored_header
 from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
 from penstock.identity import OPEN_CALLER, Caller
+from penstock.identity.labels import NO_DEMAND, Demand
 from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
 from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.timeline import Timeline
@@ -67,10 +68,12 @@ class Exchange:
         "body_read",
         "body_size",
         "caller",
+        "demand",
         "dialect",
         "extra_headers",
         "ignored",
         "ignored_more",
+        "limit_scopes",
         "method",
         "path",
         "receive_s",
@@ -112,6 +115,8 @@ class Exchange:
         self.body_read = False
         self.body_size = 0
         self.caller: Caller = OPEN_CALLER
+        self.demand: Demand = NO_DEMAND
+        """The labels that whatever gets data of this request must have; only ever narrowed."""
         self.dialect: Dialect = OPENAI
         self.stalled_reader_s = stalled_reader_s
         self.receive_s = receive_s
@@ -121,11 +126,17 @@ class Exchange:
         self.ignored: list[str] = []
         """Parameters that were ignored; those beyond are counted in `ignored_more`."""
         self.ignored_more = 0
+        self.limit_scopes: dict[str, str] = {}
+        """Whose the limits are that may end the answer: `x-penstock-limit-scope` by `x-penstock-limit`."""
         self.record = RequestRecord(self.request_id, self.path, time.time())
         self.timeline = Timeline(self.record, self.started_at)
 
     def header(self, name: bytes) -> bytes | None:
         return self._given.get(name)
+
+    def headers(self, name: bytes) -> list[bytes]:
+        """Every value of a header that may be repeated."""
+        return [value for given, value in self.scope["headers"] if given == name]
 
     @property
     def elapsed_s(self) -> float:

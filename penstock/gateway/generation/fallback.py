@@ -15,6 +15,8 @@ from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.permissions import Permissions
+from penstock.gateway.generation.question import Question
 from penstock.protocol.errors import ApiError, EngineUnavailable, InvalidRequest, Overloaded, ServerError
 from penstock.routing.registry import ModelRegistry
 from penstock.telemetry.metrics import Metrics
@@ -25,8 +27,16 @@ log = logging.getLogger("penstock.gateway")
 class FallbackChain:
     """Asks the models that may answer a request."""
 
-    def __init__(self, registry: ModelRegistry, routes: Routes, admissions: Admissions, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        permissions: Permissions,
+        routes: Routes,
+        admissions: Admissions,
+        metrics: Metrics,
+    ) -> None:
         self._registry = registry
+        self._permissions = permissions
         self._routes = routes
         self._admissions = admissions
         self._metrics = metrics
@@ -36,13 +46,17 @@ class FallbackChain:
         exchange: Exchange,
         model: str,
         answer: Callable[[Attempt], Awaitable[None]],
-        user_texts: Callable[[], list[str]],
-        wanted_tokens: int | None = None,
+        question: Callable[[], Question],
     ) -> None:
-        """Call `answer` with `model`, or with its fallbacks while it fails. Where `model` is a route, `user_texts` and
-        `wanted_tokens` decide which model it leads to."""
-        model, chosen = await self._routes.choose(model, exchange, user_texts, wanted_tokens)
-        chain = self._registry.chain(model, self._admissions.waiting)
+        """Call `answer` with `model`, or with its fallbacks while it fails. Where `model` is a route, `question`
+        decides which model it leads to."""
+        self._permissions.check(exchange, model)
+        model, chosen = await self._routes.choose(model, exchange, question)
+        chain = [
+            (name, why)
+            for name, why in self._registry.chain(model, self._admissions.waiting)
+            if not why or self._permissions.allows(exchange, name)
+        ]
         ids = AnswerIds(exchange)
         first: ApiError | None = None
         for place, (name, why) in enumerate(chain):

@@ -67,6 +67,7 @@ from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoCo
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.tokenization import Tokenization
@@ -209,6 +210,7 @@ async def compose(
         checks |= {"ledger": accounts.problem, "limits": quotas.problem}
 
         # What answers.
+        permissions = Permissions(registry)
         for embedder in encoders:
             embedder.threads = text_threads
         closing(encoders.close)
@@ -258,7 +260,7 @@ async def compose(
         for remote in registry.remotes.values():
             await remote.start()
             closing(remote.close)
-        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry))
+        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry), permissions)
         await routes.start(database)
         downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
         admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
@@ -309,6 +311,7 @@ async def compose(
         pipeline = GenerationPipeline(
             settings.generation,
             registry=registry,
+            permissions=permissions,
             routes=routes,
             slices=slices,
             admissions=admissions,

@@ -14,12 +14,14 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import uvloop
 
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
-from penstock.backends.openai import OpenAIServer, Upstream
+from penstock.backends.remote.server import RemoteServer
+from penstock.backends.remote.upstream import DialectName, Upstream
 from penstock.config.encoders import EncoderConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.schema import Config
@@ -144,14 +146,29 @@ async def _run(
 
 def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
     resilience = settings.how_resilient()
-    upstreams = [Upstream(url, remote.model, remote.key_env, remote.timeout_s) for url in remote.urls]
+    upstreams = [
+        Upstream(
+            url,
+            remote.model,
+            remote.key_env,
+            remote.timeout_s,
+            dialect=cast(DialectName, remote.dialect),
+            key_file=remote.key_file,
+            api_version=remote.api_version,
+            aws_region=remote.aws_region,
+            max_tokens=remote.default_max_tokens,
+        )
+        for url in remote.urls
+    ]
     return RemoteModel(
         remote.name,
-        [OpenAIServer(str(index), upstream) for index, upstream in enumerate(upstreams)],
+        [RemoteServer(str(index), upstream) for index, upstream in enumerate(upstreams)],
         aliases=remote.aliases,
         input_price=remote.input_price,
         output_price=remote.output_price,
         max_in_flight=remote.max_in_flight,
+        max_waiting=remote.max_waiting,
+        metrics_s=remote.metrics_s,
         context_window=remote.context_window,
         check_s=remote.check_s,
         limit_field=remote.max_tokens_field,

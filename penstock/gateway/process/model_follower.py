@@ -75,6 +75,7 @@ def client_settings(model: ModelSettings, text: TextModel) -> dict[str, Any]:
     return {
         "aliases": model.aliases,
         "adapters": model.adapters,
+        "adapter_owners": dict(model.adapter_owners),
         "input_price": model.input_price,
         "output_price": model.output_price,
         "cost_per_hour": model.cost_per_hour,

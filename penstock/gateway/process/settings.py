@@ -28,6 +28,7 @@ from penstock.config.schema import (
     TelemetryConfig,
     TierConfig,
 )
+from penstock.gateway.accounting.request_limits import RequestLimits
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.metering.prices import Price, PriceBook, PriceEntry
 from penstock.routing.breaker import BreakerPolicy
@@ -46,6 +47,8 @@ class ModelSettings:
     aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     """Names of its configured LoRA adapters."""
+    adapter_owners: tuple[tuple[str, str], ...] = ()
+    """Those that belong to a tenant, each with it."""
     time_slice: str = ""
     """The time-slice group: its models take turns on the device."""
     input_price: float = 0.0
@@ -79,6 +82,7 @@ class ModelSettings:
             source=model.source,
             aliases=model.aliases,
             adapters=tuple(spec.name for spec in model.adapters),
+            adapter_owners=tuple((spec.name, spec.owner) for spec in model.adapters if spec.owner),
             time_slice=model.time_slice,
             silence_s=model.watchdog_s + 15.0,
             input_price=model.input_price,
@@ -216,7 +220,7 @@ class GatewaySettings:
             share_prefixes=self.share_prefixes,
             request_templates=self.request_templates,
             record_text=self.telemetry.record_text,
-            tier_time_limits={tier.name: tier.time_limit_s for tier in self.tiers if tier.time_limit_s is not None},
+            request_limits=RequestLimits(self.tiers, self.limits),
         )
 
     def price_book(self) -> PriceBook:

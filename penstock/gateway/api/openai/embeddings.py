@@ -113,7 +113,9 @@ class EmbeddingEndpoints:
         _check(request, embedder, info)
         async with self._encoder_work.text_work(exchange, embedder, sum(map(len, inputs))):
             found = await self._ids(exchange, embedder, info, inputs)
-            return [_fitted(text, request, embedder, info) for text in found]
+            fitted = [_fitted(text, request, embedder, info) for text in found]
+            self._encoder_work.check_context(exchange, embedder, map(len, fitted), "input")
+            return fitted
 
     async def _ids(
         self, exchange: Exchange, embedder: Embedder, info: EngineInfo, inputs: list[str | list[int]]

@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.backends.embedder import Embedder
 from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.accounting.request_limits import CapName
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.model_routes import Routes
 from penstock.identity import Caller
@@ -52,7 +53,7 @@ class ModelEndpoints:
     def describe(self, caller: Caller, model: ServedModel) -> dict[str, Any]:
         """`context_window` is the model's; the part that the caller may use is in `limits` and `max_output_tokens`."""
         window = model.context_window
-        caps = [cap for cap in (window, self._max_tokens, self._quotas.context_tokens(caller)) if cap]
+        caps = [cap for cap in (window, self._max_tokens, *self._caps(caller, model.base_name)) if cap]
         return {
             "id": model.name,
             "object": "model",
@@ -80,10 +81,16 @@ class ModelEndpoints:
             "pricing": self._quotas.pricing(caller, model.base_name, model.adapter),
         }
 
+    def _caps(self, caller: Caller, model: str) -> list[int]:
+        """What the caller's limits leave of an answer."""
+        names: tuple[CapName, ...] = ("context_tokens", "output_tokens")
+        found = (self._quotas.requests.cap(caller, name, model) for name in names)
+        return [cap.most for cap in found if cap is not None]
+
     def describe_remote(self, caller: Caller, model: RemoteModel) -> dict[str, Any]:
         """A model on another server, whose address clients do not see."""
         window = model.context_window
-        caps = [cap for cap in (window, self._max_tokens) if cap]
+        caps = [cap for cap in (window, self._max_tokens, *self._caps(caller, model.name)) if cap]
         return {
             "id": model.name,
             "object": "model",

@@ -55,6 +55,7 @@ class RerankEndpoints:
             asked, *lengths = [min(len(ids), window) for ids in found]
             if asked >= window:
                 raise ContextLengthExceeded(limit=window, prompt_tokens=asked, param="query")
+            self._encoder_work.check_context(exchange, embedder, (asked, *lengths), "documents")
         # A cross-encoder reads the query again with every document.
         tokens = sum(lengths) + asked * (len(texts) if info.scores else 1)
         work = embedder.rerank(query, texts, tenant=tenant)

@@ -54,6 +54,7 @@ class ScoreEndpoints:
             longest = max(lengths[: len(queries)])
             if longest >= window:
                 raise ContextLengthExceeded(limit=window, prompt_tokens=longest, param=left)
+            self._encoder_work.check_context(exchange, embedder, lengths, right)
         queries *= 1 if len(queries) == len(documents) else len(documents)
         # A cross-encoder reads the query again with every document.
         asked = lengths[: len(found) - len(documents)]
