@@ -237,8 +237,10 @@ class ModelConfig:
     def first_replicas(self) -> int:
         """How many replicas are started with the server. With autoscale at least one, so that a model that cannot start
         is noticed at once, and its cold start is known."""
+        if self.pools:
+            return sum(pool.first_replicas for pool in self.pools)
         if self.autoscale is None:
-            return self.replica_count
+            return self.replicas
         return min(max(self.replicas, self.autoscale.min), self.autoscale.max)
 
     @property
@@ -247,11 +249,12 @@ class ModelConfig:
         return sum(pool.replicas for pool in self.pools) if self.pools else self.replicas
 
     def pool_of(self, replica: int) -> str:
-        """The pool of replica number `replica`: they are numbered through the pools. Empty: there are none."""
+        """The pool of replica number `replica`: those that are started with the server are numbered through the pools.
+        Empty: there are none."""
         for pool in self.pools:
-            if replica < pool.replicas:
+            if replica < pool.first_replicas:
                 return pool.name
-            replica -= pool.replicas
+            replica -= pool.first_replicas
         return self.pools[-1].name if self.pools else ""
 
     def in_pool(self, name: str) -> ModelConfig:
@@ -271,9 +274,9 @@ class ModelConfig:
     def place_in_pool(self, replica: int) -> int:
         """The number of replica number `replica` within its pool."""
         for pool in self.pools:
-            if replica < pool.replicas:
+            if replica < pool.first_replicas:
                 break
-            replica -= pool.replicas
+            replica -= pool.first_replicas
         return replica
 
     def grid(self, replica: int) -> tuple[int, int]:

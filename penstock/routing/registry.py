@@ -75,6 +75,8 @@ class ServedModel:
     """Models that answer when this one cannot, in order."""
     autoscaled: bool = False
     """The supervisor changes the number of replicas with the load."""
+    autoscaled_pools: tuple[str, ...] = ()
+    """The same of its pools."""
     overflow_at: int | None = None
     """Requests in flight per replica from which the fallbacks are tried first."""
     adapter: str = ""
@@ -209,6 +211,15 @@ class ModelRegistry:
         self._routes |= {alias: Route(model, "alias") for alias in model.aliases}
         self._routes[model.name] = Route(model, "direct")
 
+    def rename(self, model: ServedModel, aliases: tuple[str, ...]) -> None:
+        """Gives a model other aliases; ConfigError when one is taken."""
+        taken = [name for name in aliases if name not in model.aliases and self.named(name)]
+        if taken:
+            raise ConfigError(f"two models are called `{taken[0]}`; names and aliases must differ")
+        for alias in model.aliases:
+            self._routes.pop(alias, None)
+        self._routes |= {alias: Route(model, "alias") for alias in aliases}
+
     def remove(self, name: str) -> ServedModel:
         """Removes a model for new requests; running ones may finish."""
         model = self._models.pop(name)
@@ -259,6 +270,11 @@ class ModelRegistry:
     def remote(self, name: str) -> RemoteModel | None:
         """The remote model with this name or alias, if any."""
         return self._remote_names.get(name)
+
+    def base_name(self, name: str) -> str:
+        """The model behind a name: without its adapter, not an alias."""
+        remote = self._remote_names.get(name)
+        return self.route(name).model.base_name if remote is None else remote.name
 
     def chain(self, name: str, waiting: Callable[[ServedModel], int] = lambda model: 0) -> list[tuple[str, str]]:
         """The models to try for `name`, in order, each with the reason it was chosen (`x-penstock-route`; empty for the

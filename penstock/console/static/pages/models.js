@@ -22,6 +22,10 @@ const SAID = {
   concurrent_requests: (count) => `${number(count)} requests at one time`,
   context_tokens: (count) => `${number(count)} tokens of context`,
   time_limit_s: (seconds) => `${span(seconds)} for an answer`,
+  output_tokens: (count) => `${number(count)} tokens of an answer`,
+  choices: (count) => `${number(count)} choices`,
+  tools: (count) => `${number(count)} tools`,
+  tool_rounds: (count) => `${number(count)} rounds of tool calls`,
   daily_budget: (dollars) => `${money(dollars)} a day`,
   monthly_budget: (dollars) => `${money(dollars)} a month`,
 };
@@ -121,7 +125,7 @@ export default {
       this.models = models.data.length ? models.data : running.data.filter((one) => one.state !== "loading");
       this.pending = running.data.filter((one) => one.state === "loading");
       this.replicas = Object.groupBy(replicas.data, (one) => one.model);
-      this.autoscale = Object.fromEntries(replicas.autoscale.map((one) => [one.id, one]));
+      this.autoscale = Object.fromEntries(replicas.autoscale.filter((one) => !one.pool).map((one) => [one.id, one]));
     },
     async order(model, verb, body) {
       this.busy = model.id;
