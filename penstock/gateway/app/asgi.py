@@ -14,12 +14,14 @@ from urllib.parse import quote
 from penstock.gateway.app.authentication import OpenAuthentication
 from penstock.gateway.app.bodies import Bodies
 from penstock.gateway.app.cors import Cors
+from penstock.gateway.app.data_rules import request_demand
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.endpoint import BoundEndpoint
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange, Receive, Send, StalledReader
 from penstock.gateway.app.router import Router
 from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.http.request import Message, Scope
+from penstock.identity.data_rules import NO_RULES, DataRules
 from penstock.protocol.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, ServerError
 from penstock.telemetry.context import current
 from penstock.telemetry.logging import RequestRecord, log_request
@@ -49,6 +51,7 @@ class App:
         receive_s: float,
         bodies: Bodies,
         refuses_unknown: bool = False,
+        data_rules: DataRules = NO_RULES,
     ) -> None:
         """`record` takes the record of every logged request to the request log."""
         self._router = Router(endpoints)
@@ -64,6 +67,7 @@ class App:
         self._receive_s = receive_s
         self._bodies = bodies
         self._refuses_unknown = refuses_unknown
+        self._data_rules = data_rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -148,6 +152,7 @@ class App:
             caller = exchange.caller = await self._authentication.caller(exchange, bound.endpoint)
             exchange.record.tenant, exchange.record.user_id = caller.tenant, caller.user or None
             exchange.timeline.follow("authenticate")
+        exchange.demand = exchange.demand.narrowed(request_demand(exchange, self._data_rules))
         await bound.handle(exchange)
 
     async def _guarded(self, exchange: Exchange, work: Awaitable[None]) -> None:

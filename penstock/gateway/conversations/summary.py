@@ -150,6 +150,7 @@ class Summariser:
                 cache_salt=self._settings.cache_salt(exchange.caller),
                 time_limit_s=self._settings.time_limit(exchange),
                 caller=(exchange.caller.tenant, exchange.caller.tier),
+                demand=exchange.demand,
             )
             generation = EngineGeneration(spec, self._metrics)
             return await self._lifecycle.complete(attempt, generation, feature=FEATURE)

@@ -20,6 +20,7 @@ from msgspec import Struct
 from penstock.backends.remote.chunk import Chunk, ChunkChoice, ChunkUsage
 from penstock.gateway.generation.base import Gate, Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, CallPiece, Piece, TextGuard
+from penstock.identity.labels import Demand
 from penstock.protocol.errors import ApiError, EngineLost, RequestTimeout, ServerError
 from penstock.routing.remotes import RemoteMember, RemoteModel
 from penstock.telemetry.metrics import Metrics
@@ -85,8 +86,8 @@ class RemoteSpec(Struct, frozen=True, kw_only=True):
     most_tokens: int
     """Completion tokens that are reserved."""
     time_limit_s: float | None = None
-    regions: tuple[str, ...] = ()
-    """Where it must be answered; empty: anywhere."""
+    demand: Demand
+    """The labels that its server must have."""
 
 
 class RemoteGeneration(Generation):
@@ -113,7 +114,7 @@ class RemoteGeneration(Generation):
     def submit(self, gate: Gate | None = None) -> None:
         assert gate is None, "a remote server has a queue of its own"
         self._submitted_at = time.monotonic()
-        member = self.model.choose(regions=self._spec.regions)
+        member = self.model.choose(self._spec.demand)
         self._began(member.server.name)
         self._reader = asyncio.create_task(self._read(member), name=f"remote answer {self.id}")
 
@@ -194,7 +195,7 @@ class RemoteGeneration(Generation):
     async def _read(self, member: RemoteMember) -> None:
         try:
             spec = self._spec
-            async with aclosing(self.model.answer(spec.body, spec.request_id, member, spec.regions)) as chunks:
+            async with aclosing(self.model.answer(spec.body, spec.request_id, member, spec.demand)) as chunks:
                 async for chunk in chunks:
                     self._take(chunk)
                     if self.complete and self._cut:

@@ -16,7 +16,6 @@ from penstock.gateway.generation.sampling import TokenLimit, stop_strings
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.placement import PlacementFacts
 from penstock.routing.remotes import RemoteModel
 
 TOKEN_OPTIONS = (
@@ -74,7 +73,7 @@ def remote_spec(
     if most is not None:
         body[model.limit_field] = most
     attempt.note_model(request.model, model, "direct" if request.model == model.name else "alias")
-    n, caller = request.n or 1, attempt.exchange.caller
+    n = request.n or 1
     characters = sum(len(message["content"]) for message in messages)
     return RemoteSpec(
         id=attempt.ids.next(),
@@ -86,5 +85,5 @@ def remote_spec(
         prompt_tokens=max(characters // CHARACTERS_PER_TOKEN, 1),
         most_tokens=n * (most or model.context_window or UNLIMITED),
         time_limit_s=settings.time_limit(attempt.exchange),
-        regions=model.placer.place(PlacementFacts(caller.tenant, caller.tier)).regions,
+        demand=attempt.exchange.demand,
     )

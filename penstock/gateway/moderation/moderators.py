@@ -31,7 +31,6 @@ from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.spec import internal_spec
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.protocol.errors import ApiError
-from penstock.routing.placement import PlacementFacts
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.remotes import RemoteModel
 
@@ -211,6 +210,7 @@ class LocalModerator(ChatModerator):
             cache_salt=settings.cache_salt(exchange.caller),
             time_limit_s=None,
             caller=(exchange.caller.tenant, exchange.caller.tier),
+            demand=exchange.demand,
             counted=False,
         )
         (request,) = spec.requests()
@@ -246,10 +246,8 @@ class RemoteModerator(ChatModerator):
         }
         odds: dict[str, float] = {}
         used = ChunkUsage()
-        caller = exchange.caller
-        regions = model.placer.place(PlacementFacts(caller.tenant, caller.tier)).regions
-        first = model.choose(regions=regions)
-        async with aclosing(model.answer(body, exchange.request_id, first, regions)) as chunks:
+        first = model.choose(exchange.demand)
+        async with aclosing(model.answer(body, exchange.request_id, first, exchange.demand)) as chunks:
             async for chunk in chunks:
                 used = chunk.usage or used
                 odds |= _odds(chunk)

@@ -71,6 +71,8 @@ class ModelSettings:
     """Set for a model that is scaled to zero while idle."""
     pools: tuple[PoolConfig, ...] = ()
     pool_rules: tuple[PoolRuleConfig, ...] = ()
+    labels: tuple[tuple[str, str], ...] = ()
+    """For data rules."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelSettings:
@@ -100,6 +102,7 @@ class ModelSettings:
             else HoldLimits(model.autoscale.hold_s, model.autoscale.hold),
             pools=model.pools,
             pool_rules=model.pool_rules,
+            labels=model.labels,
         )
 
     @property

@@ -29,6 +29,7 @@ from penstock.gateway.generation.schemas import ChoiceFormat
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.spec import internal_spec
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.identity.labels import NO_DEMAND, Demand
 from penstock.metering.log_entries import GradeEntry
 from penstock.protocol.errors import ApiError, ServerError
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -65,6 +66,7 @@ class SampledAnswer:
     tenant: str
     request_id: str
     tier: str = ""
+    demand: Demand = NO_DEMAND
 
 
 class NoJudge:
@@ -139,6 +141,7 @@ class Judge:
             attempt.exchange.caller.tenant,
             attempt.exchange.request_id,
             attempt.exchange.caller.tier,
+            attempt.exchange.demand,
         )
         try:
             self._queue.put_nowait(sample)
@@ -196,6 +199,7 @@ class Judge:
             cache_salt=sample.cache_salt,
             time_limit_s=_LIMIT_S,
             caller=(sample.tenant, sample.tier),
+            demand=sample.demand,
             counted=False,
         )
         said = await asyncio.gather(*(_word(model, request) for request in spec.requests()))
