@@ -62,6 +62,8 @@ class Checker:
                 return None
             if dataclasses.is_dataclass(options[0]) and isinstance(options[0], type):
                 return self.section(options[0], node, path)
+            if get_origin(options[0]) is tuple:
+                return self._items(get_args(options[0])[0], metadata, node, path)
         value = _scalar(options[0], metadata, node)
         if value is _INVALID:
             found = _shown(node.value if node.text is None else node.text)

@@ -186,8 +186,9 @@ class ModelConfig:
     adapters: tuple[AdapterSpec, ...] = setting(
         (),
         doc="LoRA adapters that clients can name as the model: name, source (folder, hf:ORG/NAME or "
-        "s3://BUCKET/PREFIX), and pinned: true to load it at start and never evict it.",
-        example="[{name: support, source: ./adapters/support, pinned: false}]",
+        "s3://BUCKET/PREFIX), pinned: true to load it at start and never evict it, and owner: the tenant that alone "
+        "may use it.",
+        example="[{name: support, source: ./adapters/support, pinned: false, owner: acme}]",
     )
     adapter_slots: int | None = setting(
         None,

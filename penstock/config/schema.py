@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.access import AllowConfig
 from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
 from penstock.config.cluster import ClusterConfig
@@ -166,6 +167,10 @@ class TierConfig:
     monthly_budget: float | None = setting(
         None, doc="Dollars per tenant and calendar month (UTC).", least=0, example="200"
     )
+    allow: AllowConfig | None = setting(  # noqa: RUF009
+        None, doc="What its tenants may use; tenants and keys may have narrower lists. What is not allowed does not "
+        "exist for them.", example="{models: [small, auto], remotes: []}",
+    )  # fmt: skip
 
 
 LAST_CLASS = 2

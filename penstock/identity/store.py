@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import PenstockError
+from penstock.identity.access import UNLIMITED, AllowList, AllowListChange, read_lists, stored_lists
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange, read, stored
 from penstock.identity.entities import SCOPES, ApiKey, Scope, Tenant
 from penstock.identity.key_marker import KeyMarker
@@ -41,18 +42,29 @@ _DEMAND_VERSIONS = (
         "PRIMARY KEY (kind, id))",
     ),
 )
+_ALLOW_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS allow_lists (kind TEXT NOT NULL, id TEXT NOT NULL, lists TEXT NOT NULL, "
+        "PRIMARY KEY (kind, id))",
+    ),
+)
 _KEY = (
     "k.id, k.tenant, k.user_id, k.name, k.scopes, k.created_at, k.expires_at, k.revoked_at, COALESCE(kl.limits, ''), "
-    "COALESCE(kd.demand, '')"
+    "COALESCE(kd.demand, ''), COALESCE(ka.lists, '')"
 )
-_TENANT = "t.id, t.name, t.tier, t.disabled, t.created_at, COALESCE(tl.limits, ''), COALESCE(td.demand, '')"
+_TENANT = (
+    "t.id, t.name, t.tier, t.disabled, t.created_at, COALESCE(tl.limits, ''), COALESCE(td.demand, ''), "
+    "COALESCE(ta.lists, '')"
+)
 _OF_KEYS = (
     "LEFT JOIN own_limits kl ON kl.kind = 'key' AND kl.id = k.id "
-    "LEFT JOIN own_demands kd ON kd.kind = 'key' AND kd.id = k.id"
+    "LEFT JOIN own_demands kd ON kd.kind = 'key' AND kd.id = k.id "
+    "LEFT JOIN allow_lists ka ON ka.kind = 'key' AND ka.id = k.id"
 )
 _OF_TENANTS = (
     "LEFT JOIN own_limits tl ON tl.kind = 'tenant' AND tl.id = t.id "
-    "LEFT JOIN own_demands td ON td.kind = 'tenant' AND td.id = t.id"
+    "LEFT JOIN own_demands td ON td.kind = 'tenant' AND td.id = t.id "
+    "LEFT JOIN allow_lists ta ON ta.kind = 'tenant' AND ta.id = t.id"
 )
 _KEYS = f"keys k {_OF_KEYS}"
 _TENANTS = f"tenants t {_OF_TENANTS}"
@@ -63,6 +75,10 @@ _LIMIT = (
 _DEMAND = (
     "INSERT INTO own_demands (kind, id, demand) VALUES (?, ?, ?) "
     "ON CONFLICT (kind, id) DO UPDATE SET demand = excluded.demand"
+)
+_ALLOW = (
+    "INSERT INTO allow_lists (kind, id, lists) VALUES (?, ?, ?) "
+    "ON CONFLICT (kind, id) DO UPDATE SET lists = excluded.lists"
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+:-]{0,127}")
 
@@ -92,6 +108,7 @@ class IdentityStore:
         await self._database.migrate("identity", _VERSIONS)
         await self._database.migrate("own limits", _LIMITS_VERSIONS)
         await self._database.migrate("own demands", _DEMAND_VERSIONS)
+        await self._database.migrate("allow lists", _ALLOW_VERSIONS)
 
     async def create_tenant(
         self,
@@ -101,9 +118,10 @@ class IdentityStore:
         tier: str = "",
         limits: Allowance = NO_ALLOWANCE,
         require: Demand = NO_DEMAND,
+        allow: AllowList = UNLIMITED,
     ) -> Tenant:
         _check_name(id, "tenant")
-        tenant = Tenant(id, name, tier, created_at=self._clock(), limits=limits, require=require)
+        tenant = Tenant(id, name, tier, created_at=self._clock(), limits=limits, require=require, allow=allow)
         made = await self._database.execute(
             "INSERT INTO tenants (id, name, tier, disabled, created_at) VALUES (?, ?, ?, 0, ?) "
             "ON CONFLICT (id) DO NOTHING",
@@ -115,6 +133,8 @@ class IdentityStore:
             await self._database.execute(_LIMIT, "tenant", id, stored(limits))
         if require:
             await self._database.execute(_DEMAND, "tenant", id, stored_demand(require))
+        if allow != UNLIMITED:
+            await self._database.execute(_ALLOW, "tenant", id, stored_lists(allow))
         return tenant
 
     async def update_tenant(
@@ -126,6 +146,7 @@ class IdentityStore:
         disabled: bool | None = None,
         limits: AllowanceChange | None = None,
         require: Demand | None = None,
+        allow: AllowListChange | None = None,
     ) -> Tenant:
         """Changes the given fields; a demand replaces the one before. The keys of a disabled tenant stop working."""
         known = await self.tenants(id)
@@ -140,6 +161,8 @@ class IdentityStore:
             await self._database.execute(_LIMIT, "tenant", id, stored(known[0].limits.changed(limits)))
         if require is not None:
             await self._database.execute(_DEMAND, "tenant", id, stored_demand(require))
+        if allow is not None:
+            await self._database.execute(_ALLOW, "tenant", id, stored_lists(known[0].allow.changed(allow)))
         return (await self.tenants(id))[0]
 
     async def tenants(self, id: str | None = None) -> list[Tenant]:
@@ -157,6 +180,7 @@ class IdentityStore:
         expires_at: float | None = None,
         limits: Allowance = NO_ALLOWANCE,
         require: Demand = NO_DEMAND,
+        allow: AllowList = UNLIMITED,
     ) -> tuple[ApiKey, Minted]:
         """Creates a key; returns it with its text, which is not stored."""
         if user:
@@ -168,11 +192,13 @@ class IdentityStore:
             raise IdentityError(f"there is no tenant {tenant!r}")
         minted = mint()
         key = ApiKey(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at, limits=limits)
-        key = replace(key, require=require)
+        key = replace(key, require=require, allow=allow)
         if limits is not NO_ALLOWANCE:  # before the key, so that the key never works without its limits
             await self._database.execute(_LIMIT, "key", key.id, stored(limits))
         if require:
             await self._database.execute(_DEMAND, "key", key.id, stored_demand(require))
+        if allow != UNLIMITED:
+            await self._database.execute(_ALLOW, "key", key.id, stored_lists(allow))
         await self._marker.set()
         await self._database.execute(
             "INSERT INTO keys (id, digest, tenant, user_id, name, scopes, created_at, expires_at) "
@@ -189,6 +215,7 @@ class IdentityStore:
         name: str | None = None,
         limits: AllowanceChange | None = None,
         require: Demand | None = None,
+        allow: AllowListChange | None = None,
     ) -> ApiKey:
         """Changes the given fields of an active key; a demand replaces the one before."""
         found = await self.find(id)
@@ -200,6 +227,8 @@ class IdentityStore:
             await self._database.execute(_LIMIT, "key", id, stored(found.key.limits.changed(limits)))
         if require is not None:
             await self._database.execute(_DEMAND, "key", id, stored_demand(require))
+        if allow is not None:
+            await self._database.execute(_ALLOW, "key", id, stored_lists(found.key.allow.changed(allow)))
         changed = await self.find(id)
         assert changed is not None, "keys are never deleted"
         return changed.key
@@ -225,7 +254,7 @@ class IdentityStore:
         if not rows:
             return None
         row = rows[0]
-        return StoredKey(_key(row[:10]), row[10], _tenant(row[11:]))
+        return StoredKey(_key(row[:11]), row[11], _tenant(row[12:]))
 
     async def has_keys(self) -> bool:
         """Whether a key was ever created: revoking the last one does not open the server. `KeysLost` if there is none
@@ -243,7 +272,7 @@ class IdentityStore:
 
 
 def _key(row: Row) -> ApiKey:
-    id, tenant, user, name, scopes, created_at, expires_at, revoked_at, limits, demand = row
+    id, tenant, user, name, scopes, created_at, expires_at, revoked_at, limits, demand, lists = row
     return ApiKey(
         id,
         tenant,
@@ -255,12 +284,14 @@ def _key(row: Row) -> ApiKey:
         revoked_at,
         read(limits),
         read_demand(demand, f"key {id}"),
+        read_lists(lists),
     )
 
 
 def _tenant(row: Row) -> Tenant:
-    id, name, tier, disabled, created_at, limits, demand = row
-    return Tenant(id, name, tier, bool(disabled), created_at, read(limits), read_demand(demand, f"tenant {id}"))
+    id, name, tier, disabled, created_at, limits, demand, lists = row
+    demanded = read_demand(demand, f"tenant {id}")
+    return Tenant(id, name, tier, bool(disabled), created_at, read(limits), demanded, read_lists(lists))
 
 
 def _check_name(name: str, what: str) -> None:

@@ -111,10 +111,8 @@ class Placer:
         if too_small is not None:
             return Placement((too_small[0],), regions, "too long for every pool of its rules", too_small[1])
         first = permitted[0]
-        why = (
-            "no rule matches: the first pool" if first == self.pools[0] else "no rule matches: the first permitted pool"
-        )
-        return Placement((first,), regions, self._join(why, regions), windows.get(first))
+        which = "the first pool" if first == self.pools[0] else "the first permitted pool"
+        return Placement((first,), regions, self._join(f"no rule matches: {which}", regions), windows.get(first))
 
     def reserve_of(self, pool: str, facts: PlacementFacts) -> str | None:
         """The reservation of a pool whose slots the request may use; None: none."""

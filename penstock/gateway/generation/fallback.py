@@ -15,6 +15,7 @@ from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.question import Question
 from penstock.protocol.errors import ApiError, EngineUnavailable, InvalidRequest, Overloaded, ServerError
 from penstock.routing.registry import ModelRegistry
@@ -26,8 +27,16 @@ log = logging.getLogger("penstock.gateway")
 class FallbackChain:
     """Asks the models that may answer a request."""
 
-    def __init__(self, registry: ModelRegistry, routes: Routes, admissions: Admissions, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        permissions: Permissions,
+        routes: Routes,
+        admissions: Admissions,
+        metrics: Metrics,
+    ) -> None:
         self._registry = registry
+        self._permissions = permissions
         self._routes = routes
         self._admissions = admissions
         self._metrics = metrics
@@ -41,8 +50,13 @@ class FallbackChain:
     ) -> None:
         """Call `answer` with `model`, or with its fallbacks while it fails. Where `model` is a route, `question`
         decides which model it leads to."""
+        self._permissions.check(exchange, model)
         model, chosen = await self._routes.choose(model, exchange, question)
-        chain = self._registry.chain(model, self._admissions.waiting)
+        chain = [
+            (name, why)
+            for name, why in self._registry.chain(model, self._admissions.waiting)
+            if not why or self._permissions.allows(exchange, name)
+        ]
         ids = AnswerIds(exchange)
         first: ApiError | None = None
         for place, (name, why) in enumerate(chain):

@@ -18,6 +18,7 @@ from penstock.gateway.generation.fallback import FallbackChain
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_access import ModelAccess
 from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.response import send_stream, send_whole
 from penstock.gateway.generation.response_format import GrammarCache
@@ -40,6 +41,7 @@ class GenerationPipeline:
         settings: GenerationSettings,
         *,
         registry: ModelRegistry,
+        permissions: Permissions,
         routes: Routes,
         slices: TimeSlices,
         admissions: Admissions,
@@ -56,6 +58,7 @@ class GenerationPipeline:
     ) -> None:
         self.settings = settings
         self.registry = registry
+        self.permissions = permissions
         self.tokenization = tokenization
         self.quotas = quotas
         self.lifecycle = lifecycle
@@ -64,8 +67,8 @@ class GenerationPipeline:
         self.cache = cache
         self.grader = grader
         self._background = background
-        models = ModelAccess(registry, admissions, slices, settings.engine_wait_s)
-        self.answer = FallbackChain(registry, routes, admissions, metrics).answer
+        models = ModelAccess(registry, permissions, admissions, slices, settings.engine_wait_s)
+        self.answer = FallbackChain(registry, permissions, routes, admissions, metrics).answer
         self.chat = ChatGenerations(
             settings=settings,
             models=models,

@@ -67,6 +67,7 @@ from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoCo
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.tokenization import Tokenization
@@ -91,6 +92,7 @@ from penstock.gateway.response_cache.endpoints import CacheEndpoints
 from penstock.gateway.server_tools.endpoints import ToolEndpoints
 from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.workers.group import WorkerGroup
+from penstock.identity.data_rules import DataRules
 from penstock.metering.log_entries import CHARGES
 from penstock.metering.request_log import RequestLog
 from penstock.metering.request_store import RequestStore
@@ -137,6 +139,7 @@ class Gateway:
     responses: ResponseStore | NoResponseStore
     knowledge: KnowledgeLibrary
     batch_runner: BatchRunner | None
+    data_rules: DataRules
     endpoints: Sequence[object]
     """The objects whose methods answer requests."""
 
@@ -209,6 +212,7 @@ async def compose(
         checks |= {"ledger": accounts.problem, "limits": quotas.problem}
 
         # What answers.
+        permissions = Permissions(registry)
         for embedder in encoders:
             embedder.threads = text_threads
         closing(encoders.close)
@@ -258,7 +262,7 @@ async def compose(
         for remote in registry.remotes.values():
             await remote.start()
             closing(remote.close)
-        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry))
+        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry), permissions)
         await routes.start(database)
         downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
         admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
@@ -309,6 +313,7 @@ async def compose(
         pipeline = GenerationPipeline(
             settings.generation,
             registry=registry,
+            permissions=permissions,
             routes=routes,
             slices=slices,
             admissions=admissions,
@@ -408,6 +413,7 @@ async def compose(
             responses=responses,
             knowledge=knowledge,
             batch_runner=runner,
+            data_rules=DataRules({tier.name: tier.require for tier in settings.tiers}, settings.routing.regions),
             endpoints=endpoints,
         )
 
