@@ -223,6 +223,8 @@ class ChatGenerations(GenerationFactory):
                 sources = await pending.result(
                     lambda text: len(model.text.encode(text, special=False)), turn.source_room(room, window)
                 )
+                found = sources
+            await self.content_filter.mark(exchange, lambda: list(found.texts().values()))
         tokens = await turn.tokens(attempt, prompt, TurnInput(messages, following, window, limit, sources))
         check_prompt_scores(request, len(tokens), 1)
         placement = self.place(exchange, model, priority, len(tokens), limit)

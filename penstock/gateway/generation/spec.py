@@ -152,7 +152,7 @@ def request_spec(
         owner=exchange.caller.tenant,
         cache_salt=settings.cache_salt(exchange.caller, request.cache_salt),
         affinity=attempt.affinity(request.prompt_cache_key),
-        patient=not attempt.has_fallback,
+        patient=attempt.patient,
         speculation=request.speculation is not False,
         time_limit_s=settings.time_limit(exchange),
         length_limit=length_limit,

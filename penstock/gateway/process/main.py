@@ -255,6 +255,7 @@ def application(gateway: Gateway, door: Door) -> App:
         bodies=gateway.bodies,
         refuses_unknown=gateway.settings.refuses_unknown,
         data_rules=gateway.data_rules,
+        audit=None if gateway.audit is None else gateway.audit.put,
     )
 
 
