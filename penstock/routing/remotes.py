@@ -27,6 +27,7 @@ from penstock.protocol.errors import ApiError, DataRuleForbids, EngineUnavailabl
 from penstock.routing.breaker import Breaker, BreakerPolicy
 from penstock.routing.regions import RegionChoice
 from penstock.routing.retry_budget import RetryBudget
+from penstock.text import TextModel
 
 STEP = 0.2
 """Weight of the newest answer in the mean time to the first text."""
@@ -95,6 +96,8 @@ class RemoteModel:
         self.context_window = context_window
         self.limit_field = limit_field
         """The request field that limits the answer's tokens on these servers."""
+        self.text: TextModel | None = None
+        """Its tokenizer, where one is configured."""
         self.created = int(time.time())
         self.budget = RetryBudget(retry_share)
         self.members = [RemoteMember(server, Breaker(breaker or BreakerPolicy(), clock)) for server in servers]

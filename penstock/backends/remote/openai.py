@@ -55,6 +55,9 @@ class TextChoice(msgspec.Struct):
     text: str | None = None
     logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class TextChunk(msgspec.Struct):
@@ -99,11 +102,19 @@ class TextReader(Reader):
             raise garbage() from error
         if chunk.error is not None or event.kind == "error":
             raise stream_error(chunk.error)
-        yield Chunk([_choice(choice) for choice in chunk.choices], chunk.usage)
+        prompt = next((choice.prompt_token_ids for choice in chunk.choices if choice.prompt_token_ids), None)
+        yield Chunk([_choice(choice) for choice in chunk.choices], chunk.usage, prompt_token_ids=prompt)
 
 
 def _choice(sent: TextChoice) -> ChunkChoice:
-    return ChunkChoice(sent.index, ChunkDelta(sent.text), _logprobs(sent.logprobs), sent.finish_reason)
+    return ChunkChoice(
+        sent.index,
+        ChunkDelta(sent.text),
+        _logprobs(sent.logprobs),
+        sent.finish_reason,
+        sent.stop_reason,
+        sent.token_ids,
+    )
 
 
 def _logprobs(sent: TextLogprobs | None) -> ChunkLogprobs | None:

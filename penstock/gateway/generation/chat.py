@@ -18,8 +18,7 @@ from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.prompt_options import PromptOptions, continues, kept_tokens, prompt_options
-from penstock.gateway.generation.remote import RemoteGeneration
-from penstock.gateway.generation.remote_request import remote_spec
+from penstock.gateway.generation.remote_generations import RemoteGenerations
 from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.sampling import (
     TokenLimit,
@@ -43,12 +42,9 @@ from penstock.gateway.generation.tool_choice import check_tools, grammar_for, to
 from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry, ServedModel
-from penstock.routing.remotes import RemoteModel
 
 DEFAULT_ANSWER = 512
 """Tokens that sources leave free for an answer that names no limit."""
-REMOTE_WINDOW = 8192
-"""The assumed window of a remote model, where the configuration names none."""
 TEMPLATE_TOKENS = 16
 """What a chat template and the borders between texts may add."""
 
@@ -58,6 +54,7 @@ class ChatGenerations(GenerationFactory):
     """Makes generations for chat requests."""
 
     registry: ModelRegistry
+    remotes: RemoteGenerations
     source_search: SourceSearch
     cache: AnswerCache
     grader: AnswerGrader
@@ -88,7 +85,11 @@ class ChatGenerations(GenerationFactory):
         if remote is not None:
             said = await self._filtered(attempt, messages)
             following = await self._filtered(attempt, following)
-            return self._remote(attempt, request, limit, said, turn, following, remote)
+            if self.content_filter.checks_input:
+                documents = await self._filtered_value(attempt, request.documents)
+                kwargs = await self._filtered_value(attempt, request.chat_template_kwargs)
+                request = msgspec.structs.replace(request, documents=documents, chat_template_kwargs=kwargs)
+            return await self.remotes.chat(attempt, request, limit, said, turn, following, remote)
         model = self.registry.route(request.model).model
         size = messages_size(messages) + messages_size(following) + tools_size(request.tools)
         size += text_size(request.documents or ()) + text_size(request.chat_template_kwargs or {})
@@ -159,27 +160,6 @@ class ChatGenerations(GenerationFactory):
             return [await self._filtered_value(attempt, entry) for entry in value]
         return value
 
-    def _remote(
-        self,
-        attempt: Attempt,
-        request: ChatRequest,
-        limit: TokenLimit,
-        messages: list[Message],
-        turn: Turn,
-        following: Sequence[Message],
-        model: RemoteModel,
-    ) -> RemoteGeneration:
-        if request.rag is not None:
-            raise InvalidRequest(
-                f"`rag` is for models that run here; another server runs `{model.name}`.",
-                param="rag",
-                code="remote_model",
-            )
-        window, quota = model.context_window or REMOTE_WINDOW, self.quotas.context_tokens(attempt.exchange.caller)
-        window = window if quota is None else min(window, quota)
-        said = turn.messages(attempt, TurnInput(messages, following, window, limit))
-        return RemoteGeneration(remote_spec(attempt, self.settings, request, said, limit, model), self.metrics)
-
     async def _local(
         self,
         attempt: Attempt,
@@ -220,10 +200,9 @@ class ChatGenerations(GenerationFactory):
             bare = await prompt.tokens(pending.instructed([*messages, *following]))
             room = room_for_sources(window, len(bare), limit)
             with exchange.timeline.phase("retrieve"):
-                sources = await pending.result(
+                sources = found = await pending.result(
                     lambda text: len(model.text.encode(text, special=False)), turn.source_room(room, window)
                 )
-                found = sources
             await self.content_filter.mark(exchange, lambda: list(found.texts().values()))
         tokens = await turn.tokens(attempt, prompt, TurnInput(messages, following, window, limit, sources))
         check_prompt_scores(request, len(tokens), 1)

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from penstock.engine.request import EngineInfo
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt_options import kept_tokens
+from penstock.gateway.generation.remote_generations import RemoteGenerations
 from penstock.gateway.generation.sampling import (
     TokenLimit,
     check_foreign_tokens,
@@ -29,13 +31,16 @@ from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.tokenization import check_size
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.placement import ANYWHERE
-from penstock.routing.registry import ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.text.infill import InfillTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionGenerations(GenerationFactory):
     """Makes generations for text completion requests."""
+
+    registry: ModelRegistry
+    remotes: RemoteGenerations
 
     async def make(
         self,
@@ -45,9 +50,12 @@ class CompletionGenerations(GenerationFactory):
         limit: TokenLimit,
         *,
         prompt_only: bool,
-    ) -> EngineGeneration:
+    ) -> Generation:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
         request = with_response_format(request)
+        remote = self.registry.remote(attempt.model)
+        if remote is not None:
+            return await self.remotes.completion(attempt, request, prompts, limit, remote, prompt_only=prompt_only)
         exchange = attempt.exchange
         stops = stop_strings(request)
         priority = self.admissions.priority(exchange, request.service_tier, request.priority)

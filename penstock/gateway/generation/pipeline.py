@@ -19,6 +19,7 @@ from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_access import ModelAccess
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
+from penstock.gateway.generation.remote_generations import RemoteGenerations
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.response import send_stream, send_whole
 from penstock.gateway.generation.response_format import GrammarCache
@@ -71,6 +72,16 @@ class GenerationPipeline:
         self.answer = FallbackChain(
             registry, permissions, routes, admissions, content_filter, metrics, settings.engine_wait_s
         ).answer
+        remotes = RemoteGenerations(
+            settings=settings,
+            tokenization=tokenization,
+            quotas=quotas,
+            metrics=metrics,
+            content_filter=content_filter,
+            source_search=source_search,
+            cache=cache,
+            grader=grader,
+        )
         self.chat = ChatGenerations(
             settings=settings,
             models=models,
@@ -81,6 +92,7 @@ class GenerationPipeline:
             metrics=metrics,
             content_filter=content_filter,
             registry=registry,
+            remotes=remotes,
             source_search=source_search,
             cache=cache,
             grader=grader,
@@ -94,6 +106,8 @@ class GenerationPipeline:
             admissions=admissions,
             metrics=metrics,
             content_filter=content_filter,
+            registry=registry,
+            remotes=remotes,
         ).make
 
     async def respond(self, attempt: Attempt, generation: Generation, renderer: Renderer, *, stream: bool) -> None:

@@ -60,11 +60,7 @@ def sampling_params(
     check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
     check_token_ids(request.logit_bias or {}, info.vocab_size, "logit_bias")
     check_token_ids(request.allowed_token_ids or (), info.vocab_size, "allowed_token_ids")
-    if request.stream_options is not None:
-        if not request.stream:
-            raise InvalidRequest("`stream_options` is only allowed with `stream: true`.", param="stream_options")
-        if request.stream_options.include_obfuscation:
-            raise not_supported("stream_options.include_obfuscation")
+    check_stream_options(request)
     seed = random.getrandbits(63) if request.seed is None else request.seed & SEED_MASK
     return SamplingParams(
         max_tokens=limit.max_tokens or 0,
@@ -87,6 +83,15 @@ def sampling_params(
         bad_words=bad_words,
         grammar=grammar,
     )
+
+
+def check_stream_options(request: Sampling) -> None:
+    if request.stream_options is None:
+        return
+    if not request.stream:
+        raise InvalidRequest("`stream_options` is only allowed with `stream: true`.", param="stream_options")
+    if request.stream_options.include_obfuscation:
+        raise not_supported("stream_options.include_obfuscation")
 
 
 def first_given(asked: Number | None, default: Number | None, neutral: Number) -> Number:

@@ -14,9 +14,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from penstock.gateway.generation.prompt_options import USUAL, PromptOptions
 from penstock.gateway.generation.schemas import ToolDefinition
+from penstock.gateway.generation.tokenized_model import TokenizedModel
 from penstock.gateway.generation.tool_choice import for_template
 from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
-from penstock.routing.registry import ServedModel
 from penstock.text import ChatTemplateError, TemplateTooHeavy
 from penstock.text.fair_threads import FairThreads
 from penstock.tools.toolbox import Tool
@@ -40,7 +40,7 @@ class Tokenization:
 
     async def encode(
         self,
-        model: ServedModel,
+        model: TokenizedModel,
         text: str,
         *,
         tenant: str,
@@ -55,7 +55,7 @@ class Tokenization:
 
     async def encode_chat(
         self,
-        model: ServedModel,
+        model: TokenizedModel,
         messages: list[dict[str, Any]],
         *,
         tenant: str,
@@ -85,7 +85,7 @@ class Tokenization:
             raise InvalidRequest(message[:1].upper() + message[1:], param="messages") from error
 
     async def decode(
-        self, model: ServedModel, tokens: Sequence[int], *, tenant: str, skip_special: bool = False
+        self, model: TokenizedModel, tokens: Sequence[int], *, tenant: str, skip_special: bool = False
     ) -> str:
         """The text of token ids."""
         size = len(tokens)
@@ -99,7 +99,7 @@ class Tokenization:
 
 
 def encoded_chat(
-    model: ServedModel,
+    model: TokenizedModel,
     messages: list[dict[str, Any]],
     tools: tuple[Tool, ...],
     options: PromptOptions,
@@ -122,7 +122,7 @@ def encoded_chat(
     )
 
 
-def check_size(model: ServedModel, characters: int, most: int, param: str) -> None:
+def check_size(model: TokenizedModel, characters: int, most: int, param: str) -> None:
     """Refuse a text that has more than `most` tokens however it is tokenized: no token covers that many bytes."""
     if characters <= INLINE_CHARACTERS:
         return
@@ -131,7 +131,7 @@ def check_size(model: ServedModel, characters: int, most: int, param: str) -> No
         raise ContextLengthExceeded(limit=most, prompt_tokens=-(-characters // widest), at_least=True, param=param)
 
 
-def most_counted(model: ServedModel) -> int:
+def most_counted(model: TokenizedModel) -> int:
     """How many tokens a request that only asks for them may have: what fits the model, and more than that."""
     return max(model.context_window or 0, MOST_COUNTED)
 

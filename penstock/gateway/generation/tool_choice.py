@@ -8,8 +8,8 @@ from typing import Any, cast
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.response_format import GrammarCache, encode, explained, grammar_of
 from penstock.gateway.generation.schemas import ChatRequest, FreeTextFunction, NamedTool, TextFormat, ToolDefinition
+from penstock.gateway.generation.tokenized_model import TokenizedModel
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import ServedModel
 from penstock.text.grammars import Grammar
 from penstock.text.template_fit import Accepted, fitted
 from penstock.tools import prompt as prompting
@@ -59,7 +59,7 @@ def tool_of(definition: ToolDefinition) -> Tool:
     return tool
 
 
-def toolbox_of(request: ChatRequest, model: ServedModel) -> Toolbox | None:
+def toolbox_of(request: ChatRequest, model: TokenizedModel) -> Toolbox | None:
     """The functions of a request; None where none may be called."""
     choice = request.tool_choice
     if not request.tools or choice == "none":
@@ -82,12 +82,12 @@ def _use(choice: str | NamedTool | None) -> Use:
     return "auto" if choice in (None, "auto") else "required"
 
 
-def format_of(model: ServedModel) -> ToolFormat:
+def format_of(model: TokenizedModel) -> ToolFormat:
     return choose(cast(ToolFormatSetting, model.tool_format), model.text.template_source)
 
 
 def for_template(
-    messages: list[dict[str, Any]], tools: tuple[Tool, ...], model: ServedModel
+    messages: list[dict[str, Any]], tools: tuple[Tool, ...], model: TokenizedModel
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Messages and tools as the model's template takes them."""
 

@@ -17,7 +17,7 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.choice import Piece
-from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.prompt import ChatPrompt, MessagePrompt
 from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.schemas import NamedConversation
 from penstock.gateway.generation.sources import Sources
@@ -72,8 +72,8 @@ class Turn(Protocol):
     async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
         """The prompt of the whole conversation."""
 
-    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
-        """The same as messages, for a model whose tokenizer is not known here."""
+    async def messages(self, attempt: Attempt, prompt: MessagePrompt, added: TurnInput) -> list[Message]:
+        """The same as messages, for a model that another server runs."""
 
     def recorder(self, attempt: Attempt, generation: Generation) -> TurnRecorder: ...
 
@@ -105,14 +105,18 @@ class StatelessTurn:
         return room
 
     async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
-        messages = self.messages(attempt, added)
-        return await prompt.tokens(messages if added.sources is None else added.sources.in_prompt(messages))
+        return await prompt.tokens(_all(added))
 
-    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
-        return [*added.messages, *added.following]
+    async def messages(self, attempt: Attempt, prompt: MessagePrompt, added: TurnInput) -> list[Message]:
+        return _all(added)
 
     def recorder(self, attempt: Attempt, generation: Generation) -> TurnRecorder:
         return UnstoredAnswer(generation)
+
+
+def _all(added: TurnInput) -> list[Message]:
+    messages = [*added.messages, *added.following]
+    return messages if added.sources is None else added.sources.in_prompt(messages)
 
 
 class UnstoredAnswer:
