@@ -205,7 +205,7 @@ def internal_spec(
     rank = min(max(priority + 1, 0), len(CLASSES) - 1)
     longest = max((one.max_tokens for one in params), default=0)
     facts = PlacementFacts(tenant, tier, CLASSES[rank], len(tokens), len(tokens) + longest, demand=demand)
-    if missing := model.unmet(demand):
+    if demand and (missing := model.unmet(demand)):
         raise DataRuleForbids(f"`{model.name}` may not get this request: {demand.why(missing)}.")
     return GenerationSpec(
         id=id,
