@@ -77,6 +77,7 @@ class Exchange:
         "extra_headers",
         "ignored",
         "ignored_more",
+        "limit_scopes",
         "method",
         "path",
         "receive_s",
@@ -131,6 +132,8 @@ class Exchange:
         self.ignored: list[str] = []
         """Parameters that were ignored; those beyond are counted in `ignored_more`."""
         self.ignored_more = 0
+        self.limit_scopes: dict[str, str] = {}
+        """Whose the limits are that may end the answer: `x-penstock-limit-scope` by `x-penstock-limit`."""
         self.record = RequestRecord(self.request_id, self.path, time.time())
         self.timeline = Timeline(self.record, self.started_at)
 

@@ -192,7 +192,7 @@ class Summariser:
                 request_id=exchange.request_id,
                 started_at=exchange.started_at,
                 prompt_tokens=await chat.measured(messages),
-                time_limit_s=settings.time_limit(exchange),
+                time_limit_s=settings.time_limit(exchange, chat.model.base_name),
                 demand=exchange.demand,
             )
             return RemoteGeneration(call, self._metrics)
@@ -206,7 +206,7 @@ class Summariser:
             started_at=exchange.started_at,
             priority=priority,
             cache_salt=settings.cache_salt(caller),
-            time_limit_s=settings.time_limit(exchange),
+            time_limit_s=settings.time_limit(exchange, model.base_name),
             caller=(caller.tenant, caller.tier),
             demand=exchange.demand,
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import Message, template_messages
@@ -38,7 +39,7 @@ from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
 from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.tokenization import check_size, messages_size, text_size, tools_size
-from penstock.gateway.generation.tool_choice import check_tools, grammar_for, toolbox_of
+from penstock.gateway.generation.tool_choice import check_tool_count, check_tools, grammar_for, toolbox_of
 from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -73,7 +74,11 @@ class ChatGenerations(GenerationFactory):
         """
         request = with_response_format(request)
         check_tools(request)
-        check_choices(1, request.n or 1, self.settings)
+        name = self.registry.base_name(request.model)
+        exchange = attempt.exchange
+        check_choices(1, request.n or 1, self.settings, self.cap(exchange, "choices", name))
+        check_tool_count(request, self.cap(exchange, "tools", name))
+        limit = limit.capped(self.cap(exchange, "output_tokens", name))
         if continues(request) and (turn.stored or request.server_tools):
             raise InvalidRequest(
                 "An answer that continues the last message is one message with it: that is not possible with "
@@ -94,15 +99,11 @@ class ChatGenerations(GenerationFactory):
         size = messages_size(messages) + messages_size(following) + tools_size(request.tools)
         size += text_size(request.documents or ()) + text_size(request.chat_template_kwargs or {})
         async with self.quotas.text_work(attempt.exchange, model.base_name, size):
-            window = self._window(attempt, model.context_window)
+            quota = self.cap(exchange, "context_tokens", model.base_name)
+            window = within(model.context_window, quota)
             if window is not None and request.truncate_prompt_tokens is None:
-                check_size(model, size, window, "messages")
+                check_size(model, size, window, "messages", quota)
             return await self._searched(attempt, request, limit, messages, turn, following)
-
-    def _window(self, attempt: Attempt, window: int | None) -> int | None:
-        """As much of a model's window as the caller may use."""
-        quota = self.quotas.context_tokens(attempt.exchange.caller)
-        return quota if window is None else window if quota is None else min(window, quota)
 
     async def _filtered(self, attempt: Attempt, messages: Sequence[Message]) -> list[Message]:
         return await self.content_filter.messages(attempt.exchange, list(messages)) if messages else []
@@ -188,8 +189,8 @@ class ChatGenerations(GenerationFactory):
             bad_words=forbidden_words(request, model.text),
             grammar=await grammar_for(self.grammars, request, toolbox, exchange),
         )
-        quota = self.quotas.context_tokens(exchange.caller)
-        window = info.max_model_len if quota is None else min(info.max_model_len, quota)
+        quota = self.cap(exchange, "context_tokens", model.base_name)
+        window = info.max_model_len if quota is None else min(info.max_model_len, quota.most)
         tools = () if toolbox is None else toolbox.tools
         options = await self._options(
             attempt, request, model, kept_tokens(request.truncate_prompt_tokens, window, limit)
@@ -238,6 +239,11 @@ class ChatGenerations(GenerationFactory):
             generation.cite(sources, attribute=plain and toolbox is None and not request.logprobs)
         self.grader.sample(generation, messages)
         return generation
+
+
+def within(window: int | None, quota: Cap | None) -> int | None:
+    """As much of a model's window as the caller may use."""
+    return window if quota is None else min(quota.most, window or quota.most)
 
 
 def room_for_sources(window: int, prompt_tokens: int, limit: TokenLimit) -> int:

@@ -7,7 +7,7 @@ unless the server's API has nothing for it; then it is a 400 that says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -90,6 +90,7 @@ class RemoteGenerations:
     ) -> RemoteGeneration:
         """`messages` and `following` have passed the content filter."""
         exchange = attempt.exchange
+        attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         self._check(attempt, request, model)
         prompt_options(request, allow_template=self.settings.request_templates)
         size = messages_size(messages) + messages_size(following) + tools_size(request.tools)
@@ -142,7 +143,6 @@ class RemoteGenerations:
             logprobs=bool(request.logprobs),
             question=self.cache.question(request, messages) if comparable else None,
         )
-        attempt.note_model(request.model, model, "direct" if request.model == model.name else "alias")
         generation = RemoteGeneration(spec, self.metrics)
         if sources is not None:
             # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
@@ -163,6 +163,7 @@ class RemoteGenerations:
     ) -> RemoteGeneration:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
         exchange = attempt.exchange
+        attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         self._check(attempt, request, model)
         if attempt.is_fallback and not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
@@ -203,7 +204,6 @@ class RemoteGenerations:
             logprobs=request.logprobs is not None or made > (request.n or 1),
             prompts=shown,
         )
-        attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         return RemoteGeneration(spec, self.metrics)
 
     async def _given(
@@ -260,27 +260,29 @@ class RemoteGenerations:
         """As much of the model's window as the caller may use."""
         known = remote_text(model)
         window = model.context_window or (None if known is None else known.context_window) or WINDOW
-        quota = self.quotas.context_tokens(attempt.exchange.caller)
-        return window if quota is None else min(window, quota)
+        quota = self.quotas.requests.cap(attempt.exchange.caller, "context_tokens", model.name)
+        return window if quota is None else min(window, quota.most)
 
     def _room(
         self, attempt: Attempt, model: RemoteModel, prompt: int, limit: TokenLimit, param: str, *, exact: bool
     ) -> Room:
         """What fits. The window counts where it and the length are known; otherwise the server knows better."""
-        quota = self.quotas.context_tokens(attempt.exchange.caller)
+        quota = self.quotas.requests.noted(attempt.exchange, "context_tokens", model.name)
         window = model.context_window if exact else None
-        exceeded, most, name = ContextLengthExceeded, window, "context_window"
-        if quota is not None and (window is None or quota < window):
-            exceeded, most, name = ContextQuotaExceeded, quota, "context_tokens"
+        exceeded: Callable[..., ContextLengthExceeded] = ContextLengthExceeded
+        most, name = window, "context_window"
+        if quota is not None and (window is None or quota.most < window):
+            exceeded = partial(ContextQuotaExceeded, whose=quota.whose, scope=quota.scope, estimated=not exact)
+            most, name = quota.most, "context_tokens"
         asked = limit.max_tokens
         default = limit.default
         if most is None:
-            return Room(prompt, default if asked is None else asked, limit.default_is if asked is None else "")
+            return Room(prompt, *((default, limit.default_is) if asked is None else (asked, limit.clipped_by)))
         room = most - prompt
         if room < 1 or (asked is not None and asked > room and not limit.clip):
             raise exceeded(limit=most, prompt_tokens=prompt, max_tokens=asked if room >= 1 else None, param=param)
         if asked is not None:
-            return Room(prompt, min(asked, room), "" if asked <= room else name)
+            return Room(prompt, min(asked, room), limit.clipped_by if asked <= room else name)
         if default is not None and default <= room:
             return Room(prompt, default, limit.default_is)
         return Room(prompt, room, name) if quota is not None else Room(prompt, None)
@@ -329,7 +331,7 @@ class RemoteGenerations:
             prompt_tokens=max(fits.prompt, 1),
             most_tokens=n * (fits.answer or model.context_window or UNLIMITED),
             prompts=prompts,
-            time_limit_s=settings.time_limit(exchange),
+            time_limit_s=settings.time_limit(exchange, model.name),
             length_limit=fits.limit,
             demand=exchange.demand,
             stops=stops,

@@ -167,7 +167,7 @@ def request_spec(
         affinity=attempt.affinity(request.prompt_cache_key),
         patient=attempt.patient,
         speculation=request.speculation is not False,
-        time_limit_s=settings.time_limit(exchange),
+        time_limit_s=settings.time_limit(exchange, model.base_name),
         length_limit=length_limit,
         stops=stops,
         logprobs=logprobs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
+from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.response_format import GrammarCache, encode, explained, grammar_of
 from penstock.gateway.generation.schemas import ChatRequest, FreeTextFunction, NamedTool, TextFormat, ToolDefinition
@@ -37,6 +38,12 @@ def check_tools(request: ChatRequest) -> None:
     for name in chosen_names(choice) or ():
         if name not in names:
             raise InvalidRequest(f"`tool_choice` names `{name}`, which is not among the tools.", param="tool_choice")
+
+
+def check_tool_count(request: ChatRequest, cap: Cap | None) -> None:
+    """Within what the caller may offer."""
+    if cap is not None and request.tools and len(request.tools) > cap.most:
+        raise cap.refusal(f"`tools` has {len(request.tools)} functions", "tools", "tools")
 
 
 def chosen_names(choice: str | NamedTool | None) -> tuple[str, ...] | None:

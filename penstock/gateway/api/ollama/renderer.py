@@ -93,7 +93,7 @@ class RecordRenderer(Renderer):
         record = self._record(text, calls=self._calls, tokens=tokens, thoughts=thoughts)
         return encode_json({**record, **self._end()})
 
-    def limit_reached(self, limit: str) -> bytes:
+    def limit_reached(self, limit: str, scope: str) -> bytes:
         """There are no comments in this format: the last record says it."""
         self._limit = limit
         return b""
