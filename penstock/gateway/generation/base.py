@@ -108,6 +108,10 @@ class Generation(ABC):
     async def next(self, within: float | None = None) -> list[Piece]:
         """New pieces of text; empty when `within` seconds pass without any."""
 
+    def commit(self) -> None:
+        """The answer's status line goes out: no other model can answer any more, so wait where that helps."""
+        return
+
     @abstractmethod
     def fail(self, error: Exception) -> None:
         """End now: nothing more is generated, and `next` raises `error`."""

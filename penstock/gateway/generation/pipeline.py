@@ -75,7 +75,9 @@ class GenerationPipeline:
         self.grader = grader
         self._background = background
         models = ModelAccess(registry, permissions, admissions, slices, settings.engine_wait_s)
-        self.answer = FallbackChain(registry, permissions, routes, admissions, metrics).answer
+        self.answer = FallbackChain(
+            registry, permissions, routes, admissions, content_filter, metrics, settings.engine_wait_s
+        ).answer
         remotes = RemoteGenerations(
             settings=settings,
             tokenization=tokenization,

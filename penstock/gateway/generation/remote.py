@@ -25,6 +25,7 @@ from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.resumption import Resumption
 from penstock.gateway.generation.sources import Sources
 from penstock.gateway.generation.spec import CacheFacts, CacheQuestion
+from penstock.identity.labels import Demand
 from penstock.metering.prices import Usage
 from penstock.protocol.errors import EngineLost, InvalidRequest, RequestTimeout, ResumedElsewhere
 from penstock.routing.remotes import RemoteMember, RemoteModel
@@ -55,8 +56,8 @@ class RemoteSpec(Struct, frozen=True, kw_only=True):
     time_limit_s: float | None = None
     length_limit: str = ""
     """See `Generation`."""
-    regions: tuple[str, ...] = ()
-    """Where it must be answered; empty: anywhere."""
+    demand: Demand
+    """The labels that its server must have."""
     stops: Sequence[str] = ()
     """Stop strings that are looked for here."""
     include_stop: bool = False
@@ -130,7 +131,7 @@ class RemoteGeneration(Generation):
         if self._claimed:
             self._began(self.replica)
             return
-        member = model.choose(regions=spec.regions)
+        member = model.choose(spec.demand)
         self._began(member.server.name)
         self._source.start(lambda number: self._chunks(number, member))
 
@@ -154,8 +155,8 @@ class RemoteGeneration(Generation):
 
     def _chunks(self, number: int, member: RemoteMember) -> AsyncGenerator[Chunk, None]:
         call, spec = self.spec.calls[number], self.spec
-        first = member if not number else self.model.choose(regions=spec.regions)
-        return self.model.answer(call.body, spec.request_id, first, spec.regions, call.kind)
+        first = member if not number else self.model.choose(spec.demand)
+        return self.model.answer(call.body, spec.request_id, first, spec.demand, call.kind)
 
     async def next(self, within: float | None = None) -> list[Piece]:
         if self._answer is not None:

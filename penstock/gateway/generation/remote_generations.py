@@ -24,7 +24,6 @@ from penstock.gateway.generation.remote_request import (
     chat_body,
     fitted,
     passed_on,
-    regions_of,
 )
 from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.request_decoder import ignore_advice
@@ -127,7 +126,8 @@ class RemoteGenerations:
             answer = limit.max_tokens or min(limit.default or DEFAULT_ANSWER, window // 4)
             room = window - bare - answer - TEMPLATE_TOKENS
             with exchange.timeline.phase("retrieve"):
-                sources = await pending.result(prompt.count, turn.source_room(room, window))
+                sources = found = await pending.result(prompt.count, turn.source_room(room, window))
+            await self.content_filter.mark(exchange, lambda: list(found.texts().values()))
         said = await turn.messages(attempt, prompt, TurnInput(messages, following, window, limit, sources))
         fits = self._room(attempt, model, await prompt.measured(said), limit, "messages", exact=prompt.exact)
         body = chat_body(exchange, request, said)
@@ -335,7 +335,7 @@ class RemoteGenerations:
             prompts=prompts,
             time_limit_s=settings.time_limit(exchange, model.name),
             length_limit=fits.limit,
-            regions=regions_of(model, caller.tenant, caller.tier),
+            demand=exchange.demand,
             stops=stops,
             include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
             logprobs=logprobs,

@@ -93,6 +93,8 @@ from penstock.gateway.response_cache.endpoints import CacheEndpoints
 from penstock.gateway.server_tools.endpoints import ToolEndpoints
 from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.workers.group import WorkerGroup
+from penstock.identity.data_rules import DataRules
+from penstock.metering.audit import AuditLog
 from penstock.metering.log_entries import CHARGES
 from penstock.metering.request_log import RequestLog
 from penstock.metering.request_store import RequestStore
@@ -139,6 +141,8 @@ class Gateway:
     responses: ResponseStore | NoResponseStore
     knowledge: KnowledgeLibrary
     batch_runner: BatchRunner | None
+    data_rules: DataRules
+    audit: AuditLog | None
     endpoints: Sequence[object]
     """The objects whose methods answer requests."""
 
@@ -179,6 +183,11 @@ async def compose(
             checks["store"] = watch.check
         tracing = RequestTracing(settings.telemetry, metrics)
         closing(tracing.close)
+        audit = None
+        if stores is not None and settings.audit.enabled:
+            audit = AuditLog(stores.audit, metrics.registry)
+            audit.start()
+            closing(audit.close)
         request_log = open_request_log(settings, database, metrics)
         request_log.start()
         closing(request_log.close)
@@ -312,7 +321,7 @@ async def compose(
 
         # The generation pipeline with its stages.
         lifecycle = GenerationLifecycle(
-            quotas, admissions, accounts, drain, background, record_text=settings.generation.record_text
+            quotas, admissions, accounts, drain, background, permissions, record_text=settings.generation.record_text
         )
         pipeline = GenerationPipeline(
             settings.generation,
@@ -418,6 +427,8 @@ async def compose(
             responses=responses,
             knowledge=knowledge,
             batch_runner=runner,
+            data_rules=DataRules({tier.name: tier.require for tier in settings.tiers}, settings.routing.regions),
+            audit=audit,
             endpoints=endpoints,
         )
 
