@@ -64,6 +64,20 @@ class RemoteConfig:
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = setting(
         "max_tokens", doc="Request field for the token limit on those servers."
     )
+    kind: Literal["chat", "embedding", "rerank"] = setting(
+        "chat", doc="What it does: chat and completions, vectors of texts, or scores of documents for a query."
+    )
+    dimensions: int | None = setting(
+        None, doc="Length of an embedding model's vectors, if it is to be checked.", least=1, example="1536"
+    )
+    texts_per_request: int = setting(
+        256, doc="Texts that an embedding or rerank model gets at once; longer lists are split.", least=1
+    )
+    tokenizer: str = setting(
+        "",
+        doc="Its tokenizer, for exact counts and token ids: a known name, hf:ORG/NAME, a folder or a GGUF file.",
+        example="hf:Qwen/Qwen3-32B",
+    )
     context_window: int | None = setting(None, doc="Context window shown in /v1/models.", least=1, example="131072")
     input_price: float = setting(0.0, doc="Price per million prompt tokens.", least=0)
     output_price: float = setting(0.0, doc="Price per million completion tokens.", least=0)

@@ -75,6 +75,8 @@ class ServedModel:
     """Models that answer when this one cannot, in order."""
     autoscaled: bool = False
     """The supervisor changes the number of replicas with the load."""
+    autoscaled_pools: tuple[str, ...] = ()
+    """The same of its pools."""
     overflow_at: int | None = None
     """Requests in flight per replica from which the fallbacks are tried first."""
     adapter: str = ""
@@ -208,6 +210,15 @@ class ModelRegistry:
         self._models[model.name] = model
         self._routes |= {alias: Route(model, "alias") for alias in model.aliases}
         self._routes[model.name] = Route(model, "direct")
+
+    def rename(self, model: ServedModel, aliases: tuple[str, ...]) -> None:
+        """Gives a model other aliases; ConfigError when one is taken."""
+        taken = [name for name in aliases if name not in model.aliases and self.named(name)]
+        if taken:
+            raise ConfigError(f"two models are called `{taken[0]}`; names and aliases must differ")
+        for alias in model.aliases:
+            self._routes.pop(alias, None)
+        self._routes |= {alias: Route(model, "alias") for alias in aliases}
 
     def remove(self, name: str) -> ServedModel:
         """Removes a model for new requests; running ones may finish."""

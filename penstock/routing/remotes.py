@@ -16,10 +16,10 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from penstock.backends.base import Clock, monotonic
-from penstock.backends.remote.chunk import Chunk, EmbeddingBatch, TokenCount
+from penstock.backends.remote.chunk import Chunk, EmbeddingBatch, RerankScores, TokenCount
 from penstock.backends.remote.features import Feature, Fit, Operation
 from penstock.backends.remote.server import RemoteServer
 from penstock.config.sampling import UNSET_DEFAULTS
@@ -112,6 +112,10 @@ class RemoteModel:
         """The request field that limits the answer's tokens on these servers."""
         self.text: TextModel | None = None
         """Its tokenizer, where one is configured."""
+        self.kind: Literal["chat", "embedding", "rerank"] = "chat"
+        self.dimensions: int | None = None
+        """Of an embedding model's vectors, if they are to be checked."""
+        self.texts_per_request = 256
         self.created = int(time.time())
         self.budget = RetryBudget(retry_share)
         self.members = [RemoteMember(server, Breaker(breaker or BreakerPolicy(), clock)) for server in servers]
@@ -208,6 +212,12 @@ class RemoteModel:
     ) -> EmbeddingBatch:
         """Vectors of texts."""
         return await self._ask(lambda server: server.embed(texts, request_id, dimensions), request_id, regions)
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], request_id: str, *, regions: Sequence[str] = ()
+    ) -> RerankScores:
+        """Scores of documents for a query."""
+        return await self._ask(lambda server: server.rerank(query, documents, request_id), request_id, regions)
 
     async def count(self, body: Mapping[str, Any], request_id: str, regions: Sequence[str] = ()) -> TokenCount:
         """The tokens of a `prompt` or of `messages`, counted by one of its servers; see the feature `tokenize`."""

@@ -88,6 +88,16 @@ class ReplicaSet:
         """Where a replica is; `NOWHERE` when it is not known."""
         return next((member.place for member in self._members if member.name == replica), NOWHERE)
 
+    def change(self, *, handover: HandoverPolicy, hold: HoldLimits | None) -> None:
+        """Other settings from now on."""
+        self.dispatcher.change(handover)
+        if hold is None:
+            self.hold = None
+        elif self.hold is None:
+            self.hold = HoldQueue(self.name, hold, self._clock)
+        else:
+            self.hold.limits = hold
+
     async def start(self) -> None:
         self._started = True
         for member in self._members:

@@ -14,6 +14,7 @@ Feature = Literal[
     "chat",
     "completions",
     "embeddings",
+    "rerank",
     "tokenize",
     "tokenize_chat",
     "tools",

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from penstock.backends.remote.chunk import Chunk, EmbeddingBatch, TokenCount
+from penstock.backends.remote.chunk import Chunk, EmbeddingBatch, RerankScores, TokenCount
 from penstock.backends.remote.dialect import Call, Dialect
 from penstock.backends.remote.dialects import make_dialect
 from penstock.backends.remote.failure import ServerOverloaded
@@ -155,6 +155,11 @@ class RemoteServer:
         if len(found.vectors) != len(texts):
             raise EngineUnavailable("The remote server of this model sent too few vectors; try again.")
         return found
+
+    async def rerank(self, query: str, documents: Sequence[str], request_id: str) -> RerankScores:
+        """Scores of documents for a query."""
+        data = await self._ask(self.dialect.rerank_call(query, documents), request_id)
+        return self.dialect.scores(data, len(documents))
 
     async def count(self, body: Mapping[str, Any], request_id: str) -> TokenCount:
         """The tokens of a `prompt` or of `messages`."""

@@ -113,13 +113,13 @@ class RemoteGeneration(Generation):
         self._submitted_at = time.monotonic()
         if spec.time_limit_s is not None:
             self._deadline = self._submitted_at + spec.time_limit_s
-        member = model.choose(regions=spec.regions)
+        member = model.choose(regions=spec.regions, tokens=spec.prompt_tokens)
         self._began(member.server.name)
         self._source.start(lambda number: self._chunks(number, member))
 
     def _chunks(self, number: int, member: RemoteMember) -> AsyncGenerator[Chunk, None]:
         call, spec = self.spec.calls[number], self.spec
-        first = member if not number else self.model.choose(regions=spec.regions)
+        first = member if not number else self.model.choose(regions=spec.regions, tokens=spec.prompt_tokens)
         return self.model.answer(call.body, spec.request_id, first, spec.regions, call.kind)
 
     async def next(self, within: float | None = None) -> list[Piece]:

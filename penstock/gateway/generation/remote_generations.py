@@ -91,6 +91,7 @@ class RemoteGenerations:
     ) -> RemoteGeneration:
         """`messages` and `following` have passed the content filter."""
         exchange = attempt.exchange
+        attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         self._check(attempt, request, model)
         prompt_options(request, allow_template=self.settings.request_templates)
         size = messages_size(messages) + messages_size(following) + tools_size(request.tools)
@@ -142,7 +143,6 @@ class RemoteGenerations:
             logprobs=bool(request.logprobs),
             question=self.cache.question(request, messages) if comparable else None,
         )
-        attempt.note_model(request.model, model, "direct" if request.model == model.name else "alias")
         generation = RemoteGeneration(spec, self.metrics)
         if sources is not None:
             # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
@@ -163,6 +163,7 @@ class RemoteGenerations:
     ) -> RemoteGeneration:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
         exchange = attempt.exchange
+        attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         self._check(attempt, request, model)
         if attempt.is_fallback and not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
@@ -203,7 +204,6 @@ class RemoteGenerations:
             logprobs=request.logprobs is not None or made > (request.n or 1),
             prompts=shown,
         )
-        attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         return RemoteGeneration(spec, self.metrics)
 
     async def _given(

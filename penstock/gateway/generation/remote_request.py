@@ -57,6 +57,11 @@ def chat_body(exchange: Exchange, request: ChatRequest, messages: Sequence[Mappi
 
 def fitted(exchange: Exchange, model: RemoteModel, body: Mapping[str, Any], operation: Operation) -> dict[str, Any]:
     """The body as far as the dialect of the servers can express it."""
+    if model.kind != "chat":
+        what, path = ("vectors", "embeddings") if model.kind == "embedding" else ("scores", "rerank")
+        raise InvalidRequest(
+            f"`{model.name}` is not a chat model: it makes {what} of texts (/v1/{path}).", param="model"
+        )
     if not model.supports(operation):
         wanted = "the chat API" if operation == "chat" else "text completions"
         raise InvalidRequest(

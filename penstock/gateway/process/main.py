@@ -48,7 +48,9 @@ from penstock.routing.placement import Placer
 from penstock.routing.regions import RegionChoice
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
+from penstock.sources.resolve import resolve
 from penstock.telemetry import logging as telemetry_logging
+from penstock.text import TextModel, load_text
 
 log = logging.getLogger("penstock.gateway")
 
@@ -121,6 +123,7 @@ async def _run(
             if encoder.name in endpoints
         ),
         settings.encoders,
+        registry.remotes.values(),
     )
     garbage_collection.tune()
     stop = asyncio.Event()
@@ -160,7 +163,7 @@ def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
         )
         for url in remote.urls
     ]
-    return RemoteModel(
+    model = RemoteModel(
         remote.name,
         [RemoteServer(str(index), upstream) for index, upstream in enumerate(upstreams)],
         aliases=remote.aliases,
@@ -178,6 +181,22 @@ def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
         placer=Placer(regions=settings.routing.regions),
         choice=RegionChoice(settings.region, settings.routing.region_gain_s, settings.routing.region_return_s),
     )
+    model.kind, model.dimensions = remote.kind, remote.dimensions
+    model.texts_per_request = remote.texts_per_request
+    if remote.tokenizer:
+        model.text = tokenizer(remote)
+    return model
+
+
+def tokenizer(remote: RemoteConfig) -> TextModel:
+    """The configured tokenizer of a remote model."""
+    source = Path(remote.tokenizer)
+    if source.name == "tokenizer.json":
+        return load_text(source.parent)
+    try:
+        return load_text(resolve(remote.tokenizer, weights=False))
+    except PenstockError as error:
+        raise ConfigError(f"remotes: {remote.name}: tokenizer: {error}") from error
 
 
 def served_encoder(
@@ -203,7 +222,9 @@ async def serve(
     fleet: Callable[[Follow, Scaled], Link] | None = None,
 ) -> None:
     """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
-    async with compose(settings, registry, encoders or Encoders((), ()), control, secret, fleet) as gateway:
+    async with compose(
+        settings, registry, encoders or Encoders((), (), registry.remotes.values()), control, secret, fleet
+    ) as gateway:
         room = min(connections(), settings.max_connections or MOST_CONNECTIONS)
         doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
         if settings.admin_port is not None:

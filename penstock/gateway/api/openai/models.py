@@ -106,15 +106,8 @@ class ModelEndpoints:
             "ready": model.ready,
             "saturated": all(model.saturated(member) for member in model.members),
             "state": "awake" if model.ready else "away",
-            "capabilities": {
-                "chat": model.supports("chat"),
-                "completions": model.supports("completions"),
-                "embeddings": model.supports("embeddings"),
-                "streaming": True,
-                "logprobs": model.supports("logprobs"),
-                "tools": model.supports("tools"),
-                "structured_output": model.supports("response_format"),
-            },
+            "capabilities": _abilities(model),
+            "tokenizer": "configured" if model.text else "server" if model.supports("tokenize") else "estimate",
             "pricing": self._quotas.pricing(caller, model.name),
         }
 
@@ -144,7 +137,9 @@ class ModelEndpoints:
             for name in (rules.small, rules.large)
             if self._registry.remote(name) is None
         ]
-        windows = [model.context_window for model in here if model.context_window is not None]
+        there = [remote for name in (rules.small, rules.large) if (remote := self._registry.remote(name)) is not None]
+        known = [model.context_window for model in here] + [remote.context_window for remote in there]
+        windows = [window for window in known if window is not None]
         return {
             "id": rules.name,
             "object": "model",
@@ -152,7 +147,24 @@ class ModelEndpoints:
             "owned_by": "penstock",
             "routes_to": [rules.small, rules.large],
             "context_window": min(windows, default=None),
-            "ready": all(model.backend.ready for model in here),
+            "ready": all(model.backend.ready for model in here) and all(remote.ready for remote in there),
             "state": "on" if rules.enabled else "off",
-            "capabilities": {"chat": all(model.text.has_chat_template for model in here), "completions": bool(here)},
+            "capabilities": {
+                "chat": all(model.text.has_chat_template for model in here),
+                "completions": all(remote.supports("completions") for remote in there),
+            },
         }
+
+
+def _abilities(model: RemoteModel) -> dict[str, bool]:
+    """What a remote model can do, as far as the API of its servers goes."""
+    if model.kind != "chat":
+        return {"embeddings": model.kind == "embedding", "rerank": True}
+    return {
+        "chat": model.supports("chat"),
+        "completions": model.supports("completions"),
+        "streaming": True,
+        "logprobs": model.supports("logprobs"),
+        "tools": model.supports("tools"),
+        "structured_output": model.supports("response_format"),
+    }
