@@ -14,6 +14,7 @@ from penstock.backends.remote.failure import ServerOverloaded
 from penstock.backends.remote.load import ServerLoad
 from penstock.backends.remote.server import RemoteServer
 from penstock.backends.remote.upstream import DialectName, Upstream
+from penstock.identity.labels import NO_DEMAND
 from penstock.protocol.errors import EngineUnavailable, Overloaded
 from penstock.routing.remotes import RemoteModel
 from tests.backends.remote.scripted_server import Asked, Reply, ScriptedServer, error, reply_json, scripted, sse
@@ -40,7 +41,7 @@ def metrics(running: int, waiting: int, kv: float = 0.0) -> Reply:
 
 
 async def answer(it: RemoteModel, tokens: int = 1) -> list[Chunk]:
-    return [c async for c in it.answer({"messages": []}, "r", it.choose(tokens=tokens))]
+    return [c async for c in it.answer({"messages": []}, "r", it.choose(NO_DEMAND, tokens=tokens), NO_DEMAND)]
 
 
 async def test_the_least_loaded_by_their_own_metrics() -> None:
@@ -49,20 +50,20 @@ async def test_the_least_loaded_by_their_own_metrics() -> None:
         servers = [await stack.enter_async_context(scripted(lambda asked, n=n: loads[n])) for n in range(2)]
         it = await stack.enter_async_context(model(*servers, max_waiting=5))
         await eventually(lambda: all(member.server.load for member in it.members))
-        assert it.choose().server.name == "1"
+        assert it.choose(NO_DEMAND).server.name == "1"
         it.members[1].server.in_flight = 20  # sent since then
-        assert it.choose().server.name == "0"
+        assert it.choose(NO_DEMAND).server.name == "0"
         it.members[1].server.in_flight = 0
         loads[1] = metrics(2, 5)
         await eventually(lambda: it.members[1].waiting == 5)
-        assert it.choose().server.name == "0", "the other one is full"
+        assert it.choose(NO_DEMAND).server.name == "0", "the other one is full"
         loads[0] = metrics(9, 6)
         await eventually(lambda: it.members[0].waiting == 6)
         with pytest.raises(Overloaded, match="11 waiting"):
-            it.choose()
+            it.choose(NO_DEMAND)
         loads[0] = Reply(b"", 404)
         await eventually(lambda: it.members[0].server.load is None)
-        assert it.choose().server.name == "0", "a server that does not tell is not full"
+        assert it.choose(NO_DEMAND).server.name == "0", "a server that does not tell is not full"
 
 
 async def test_a_server_that_need_not_load_the_model_is_preferred() -> None:
@@ -88,7 +89,7 @@ async def test_nothing_is_sent_into_a_limit_that_is_used_up() -> None:
         there.asked.clear()
         assert await answer(it)
         with pytest.raises(Overloaded, match="rate limit") as refused:
-            it.choose()
+            it.choose(NO_DEMAND)
         assert refused.value.reason == "rate_limit" and 5 <= (refused.value.retry_after or 0) <= 10
         assert len(there.asked) == 1
         assert it.members[0].server.limits.remaining == {"requests": 0}
@@ -103,12 +104,12 @@ async def test_a_refusal_sends_requests_elsewhere_until_it_is_over() -> None:
             it.members[1].server.in_flight = 1
             assert await answer(it), "retried on the other"
             assert it.members[0].breaker.state == "closed" and it.members[0].server.wait_s() > 20
-            assert it.choose().server.name == "1"
+            assert it.choose(NO_DEMAND).server.name == "1"
         async with model(first, dialect="openai") as it:
             with pytest.raises(ServerOverloaded):
                 await answer(it)
             with pytest.raises(Overloaded, match="rate limit"):
-                it.choose()
+                it.choose(NO_DEMAND)
 
 
 async def test_a_key_that_is_refused_opens_the_breaker() -> None:
@@ -132,6 +133,6 @@ async def test_embeddings_and_counts_are_retried_elsewhere() -> None:
         model(broken, fine, retry_share=10.0, check_s=60.0) as it,
     ):
         it.members[1].server.in_flight = 1
-        assert (await it.embed(["a"], "r")).vectors == [[1.0]]
-        assert (await it.count({"prompt": "a"}, "r")).count == 2
+        assert (await it.embed(["a"], "r", NO_DEMAND)).vectors == [[1.0]]
+        assert (await it.count({"prompt": "a"}, "r", NO_DEMAND)).count == 2
         assert it.members[1].server.in_flight == 1

@@ -20,6 +20,7 @@ from penstock.errors import PenstockError
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
+from penstock.identity.labels import Labels
 from penstock.metering.prices import PriceBook
 from penstock.protocol.control import ModelScaling, Replica, Topology
 from penstock.protocol.fleet_secret import FleetSecret
@@ -60,7 +61,7 @@ def served(
             handover=model.handover,
             hold=model.hold,
             places={str(index): place for index, (_, place) in enumerate(labelled)},
-            placer=Placer(model.pools, model.pool_rules, routing.regions),
+            placer=Placer(model.pools, model.pool_rules, Labels(model.labels)),
             regions=RegionChoice(settings.region, routing.region_gain_s, routing.region_return_s),
             shared=settings.shares_engines,
         ),
