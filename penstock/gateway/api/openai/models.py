@@ -123,6 +123,7 @@ class ModelEndpoints:
             "max_output_tokens": min(caps, default=None),
             "limits": self._quotas.describe(caller),
             "ready": model.ready,
+            "saturated": all(model.saturated(member) for member in model.members),
             "state": "awake" if model.ready else "away",
             "capabilities": _abilities(model),
             "tokenizer": "configured" if model.text else "server" if model.supports("tokenize") else "estimate",
