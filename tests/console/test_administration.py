@@ -22,7 +22,15 @@ PHONE = 390
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
     store = {"store_url": f"sqlite:///{folder}/store.db", "request_log": RequestLogConfig(flush_s=0.01)}
-    return {**store, "wrap": Console, "default_tier": "standard", "tiers": DEFAULT_TIERS, "models": PRICED, "key_fresh_s": 0.05, **more}
+    return {
+        **store,
+        "wrap": Console,
+        "default_tier": "standard",
+        "tiers": DEFAULT_TIERS,
+        "models": PRICED,
+        "key_fresh_s": 0.05,
+        **more,
+    }
 
 
 async def go(page: Page, name: str, heading: str) -> None:
