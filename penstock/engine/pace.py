@@ -7,7 +7,8 @@ A step that decodes and computes prompts takes about
 All three are measured while the engine runs: `base` in steps that only decode, per power of two of sequences; the
 other two by least squares over what steps with prompts took beyond their base, the last few hundred counting most.
 Until a step with prompts has been measured nothing is bounded. Prompts always get `LEAST` tokens of a step, so that a
-target that cannot be kept slows them down and does not stop them.
+target that cannot be kept slows them down and does not stop them. Against a target that only a request asks for, they
+get at least as long as the decodes, so that no caller can slow down the prompts of others by more than that.
 """
 
 from __future__ import annotations
@@ -68,12 +69,13 @@ class Pace:
 
     def budget(self, decodes: int, own_target_s: float | None) -> float:
         """Seconds that prompts may take of a step with so many decodes; infinite where nothing bounds them."""
-        target = self.target_s
-        if own_target_s is not None and (target is None or own_target_s < target):
-            target = own_target_s
-        if target is None or not decodes or not self._tt:
+        if not decodes or not self._tt:
             return math.inf
-        return max(target * MARGIN - self._base(decodes), 0.0)
+        base = self._base(decodes)
+        left = math.inf if self.target_s is None else max(self.target_s * MARGIN - base, 0.0)
+        if own_target_s is not None:
+            left = min(left, max(own_target_s * MARGIN - base, base))
+        return left
 
     def left(self, seconds: float) -> float:
         """What is left of a budget; nothing where that would be a sliver."""
