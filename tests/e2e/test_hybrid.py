@@ -20,6 +20,7 @@ from tests.engine_host.client import eventually
 from tests.wire_server import WireServer
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "hybrid.yaml"
+CHAT = "/v1/chat/completions"
 EASY = "Thanks, that is all!"
 HARD = "Prove by induction that the sum of the first n odd numbers is n squared, and explain each step."
 
@@ -108,7 +109,10 @@ def test_the_hybrid_example(default_model: Path, tmp_path: Path) -> None:
 
             # Sources, for whichever model answers.
             client = httpx.Client(base_url=server.url, timeout=300)
-            made = client.post("/v1/collections", json={"name": "weather"}).json()["id"]
+            named = {"name": "weather"}
+            # The encoder is started by the first request for it.
+            assert eventually(lambda: client.post("/v1/collections", json=named).status_code in (200, 409), 240)
+            made = client.get("/v1/collections").json()["data"][0]["id"]
             client.post(f"/v1/collections/{made}/documents", json={"name": "rome", "text": "It is sunny in Rome."})
             ready = eventually(lambda: client.get(f"/v1/collections/{made}").json()["documents"]["ready"] == 1, 240)
             assert ready, client.get(f"/v1/collections/{made}").json()
