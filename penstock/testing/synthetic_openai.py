@@ -36,12 +36,13 @@ def _reply(body: bytes, kind: str = "application/json") -> bytes:
 
 def _stream(*, chat: bool = True) -> bytes:
     def chunk(**choice: object) -> bytes:
+        said: dict[str, object] = {"delta": {}} if chat else {"text": ""}
         body = {
             "id": "chatcmpl-synthetic",
             "object": "chat.completion.chunk" if chat else "text_completion",
             "created": 1,
             "model": "synthetic",
-            "choices": [{"index": 0, **({"delta": {}} if chat else {"text": ""}), "finish_reason": None, **choice}],
+            "choices": [{"index": 0, **said, "finish_reason": None, **choice}],
         }
         return b"data: " + json.dumps(body).encode() + b"\n\n"
 
