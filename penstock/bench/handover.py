@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from penstock.bench.engine import BenchError
 from penstock.bench.load import DEFAULT_VOCAB, LoadGenerator, Tally, discover
 from penstock.bench.wire import Connection, Target, WireError
 from penstock.engine.config import KVDType
+from penstock.interpreter import module
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,7 +111,7 @@ def server(model: dict[str, Any], folder: Path) -> Iterator[str]:
         "models": [model],
     }
     (folder / "penstock.yaml").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "penstock", "serve", "--config", str(folder / "penstock.yaml")]
+    command = [*module("penstock"), "serve", "--config", str(folder / "penstock.yaml")]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "PENSTOCK_STATE": str(folder)})
     try:

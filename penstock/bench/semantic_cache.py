@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from penstock.backends.embedder import Embedder, Embeddings
 from penstock.backends.encoder import EncoderBackend
 from penstock.caching.semantic import Embeds, SemanticIndex
 from penstock.caching.store import CacheKey, MemoryStore
+from penstock.interpreter import module
 
 PAIRS = Path(__file__).parent / "data" / "semantic_pairs.tsv"
 
@@ -162,7 +162,7 @@ def main(threshold: float, show: bool, console: Console) -> bool:
     with tempfile.TemporaryDirectory(prefix="ps-") as folder:
         endpoint = f"ipc://{folder}/encoder"
         engine = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "engine", "minilm", "--endpoint", endpoint, "--log-level", "warning"]
+            [*module("penstock"), "engine", "minilm", "--endpoint", endpoint, "--log-level", "warning"]
         )
         try:
             return asyncio.run(measure(endpoint, threshold, show, console))

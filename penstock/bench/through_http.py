@@ -29,6 +29,7 @@ from penstock.bench.engine import BenchError
 from penstock.bench.load import run_loop
 from penstock.bench.wire import Connection, Target, WireError
 from penstock.bench.workloads import Workload
+from penstock.interpreter import module
 
 ROLES = ("engine", "gateway")
 _START_S = 300.0
@@ -65,7 +66,7 @@ def _server(settings: ThroughHttpBenchSettings, folder: Path) -> Iterator[tuple[
         port = int(probe.getsockname()[1])
     log = folder / "log"
     command = [
-        *(sys.executable, "-m", "penstock", "serve", settings.model, "--host", "127.0.0.1", "--port", str(port)),
+        *(*module("penstock"), "serve", settings.model, "--host", "127.0.0.1", "--port", str(port)),
         *("--device", settings.device, "--log-level", "warning", "--set", f"store.url=sqlite:///{folder}/store.db"),
         *("--set", "generation.time_limit_s=3600"),  # a slow machine must be able to finish its requests too
     ]
@@ -109,7 +110,7 @@ def _offline(settings: ThroughHttpBenchSettings, workload: Workload, folder: Pat
     """Output tokens per second of the engine alone, in a process of its own."""
     found = folder / "offline.json"
     command = [
-        *(sys.executable, "-m", "penstock", "bench", "engine", "-w", workload.name, "--model", settings.model),
+        *(*module("penstock"), "bench", "engine", "-w", workload.name, "--model", settings.model),
         *("--device", settings.device, "--json", str(found)),
     ]
     ended = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)

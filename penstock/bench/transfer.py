@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from penstock.bench.engine import BenchError
 from penstock.engine.config import EngineConfig, KVDType
 from penstock.engine.request import Handover, Request, SamplingParams
 from penstock.engine_host.server import EngineServer
+from penstock.interpreter import module
 from penstock.protocol.codec import decode_from_engine, encode
 from penstock.protocol.messages import Hello, Ready, Step, Submit, ToEngine
 from penstock.protocol.transport import Listener
@@ -143,7 +143,7 @@ def _other(path: str, device: str, kv_dtype: KVDType, max_model_len: int, blocks
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         endpoint = f"ipc://{folder}/engine"
         options = {"kv_dtype": kv_dtype, "max_model_len": max_model_len, "num_blocks": blocks}
-        command = [sys.executable, "-m", "penstock", "engine", path, "--endpoint", endpoint, "--role", "prefill"]
+        command = [*module("penstock"), "engine", path, "--endpoint", endpoint, "--role", "prefill"]
         command += ["--device", device, *(f"--set=models.*.{key}={value}" for key, value in options.items())]
         with Path(folder, "log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -24,6 +24,7 @@ import zipfile
 from pathlib import Path
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.interpreter import module, python
 
 REQUIREMENT = "nicegui==3.18.0"
 SHA256 = "a2bd51642312d98aab6d8b641245d796ff1b89da5829777170bcc488140c3dcd"
@@ -103,8 +104,8 @@ def _download(scratch: Path) -> Path:
 
 def _pip() -> list[str]:
     """How to run pip: this Python's own, or any on the path (the wheel suits every version)."""
-    if subprocess.run([sys.executable, "-c", "import pip"], capture_output=True, check=False).returncode == 0:
-        return [sys.executable, "-m", "pip"]
+    if subprocess.run(python("-c", "import pip"), capture_output=True, check=False).returncode == 0:
+        return module("pip")
     found = shutil.which("pip3") or shutil.which("pip")
     if found is None:
         raise ConfigError(

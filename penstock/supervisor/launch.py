@@ -7,7 +7,6 @@ settings mean the same to all of them, also after a restart.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Protocol
 from penstock.config import Config, ModelConfig, dump
 from penstock.errors import ConfigError
 from penstock.gateway.workers.coordinator import WorkerCoordinator
+from penstock.interpreter import module
 from penstock.routing.place import ReplicaPlace, labelled_endpoint
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.runtime import RuntimeFolder
@@ -140,4 +140,4 @@ async def worker_coordinator(config: Config, folder: RuntimeFolder) -> AsyncIter
 def _run(command: str, config: Config, folder: RuntimeFolder, place: int | None = None) -> list[str]:
     file = folder.path / ("config.json" if place is None else f"config-{place}.json")
     dump(config, file)
-    return [sys.executable, "-m", "penstock", command, "--resolved", str(file), "--supervised", STATUS_FD]
+    return module("penstock", command, "--resolved", str(file), "--supervised", STATUS_FD)

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 import httpx
 
 from penstock.errors import PenstockError
+from penstock.interpreter import module
 
 MODEL = "synthetic"
 VOCABULARY = 256
@@ -81,7 +81,7 @@ class Gateway:
 def gateway(folder: Path, *, interval_s: float, workers: int, settings: dict[str, Any]) -> Iterator[Gateway]:
     """`penstock gateway` with its defaults (store, ledger, request log), in front of a synthetic engine."""
     endpoint, model, log = f"ipc://{folder}/engine", folder / "model", folder / "log"
-    engine = [sys.executable, "-m", "penstock.testing.synthetic_engine", endpoint, str(model), "--with-parent"]
+    engine = [*module("penstock.testing.synthetic_engine"), endpoint, str(model), "--with-parent"]
     port = free_port()
     config = {
         "server": {"port": port, "workers": workers},
@@ -91,7 +91,7 @@ def gateway(folder: Path, *, interval_s: float, workers: int, settings: dict[str
         **settings,
     }
     (folder / "penstock.yaml").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "penstock", "gateway", "-c", str(folder / "penstock.yaml")]
+    command = [*module("penstock"), "gateway", "-c", str(folder / "penstock.yaml")]
     with process([*engine, "--interval", str(interval_s)], log) as engine_process:
         while not (model / "tokenizer_config.json").exists():
             time.sleep(0.05)

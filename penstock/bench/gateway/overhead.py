@@ -23,7 +23,6 @@ import json
 import os
 import secrets
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -40,6 +39,7 @@ from penstock.bench import report
 from penstock.bench.gateway.harness import MODEL, cpu_seconds, free_port, gateway, process, wait_for
 from penstock.bench.stats import median, percentiles
 from penstock.errors import ConfigError
+from penstock.interpreter import module
 
 P50_MS, P99_MS, RATIO = 2.0, 10.0, 5.0
 """What must hold: milliseconds, and requests/s as a multiple of LiteLLM's."""
@@ -240,7 +240,7 @@ def measure(settings: OverheadBenchSettings, console: Console) -> dict[str, Any]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overhead-")))
         backend = free_port()
-        bare = stack.enter_context(process([sys.executable, "-m", BACKEND, str(backend)], folder / "backend.log"))
+        bare = stack.enter_context(process([*module(BACKEND), str(backend)], folder / "backend.log"))
         wait_for(f"http://127.0.0.1:{backend}/v1/models", bare, folder / "backend.log")
         remotes = [{"name": REMOTE, "model": MODEL, "urls": [f"http://127.0.0.1:{backend}/v1"]}]
         config = {"remotes": remotes}

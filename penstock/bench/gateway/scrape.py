@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from penstock.bench.load import LoadGenerator, run_loop
 from penstock.bench.stats import median, percentiles
 from penstock.bench.wire import Target
 from penstock.errors import PenstockError
+from penstock.interpreter import module
 
 LEAST_RATIO = 0.95
 """What must be left of the tokens per second."""
@@ -80,7 +80,7 @@ def measure(settings: ScrapeBenchSettings, console: Console) -> dict[str, Any]:
         busy = (cpu_seconds(running.workers) - idle) / 100
         for number in range(settings.rounds):
             without.append(run_loop(tokens_per_second(running, settings, seed=2 * number + 1)))
-            command = [sys.executable, "-m", SCRAPER, str(running.port), str(settings.every)]
+            command = [*module(SCRAPER), str(running.port), str(settings.every)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as scraper:
                 assert scraper.stdout is not None
                 scraper.stdout.readline()  # it is up: its start is not part of what is measured

@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from penstock.bench.hostile.victim import MEASURES, Victim
 from penstock.bench.stats import Percentiles, percentiles
 from penstock.bench.wire import Target
 from penstock.errors import ConfigError, PenstockError
+from penstock.interpreter import module
 
 COLLECTION = "hostile"
 _RECOVERY_S = 3.0
@@ -102,7 +102,7 @@ def serve(settings: HostileBenchSettings, folder: Path) -> Iterator[Server]:
         "generation": {"time_limit_s": 600},
     }
     config.write_text(json.dumps(content))
-    command = [sys.executable, "-m", "penstock"]
+    command = [*module("penstock")]
     keys = {}
     for tenant in ("tenant", "attacker"):
         create = [*command, "keys", "create", "-c", str(config), "--tenant", tenant]
@@ -128,7 +128,7 @@ async def under_attack(
     server: Server, attack: str, settings: HostileBenchSettings, log: Path
 ) -> tuple[Victim, float, dict[str, int]]:
     before = largest = server.memory()
-    command = [sys.executable, "-m", "penstock.bench.hostile.attacks", attack]
+    command = [*module("penstock.bench.hostile.attacks"), attack]
     command += [server.url, server.keys["attacker"], "model", COLLECTION]
     with log.open("ab") as errors:
         attacker = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=errors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
 from penstock.gateway.rag.library import EncoderEmbedder
+from penstock.interpreter import module
 
 
 class MeasuredEmbedder(EncoderEmbedder):
@@ -27,7 +27,7 @@ async def encoder(name: str = "minilm", weights: str = "auto") -> AsyncIterator[
     """The encoder called `name`, in the given form."""
     with tempfile.TemporaryDirectory(prefix="ps-") as folder:
         endpoint, config = f"ipc://{folder}/e", _written(Path(folder), name, weights)
-        command = (sys.executable, "-m", "penstock", "engine", name, "--config", config, "--endpoint", endpoint)
+        command = (*module("penstock"), "engine", name, "--config", config, "--endpoint", endpoint)
         process = await asyncio.create_subprocess_exec(*command, "--log-level", "warning")
         embedder = Embedder(name, name, EncoderBackend(endpoint), wait_s=300)
         try:

@@ -27,6 +27,7 @@ from rich.console import Console
 from penstock.bench import report
 from penstock.bench.stats import median
 from penstock.errors import ConfigError, PenstockError
+from penstock.interpreter import module
 from penstock.sources.resolve import resolve
 
 VOCABULARY = "tokenizer.ggml.tokens"
@@ -98,7 +99,7 @@ def measure(path: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in READERS}
     for turn in range(rounds + 1):  # the first brings the file into the page cache and is not counted
         for name in READERS:
-            command = [sys.executable, "-m", "penstock.bench.libraries.gguf_reader", name, path]
+            command = [*module("penstock.bench.libraries.gguf_reader"), name, path]
             ran = subprocess.run(command, capture_output=True, text=True, check=False)
             if ran.returncode:
                 raise PenstockError(f"{name} could not read {path}: {ran.stderr[-2000:]}")

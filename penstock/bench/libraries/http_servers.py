@@ -12,7 +12,6 @@ import asyncio
 import dataclasses
 import importlib.util
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from penstock.bench.libraries.http_server import EVENTS, SERVERS
 from penstock.bench.load import run_loop
 from penstock.bench.stats import median
 from penstock.errors import ConfigError, PenstockError
+from penstock.interpreter import module
 
 START_S = 30.0
 PROMPT = b"Say something about water. " * 20
@@ -130,7 +130,7 @@ def measure(settings: HttpServersBenchSettings, console: Console) -> dict[str, A
         running: dict[str, tuple[int, int]] = {}
         for name in found:
             port, log = free_port(), folder / f"{name}.log"
-            command = [sys.executable, "-m", "penstock.bench.libraries.http_server", name, str(port)]
+            command = [*module("penstock.bench.libraries.http_server"), name, str(port)]
             started = stack.enter_context(process(command, log))
             running[name] = started.pid, port
             _wait(port, name, log)

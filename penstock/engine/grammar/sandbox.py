@@ -16,7 +16,6 @@ import pickle
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -37,6 +36,7 @@ from penstock.engine.grammar.interface import (
     words_for,
 )
 from penstock.errors import PenstockError
+from penstock.interpreter import module
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class GrammarSandbox:
         mine, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.engine.grammar.sandbox_process", str(theirs.fileno())],
+                module("penstock.engine.grammar.sandbox_process", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

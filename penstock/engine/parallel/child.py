@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
+
+from penstock import interpreter
 
 RANK = "penstock.engine.parallel.rank"
 
@@ -25,7 +26,7 @@ def start_rank(link: Connection | None = None, module: str = RANK) -> tuple[subp
     given = [theirs] if link is None else [theirs, link]
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *(str(end.fileno()) for end in given)],
+            interpreter.module(module, *(str(end.fileno()) for end in given)),
             stdin=subprocess.PIPE,
             pass_fds=[end.fileno() for end in given],
         )

@@ -11,7 +11,6 @@ import asyncio
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from penstock.fleet.drills.relay import Relay
 from penstock.fleet.drills.services import answers, free_port, postgres, postgres_url, redis
 from penstock.fleet.drills.shim import Shim
 from penstock.fleet.drills.target import Target, Victim
+from penstock.interpreter import module
 from penstock.metering.prices import Price
 
 Layout = Literal["split", "file", "machines"]
@@ -240,7 +240,7 @@ class ThrowAway(Target):
         return path
 
     def _penstock(self, name: str, kind: str, *arguments: str) -> Program:
-        command = [sys.executable, "-m", "penstock", *arguments]
+        command = module("penstock", *arguments)
         state = {"PENSTOCK_STATE": str(self.folder / "state")}
         return Program(name, command, self.folder, {**self._environment(kind), **state})
 

@@ -14,7 +14,6 @@ import dataclasses
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -27,6 +26,7 @@ from penstock.errors import PenstockError
 from penstock.fleet.ray import cluster
 from penstock.fleet.ray.control_tunnel import ControlTunnel
 from penstock.fleet.ray.messages import Ended, HostEvent, HostEvents, Line, Order, Place, Told, decode, encode
+from penstock.interpreter import module
 from penstock.protocol.address import is_loopback
 from penstock.protocol.fleet_secret import VARIABLE
 from penstock.sources.resolve import resolve
@@ -131,7 +131,7 @@ class EngineHost(Host):
         file = self._folder.path / "config.json"
         dump(here, file)
         endpoint = f"tcp://{address}:{free_port(address, *config.fleet.port_range())}"
-        command = [sys.executable, "-m", "penstock", "engine", "--resolved", str(file), "--supervised", STATUS_FD]
+        command = module("penstock", "engine", "--resolved", str(file), "--supervised", STATUS_FD)
         command += [order.model, "--endpoint", endpoint, *order.arguments]
         self._child = child = await Child.spawn(
             order.model,

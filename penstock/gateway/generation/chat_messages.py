@@ -32,15 +32,6 @@ def template_messages(messages: list[ChatMessage], earlier_calls: Iterable[str] 
     return flat
 
 
-def user_texts(messages: list[ChatMessage]) -> list[str]:
-    """What the user says in a conversation, oldest first; it decides where a route leads."""
-    return [
-        message["content"]
-        for message in template_messages(messages)
-        if message["role"] == "user" and message["content"]
-    ]
-
-
 def message_text(message: ChatMessage, index: int) -> str:
     """The text of one message."""
     return str(_template_message(message, f"messages[{index}]")["content"])

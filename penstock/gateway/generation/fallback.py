@@ -15,6 +15,7 @@ from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.question import Question
 from penstock.protocol.errors import ApiError, EngineUnavailable, InvalidRequest, Overloaded, ServerError
 from penstock.routing.registry import ModelRegistry
 from penstock.telemetry.metrics import Metrics
@@ -36,12 +37,11 @@ class FallbackChain:
         exchange: Exchange,
         model: str,
         answer: Callable[[Attempt], Awaitable[None]],
-        user_texts: Callable[[], list[str]],
-        wanted_tokens: int | None = None,
+        question: Callable[[], Question],
     ) -> None:
-        """Call `answer` with `model`, or with its fallbacks while it fails. Where `model` is a route, `user_texts` and
-        `wanted_tokens` decide which model it leads to."""
-        model, chosen = await self._routes.choose(model, exchange, user_texts, wanted_tokens)
+        """Call `answer` with `model`, or with its fallbacks while it fails. Where `model` is a route, `question`
+        decides which model it leads to."""
+        model, chosen = await self._routes.choose(model, exchange, question)
         chain = self._registry.chain(model, self._admissions.waiting)
         ids = AnswerIds(exchange)
         first: ApiError | None = None

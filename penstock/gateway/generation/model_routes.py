@@ -16,6 +16,7 @@ from pathlib import Path
 from penstock.config.routing import RouteConfig
 from penstock.errors import ConfigError
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.question import Question
 from penstock.protocol.errors import ApiError
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry
@@ -59,23 +60,20 @@ class Routes:
             await database.migrate("routes", _VERSIONS)
             self._database = database
 
-    async def choose(
-        self, name: str, exchange: Exchange, user_texts: Callable[[], Sequence[str]], wanted_tokens: int | None
-    ) -> tuple[str, str]:
-        """The model that answers for `name`, and the reason; no reason where `name` is no route. `user_texts`: what
-        the user says in the request, oldest first."""
+    async def choose(self, name: str, exchange: Exchange, question: Callable[[], Question]) -> tuple[str, str]:
+        """The model that answers for `name`, and the reason; no reason where `name` is no route."""
         if name not in self.rules:
             return name, ""
         await self._refresh()
-        texts = user_texts() or [""]
+        asked = question()
         selection = select(
             self.rules[name],
-            texts[-1],
-            words=sum(len(text.split()) for text in texts),
+            asked.text,
+            words=sum(len(text.split()) for text in asked.read),
             tier=exchange.caller.tier,
-            wanted_tokens=wanted_tokens or 0,
+            wanted_tokens=asked.max_tokens or 0,
             unit=exchange.record.user_id or exchange.request_id,
-            opinion=await self._opinion(name, texts[-1]),
+            opinion=await self._opinion(name, asked.text),
         )
         self._metrics.decided(name, selection.model, selection.rule)
         return selection.model, selection.why(name)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from penstock.backends.openai import Chunk, ChunkChoice, ChunkUsage
+from penstock.backends.remote.chunk import Chunk, ChunkChoice, ChunkUsage
 from penstock.gateway.generation.base import Gate, Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, CallPiece, Piece, TextGuard
 from penstock.protocol.errors import ApiError, EngineLost, RequestTimeout, ServerError

@@ -17,7 +17,8 @@ from typing import Any, cast
 import httpx
 import msgspec
 
-from penstock.backends.openai import Chunk, ChunkUsage, authorization
+from penstock.backends.remote.chunk import Chunk, ChunkUsage
+from penstock.backends.remote.credentials import authorization
 from penstock.config.guardrails import DEFAULT_THRESHOLD, POLICY, GuardrailConfig
 from penstock.engine.request import Delta, SamplingParams
 from penstock.errors import ConfigError, PenstockError

@@ -19,7 +19,8 @@ import uvloop
 
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
-from penstock.backends.openai import OpenAIServer, Upstream
+from penstock.backends.remote.server import RemoteServer
+from penstock.backends.remote.upstream import Upstream
 from penstock.config.encoders import EncoderConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.schema import Config
@@ -147,7 +148,7 @@ def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
     upstreams = [Upstream(url, remote.model, remote.key_env, remote.timeout_s) for url in remote.urls]
     return RemoteModel(
         remote.name,
-        [OpenAIServer(str(index), upstream) for index, upstream in enumerate(upstreams)],
+        [RemoteServer(str(index), upstream) for index, upstream in enumerate(upstreams)],
         aliases=remote.aliases,
         input_price=remote.input_price,
         output_price=remote.output_price,

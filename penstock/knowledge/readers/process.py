@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from contextlib import suppress
 
 import msgspec
 
+from penstock.interpreter import module
 from penstock.knowledge.entities import Chunk, UnreadableDocument
 from penstock.knowledge.readers.worker import HEADER, Result, Task, frame
 
@@ -66,7 +66,7 @@ class ReaderProcess:
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "penstock.knowledge.readers.worker"),
+                *module("penstock.knowledge.readers.worker"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,

@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.backends.openai import OpenAIServer, Upstream
+from penstock.backends.remote.server import RemoteServer
+from penstock.backends.remote.upstream import Upstream
 from penstock.routing.remotes import RemoteModel
 from tests.gateway.conftest import Serving, events, eventually
 
@@ -50,7 +51,7 @@ def url(default_model: Path) -> Iterator[str]:
 
 
 def remote(url: str) -> RemoteModel:
-    return RemoteModel("llama", [OpenAIServer("0", Upstream(url, "smollm2"))], output_price=1.0)
+    return RemoteModel("llama", [RemoteServer("0", Upstream(url, "smollm2"))], output_price=1.0)
 
 
 ASKED: dict[str, Any] = {

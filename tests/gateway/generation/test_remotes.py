@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.backends.openai import OpenAIServer, Upstream
+from penstock.backends.remote.server import RemoteServer
+from penstock.backends.remote.upstream import Upstream
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.errors import ConfigError
@@ -41,7 +42,7 @@ class World:
 
 def far(*ports: int, **options: Any) -> RemoteModel:
     upstreams = [Upstream(f"http://127.0.0.1:{port}/v1", "tiny", timeout_s=5.0) for port in ports]
-    servers = [OpenAIServer(str(index), upstream) for index, upstream in enumerate(upstreams)]
+    servers = [RemoteServer(str(index), upstream) for index, upstream in enumerate(upstreams)]
     return RemoteModel("far", servers, aliases=("distant",), input_price=3.0, output_price=4.0, **options)
 
 
@@ -245,6 +246,6 @@ async def test_beyond_a_load_requests_overflow(serving: Serving, text: TextModel
 
 
 async def test_a_key_that_is_not_there_ends_the_start() -> None:
-    remote = RemoteModel("far", [OpenAIServer("0", Upstream("http://127.0.0.1:1/v1", "m", key_env="NO_SUCH_KEY"))])
+    remote = RemoteModel("far", [RemoteServer("0", Upstream("http://127.0.0.1:1/v1", "m", key_env="NO_SUCH_KEY"))])
     with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         await remote.start()

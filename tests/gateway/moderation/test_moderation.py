@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from penstock.backends.openai import OpenAIServer, Upstream
+from penstock.backends.remote.server import RemoteServer
+from penstock.backends.remote.upstream import Upstream
 from penstock.config import load
 from penstock.config.cache import CacheConfig
 from penstock.config.guardrails import GuardrailConfig
@@ -301,7 +302,7 @@ async def test_a_text_too_long_for_the_model_is_read_in_parts(serving: Serving, 
 async def test_a_model_that_another_server_runs(serving: Serving, text: TextModel) -> None:
     async with serving(Odds(text), time_limit_s=None) as behind:
         upstream = Upstream(f"http://127.0.0.1:{behind.port}/v1", "tiny", timeout_s=5.0)
-        remote = RemoteModel("far", [OpenAIServer("0", upstream)])
+        remote = RemoteModel("far", [RemoteServer("0", upstream)])
         config = rule(model="far", threshold=0.25)
         async with serving(others=[remote], guardrails=(config,)) as running:
             assert (await running.chat(messages=user(EVIL))).status_code == 400
@@ -313,7 +314,7 @@ async def test_answers_of_other_servers_are_cut_too(serving: Serving, text: Text
     engine = ScriptedEngine(text, f"{TALK}Then mix the {EVIL} and {'x' * 200}", step_s=0.002)
     async with serving(engine, time_limit_s=None) as behind:
         upstream = Upstream(f"http://127.0.0.1:{behind.port}/v1", "tiny", timeout_s=5.0)
-        remote = RemoteModel("far", [OpenAIServer("0", upstream)])
+        remote = RemoteModel("far", [RemoteServer("0", upstream)])
         config = rule(url=endpoint.url, stage="output", window=40)
         async with serving(others=[remote], guardrails=(config,)) as running:
             shown, reason = await said(running, model="far", max_tokens=400)

@@ -11,10 +11,11 @@ from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesR
 from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
-from penstock.gateway.generation.chat_messages import template_messages, user_texts
+from penstock.gateway.generation.chat_messages import template_messages
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.prompt_options import prompt_options
+from penstock.gateway.generation.question import chat_question
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
@@ -55,7 +56,7 @@ class MessageEndpoints:
             renderer = MessageRenderer(generation, exchange.request_id, request)
             await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 
-        await pipeline.answer(exchange, request.model, answer, lambda: user_texts(chat.messages), limit.max_tokens)
+        await pipeline.answer(exchange, request.model, answer, lambda: chat_question(chat, limit))
 
     async def count_tokens(self, exchange: Exchange) -> None:
         pipeline = self._pipeline

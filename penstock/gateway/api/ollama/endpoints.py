@@ -30,8 +30,8 @@ from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
-from penstock.gateway.generation.chat_messages import user_texts
 from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.question import chat_question, prompt_question
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.sampling import TokenLimit, token_limit
 from penstock.gateway.generation.schemas import ChatRequest, EmbeddingsRequest
@@ -92,7 +92,7 @@ class OllamaEndpoints:
                 generation = await pipeline.chat(attempt, msgspec.structs.replace(asked, model=attempt.model), limit)
             await self._respond(attempt, generation, request, chat=chat, ready=ready)
 
-        await pipeline.answer(exchange, name, answer, lambda: user_texts(asked.messages), limit.max_tokens)
+        await pipeline.answer(exchange, name, answer, lambda: chat_question(asked, limit))
 
     async def _continue(
         self, exchange: Exchange, request: OllamaGenerateRequest, name: str, model: ServedModel | None
@@ -108,7 +108,7 @@ class OllamaEndpoints:
                 generation = await pipeline.completion(attempt, asked, [prompt], limit, prompt_only=False)
             await self._respond(attempt, generation, request, chat=False, ready=ready)
 
-        await pipeline.answer(exchange, name, answer, lambda: [prompt], limit.max_tokens)
+        await pipeline.answer(exchange, name, answer, lambda: prompt_question([prompt], limit))
 
     async def _respond(
         self, attempt: Attempt, generation: Generation, request: Answered, *, chat: bool, ready: bool

@@ -18,12 +18,13 @@ from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation.assistant_message import merge_calls
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
-from penstock.gateway.generation.chat_messages import message_text, strip_parts, user_texts
+from penstock.gateway.generation.chat_messages import message_text, strip_parts
 from penstock.gateway.generation.choice import CallPiece, Piece, TokenPiece
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.logprobs import logprob_entries, prompt_entries
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt_options import continues
+from penstock.gateway.generation.question import chat_question
 from penstock.gateway.generation.renderer import DONE
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
@@ -85,8 +86,8 @@ class ChatEndpoints:
                 renderer = _renderer(keep, chat, generation, turn.recorder(attempt, generation))
                 await pipeline.respond(attempt, generation, renderer, stream=bool(chat.stream))
 
-            texts = functools.partial(user_texts, request.messages)
-            await pipeline.answer(exchange, request.model, answer, texts, limit.max_tokens)
+            question = functools.partial(chat_question, request, limit, turn)
+            await pipeline.answer(exchange, request.model, answer, question)
 
     def _keep(self, exchange: Exchange, request: ChatRequest) -> Keep | None:
         if not request.store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from penstock.gateway.generation.choice import Choice, Piece
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.logprobs import finite, id_name, prompt_entries
 from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.question import prompt_question
 from penstock.gateway.generation.renderer import DONE, Renderer
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
@@ -52,10 +54,8 @@ class CompletionEndpoints:
             renderer = CompletionRenderer(request, generation)
             await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 
-        def texts() -> list[str]:
-            return [prompt for prompt in prompts if isinstance(prompt, str)]
-
-        await pipeline.answer(exchange, request.model, answer, texts, limit.max_tokens)
+        question = functools.partial(prompt_question, prompts, limit, max(n, request.best_of or 1))
+        await pipeline.answer(exchange, request.model, answer, question)
 
 
 def _check(request: CompletionRequest, n: int) -> None:

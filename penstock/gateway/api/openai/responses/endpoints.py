@@ -26,9 +26,10 @@ from penstock.gateway.app.dialects import renamed
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.truncation import TruncatedTurn
 from penstock.gateway.generation.attempt import Attempt
-from penstock.gateway.generation.chat_messages import template_messages, user_texts
+from penstock.gateway.generation.chat_messages import template_messages
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.question import Question, chat_question
 from penstock.gateway.generation.request_decoder import RequestDecoder, ignore_advice
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
@@ -99,10 +100,10 @@ class ResponseEndpoints:
                 renderer = ResponseRenderer(request, tools, generation, turn.recorder(attempt, generation), store)
                 await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 
-            def texts() -> list[str]:
-                return user_texts(chat_request(request, conversation, tools).messages)
+            def question() -> Question:
+                return chat_question(chat_request(request, conversation, tools), limit)
 
-            await pipeline.answer(exchange, request.model, answer, texts, limit.max_tokens)
+            await pipeline.answer(exchange, request.model, answer, question)
 
     async def count_input_tokens(self, exchange: Exchange) -> None:
         """The length of the prompt that a response would have."""

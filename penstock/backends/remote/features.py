@@ -1,0 +1,120 @@
+"""What a dialect can express: features that a gateway asks about, and the fields of a request.
+
+A field that a dialect cannot express is ignored and named if it is advice or has its neutral value, and refused
+otherwise, because leaving it out would change the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Feature = Literal[
+    "chat",
+    "completions",
+    "embeddings",
+    "tokenize",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "logprobs",
+    "top_logprobs",
+    "n",
+    "logit_bias",
+    "seed",
+    "response_format",
+    "reasoning",
+    "continue_final_message",
+    "token_prompt",
+    "echo",
+]
+"""`token_prompt`: the prompt of a completion may be token ids. `echo`: it may be given back with the completion."""
+Operation = Literal["chat", "completions"]
+
+ENVELOPE = frozenset(
+    ("model", "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop")
+)
+"""Fields that every dialect has in one form or another."""
+STANDARD = frozenset(
+    (
+        *("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "n"),
+        *("response_format", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs"),
+        *("reasoning_effort", "echo", "suffix", "best_of"),
+    )
+)
+"""Fields of OpenAI's own API."""
+ADVICE = frozenset(
+    (
+        *("user", "safety_identifier", "metadata", "service_tier", "priority", "prompt_cache_key", "cache_salt"),
+        *("store", "speculation", "reasoning_effort", "verbosity"),
+    )
+)
+"""Fields that do not change what may be answered."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (1,),
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "n": (1,),
+    "best_of": (1,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "tools": ([],),
+    "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_special_tokens": (True,),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+}
+"""Values that mean what leaving the field out means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How much of a request a dialect can express."""
+
+    body: dict[str, Any]
+    """Without the fields below."""
+    refused: tuple[str, ...] = ()
+    """Fields that would change the answer."""
+    ignored: tuple[str, ...] = ()
+    """Fields that are left out and named to the client."""
+
+
+def fit(body: Mapping[str, Any], known: frozenset[str] | None) -> Fit:
+    """Sorts the fields of a request by what a dialect knows; None: it is told all of them."""
+    if known is None:
+        return Fit(dict(body))
+    kept: dict[str, Any] = {}
+    refused, ignored = [], []
+    for name, value in body.items():
+        if name in ENVELOPE or name in known:
+            kept[name] = value
+        elif value is None:
+            continue
+        elif name in ADVICE or _is_neutral(name, value):
+            ignored.append(name)
+        else:
+            refused.append(name)
+    return Fit(kept, tuple(refused), tuple(ignored))
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return any(value == usual and isinstance(value, bool) == isinstance(usual, bool) for usual in NEUTRAL.get(name, ()))

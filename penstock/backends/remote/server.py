@@ -1,0 +1,145 @@
+"""The client of one server that runs a model elsewhere: text in, text out, in whatever dialect it speaks.
+
+The second kind of backend. An engine gets tokens and a request can continue on another one; here messages are sent as
+they are and text comes back. Invariants: a stream ends with the server's own end or with one `ApiError`; a reader that
+stops early closes the connection, which tells the server to stop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from penstock.backends.remote.chunk import Chunk, EmbeddingBatch, TokenCount
+from penstock.backends.remote.dialect import Call, Dialect
+from penstock.backends.remote.dialects import make_dialect
+from penstock.backends.remote.features import Feature, Fit, Operation
+from penstock.backends.remote.load import ServerLoad
+from penstock.backends.remote.upstream import Upstream
+from penstock.backends.round_trip import RoundTrip
+from penstock.protocol.errors import EngineLost, EngineUnavailable
+from penstock.telemetry.context import outgoing_headers
+
+CONNECT_S = 5.0
+CHECK_S = 5.0
+LARGEST_REPLY = 256 * 2**20
+
+
+class RemoteServer:
+    """The client of one server."""
+
+    def __init__(self, name: str, upstream: Upstream) -> None:
+        self.name = name
+        self.upstream = upstream
+        self.dialect: Dialect = make_dialect(upstream)
+        self.in_flight = 0
+        self.load: ServerLoad | None = None
+        """What it said about itself when it was last checked."""
+        self._client: httpx.AsyncClient | None = None
+        self._heard_at = float("-inf")
+        self.round_trip = RoundTrip()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since it last sent something."""
+        return time.monotonic() - self._heard_at
+
+    def supports(self, feature: Feature) -> bool:
+        return self.dialect.supports(feature)
+
+    def fit(self, body: Mapping[str, Any], operation: Operation = "chat") -> Fit:
+        return self.dialect.fit(body, operation)
+
+    async def start(self) -> None:
+        self.dialect.check()
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(self.upstream.timeout_s, connect=CONNECT_S, pool=CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def check(self) -> None:
+        """Checks its health; raises `EngineUnavailable` when it does not answer."""
+        sent_at = time.monotonic()
+        reply = await self._send(self.dialect.health_call(), within=CHECK_S)
+        if not self.dialect.healthy(reply.status_code, reply.content):
+            raise EngineUnavailable(f"The remote server of this model returned {reply.status_code}.")
+        self.round_trip.measured(time.monotonic() - sent_at)
+
+    async def stream(
+        self, body: Mapping[str, Any], request_id: str, operation: Operation = "chat"
+    ) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one answer. `body`: the neutral request, as `fit` left it."""
+        assert self._client is not None
+        begun = False
+        self.in_flight += 1
+        try:
+            call = self.dialect.call(operation, body)
+            reader = self.dialect.reader(operation)
+            headers = {**self.dialect.sign(call), **outgoing_headers(), "x-request-id": request_id}
+            async with self._client.stream("POST", call.url, content=call.content, headers=headers) as reply:
+                if reply.status_code != 200:
+                    raise self.dialect.refusal(reply.status_code, reply.headers, await reply.aread())
+                async for part in reply.aiter_bytes():
+                    self._heard_at = time.monotonic()
+                    for chunk in reader.push(part):
+                        begun = True
+                        yield chunk
+                    if reader.done:
+                        return
+                for chunk in reader.end():
+                    yield chunk
+        except httpx.HTTPError as error:
+            lost = EngineLost("The remote server of this model closed the connection.")
+            raise (lost if begun else self._unreachable(error)) from error
+        finally:
+            self.in_flight -= 1
+
+    async def embed(self, texts: Sequence[str], request_id: str, dimensions: int | None = None) -> EmbeddingBatch:
+        """Vectors of texts."""
+        data = await self._ask(self.dialect.embed_call(texts, dimensions), request_id)
+        found = self.dialect.embeddings(data)
+        if len(found.vectors) != len(texts):
+            raise EngineUnavailable("The remote server of this model sent too few vectors; try again.")
+        return found
+
+    async def count(self, body: Mapping[str, Any], request_id: str) -> TokenCount:
+        """The tokens of a `prompt` or of `messages`."""
+        return self.dialect.count(await self._ask(self.dialect.count_call(body), request_id))
+
+    async def _ask(self, call: Call, request_id: str) -> bytes:
+        """The body of the reply to a call that is not streamed."""
+        self.in_flight += 1
+        try:
+            reply = await self._send(call, {**outgoing_headers(), "x-request-id": request_id})
+            self._heard_at = time.monotonic()
+            if reply.status_code != 200:
+                raise self.dialect.refusal(reply.status_code, reply.headers, reply.content)
+            return reply.content
+        finally:
+            self.in_flight -= 1
+
+    async def _send(
+        self, call: Call, headers: Mapping[str, str] | None = None, within: float | None = None
+    ) -> httpx.Response:
+        assert self._client is not None
+        try:
+            return await self._client.request(
+                "GET" if call.content is None else "POST",
+                call.url,
+                content=call.content,
+                headers={**self.dialect.sign(call), **(headers or {})},
+                timeout=httpx.USE_CLIENT_DEFAULT if within is None else within,
+            )
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> EngineUnavailable:
+        why = "did not answer in time" if isinstance(error, httpx.TimeoutException) else "cannot be reached"
+        return EngineUnavailable(f"The remote server of this model {why}; try again.")
