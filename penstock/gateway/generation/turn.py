@@ -75,6 +75,9 @@ class Turn(Protocol):
     def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
         """The same as messages, for a model whose tokenizer is not known here."""
 
+    def replayed(self) -> Turn:
+        """The same prompt for another model, once this turn is over; nothing is stored of it."""
+
     def recorder(self, attempt: Attempt, generation: Generation) -> TurnRecorder: ...
 
 
@@ -111,8 +114,27 @@ class StatelessTurn:
     def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
         return [*added.messages, *added.following]
 
+    def replayed(self) -> Turn:
+        return self
+
     def recorder(self, attempt: Attempt, generation: Generation) -> TurnRecorder:
         return UnstoredAnswer(generation)
+
+
+class ReplayedTurn(StatelessTurn):
+    """`prompt`: everything that the model of a stored turn was given, the messages of the request too."""
+
+    __slots__ = ("prompt",)
+
+    def __init__(self, prompt: Sequence[Message]) -> None:
+        self.prompt = prompt
+
+    @property
+    def call_ids(self) -> Collection[str]:  # type: ignore[override]
+        return {call["id"] for message in self.prompt for call in message.get("tool_calls") or ()}
+
+    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
+        return [*self.prompt, *added.following]
 
 
 class UnstoredAnswer:
