@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.identity import ApiKey, IdentityStore, Tenant
     from penstock.identity.allowance import Allowance, AllowanceChange
+    from penstock.identity.labels import Demand
 
 T = TypeVar("T")
 OwnLimits = Annotated[
@@ -26,6 +27,14 @@ OwnLimits = Annotated[
         "--limit",
         metavar="NAME=VALUE",
         help="A limit, such as daily_budget=5; the value none removes it. May be repeated.",
+    ),
+]
+
+Require = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LABEL=VALUE,...",
+        help="Labels that whatever gets the data must have, such as 'region=eu|ch, external=false'; none removes them.",
     ),
 ]
 
@@ -44,6 +53,8 @@ keys = typer.Typer(
         penstock keys create --scope admin --scope metrics
 
         penstock keys create --tenant acme --limit requests_per_minute=30 --limit daily_budget=2.5
+
+        penstock keys create --tenant acme --require external=false
 
         penstock keys update psk_1a2B3c4D --limit daily_budget=none
 
@@ -68,6 +79,8 @@ tenants = typer.Typer(
 
         penstock tenants update acme --limit monthly_budget=500 --limit tokens_per_minute=none
 
+        penstock tenants update acme --require 'region=eu, external=false'
+
         penstock tenants list
     """,
 )
@@ -85,19 +98,27 @@ def create_key(
     ] = None,
     expires: Annotated[str | None, typer.Option(help="Lifetime: 12h, 30d, 8w; by default unlimited.")] = None,
     limit: OwnLimits = None,
+    require: Require = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Create a key and print it. It is shown only once; the store keeps its prefix and a hash."""
     expires_at = None if expires is None else time.time() + _seconds(expires)
-    limits = _limits(limit)
+    limits, demand = _limits(limit), _demand(require)
 
     async def work(config: Config, store: IdentityStore) -> str:
         if not await store.tenants(tenant):
             await store.create_tenant(tenant)
         scopes: Any = tuple(scope or ("inference",))
+        own: dict[str, Any] = {} if demand is None else {"require": demand}
         _, minted = await store.create_key(
-            tenant, user=user, name=name, scopes=scopes, expires_at=expires_at, limits=_none().changed(limits)
+            tenant,
+            user=user,
+            name=name,
+            scopes=scopes,
+            expires_at=expires_at,
+            limits=_none().changed(limits),
+            **own,
         )
         return minted.text
 
@@ -131,6 +152,7 @@ def list_keys(
         Column("created", lambda key: key.created_at, lambda key: _when(key.created_at), rank=5),
         Column("state", _state, rank=0),
         Column("limits", lambda key: _as_json(key.limits), lambda key: _shown(key.limits), rank=6, fold=True),
+        Column("require", lambda key: key.require.pairs, lambda key: str(key.require), rank=7, fold=True),
     ]
     show(columns, _with_store(config_file, settings, work), output, empty="No keys: `penstock keys create` makes one.")
 
@@ -140,16 +162,19 @@ def update_key(
     key: Annotated[str, typer.Argument(help="Prefix of the key, as shown by `penstock keys list`.")],
     name: Annotated[str | None, typer.Option(help="A label for the key.")] = None,
     limit: OwnLimits = None,
+    require: Require = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Change a key's label or limits. Running gateways apply it within seconds."""
-    limits = _limits(limit)
+    """Change a key's label, limits or data rule. Running gateways apply it within seconds."""
+    limits, demand = _limits(limit), _demand(require)
 
     async def work(config: Config, store: IdentityStore) -> ApiKey:
-        return await store.update_key(key, name=name, limits=limits)
+        return await store.update_key(key, name=name, limits=limits, require=demand)
 
-    typer.echo(f"{key}: {_shown(_with_store(config_file, settings, work).limits) or 'no limits of its own'}")
+    changed = _with_store(config_file, settings, work)
+    rule = f"; requires {changed.require}" if changed.require else ""
+    typer.echo(f"{key}: {_shown(changed.limits) or 'no limits of its own'}{rule}")
 
 
 @keys.command("revoke")
@@ -175,15 +200,17 @@ def create_tenant(
     name: Annotated[str, typer.Option(help="Display name.")] = "",
     tier: Annotated[str, typer.Option(help="Tier from the configuration; by default auth.default_tier.")] = "",
     limit: OwnLimits = None,
+    require: Require = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Create a tenant."""
-    limits = _limits(limit)
+    limits, demand = _limits(limit), _demand(require)
 
     async def work(config: Config, store: IdentityStore) -> None:
         _check_tier(config, tier)
-        await store.create_tenant(id, name=name, tier=tier, limits=_none().changed(limits))
+        own: dict[str, Any] = {} if demand is None else {"require": demand}
+        await store.create_tenant(id, name=name, tier=tier, limits=_none().changed(limits), **own)
 
     _with_store(config_file, settings, work)
     typer.echo(f"tenant {id} created; create its first key with: penstock keys create --tenant {id}")
@@ -198,15 +225,16 @@ def update_tenant(
         bool | None, typer.Option("--disable/--enable", help="Disable the tenant's keys, or enable them again.")
     ] = None,
     limit: OwnLimits = None,
+    require: Require = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
-    """Change a tenant's name, tier or limits, or disable it. Running gateways apply it within seconds."""
-    limits = _limits(limit)
+    """Change a tenant's name, tier, limits or data rule, or disable it. Running gateways apply it within seconds."""
+    limits, demand = _limits(limit), _demand(require)
 
     async def work(config: Config, store: IdentityStore) -> None:
         _check_tier(config, tier)
-        await store.update_tenant(id, name=name, tier=tier, disabled=disable, limits=limits)
+        await store.update_tenant(id, name=name, tier=tier, disabled=disable, limits=limits, require=demand)
 
     _with_store(config_file, settings, work)
     typer.echo(f"tenant {id} changed")
@@ -226,6 +254,7 @@ def list_tenants(output: Output = "table", config_file: ConfigFile = None, setti
         Column("tier", lambda tenant: tenant.tier or default),
         Column("state", lambda tenant: "disabled" if tenant.disabled else "active", rank=0),
         Column("limits", lambda tenant: _as_json(tenant.limits), lambda tenant: _shown(tenant.limits), 3, fold=True),
+        Column("require", lambda tenant: tenant.require.pairs, lambda tenant: str(tenant.require), 4, fold=True),
     ]
     show(columns, found, output, empty="No tenants: `penstock tenants create NAME` makes one.")
 
@@ -288,6 +317,19 @@ def _limits(given: list[str] | None) -> AllowanceChange | None:
         return msgspec.convert(named, AllowanceChange, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--limit: {error}; allowed: {', '.join(AllowanceChange.__struct_fields__)}") from error
+
+
+def _demand(given: str | None) -> Demand | None:
+    """None: not given; an empty one removes the demand."""
+    from penstock.errors import ConfigError
+    from penstock.identity.labels import NO_DEMAND, LabelError, parse_demand
+
+    if given is None or given.strip() == "none":
+        return None if given is None else NO_DEMAND
+    try:
+        return parse_demand(given, "")
+    except LabelError as error:
+        raise ConfigError(f"--require: {error}") from error
 
 
 def _none() -> Allowance:

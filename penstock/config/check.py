@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from penstock.config.fields import choices_of
+from penstock.config.labels import ALTERNATIVE, LabelPairs, label_problem
 from penstock.config.schema import Config
 from penstock.config.tree import Node
 from penstock.config.units import SHARE_HELP, SIZE_HELP, parse_share, parse_size
@@ -50,6 +51,8 @@ class Checker:
     def value(self, kind: Any, metadata: Mapping[str, Any], node: Node, path: str) -> Any:
         if dataclasses.is_dataclass(kind) and isinstance(kind, type):
             return self.section(kind, node, path)
+        if kind == LabelPairs:
+            return self._labels(metadata, node, path)
         if get_origin(kind) is tuple:
             return self._items(get_args(kind)[0], metadata, node, path)
         options = [kind]
@@ -59,6 +62,8 @@ class Checker:
                 return None
             if dataclasses.is_dataclass(options[0]) and isinstance(options[0], type):
                 return self.section(options[0], node, path)
+            if get_origin(options[0]) is tuple:
+                return self._items(get_args(options[0])[0], metadata, node, path)
         if get_origin(options[0]) is dict:
             return self._mapping(get_args(options[0])[1], metadata, node, path)
         value = _scalar(options[0], metadata, node)
@@ -84,8 +89,37 @@ class Checker:
         values = {key: self.value(kind, metadata, child, f"{path}.{key}") for key, child in node.value.items()}
         return _INVALID if any(value is _INVALID for value in values.values()) else values
 
+    def _labels(self, metadata: Mapping[str, Any], node: Node, path: str) -> Any:
+        """A mapping of labels, or pairs, as `dump` writes them; in a demand a label may have several values."""
+        given = node.value
+        if isinstance(given, list) and all(isinstance(one.value, list) and len(one.value) == 2 for one in given):
+            pairs_given: list[list[Node]] = [one.value for one in given]
+            given = {str(name.value): value for name, value in pairs_given}
+        if not isinstance(given, dict):
+            self._problem(node, path, f"expected a mapping of labels, found {_shown(node.value)}")
+            return _INVALID
+        pairs = []
+        for name, child in given.items():
+            values = [_label(child.value)]
+            if metadata.get("several"):
+                listed = child.value if isinstance(child.value, list) else [child]
+                values = [part for one in listed for part in (_label(one.value) or "").split(ALTERNATIVE)]
+            problem = next((problem for value in values if (problem := label_problem(name, value or ""))), "")
+            if problem or not values:
+                self._problem(child, f"{path}.{name}", problem or "expected a value, found none")
+                return _INVALID
+            pairs.append((name, ALTERNATIVE.join(filter(None, values))))
+        return tuple(pairs)
+
     def _problem(self, node: Node, path: str, message: str) -> None:
         self.problems.append(f"{node.origin}: {path or 'configuration'}: {message}")
+
+
+def _label(value: Any) -> str | None:
+    """The value of a label as text; None: it is none."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, str | int | float) else None
 
 
 def _scalar(kind: Any, metadata: Mapping[str, Any], node: Node) -> Any:
@@ -129,6 +163,8 @@ def describe_kind(kind: Any, metadata: Mapping[str, Any]) -> str:
         return "a mapping of settings"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(str(option) for option in get_args(kind))
+    if kind == LabelPairs:
+        return "a mapping of labels"
     if get_origin(kind) is tuple:
         return "a list"
     if get_origin(kind) is dict:

@@ -43,6 +43,10 @@ class ToolServerConfig:
 
     name: str = setting("", doc="Name that requests use in `server_tools`.")
     tenants: tuple[str, ...] = setting((), doc="Tenants that may use it; empty: all.", example="[acme]")
+    labels: tuple[tuple[str, str], ...] = setting(
+        (), doc="Labels for data rules; external is true unless given here (false for command).",
+        example="{external: false}",
+    )  # fmt: skip
     openapi: str = setting("", doc="An HTTP API: an OpenAPI document (YAML or JSON), or the path of a file with one.")
     url: str = setting("", doc="Base URL of that API; empty: the document's first server.")
     mcp_url: str = setting("", doc="URL of an MCP server over HTTP.", example="https://tools.example.com/mcp")

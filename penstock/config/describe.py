@@ -110,6 +110,8 @@ def _shown(default: Any, size: bool) -> str:
         return "null"
     if isinstance(default, bool):
         return str(default).lower()
+    if isinstance(default, tuple) and default and all(isinstance(item, tuple) for item in default):
+        return "{" + ", ".join(f"{name}: {value}" for name, value in default) + "}"
     if isinstance(default, tuple):
         return "[" + ", ".join(str(item) for item in default) + "]"
     if size:

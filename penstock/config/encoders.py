@@ -23,6 +23,9 @@ class EncoderConfig:
     )
     name: str = setting("", doc="Name for clients; empty: derived from the source.")
     aliases: tuple[str, ...] = setting((), doc="Other names for clients.", example="[embed]")
+    labels: tuple[tuple[str, str], ...] = setting(
+        (), doc="Labels for data rules; external is false unless given here.", example="{region: eu}"
+    )
     start: Literal["asked", "now"] = setting(
         "asked", doc="asked: downloaded and started on first use; now: started as soon as the models are ready."
     )

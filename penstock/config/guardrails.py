@@ -27,9 +27,14 @@ class GuardrailConfig:
     tenants: tuple[str, ...] = setting((), doc="Tenants it applies to; if tiers is empty too, all.", example="[acme]")
     tiers: tuple[str, ...] = setting((), doc="Tiers it applies to.", example="[free]")
     stage: Literal["input", "output", "both"] = setting("both", doc="What it checks: prompts, answers or both.")
-    action: Literal["refuse", "redact"] = setting(
-        "refuse", doc="refuse: reply 400 or end the answer; redact: insert the replacement (patterns only)."
-    )
+    action: Literal["refuse", "redact", "require"] = setting(
+        "refuse", doc="refuse: reply 400 or end the answer; redact: insert the replacement; require: demand labels of "
+        "whatever gets the prompt (the last two for patterns only).",
+    )  # fmt: skip
+    require: tuple[tuple[str, str], ...] = setting(
+        (), doc="With action: require: the labels, so that a matching prompt does not leave.", several=True,
+        example="{external: false}",
+    )  # fmt: skip
     words: tuple[str, ...] = setting((), doc="Whole words, case-insensitive.", example="[hunter2]")
     patterns: tuple[str, ...] = setting(
         (), doc="Regular expressions; in answers, a match has at most 256 characters.",
@@ -44,6 +49,9 @@ class GuardrailConfig:
         "", doc="An OpenAI-compatible moderation endpoint, used instead of a chat model.",
         example="https://api.openai.com/v1/moderations",
     )  # fmt: skip
+    labels: tuple[tuple[str, str], ...] = setting(
+        (), doc="Labels of url for data rules; external is true unless given here.", example="{region: eu}"
+    )
     key_env: str = setting(
         "", doc="Environment variable with the API key for url; never the key itself.", example="MODERATION_KEY"
     )
@@ -75,6 +83,12 @@ def problems(rules: Sequence[GuardrailConfig], tiers: Collection[str], models: C
         where = f"guardrails[{index}]"
         if not rule.name or names.index(rule.name) < index:
             found.append(f"{where}: a unique name is needed")
+        if (rule.action == "require") != bool(rule.require):
+            found.append(f"{where}: action: require and require: {{LABEL: VALUE}} need each other")
+        if rule.action == "require" and rule.stage == "output":
+            found.append(f"{where}: action: require is about prompts; the stage must be input or both")
+        if rule.labels and not rule.url:
+            found.append(f"{where}.labels: only used with url; models and remotes have labels of their own")
         complaints = _model(rule, models) if rule.kind == "model" else _patterns(rule)
         found += [f"{where}: {complaint}" for complaint in complaints]
         found += [f'{where}.tiers: there is no tier "{name}"' for name in rule.tiers if name not in tiers]
@@ -94,8 +108,8 @@ def _model(rule: GuardrailConfig, models: Collection[str]) -> list[str]:
     found = []
     if rule.words or rule.patterns:
         found.append("words and patterns are not used with kind: model; put them into a rule of their own")
-    if rule.action == "redact":
-        found.append("a moderation model cannot redact; with kind: model the action must be refuse")
+    if rule.action != "refuse":
+        found.append(f"a moderation model cannot {rule.action}; with kind: model the action must be refuse")
     if rule.url:
         parts = urlsplit(rule.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:

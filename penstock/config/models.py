@@ -37,6 +37,9 @@ class ModelConfig:
     )
     name: str = setting("", doc="Name for clients; empty: derived from the source.")
     aliases: tuple[str, ...] = setting((), doc="Other names for clients.", example="[default]")
+    labels: tuple[tuple[str, str], ...] = setting(
+        (), doc="Labels for data rules; external is false unless given here.", example="{region: eu}"
+    )
     device: str = setting("auto", doc="auto, cpu, cuda or cuda:N.")
     dtype: DType = setting("auto", doc="Data type of activations, KV cache and dense weights.")  # noqa: RUF009
     weights: WeightForm = setting(  # noqa: RUF009
@@ -183,8 +186,9 @@ class ModelConfig:
     adapters: tuple[AdapterSpec, ...] = setting(
         (),
         doc="LoRA adapters that clients can name as the model: name, source (folder, hf:ORG/NAME or "
-        "s3://BUCKET/PREFIX), and pinned: true to load it at start and never evict it.",
-        example="[{name: support, source: ./adapters/support, pinned: false}]",
+        "s3://BUCKET/PREFIX), pinned: true to load it at start and never evict it, and owner: the tenant that alone "
+        "may use it.",
+        example="[{name: support, source: ./adapters/support, pinned: false, owner: acme}]",
     )
     adapter_slots: int | None = setting(
         None,

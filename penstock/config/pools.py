@@ -62,6 +62,9 @@ class PoolConfig:
     """Replicas of a model that get a part of its requests; settings not given are those of the model."""
 
     name: str = setting("", doc="Name of the pool, used by pool_rules and shown with its replicas.", example="batch")
+    labels: tuple[tuple[str, str], ...] = setting(
+        (), doc="Labels for data rules, in addition to the model's.", example="{region: eu}"
+    )
     replicas: int = setting(
         1, doc="Engine processes in this pool; 0: none here, other machines bring them.", least=0, most=256
     )

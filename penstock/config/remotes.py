@@ -22,6 +22,10 @@ class RemoteConfig:
         (), doc="Region of each of them, in the order of urls: the one that answers soonest is used.",
         example="[eu, us]",
     )  # fmt: skip
+    labels: tuple[tuple[str, str], ...] = setting(
+        (), doc="Labels for data rules; external is true unless given here, region is that of each server.",
+        example="{region: eu, external: false}",
+    )  # fmt: skip
     model: str = setting("", doc="Name of the model on those servers.", example="gpt-4o-mini")
     key_env: str = setting(
         "", doc="Environment variable with their API key; never the key itself.", example="UPSTREAM_KEY"

@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.access import AllowConfig
 from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
 from penstock.config.cluster import ClusterConfig
@@ -143,6 +144,10 @@ class TierConfig:
     weight: float = setting(
         1.0, doc="Share of each tenant relative to others of its class, when requests queue.", least=0.001
     )
+    require: tuple[tuple[str, str], ...] = setting(
+        (), doc="Labels that whatever gets its requests' data must have: models, remotes, tools.", several=True,
+        example="{region: [eu, ch], external: false}",
+    )  # fmt: skip
     best_effort: bool = setting(False, doc="Whether models[N].downgrade_to may answer when the queue is long.")
     requests_per_minute: int | None = setting(None, doc="Requests per minute and tenant.", least=1, example="600")
     tokens_per_minute: int | None = setting(
@@ -163,6 +168,10 @@ class TierConfig:
     monthly_budget: float | None = setting(
         None, doc="Dollars per tenant and calendar month (UTC).", least=0, example="200"
     )
+    allow: AllowConfig | None = setting(  # noqa: RUF009
+        None, doc="What its tenants may use; tenants and keys may have narrower lists. What is not allowed does not "
+        "exist for them.", example="{models: [small, auto], remotes: []}",
+    )  # fmt: skip
 
 
 LAST_CLASS = 2

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.identity.access import ANY, UNLIMITED, Access, AllowList
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance
+from penstock.identity.labels import NO_DEMAND, Demand
 
 Scope = Literal["inference", "admin", "metrics"]
 SCOPES: tuple[Scope, ...] = ("inference", "admin", "metrics")
@@ -23,6 +25,10 @@ class Tenant:
     created_at: float = 0.0
     limits: Allowance = NO_ALLOWANCE
     """Replace the tier's limits."""
+    require: Demand = NO_DEMAND
+    """Labels that whatever gets its requests' data must have, in addition to the tier's demand."""
+    allow: AllowList = UNLIMITED
+    """What it may use of what its tier may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,10 @@ class ApiKey:
     revoked_at: float | None = None
     limits: Allowance = NO_ALLOWANCE
     """Apply in addition to the tenant's limits."""
+    require: Demand = NO_DEMAND
+    """In addition to the tenant's demand."""
+    allow: AllowList = UNLIMITED
+    """What it may use of what its tenant may use."""
 
     def usable(self, now: float) -> bool:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
@@ -58,6 +68,10 @@ class Caller:
     limits: Allowance = NO_ALLOWANCE
     """The tenant's own limits, which replace those of its tier."""
     key_limits: Allowance = NO_ALLOWANCE
+    demand: Demand = NO_DEMAND
+    """What tenant and key demand; the tier's demand is in the configuration."""
+    access: Access = ANY
+    """What exists for the caller; see `penstock.identity.access`."""
 
     @property
     def only_user(self) -> str | None:
@@ -65,5 +79,5 @@ class Caller:
         return self.user if self.user and "admin" not in self.scopes else None
 
 
-OPEN_CALLER = Caller(DEFAULT_TENANT, scopes=frozenset(SCOPES))
+OPEN_CALLER = Caller(DEFAULT_TENANT, scopes=frozenset(SCOPES), access=Access(DEFAULT_TENANT))
 """The caller of every request while there are no keys (loopback only)."""

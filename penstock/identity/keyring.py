@@ -11,9 +11,10 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from penstock.identity.access import UNLIMITED, Access, AllowList
 from penstock.identity.entities import OPEN_CALLER, Caller
 from penstock.identity.key_marker import KeysLost
 from penstock.identity.secrets import key_id, matches
@@ -43,13 +44,16 @@ class KeyRing:
         store: IdentityStore,
         *,
         default_tier: str = "",
+        tiers: Mapping[str, AllowList] | None = None,
         fresh_s: float = 5.0,
         grace_s: float = 3600.0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`tiers`: what each tier may use."""
         self._store = store
         self._default_tier = default_tier
+        self._tiers = tiers or {}
         self._fresh_s = fresh_s
         self._grace_s = grace_s
         self._clock = clock
@@ -92,7 +96,17 @@ class KeyRing:
             raise AuthenticationError(f"The tenant of API key {key.id} is disabled.")
         if entry.caller is None:
             tier, scopes = tenant.tier or self._default_tier, frozenset(key.scopes)
-            entry.caller = Caller(tenant.id, key.user, key.id, tier, scopes, tenant.limits, key.limits)
+            entry.caller = Caller(
+                tenant.id,
+                key.user,
+                key.id,
+                tier,
+                scopes,
+                tenant.limits,
+                key.limits,
+                tenant.require.narrowed(key.require),
+                Access.of(tenant.id, self._tiers.get(tier, UNLIMITED), tenant.allow, key.allow),
+            )
         return entry.caller
 
     def refresh(self) -> None:

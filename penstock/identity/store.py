@@ -6,12 +6,14 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import PenstockError
+from penstock.identity.access import UNLIMITED, AllowList, AllowListChange, read_lists, stored_lists
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange, read, stored
 from penstock.identity.entities import SCOPES, ApiKey, Scope, Tenant
 from penstock.identity.key_marker import KeyMarker
+from penstock.identity.labels import NO_DEMAND, Demand, read_demand, stored_demand
 from penstock.identity.secrets import Minted, mint
 from penstock.storage import Database, DatabaseError, Row
 
@@ -34,13 +36,49 @@ _LIMITS_VERSIONS = (
         "PRIMARY KEY (kind, id))",
     ),
 )
-_KEY = "k.id, k.tenant, k.user_id, k.name, k.scopes, k.created_at, k.expires_at, k.revoked_at, COALESCE(kl.limits, '')"
-_TENANT = "t.id, t.name, t.tier, t.disabled, t.created_at, COALESCE(tl.limits, '')"
-_KEYS = "keys k LEFT JOIN own_limits kl ON kl.kind = 'key' AND kl.id = k.id"
-_TENANTS = "tenants t LEFT JOIN own_limits tl ON tl.kind = 'tenant' AND tl.id = t.id"
+_DEMAND_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS own_demands (kind TEXT NOT NULL, id TEXT NOT NULL, demand TEXT NOT NULL, "
+        "PRIMARY KEY (kind, id))",
+    ),
+)
+_ALLOW_VERSIONS = (
+    (
+        "CREATE TABLE IF NOT EXISTS allow_lists (kind TEXT NOT NULL, id TEXT NOT NULL, lists TEXT NOT NULL, "
+        "PRIMARY KEY (kind, id))",
+    ),
+)
+_KEY = (
+    "k.id, k.tenant, k.user_id, k.name, k.scopes, k.created_at, k.expires_at, k.revoked_at, COALESCE(kl.limits, ''), "
+    "COALESCE(kd.demand, ''), COALESCE(ka.lists, '')"
+)
+_TENANT = (
+    "t.id, t.name, t.tier, t.disabled, t.created_at, COALESCE(tl.limits, ''), COALESCE(td.demand, ''), "
+    "COALESCE(ta.lists, '')"
+)
+_OF_KEYS = (
+    "LEFT JOIN own_limits kl ON kl.kind = 'key' AND kl.id = k.id "
+    "LEFT JOIN own_demands kd ON kd.kind = 'key' AND kd.id = k.id "
+    "LEFT JOIN allow_lists ka ON ka.kind = 'key' AND ka.id = k.id"
+)
+_OF_TENANTS = (
+    "LEFT JOIN own_limits tl ON tl.kind = 'tenant' AND tl.id = t.id "
+    "LEFT JOIN own_demands td ON td.kind = 'tenant' AND td.id = t.id "
+    "LEFT JOIN allow_lists ta ON ta.kind = 'tenant' AND ta.id = t.id"
+)
+_KEYS = f"keys k {_OF_KEYS}"
+_TENANTS = f"tenants t {_OF_TENANTS}"
 _LIMIT = (
     "INSERT INTO own_limits (kind, id, limits) VALUES (?, ?, ?) "
     "ON CONFLICT (kind, id) DO UPDATE SET limits = excluded.limits"
+)
+_DEMAND = (
+    "INSERT INTO own_demands (kind, id, demand) VALUES (?, ?, ?) "
+    "ON CONFLICT (kind, id) DO UPDATE SET demand = excluded.demand"
+)
+_ALLOW = (
+    "INSERT INTO allow_lists (kind, id, lists) VALUES (?, ?, ?) "
+    "ON CONFLICT (kind, id) DO UPDATE SET lists = excluded.lists"
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+:-]{0,127}")
 
@@ -69,12 +107,21 @@ class IdentityStore:
     async def prepare(self) -> None:
         await self._database.migrate("identity", _VERSIONS)
         await self._database.migrate("own limits", _LIMITS_VERSIONS)
+        await self._database.migrate("own demands", _DEMAND_VERSIONS)
+        await self._database.migrate("allow lists", _ALLOW_VERSIONS)
 
     async def create_tenant(
-        self, id: str, *, name: str = "", tier: str = "", limits: Allowance = NO_ALLOWANCE
+        self,
+        id: str,
+        *,
+        name: str = "",
+        tier: str = "",
+        limits: Allowance = NO_ALLOWANCE,
+        require: Demand = NO_DEMAND,
+        allow: AllowList = UNLIMITED,
     ) -> Tenant:
         _check_name(id, "tenant")
-        tenant = Tenant(id, name, tier, created_at=self._clock(), limits=limits)
+        tenant = Tenant(id, name, tier, created_at=self._clock(), limits=limits, require=require, allow=allow)
         made = await self._database.execute(
             "INSERT INTO tenants (id, name, tier, disabled, created_at) VALUES (?, ?, ?, 0, ?) "
             "ON CONFLICT (id) DO NOTHING",
@@ -84,6 +131,10 @@ class IdentityStore:
             raise IdentityError(f"tenant {id!r} already exists")
         if limits is not NO_ALLOWANCE:
             await self._database.execute(_LIMIT, "tenant", id, stored(limits))
+        if require:
+            await self._database.execute(_DEMAND, "tenant", id, stored_demand(require))
+        if allow != UNLIMITED:
+            await self._database.execute(_ALLOW, "tenant", id, stored_lists(allow))
         return tenant
 
     async def update_tenant(
@@ -94,8 +145,10 @@ class IdentityStore:
         tier: str | None = None,
         disabled: bool | None = None,
         limits: AllowanceChange | None = None,
+        require: Demand | None = None,
+        allow: AllowListChange | None = None,
     ) -> Tenant:
-        """Changes the given fields. The keys of a disabled tenant stop working."""
+        """Changes the given fields; a demand replaces the one before. The keys of a disabled tenant stop working."""
         known = await self.tenants(id)
         if not known:
             raise IdentityError(f"there is no tenant {id!r}")
@@ -106,6 +159,10 @@ class IdentityStore:
         )  # fmt: skip
         if limits is not None:
             await self._database.execute(_LIMIT, "tenant", id, stored(known[0].limits.changed(limits)))
+        if require is not None:
+            await self._database.execute(_DEMAND, "tenant", id, stored_demand(require))
+        if allow is not None:
+            await self._database.execute(_ALLOW, "tenant", id, stored_lists(known[0].allow.changed(allow)))
         return (await self.tenants(id))[0]
 
     async def tenants(self, id: str | None = None) -> list[Tenant]:
@@ -122,6 +179,8 @@ class IdentityStore:
         scopes: Sequence[Scope] = ("inference",),
         expires_at: float | None = None,
         limits: Allowance = NO_ALLOWANCE,
+        require: Demand = NO_DEMAND,
+        allow: AllowList = UNLIMITED,
     ) -> tuple[ApiKey, Minted]:
         """Creates a key; returns it with its text, which is not stored."""
         if user:
@@ -133,8 +192,13 @@ class IdentityStore:
             raise IdentityError(f"there is no tenant {tenant!r}")
         minted = mint()
         key = ApiKey(minted.id, tenant, user, name, tuple(scopes), self._clock(), expires_at, limits=limits)
+        key = replace(key, require=require, allow=allow)
         if limits is not NO_ALLOWANCE:  # before the key, so that the key never works without its limits
             await self._database.execute(_LIMIT, "key", key.id, stored(limits))
+        if require:
+            await self._database.execute(_DEMAND, "key", key.id, stored_demand(require))
+        if allow != UNLIMITED:
+            await self._database.execute(_ALLOW, "key", key.id, stored_lists(allow))
         await self._marker.set()
         await self._database.execute(
             "INSERT INTO keys (id, digest, tenant, user_id, name, scopes, created_at, expires_at) "
@@ -144,8 +208,16 @@ class IdentityStore:
         )  # fmt: skip
         return key, minted
 
-    async def update_key(self, id: str, *, name: str | None = None, limits: AllowanceChange | None = None) -> ApiKey:
-        """Changes the given fields of an active key."""
+    async def update_key(
+        self,
+        id: str,
+        *,
+        name: str | None = None,
+        limits: AllowanceChange | None = None,
+        require: Demand | None = None,
+        allow: AllowListChange | None = None,
+    ) -> ApiKey:
+        """Changes the given fields of an active key; a demand replaces the one before."""
         found = await self.find(id)
         if found is None or found.key.revoked_at is not None:
             raise IdentityError(f"there is no active key {id!r}")
@@ -153,6 +225,10 @@ class IdentityStore:
             await self._database.execute("UPDATE keys SET name = ? WHERE id = ?", name, id)
         if limits is not None:
             await self._database.execute(_LIMIT, "key", id, stored(found.key.limits.changed(limits)))
+        if require is not None:
+            await self._database.execute(_DEMAND, "key", id, stored_demand(require))
+        if allow is not None:
+            await self._database.execute(_ALLOW, "key", id, stored_lists(found.key.allow.changed(allow)))
         changed = await self.find(id)
         assert changed is not None, "keys are never deleted"
         return changed.key
@@ -171,14 +247,14 @@ class IdentityStore:
 
     async def find(self, id: str) -> StoredKey | None:
         rows = await self._database.fetch(
-            f"SELECT {_KEY}, k.digest, {_TENANT} FROM {_KEYS} JOIN tenants t ON t.id = k.tenant "
-            "LEFT JOIN own_limits tl ON tl.kind = 'tenant' AND tl.id = t.id WHERE k.id = ?",
+            f"SELECT {_KEY}, k.digest, {_TENANT} FROM {_KEYS} JOIN tenants t ON t.id = k.tenant {_OF_TENANTS} "
+            "WHERE k.id = ?",
             id,
         )
         if not rows:
             return None
         row = rows[0]
-        return StoredKey(_key(row[:9]), row[9], _tenant(row[10:]))
+        return StoredKey(_key(row[:11]), row[11], _tenant(row[12:]))
 
     async def has_keys(self) -> bool:
         """Whether a key was ever created: revoking the last one does not open the server. `KeysLost` if there is none
@@ -196,13 +272,26 @@ class IdentityStore:
 
 
 def _key(row: Row) -> ApiKey:
-    id, tenant, user, name, scopes, created_at, expires_at, revoked_at, limits = row
-    return ApiKey(id, tenant, user, name, tuple(scopes.split()), created_at, expires_at, revoked_at, read(limits))
+    id, tenant, user, name, scopes, created_at, expires_at, revoked_at, limits, demand, lists = row
+    return ApiKey(
+        id,
+        tenant,
+        user,
+        name,
+        tuple(scopes.split()),
+        created_at,
+        expires_at,
+        revoked_at,
+        read(limits),
+        read_demand(demand, f"key {id}"),
+        read_lists(lists),
+    )
 
 
 def _tenant(row: Row) -> Tenant:
-    id, name, tier, disabled, created_at, limits = row
-    return Tenant(id, name, tier, bool(disabled), created_at, read(limits))
+    id, name, tier, disabled, created_at, limits, demand, lists = row
+    demanded = read_demand(demand, f"tenant {id}")
+    return Tenant(id, name, tier, bool(disabled), created_at, read(limits), demanded, read_lists(lists))
 
 
 def _check_name(name: str, what: str) -> None:

@@ -159,6 +159,12 @@ class UntrustedPage(PermissionDenied):
     code = "untrusted_origin"
 
 
+class DataRuleForbids(PermissionDenied):
+    """Nothing that may have the request's data can answer it, and that will not change by itself."""
+
+    code = "data_rule"
+
+
 class NotFound(ApiError):
     """No such path or object."""
 

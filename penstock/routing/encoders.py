@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from penstock.backends.embedder import Embedder
 from penstock.config.encoders import EncoderConfig
+from penstock.identity.access import Access
 from penstock.protocol.errors import ModelNotFound
 
 
@@ -28,12 +29,21 @@ class Encoders:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def find(self, name: str) -> Embedder:
-        """The encoder with this name or alias."""
+    def find(self, name: str, access: Access | None = None) -> Embedder:
+        """The encoder with this name or alias, if it exists for a caller; without `access`: for the gateway itself."""
         known = self._names.get(name)
-        if known is None:
-            raise ModelNotFound(name[:256], list(self._names))
+        if known is None or not self.allows(access, known):
+            raise ModelNotFound(name[:256], [name for name, known in self._names.items() if self.allows(access, known)])
         return self._embedders[known]
+
+    def allows(self, access: Access | None, name: str) -> bool:
+        """Whether the encoder called `name` exists for a caller."""
+        config = self.configs.get(name)
+        return access is None or access.allows("model", name, aliases=() if config is None else config.aliases)
+
+    def first(self, access: Access) -> Embedder | None:
+        """The first configured encoder that exists for a caller."""
+        return next((embedder for embedder in self if self.allows(access, embedder.name)), None)
 
     @property
     def default(self) -> Embedder | None:

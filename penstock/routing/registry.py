@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from penstock.backends.base import Backend
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.sampling import UNSET_DEFAULTS, SamplingDefaults
 from penstock.errors import ConfigError
+from penstock.identity.access import Access
 from penstock.protocol.errors import InvalidRequest, ModelNotFound
 from penstock.routing.placement import ANYWHERE, Placement, PlacementFacts
 from penstock.routing.remotes import RemoteModel
@@ -68,6 +69,8 @@ class ServedModel:
     """The time-slice group with which it shares memory; empty: none."""
     adapters: tuple[str, ...] = ()
     """Configured LoRA adapters, until the engine reports its own list."""
+    adapter_owners: Mapping[str, str] = field(default_factory=dict)
+    """The tenants that alone may use configured adapters."""
     fallback: tuple[str, ...] = ()
     """Models that answer when this one cannot, in order."""
     autoscaled: bool = False
@@ -78,6 +81,7 @@ class ServedModel:
     """The adapter, if this is a base model with one."""
     base: str = ""
     """The name of that base model."""
+    base_aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -105,9 +109,29 @@ class ServedModel:
         told = self.backend.adapters
         return list(self.adapters if told is None else told)
 
+    def adapter_owner(self, name: str) -> str:
+        """The tenant that alone may use an adapter; empty: all. What the configuration says cannot be changed at run
+        time."""
+        owner = self.adapter_owners.get(name)
+        if owner:
+            return owner
+        status = (self.backend.adapters or {}).get(name)
+        return "" if status is None else status.owner
+
+    def allowed(self, access: Access) -> bool:
+        """Whether it exists for a caller. An adapter runs on its base model, so both must be allowed."""
+        if not self.adapter:
+            return access.allows("model", self.name, aliases=self.aliases)
+        base = (self.base, *self.base_aliases)
+        return access.allows("adapter", self.adapter, self.adapter_owner(self.adapter)) and access.allows(
+            "model", base[0], aliases=base[1:]
+        )
+
     def with_adapter(self, name: str) -> ServedModel:
         """The same model, tokenizer and engine with an adapter."""
-        return dataclasses.replace(self, name=name, adapter=name, base=self.name, aliases=(), adapters=())
+        return dataclasses.replace(
+            self, name=name, adapter=name, base=self.name, aliases=(), base_aliases=self.aliases, adapters=()
+        )
 
     @property
     def context_window(self) -> int | None:
@@ -191,21 +215,46 @@ class ModelRegistry:
         self._routes = {known: route for known, route in self._routes.items() if route.model is not model}
         return model
 
-    def route(self, name: str) -> Route:
+    def find(self, name: str) -> Route | RemoteModel | None:
+        """What is called `name`, for whomever it exists."""
         route = self._routes.get(name)
         if route is not None:
             return route
         for model in self._models.values():
             if name in model.adapter_names:
                 return Route(model.with_adapter(name), "adapter")
-        if name in self._remote_names:
+        return self._remote_names.get(name)
+
+    def route(self, name: str) -> Route:
+        """The model that runs here under `name`. For requests, `Permissions` has checked before that it exists for the
+        caller."""
+        found = self.find(name)
+        if isinstance(found, Route):
+            return found
+        if found is not None:
             raise InvalidRequest(
                 f"`{name}` runs on another server and its tokenizer is not available here; use the chat API.",
                 param="model",
                 code="remote_model",
             )
-        adapters = (name for model in self for name in model.adapter_names)
-        raise ModelNotFound(name[:256], [*self._routes, *self._remote_names, *adapters])
+        raise ModelNotFound(name[:256], self.names())
+
+    def names(self, access: Access | None = None) -> list[str]:
+        """Every name of a model, adapter or remote that exists for a caller; without `access`: for anyone."""
+        found = [name for name, route in self._routes.items() if access is None or route.model.allowed(access)]
+        found += [name for name, remote in self._remote_names.items() if access is None or remote.allowed(access)]
+        for model in self:
+            for name in model.adapter_names:
+                if access is None or model.with_adapter(name).allowed(access):
+                    found.append(name)
+        return found
+
+    def allows(self, access: Access, name: str) -> bool:
+        """Whether there is a model, adapter or remote called `name` that exists for a caller."""
+        found = self.find(name)
+        if found is None:
+            return False
+        return found.allowed(access) if isinstance(found, RemoteModel) else found.model.allowed(access)
 
     def remote(self, name: str) -> RemoteModel | None:
         """The remote model with this name or alias, if any."""

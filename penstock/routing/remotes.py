@@ -21,6 +21,7 @@ from penstock.backends.remote.chunk import Chunk, EmbeddingBatch, TokenCount
 from penstock.backends.remote.features import Feature, Fit, Operation
 from penstock.backends.remote.server import RemoteServer
 from penstock.config.sampling import UNSET_DEFAULTS
+from penstock.identity.access import Access
 from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
 from penstock.routing.breaker import Breaker, BreakerPolicy
 from penstock.routing.placement import Placer
@@ -112,6 +113,10 @@ class RemoteModel:
     def fingerprint(self) -> str:
         parts = sorted(f"{member.server.upstream.url}\0{member.server.upstream.model}" for member in self.members)
         return "fp_" + hashlib.sha256("\0".join((self.name, *parts)).encode()).hexdigest()[:10]
+
+    def allowed(self, access: Access) -> bool:
+        """Whether it exists for a caller."""
+        return access.allows("remote", self.name, aliases=self.aliases)
 
     @property
     def ready(self) -> bool:

@@ -40,6 +40,7 @@ class AdapterEntry:
     """Unloaded, or replaced by a reload; sequences that use it may finish."""
     waiting: dict[Sequence, None] = field(default_factory=dict)
     done: list[Done] = field(default_factory=list)
+    owner: str = ""
 
     def status(self, on_device: bool = False) -> AdapterStatus:
         loaded = self.adapter
@@ -53,6 +54,7 @@ class AdapterEntry:
             on_device=on_device,
             users=self.users,
             error=self.error,
+            owner=self.owner,
         )
 
 
@@ -78,7 +80,9 @@ class AdapterRegistry:
         self.loads = self.failures = self.host_evictions = 0
         self.load_seconds = 0.0
         self._loader: Loader[AdapterEntry] = Loader(read)
-        self._entries = {spec.name: AdapterEntry(spec.name, spec.source, spec.pinned) for spec in specs}
+        self._entries = {
+            spec.name: AdapterEntry(spec.name, spec.source, spec.pinned, owner=spec.owner) for spec in specs
+        }
         self._host: OrderedDict[AdapterEntry, None] = OrderedDict()
         """Entries in memory, least recently used first; replaced ones too while they have users."""
         self._loading = 0
@@ -104,7 +108,7 @@ class AdapterRegistry:
 
     def add(self, spec: AdapterSpec, done: Done) -> AdapterEntry:
         """Read an adapter now, also when one of that name exists: new requests then use the new one."""
-        entry = AdapterEntry(spec.name, spec.source, spec.pinned, done=[done])
+        entry = AdapterEntry(spec.name, spec.source, spec.pinned, done=[done], owner=spec.owner)
         old = self._entries.get(spec.name)
         if old is not None:
             entry.waiting, old.waiting = old.waiting, {}

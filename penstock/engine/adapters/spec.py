@@ -39,6 +39,8 @@ class AdapterSpec:
     """A folder with adapter_config.json and adapter_model.safetensors, hf:ORG/NAME or s3://BUCKET/PREFIX."""
     pinned: bool = False
     """Read at start and never evicted."""
+    owner: str = ""
+    """The tenant that alone may use it; empty: all. The engine passes it on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class AdapterStatus:
     """Requests running with it or waiting for a slot."""
     error: str = ""
     """Why it failed."""
+    owner: str = ""
 
 
 @dataclass(slots=True)

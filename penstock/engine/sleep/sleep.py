@@ -79,7 +79,7 @@ class EngineSleep:
             return SleepingEngine(engine.info, offloaded=offload(engine))
         specs = None
         if engine.adapters is not None:
-            specs = tuple(AdapterSpec(s.name, s.source, s.pinned) for s in engine.adapters.statuses())
+            specs = tuple(AdapterSpec(s.name, s.source, s.pinned, s.owner) for s in engine.adapters.statuses())
         engine.close()
         return SleepingEngine(engine.info, specs=specs)
 

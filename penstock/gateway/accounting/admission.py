@@ -180,11 +180,18 @@ class Admissions:
             return 0, 0.0, False
         return self._admission.controller(model).load()
 
-    def reroute(self, exchange: Exchange, route: Route, needs: Callable[[], int]) -> Route:
+    def reroute(
+        self,
+        exchange: Exchange,
+        route: Route,
+        needs: Callable[[], int],
+        allowed: Callable[[str], bool] = lambda name: True,
+    ) -> Route:
         """The route to take: to the smaller model when too many requests wait for this one and the caller's tier is
-        best effort. `needs`: tokens that the request takes at most, which must fit the smaller model's window."""
+        best effort. `needs`: tokens that the request takes at most, which must fit the smaller model's window.
+        `allowed`: whether the request may reach a model."""
         name = self.smaller.get(route.model.name)
-        if name is None or self._admission is None or not self._tier(exchange.caller).best_effort:
+        if name is None or self._admission is None or not self._tier(exchange.caller).best_effort or not allowed(name):
             return route
         smaller = self._registry.route(name).model
         if not self._admission.controller(route.model).saturated() or self._admission.controller(smaller).saturated():

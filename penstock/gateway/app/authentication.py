@@ -12,14 +12,18 @@ from penstock.gateway.app.browsers import BrowserGuard
 from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import OPEN_CALLER, Caller, KeyRing
+from penstock.identity.access import UNLIMITED, Access, AllowList
 from penstock.protocol.errors import PermissionDenied
 
 
 class OpenAuthentication:
     """Accepts every request that no foreign web page can have sent: there is no store for keys."""
 
-    def __init__(self, default_tier: str, guard: BrowserGuard) -> None:
-        self._open_caller = dataclasses.replace(OPEN_CALLER, tier=default_tier)
+    def __init__(self, default_tier: str, guard: BrowserGuard, allow: AllowList = UNLIMITED) -> None:
+        """`allow`: what that tier may use."""
+        self._allow = allow
+        access = Access.of(OPEN_CALLER.tenant, allow)
+        self._open_caller = dataclasses.replace(OPEN_CALLER, tier=default_tier, access=access)
         self._guard = guard
 
     async def caller(self, exchange: Exchange, endpoint: Endpoint) -> Caller:
@@ -29,7 +33,7 @@ class OpenAuthentication:
 
     async def holder(self, tenant: str, key: str) -> Caller:
         """The caller that asked, earlier, for work that is done only now; raises when its key no longer works."""
-        return dataclasses.replace(self._open_caller, tenant=tenant)
+        return dataclasses.replace(self._open_caller, tenant=tenant, access=Access.of(tenant, self._allow))
 
     def refresh(self) -> None:
         """Tenants or keys have changed: look them up again."""
@@ -38,8 +42,8 @@ class OpenAuthentication:
 class Authentication(OpenAuthentication):
     """Checks keys against the store, through the key ring."""
 
-    def __init__(self, keyring: KeyRing, default_tier: str, guard: BrowserGuard) -> None:
-        super().__init__(default_tier, guard)
+    def __init__(self, keyring: KeyRing, default_tier: str, guard: BrowserGuard, allow: AllowList = UNLIMITED) -> None:
+        super().__init__(default_tier, guard, allow)
         self._keyring = keyring
 
     async def caller(self, exchange: Exchange, endpoint: Endpoint) -> Caller:

@@ -23,6 +23,7 @@ from penstock.gateway.app.encodings import inflater
 from penstock.gateway.app.unknown_fields import ignored_header
 from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
 from penstock.identity import OPEN_CALLER, Caller
+from penstock.identity.labels import NO_DEMAND, Demand
 from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
 from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.timeline import Timeline
@@ -69,6 +70,7 @@ class Exchange:
         "body_size",
         "caller",
         "continues",
+        "demand",
         "dialect",
         "extra_headers",
         "ignored",
@@ -116,6 +118,8 @@ class Exchange:
         self.body_read = False
         self.body_size = 0
         self.caller: Caller = OPEN_CALLER
+        self.demand: Demand = NO_DEMAND
+        """The labels that whatever gets data of this request must have; only ever narrowed."""
         self.dialect: Dialect = OPENAI
         self.stalled_reader_s = stalled_reader_s
         self.receive_s = receive_s
@@ -138,7 +142,9 @@ class Exchange:
 
     def copied(self) -> Exchange:
         """A shadow of this request: the same caller and headers, and nobody who reads the answer."""
-        scope = {**self.scope, ON_DISCONNECT: lambda callback: None}
+        kept = ("type", "http_version", "method", "path", "path_params", "query_string", "headers")
+        scope = {name: self.scope[name] for name in kept if name in self.scope}
+        scope[ON_DISCONNECT] = lambda callback: None
         copy = Exchange(
             scope,
             _nothing,
@@ -149,6 +155,7 @@ class Exchange:
             refuses_unknown=False,
         )
         copy.shadow = copy.body_read = True
+        copy.demand = self.demand
         copy.caller, copy.route, copy.dialect, copy.body_size = self.caller, self.route, self.dialect, self.body_size
         copy.request_id = copy.record.request_id = self.request_id
         copy.record.route, copy.record.tenant = self.record.route, self.record.tenant
@@ -157,6 +164,10 @@ class Exchange:
 
     def header(self, name: bytes) -> bytes | None:
         return self._given.get(name)
+
+    def headers(self, name: bytes) -> list[bytes]:
+        """Every value of a header that may be repeated."""
+        return [value for given, value in self.scope["headers"] if given == name]
 
     @property
     def elapsed_s(self) -> float:

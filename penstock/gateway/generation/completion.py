@@ -47,6 +47,9 @@ class CompletionGenerations(GenerationFactory):
         prompt_only: bool,
     ) -> EngineGeneration:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
+        if attempt.trial is not None and attempt.trial.wants_again:
+            asked = request
+            attempt.trial.again = lambda other: self.make(other, asked, prompts, limit, prompt_only=prompt_only)
         request = with_response_format(request)
         exchange = attempt.exchange
         stops = stop_strings(request)

@@ -21,6 +21,7 @@ from penstock.gateway.generation.experiment import Experiment
 from penstock.gateway.generation.experiment_steering import Steering
 from penstock.gateway.generation.experiment_store import CountKey, DatabaseExperiments, MemoryExperiments
 from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.trial import Trial, parsed_label
 from penstock.metering.prices import PriceBook, Usage
 from penstock.routing.experiments.allocation import CONTROL, bucket_of
@@ -43,20 +44,22 @@ class Experiments:
         routes: Routes,
         prices: PriceBook,
         metrics: ExperimentMetrics,
+        permissions: Permissions,
         *,
-        permits: Callable[[Exchange, str], bool] = lambda exchange, model: True,
         clock: Callable[[], float] = time.time,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """`permits`: whether the caller of a request may use a model."""
         self._experiments = {config.name: Experiment(config) for config in configs}
         self._registry, self._routes, self._prices, self._metrics = registry, routes, prices, metrics
-        self._permits, self._clock, self._draw = permits, clock, draw
+        self._permits, self._clock, self._draw = permissions.allows, clock, draw
         self._database: Database | None = None
         self.steering = Steering(
             self._experiments, MemoryExperiments(), metrics, clock, exists=self._exists, split=self._split
         )
         self._check()
+        for experiment in self:
+            if not self._exists(experiment.config.name):
+                permissions.add_route(experiment.config.name, [experiment.control])
 
     def __iter__(self) -> Iterator[Experiment]:
         return iter(self._experiments.values())
@@ -191,6 +194,9 @@ class Experiments:
             arms = [*config.canaries, *config.shadows, *([config.control] if config.control else [])]
             if rules is not None and not config.control:
                 arms += [rules.small, rules.large]
+            for arm in config.shadows:
+                if arm in self._routes.rules:
+                    raise ConfigError(f"experiments: the route `{arm}` cannot be a shadow of `{name}`; name a model")
             for arm in arms:
                 if self._split(arm):
                     raise ConfigError(f"experiments: `{name}` leads to `{arm}`, which an experiment splits")

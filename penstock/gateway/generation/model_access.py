@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from penstock.engine.request import EngineInfo
-from penstock.gateway.accounting.admission import Admissions
+from penstock.gateway.accounting.admission import DOWNGRADE, Admissions
 from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.sampling import TokenLimit
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.time_slice_groups import TimeSlices
@@ -14,9 +15,15 @@ class ModelAccess:
     """Opens models for requests."""
 
     def __init__(
-        self, registry: ModelRegistry, admissions: Admissions, slices: TimeSlices, engine_wait_s: float
+        self,
+        registry: ModelRegistry,
+        permissions: Permissions,
+        admissions: Admissions,
+        slices: TimeSlices,
+        engine_wait_s: float,
     ) -> None:
         self._registry = registry
+        self._permissions = permissions
         self._admissions = admissions
         self._slices = slices
         self._engine_wait_s = engine_wait_s
@@ -27,10 +34,15 @@ class ModelAccess:
         exchange = attempt.exchange
         # A token has at least one byte, so this is the most that the request can need.
         route = self._admissions.reroute(
-            exchange, self._registry.route(name), lambda: exchange.body_size + (limit.max_tokens or 1)
+            exchange,
+            self._registry.route(name),
+            lambda: exchange.body_size + (limit.max_tokens or 1),
+            lambda smaller: self._permissions.allows(exchange, smaller),
         )
         model = route.model
         attempt.note_model(name, model, route.why)
+        if route.why == DOWNGRADE:
+            attempt.trial = None  # another model answers: nothing is learned about the arm
         within = 0.0 if attempt.has_fallback else self._engine_wait_s
         info = await model.backend.wait_ready(within)
         attempt.hold(await self._slices.acquire(model, within))

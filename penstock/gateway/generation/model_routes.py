@@ -16,6 +16,7 @@ from pathlib import Path
 from penstock.config.routing import RouteConfig
 from penstock.errors import ConfigError
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.question import Question
 from penstock.protocol.errors import ApiError
 from penstock.routing.encoders import Encoders
@@ -43,12 +44,16 @@ class Routes:
         registry: ModelRegistry,
         encoders: Encoders,
         metrics: RouteMetrics,
+        permissions: Permissions,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._encoders, self._metrics, self._clock = encoders, metrics, clock
         self._configured = {config.name: _rules(config, registry) for config in configs}
         self.rules = dict(self._configured)
+        self._permissions = permissions
+        for rules in self._configured.values():
+            permissions.add_route(rules.name, (rules.small, rules.large))
         self._classifiers = {
             config.name: Classifier.load(Path(config.classifier)) for config in configs if config.classifier
         }
@@ -75,6 +80,11 @@ class Routes:
             unit=exchange.record.user_id or exchange.request_id,
             opinion=await self._opinion(name, asked.text),
         )
+        able = self._permissions.allowed(exchange, (self.rules[name].small, self.rules[name].large))
+        if not able:
+            self._permissions.check(exchange, selection.model)
+        if selection.model not in able:
+            selection = dataclasses.replace(selection, model=able[0], rule="only")
         self._metrics.decided(name, selection.model, selection.rule)
         return selection.model, selection.why(name)
 

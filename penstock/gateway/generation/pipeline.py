@@ -14,15 +14,18 @@ from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat import ChatGenerations
 from penstock.gateway.generation.completion import CompletionGenerations
 from penstock.gateway.generation.engine import EngineGeneration
+from penstock.gateway.generation.experiments import Experiments
 from penstock.gateway.generation.fallback import FallbackChain
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_access import ModelAccess
 from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.response import send_stream, send_whole
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.resumption import EventNumbers
 from penstock.gateway.generation.settings import GenerationSettings
+from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.sources import SourceSearch
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
 from penstock.gateway.generation.tokenization import Tokenization
@@ -40,7 +43,10 @@ class GenerationPipeline:
         settings: GenerationSettings,
         *,
         registry: ModelRegistry,
+        permissions: Permissions,
         routes: Routes,
+        experiments: Experiments,
+        shadows: Shadows,
         slices: TimeSlices,
         admissions: Admissions,
         quotas: Quotas,
@@ -56,6 +62,7 @@ class GenerationPipeline:
     ) -> None:
         self.settings = settings
         self.registry = registry
+        self.permissions = permissions
         self.tokenization = tokenization
         self.quotas = quotas
         self.lifecycle = lifecycle
@@ -64,8 +71,8 @@ class GenerationPipeline:
         self.cache = cache
         self.grader = grader
         self._background = background
-        models = ModelAccess(registry, admissions, slices, settings.engine_wait_s)
-        self.answer = FallbackChain(registry, routes, admissions, metrics).answer
+        models = ModelAccess(registry, permissions, admissions, slices, settings.engine_wait_s)
+        self.answer = FallbackChain(registry, permissions, routes, experiments, shadows, admissions, metrics).answer
         self.chat = ChatGenerations(
             settings=settings,
             models=models,

@@ -79,6 +79,11 @@ class Trial:
         """For the reply, the ledger and the request log."""
         return arm_label(self.experiment, self.arm)
 
+    @property
+    def wants_again(self) -> bool:
+        """Whether a shadow gets the request too. Of an answer in several steps it gets the first."""
+        return bool(self.shadows) and self.again is None
+
     def ran(self, tier: str, generation: Generation) -> None:
         """A generation of the arm has ended; an answer may have several."""
         self.from_cache = self.from_cache or generation.from_cache
@@ -115,6 +120,10 @@ class Trial:
                 self._count("errors", 1.0)
         elif self._end("left") and exchange.record.ttft_ms is None:
             self._count("ttft", math.log(max(monotonic() - self._begun, 1e-6)))
+
+    def diverted(self) -> None:
+        """Another model has answered, as under overload: that says nothing about the arm."""
+        self._end("diverted")
 
     def _end(self, outcome: str) -> bool:
         """Whether it ends with this; only once."""

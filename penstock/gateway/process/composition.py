@@ -65,10 +65,13 @@ from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
+from penstock.gateway.generation.experiments import Experiments
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.response_format import GrammarCache
+from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.moderation.endpoints import ModerationEndpoints
 from penstock.gateway.moderation.guardrails import Guardrails
@@ -105,6 +108,7 @@ from penstock.storage import Database, open_database
 from penstock.storage.watch import DatabaseWatch
 from penstock.telemetry.autoscale_metrics import add_autoscale_metrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
+from penstock.telemetry.experiment_metrics import ExperimentMetrics
 from penstock.telemetry.fleet_metrics import add_fleet_metrics
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
@@ -209,6 +213,7 @@ async def compose(
         checks |= {"ledger": accounts.problem, "limits": quotas.problem}
 
         # What answers.
+        permissions = Permissions(registry)
         for embedder in encoders:
             embedder.threads = text_threads
         closing(encoders.close)
@@ -239,7 +244,7 @@ async def compose(
         )
         closing(tools.close)
         judge: Judge | NoJudge = NoJudge()
-        if settings.judge.rate:
+        if settings.judge.rate or any(experiment.judge for experiment in settings.experiments):
             judge = Judge(
                 settings.judge,
                 settings.generation,
@@ -258,8 +263,16 @@ async def compose(
         for remote in registry.remotes.values():
             await remote.start()
             closing(remote.close)
-        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry))
+        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry), permissions)
         await routes.start(database)
+        experiment_metrics = ExperimentMetrics(metrics.registry)
+        experiments = Experiments(settings.experiments, registry, routes, prices, experiment_metrics, permissions)
+        await experiments.start(database)
+        closing(experiments.close)
+        if stores is not None:
+            stores.feedback.on_arm = experiments.voted
+        if isinstance(judge, Judge):
+            judge.on_arm = experiments.graded
         downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
         admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
         metrics.waiting.add(admissions.depths, "capacity", shared=bool(settings.admission.url))
@@ -306,10 +319,18 @@ async def compose(
         lifecycle = GenerationLifecycle(
             quotas, admissions, accounts, drain, background, record_text=settings.generation.record_text
         )
+        shadows = Shadows(
+            settings.experiments, registry, permissions, admissions, accounts, judge, experiments, experiment_metrics
+        )
+        shadows.start()
+        closing(shadows.close)
         pipeline = GenerationPipeline(
             settings.generation,
             registry=registry,
+            permissions=permissions,
             routes=routes,
+            experiments=experiments,
+            shadows=shadows,
             slices=slices,
             admissions=admissions,
             quotas=quotas,

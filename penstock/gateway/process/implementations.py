@@ -18,6 +18,7 @@ from penstock.gateway.process.stores import Stores
 from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff, open_store
 from penstock.gateway.workers.group import CoordinatedWorker, SingleWorker, WorkerGroup
 from penstock.identity import KeyRing
+from penstock.identity.access import UNLIMITED, AllowList
 from penstock.limits import LimitStore
 from penstock.routing.encoders import Encoders
 from penstock.storage import Database
@@ -28,15 +29,18 @@ from penstock.telemetry.metrics import Metrics
 
 def authentication(settings: GatewaySettings, stores: Stores | None) -> OpenAuthentication:
     guard = BrowserGuard(settings.trusted_hosts, settings.cors_origins)
+    tiers = {tier.name: AllowList.configured(tier.allow) for tier in settings.tiers}
+    default = tiers.get(settings.default_tier, UNLIMITED)
     if stores is None:
-        return OpenAuthentication(settings.default_tier, guard)
+        return OpenAuthentication(settings.default_tier, guard, default)
     keyring = KeyRing(
         stores.identities,
         default_tier=settings.default_tier,
+        tiers=tiers,
         fresh_s=settings.key_fresh_s,
         grace_s=settings.key_grace_s,
     )
-    return Authentication(keyring, settings.default_tier, guard)
+    return Authentication(keyring, settings.default_tier, guard, default)
 
 
 def worker_group(

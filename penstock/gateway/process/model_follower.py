@@ -65,6 +65,7 @@ def served(
         aliases=model.aliases,
         time_slice=model.time_slice,
         adapters=model.adapters,
+        adapter_owners=dict(model.adapter_owners),
         input_price=model.input_price,
         output_price=model.output_price,
         cost_per_hour=model.cost_per_hour,

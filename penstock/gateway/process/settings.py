@@ -47,6 +47,8 @@ class ModelSettings:
     aliases: tuple[str, ...] = ()
     adapters: tuple[str, ...] = ()
     """Names of its configured LoRA adapters."""
+    adapter_owners: tuple[tuple[str, str], ...] = ()
+    """Those that belong to a tenant, each with it."""
     time_slice: str = ""
     """The time-slice group: its models take turns on the device."""
     input_price: float = 0.0
@@ -80,6 +82,7 @@ class ModelSettings:
             source=model.source,
             aliases=model.aliases,
             adapters=tuple(spec.name for spec in model.adapters),
+            adapter_owners=tuple((spec.name, spec.owner) for spec in model.adapters if spec.owner),
             time_slice=model.time_slice,
             silence_s=model.watchdog_s + 15.0,
             input_price=model.input_price,

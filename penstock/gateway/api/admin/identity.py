@@ -14,6 +14,7 @@ from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import ApiKey, IdentityStore, Scope, Tenant
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange
+from penstock.identity.labels import NO_DEMAND, Demand, LabelError, RequireField, demand_of
 from penstock.identity.store import IdentityError
 from penstock.metering.ledger import Ledger
 from penstock.metering.spend import NOTHING, spent, spent_by_key
@@ -30,6 +31,8 @@ class TenantRequest(msgspec.Struct, forbid_unknown_fields=True):
     tier: str = ""
     limits: Allowance = NO_ALLOWANCE
     """Override the limits of the tier."""
+    require: RequireField | None = None
+    """Labels that whatever gets its requests' data must have."""
 
 
 class TenantChange(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,6 +40,8 @@ class TenantChange(msgspec.Struct, forbid_unknown_fields=True):
     tier: str | None = None
     disabled: bool | None = None
     limits: AllowanceChange | None = None
+    require: RequireField | None = None
+    """Replaces the demand before; `{}`: none."""
 
 
 class KeyRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -48,11 +53,15 @@ class KeyRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Seconds since 1970; null: never."""
     limits: Allowance = NO_ALLOWANCE
     """In addition to those of its tenant."""
+    require: RequireField | None = None
+    """In addition to the demand of its tenant."""
 
 
 class KeyChange(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     limits: AllowanceChange | None = None
+    require: RequireField | None = None
+    """Replaces the demand before; `{}`: none."""
 
 
 _tenant_request = msgspec.json.Decoder(TenantRequest)
@@ -89,8 +98,11 @@ class IdentityEndpoints:
     async def create_tenant(self, exchange: Exchange) -> None:
         request = decode(_tenant_request, await exchange.body(self._body_limit))
         self._check_tier(request.tier)
+        require = required(request.require, f"tenant {request.id}") or NO_DEMAND
         made = await guard(
-            self._store.create_tenant(request.id, name=request.name, tier=request.tier, limits=request.limits)
+            self._store.create_tenant(
+                request.id, name=request.name, tier=request.tier, limits=request.limits, require=require
+            )
         )
         await self._changed()
         await exchange.reply_json(self._tenant(made))
@@ -100,7 +112,12 @@ class IdentityEndpoints:
         self._check_tier(request.tier)
         known = await self._known(exchange)
         work = self._store.update_tenant(
-            known.id, name=request.name, tier=request.tier, disabled=request.disabled, limits=request.limits
+            known.id,
+            name=request.name,
+            tier=request.tier,
+            disabled=request.disabled,
+            limits=request.limits,
+            require=required(request.require, f"tenant {known.id}"),
         )
         changed = await guard(work)
         await self._changed()
@@ -142,6 +159,7 @@ class IdentityEndpoints:
                 scopes=request.scopes,
                 expires_at=request.expires_at,
                 limits=request.limits,
+                require=required(request.require, "key") or NO_DEMAND,
             )
         )
         await self._changed()
@@ -153,7 +171,8 @@ class IdentityEndpoints:
         found = await guard(store.find(id))
         if found is None or found.key.revoked_at is not None:
             raise NotFound(f"There is no key `{id[:128]}` that still works.")
-        changed = await guard(store.update_key(id, name=request.name, limits=request.limits))
+        require = required(request.require, f"key {id}")
+        changed = await guard(store.update_key(id, name=request.name, limits=request.limits, require=require))
         await self._changed()
         await exchange.reply_json(described_key(changed))
 
@@ -169,7 +188,8 @@ class IdentityEndpoints:
             raise InvalidRequest(f"There is no tier `{tier[:128]}`; there are {', '.join(self._tiers)}.", param="tier")
 
     def _tenant(self, tenant: Tenant) -> dict[str, Any]:
-        return {"object": "tenant", **asdict(tenant), "tier": tenant.tier or self._default_tier}
+        shown = {**asdict(tenant), "tier": tenant.tier or self._default_tier, "require": tenant.require.pairs}
+        return {"object": "tenant", **shown}
 
 
 async def guard(work: Any) -> Any:
@@ -187,4 +207,15 @@ async def _reply_list(exchange: Exchange, data: list[dict[str, Any]]) -> None:
 
 
 def described_key(key: ApiKey) -> dict[str, Any]:
-    return {"object": "key", **asdict(key)}
+    return {"object": "key", **asdict(key), "require": key.require.pairs}
+
+
+def required(given: RequireField | None, rule: str) -> Demand | None:
+    """The demand of a request to the admin API; None: it gives none."""
+    if given is None:
+        return None
+    try:
+        return demand_of(given.items(), rule)
+    except LabelError as error:
+        message = str(error)
+        raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="require") from error

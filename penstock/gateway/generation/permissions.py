@@ -1,0 +1,58 @@
+"""May this request reach this model? The one place that answers, for every path that leads to one: the name in the
+request, routes, fallbacks, overflow, downgrades, guardrails, the judge, summaries, tools, batches.
+
+Invariant: what a caller may not use does not exist for it. The error for such a name is made by the same code as that
+for a name nobody has, and lists only what the caller may use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.gateway.app.exchange import Exchange
+from penstock.identity import Caller
+from penstock.protocol.errors import ModelNotFound
+from penstock.routing.registry import ModelRegistry, ServedModel
+
+
+class Permissions:
+    """What exists for the callers of a gateway."""
+
+    def __init__(self, registry: ModelRegistry) -> None:
+        self._registry = registry
+        self._routes: dict[str, tuple[str, ...]] = {}
+
+    def add_route(self, name: str, models: Sequence[str]) -> None:
+        """`name` stands for `models`, one of which answers. It exists for callers that may use it and one of them."""
+        self._routes[name] = tuple(models)
+
+    def exists(self, caller: Caller, name: str) -> bool:
+        """Whether a model, alias, adapter, remote or route called `name` exists for a caller."""
+        models = self._routes.get(name)
+        if models is None:
+            return self._registry.allows(caller.access, name)
+        return caller.access.allows("model", name) and any(self.exists(caller, model) for model in models)
+
+    def check(self, exchange: Exchange, name: str) -> None:
+        """Raises `ModelNotFound` unless a request may reach what is called `name`."""
+        if not self.exists(exchange.caller, name):
+            raise self.unknown(exchange.caller, name)
+
+    def unknown(self, caller: Caller, name: str) -> ModelNotFound:
+        """The error for a name that does not exist for a caller."""
+        return ModelNotFound(name[:256], self._registry.names(caller.access))
+
+    def allows(self, exchange: Exchange, name: str) -> bool:
+        """Whether `check` passes."""
+        return self.exists(exchange.caller, name)
+
+    def allowed(self, exchange: Exchange, names: Iterable[str]) -> list[str]:
+        """Those of `names` that a request may reach, in the same order."""
+        return [name for name in names if self.allows(exchange, name)]
+
+    def first(self, exchange: Exchange) -> ServedModel:
+        """The model of a request that names none: the first that it may reach."""
+        for model in self._registry:
+            if self.allows(exchange, model.name):
+                return model
+        raise self.unknown(exchange.caller, "")

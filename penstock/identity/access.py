@@ -1,0 +1,149 @@
+"""What a caller may use: allow-lists of names and `*` patterns, by tier, tenant and key, and owners.
+
+Invariant: each layer can only take away; a key never reaches more than its tenant, a tenant never more than its tier.
+A list that is not set allows everything without another owner, an empty one nothing. What has an owner exists for
+that tenant alone, and for tenants whose own list names it in full: a pattern never opens what belongs to others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from penstock.config.access import AllowConfig
+
+Kind = Literal["model", "adapter", "remote", "collection", "tool"]
+KINDS: tuple[Kind, ...] = ("model", "adapter", "remote", "collection", "tool")
+Entry = Annotated[str, Meta(min_length=1, max_length=256)]
+Entries = Annotated[tuple[Entry, ...], Meta(max_length=1000)]
+
+
+class AllowList(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a tier, tenant or key may use, as it is configured and stored. None: not set; empty: nothing."""
+
+    models: Entries | None = None
+    """Models, encoders and routes, by name or alias; `adapters` and `remotes` that are not set follow it."""
+    adapters: Entries | None = None
+    remotes: Entries | None = None
+    collections: Entries | None = None
+    tools: Entries | None = None
+    """Tool servers (`weather`) and single functions (`weather.forecast`)."""
+
+    @classmethod
+    def configured(cls, config: AllowConfig | None) -> AllowList:
+        if config is None:
+            return UNLIMITED
+        return cls(config.models, config.adapters, config.remotes, config.collections, config.tools)
+
+    def changed(self, change: AllowListChange | None) -> AllowList:
+        """This list with `change` applied."""
+        named = {} if change is None else msgspec.structs.asdict(change)
+        return msgspec.structs.replace(self, **{name: value for name, value in named.items() if value is not UNSET})
+
+
+class AllowListChange(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A field that is left out stays as it is; null removes the list, so that everything is allowed."""
+
+    models: Entries | UnsetType | None = UNSET
+    adapters: Entries | UnsetType | None = UNSET
+    remotes: Entries | UnsetType | None = UNSET
+    collections: Entries | UnsetType | None = UNSET
+    tools: Entries | UnsetType | None = UNSET
+
+
+UNLIMITED = AllowList()
+_decoder = msgspec.json.Decoder(AllowList)
+
+
+def stored_lists(lists: AllowList) -> str:
+    """The stored text; empty when nothing is set."""
+    return "" if lists == UNLIMITED else msgspec.json.encode(lists).decode()
+
+
+def read_lists(text: str) -> AllowList:
+    return _decoder.decode(text) if text else UNLIMITED
+
+
+class _Names:
+    """The entries of one list, prepared for look-ups."""
+
+    __slots__ = ("exact", "pattern")
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        entries = tuple(entries)
+        self.exact = frozenset(entry for entry in entries if "*" not in entry)
+        parts = [".*".join(map(re.escape, entry.split("*"))) for entry in entries if "*" in entry]
+        self.pattern = re.compile("|".join(parts), re.DOTALL) if parts else None
+
+    def match(self, name: str) -> bool:
+        return name in self.exact or (self.pattern is not None and self.pattern.fullmatch(name) is not None)
+
+
+class _Layer:
+    """The lists of a tier, a tenant or a key."""
+
+    __slots__ = ("lists",)
+
+    def __init__(self, lists: AllowList) -> None:
+        given = (lists.models, lists.adapters, lists.remotes, lists.collections, lists.tools)
+        self.lists: dict[Kind, _Names | None] = {
+            kind: None if entries is None else _Names(entries) for kind, entries in zip(KINDS, given, strict=True)
+        }
+
+    def permits(self, kind: Kind, names: tuple[str, ...], *, own: bool) -> bool:
+        known = self.lists[kind]
+        if known is None and kind in ("adapter", "remote") and not own:
+            known = self.lists["model"]  # both are named where a model is
+        return known is None or any(map(known.match, names))
+
+    def names(self, kind: Kind, names: tuple[str, ...]) -> bool:
+        """Whether it lists one of these in full."""
+        known = self.lists[kind]
+        return known is not None and not known.exact.isdisjoint(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What one caller may use. `Access()` is limited by owners alone."""
+
+    tenant: str = ""
+    layers: tuple[_Layer, ...] = ()
+    """Of the tier, the tenant and the key, as far as they limit anything."""
+    own: _Layer | None = None
+    """That of the tenant, which may name what others own."""
+
+    @classmethod
+    def of(
+        cls, tenant: str, tier: AllowList = UNLIMITED, own: AllowList = UNLIMITED, key: AllowList = UNLIMITED
+    ) -> Access:
+        if tier == own == key == UNLIMITED:
+            return cls(tenant)
+        mine = None if own == UNLIMITED else _Layer(own)
+        layers = (
+            None if tier == UNLIMITED else _Layer(tier),
+            mine,
+            None if key == UNLIMITED else _Layer(key),
+        )
+        return cls(tenant, tuple(layer for layer in layers if layer is not None), mine)
+
+    def allows(self, kind: Kind, name: str, owner: str = "", aliases: tuple[str, ...] = ()) -> bool:
+        """Whether `name`, which `owner` owns (empty: nobody), exists for the caller. It is found under any of its
+        names."""
+        names = (name, *aliases) if aliases else (name,)
+        mine = bool(owner) and owner == self.tenant
+        if owner and not mine and (self.own is None or not self.own.names(kind, names)):
+            return False
+        return all(layer.permits(kind, names, own=mine) for layer in self.layers)
+
+    @property
+    def limited(self) -> bool:
+        """Whether any list is set."""
+        return bool(self.layers)
+
+
+ANY = Access()
