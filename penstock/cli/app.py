@@ -17,6 +17,7 @@ from penstock.cli.deploy import app as deploy
 from penstock.cli.doctor import doctor
 from penstock.cli.drill import drill
 from penstock.cli.engine import engine
+from penstock.cli.experiments import route
 from penstock.cli.fleet import app as fleet
 from penstock.cli.gateway import gateway
 from penstock.cli.health import health
@@ -30,7 +31,6 @@ from penstock.cli.pull import pull
 from penstock.cli.quantize import quantize
 from penstock.cli.replicas import autoscale, drain, replicas, restart, scale
 from penstock.cli.requests import requests
-from penstock.cli.route import route
 from penstock.cli.serve import serve
 from penstock.cli.simulate import simulate
 from penstock.cli.top import top

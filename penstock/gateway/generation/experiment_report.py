@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
-
+from penstock.gateway.generation.experiment import Experiment
 from penstock.gateway.generation.experiment_store import Event, SpanCounts
 from penstock.gateway.generation.trial import SHADOW
 from penstock.routing.experiments.allocation import CONTROL
 from penstock.routing.experiments.confidence import Moments
 from penstock.routing.experiments.verdict import MEASURES, interval, typical
 
-if TYPE_CHECKING:
-    from penstock.gateway.generation.experiments import Experiment
-
-OUTCOMES = ("answered", "failed", "refused", "left")
+OUTCOMES = ("answered", "failed", "refused", "left", "diverted")
 
 
 def report(
@@ -63,9 +59,7 @@ def report(
         "stage_since": None if state is None else state.stage_at,
         "since": None if state is None else state.begun_at,
         "arms": shown,
-        "events": [
-            {key: value for key, value in msgspec.to_builtins(event).items() if key != "name"} for event in events
-        ],
+        "events": [{"at": one.at, "who": one.who, "what": one.what, "why": one.why} for one in events],
     }
 
 

@@ -88,7 +88,7 @@ class Steering:
             raise InvalidRequest(f"`{chosen[:128]}` cannot be a canary of `{name}`: it is its control, or not served.")
         if self._split(chosen):
             raise InvalidRequest(f"`{chosen[:128]}` is split by an experiment of its own.")
-        await self._change(experiment, {chosen: to}, {}, who, f"{chosen} gets {to:.4g}", why)
+        await self._change(experiment, {chosen: to}, {}, who, f"{chosen} gets {to * 100:.4g}%", why)
         self._metrics.changed(name, chosen, "promoted", AUTOMATIC if who == AUTOMATIC else "operator")
 
     async def rollback(self, name: str, arm: str | None, who: str, why: str = "") -> None:
@@ -271,7 +271,7 @@ def _resized(allocation: Allocation, shares: Mapping[str, float]) -> Allocation:
 
 
 def _shares(shares: Mapping[str, float]) -> str:
-    return ", ".join(f"{arm} {share:.4g}" for arm, share in shares.items()) or "no canary"
+    return ", ".join(f"{arm} {share * 100:.4g}%" for arm, share in shares.items()) or "no canary"
 
 
 def _away() -> ServiceUnavailable:

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from penstock.routing.experiments.allocation import Allocation
 from penstock.routing.experiments.confidence import Moments
-from penstock.storage import Database
+from penstock.storage import Database, Statement
 
 MOST_EVENTS = 50
 """Changes that are shown."""
@@ -26,7 +26,8 @@ _VERSIONS = (
         "CREATE TABLE IF NOT EXISTS experiments (name TEXT PRIMARY KEY, version BIGINT NOT NULL, state TEXT NOT NULL)",
         "CREATE TABLE IF NOT EXISTS experiment_counts (name TEXT NOT NULL, stage BIGINT NOT NULL, "
         "span BIGINT NOT NULL, arm TEXT NOT NULL, measure TEXT NOT NULL, n DOUBLE PRECISION NOT NULL, "
-        "total DOUBLE PRECISION NOT NULL, squares DOUBLE PRECISION NOT NULL, PRIMARY KEY (name, stage, span, arm, measure))",
+        "total DOUBLE PRECISION NOT NULL, squares DOUBLE PRECISION NOT NULL, "
+        "PRIMARY KEY (name, stage, span, arm, measure))",
         "CREATE TABLE IF NOT EXISTS experiment_events (id TEXT PRIMARY KEY, name TEXT NOT NULL, "
         "at DOUBLE PRECISION NOT NULL, who TEXT NOT NULL, what TEXT NOT NULL, why TEXT NOT NULL)",
         "CREATE INDEX IF NOT EXISTS experiment_events_at ON experiment_events (name, at)",
@@ -151,6 +152,7 @@ class DatabaseExperiments(ExperimentStore):
 
     async def save(self, name: str, state: ExperimentState, event: Event) -> bool:
         encoded = msgspec.json.encode(state).decode()
+        change: Statement
         if state.version == 1:
             change = (
                 "INSERT INTO experiments (name, version, state) VALUES (?, ?, ?) ON CONFLICT (name) DO NOTHING",

@@ -60,6 +60,8 @@ class Experiments:
         for experiment in self:
             if not self._exists(experiment.config.name):
                 permissions.add_route(experiment.config.name, [experiment.control])
+                if experiment.control not in routes.rules:
+                    registry.stand_ins[experiment.config.name] = experiment.control
 
     def __iter__(self) -> Iterator[Experiment]:
         return iter(self._experiments.values())
@@ -108,7 +110,8 @@ class Experiments:
 
     def _find(self, name: str) -> Experiment | None:
         found = self._experiments.get(name)
-        if found is None and self._registry.named(name):  # perhaps an alias of a model that is split
+        # Perhaps an alias of a model that is split.
+        if found is None and self._registry.named(name) and name not in self._registry.stand_ins:
             remote = self._registry.remote(name)
             found = self._experiments.get(remote.name if remote is not None else self._registry.route(name).model.name)
         return found

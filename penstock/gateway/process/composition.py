@@ -20,6 +20,7 @@ from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.account import AccountEndpoints
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
+from penstock.gateway.api.admin.experiments import ExperimentEndpoints
 from penstock.gateway.api.admin.fleet import FleetEndpoints
 from penstock.gateway.api.admin.identity import IdentityEndpoints
 from penstock.gateway.api.admin.models import ModelAdminEndpoints
@@ -391,6 +392,7 @@ async def compose(
             PlanEndpoints(registry, workers, settings.admission),
             WhatIfEndpoints(registry, limit),
             RouteEndpoints(routes, limit),
+            ExperimentEndpoints(experiments, limit),
             SleepEndpoints(registry),
             _request_log_endpoints(request_log),
             HealthEndpoints(registry, drain, checks),

@@ -33,12 +33,16 @@ class ModelEndpoints:
         data += [self.describe_remote(exchange.caller, remote) for remote in self._registry.remotes.values()]
         data += [self.describe_encoder(exchange.caller, embedder) for embedder in self._encoders]
         data += [self.describe_route(rules) for rules in self._routes.rules.values()]
+        data += [self.describe_stand_in(exchange.caller, name) for name in self._registry.stand_ins]
         await exchange.reply_json({"object": "list", "data": data})
 
     async def get_model(self, exchange: Exchange) -> None:
         name = exchange.path.removeprefix("/v1/models/")
         if name in self._encoders:
             await exchange.reply_json(self.describe_encoder(exchange.caller, self._encoders.find(name)))
+            return
+        if name in self._registry.stand_ins:
+            await exchange.reply_json(self.describe_stand_in(exchange.caller, name))
             return
         remote = self._registry.remote(name)
         if remote is not None:
@@ -127,6 +131,13 @@ class ModelEndpoints:
             "capabilities": {"embeddings": scores is not True, "rerank": True},
             "pricing": {"input_per_million": config.input_price},
         }
+
+    def describe_stand_in(self, caller: Caller, name: str) -> dict[str, Any]:
+        """The name of an experiment, described as its control; clients do not see its arms."""
+        remote = self._registry.remote(name)
+        if remote is not None:
+            return {**self.describe_remote(caller, remote), "id": name, "aliases": []}
+        return {**self.describe(caller, self._registry.route(name).model), "id": name, "aliases": []}
 
     def describe_route(self, rules: RouteRules) -> dict[str, Any]:
         """A route: a name that stands for one of two models."""
