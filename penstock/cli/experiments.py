@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from penstock.cli.admin import DEFAULT_URL, Key, Url
 from penstock.cli.lists import Output
-from penstock.cli.route import route
 
 Name = Annotated[str, typer.Argument(help="The experiment.")]
 Arm = Annotated[str | None, typer.Option(help="The canary; only needed where there are several.")]
@@ -16,7 +16,6 @@ Why = Annotated[str, typer.Option(help="For the list of changes.")]
 Share = Annotated[str, typer.Option(metavar="SHARE", help="Share of the requests, such as 5% or 0.05.")]
 
 
-@route.command()
 def arms(
     name: Annotated[str | None, typer.Argument(help="The experiment; by default all of them.")] = None,
     output: Output = "table",
@@ -59,7 +58,6 @@ def arms(
     show(columns, rows, output, empty="There are no experiments; add one under `experiments` in the configuration.")
 
 
-@route.command()
 def promote(
     name: Name,
     arm: Arm = None,
@@ -83,7 +81,6 @@ def promote(
     _tell(call("POST", url, key, f"{_path(name)}/promote", body))
 
 
-@route.command()
 def rollback(name: Name, arm: Arm = None, why: Why = "", url: Url = DEFAULT_URL, key: Key = None) -> None:
     """
     Give a canary no more requests, or all canaries if none is named: the control answers.
@@ -97,7 +94,6 @@ def rollback(name: Name, arm: Arm = None, why: Why = "", url: Url = DEFAULT_URL,
     _tell(call("POST", url, key, f"{_path(name)}/rollback", {"arm": arm, "why": why}))
 
 
-@route.command()
 def detect(
     share: Share = "5%",
     errors: Annotated[str, typer.Option(metavar="SHARE", help="Error rate of the control.")] = "1%",
@@ -141,14 +137,13 @@ def detect(
 def _columns(measure: str, unit: str, rank: int, output: str) -> list[Any]:
     from penstock.cli.lists import Column
 
+    def part(name: str) -> Callable[[Any], Any]:
+        return lambda row: row[measure][name]
+
     if output == "table":
-        return [
-            Column[Any](measure, lambda row: row[measure]["mean"], lambda row: _shown(row[measure], unit), rank=rank)
-        ]
-    return [
-        Column[Any](measure if part == "mean" else f"{measure}_{part}", lambda row, part=part: row[measure][part])
-        for part in ("mean", "low", "high", "n")
-    ]
+        return [Column[Any](measure, part("mean"), lambda row: _shown(row[measure], unit), rank=rank)]
+    names = {measure: "mean", **{f"{measure}_{name}": name for name in ("low", "high", "n")}}
+    return [Column[Any](shown, part(name)) for shown, name in names.items()]
 
 
 def _shown(figure: dict[str, Any], unit: str) -> str:
@@ -184,7 +179,6 @@ def _share(given: str) -> float:
 
 
 def _tell(experiment: dict[str, Any]) -> None:
-    shares = ", ".join(
-        f"{arm['arm']} {_percent(arm['share'])}" for arm in experiment["arms"] if arm["kind"] != "shadow"
-    )
+    arms = [arm for arm in experiment["arms"] if arm["kind"] != "shadow"]
+    shares = ", ".join(f"{arm['arm']} {_percent(arm['share'])}" for arm in arms)
     typer.echo(f"{experiment['id']}: {experiment['status']}; {shares}")

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from penstock.routing.selection.selector import RouteRules
 
 route = typer.Typer(
-    help="Which model answers: selection by content (`model: auto`), and experiments between models.",
-    no_args_is_help=True,
+    help="Which model answers: selection by content (`model: auto`), and experiments.", no_args_is_help=True
 )
 
 Threshold = Annotated[float, typer.Option(min=0, max=1, help="Score above which the large model answers.")]

@@ -231,8 +231,8 @@ class ModelRegistry:
                 return Route(model.with_adapter(name), "adapter")
         found = self._remote_names.get(name)
         if found is None and name in self.stand_ins:
-            model = self.find(self.stand_ins[name])
-            return Route(model.model, EXPERIMENT) if isinstance(model, Route) else model
+            control = self.find(self.stand_ins[name])
+            return Route(control.model, EXPERIMENT) if isinstance(control, Route) else control
         return found
 
     def route(self, name: str) -> Route:

@@ -1,6 +1,6 @@
 """Experiments: names whose traffic is split between a control and canaries.
 
-Which arm a request is in is looked up in memory; `experiment_steering.py` keeps what is known up to date. A request
+Which arm a request is in is looked up in memory; `experiment_keeper.py` keeps what is known up to date. A request
 takes part in one experiment at most, in the arm of the conversation, response or stream that it goes on with.
 """
 
@@ -18,7 +18,7 @@ from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.experiment import Experiment
-from penstock.gateway.generation.experiment_steering import Steering
+from penstock.gateway.generation.experiment_keeper import ExperimentKeeper
 from penstock.gateway.generation.experiment_store import CountKey, DatabaseExperiments, MemoryExperiments
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
@@ -53,7 +53,7 @@ class Experiments:
         self._registry, self._routes, self._prices, self._metrics = registry, routes, prices, metrics
         self._permits, self._clock, self._draw = permissions.allows, clock, draw
         self._database: Database | None = None
-        self.steering = Steering(
+        self.keeper = ExperimentKeeper(
             self._experiments, MemoryExperiments(), metrics, clock, exists=self._exists, split=self._split
         )
         self._check()
@@ -75,11 +75,11 @@ class Experiments:
         if database is not None:
             store = DatabaseExperiments(database)
             await store.prepare()
-            self._database, self.steering.store = database, store
-        await self.steering.start()
+            self._database, self.keeper.store = database, store
+        await self.keeper.start()
 
     async def close(self) -> None:
-        await self.steering.close()
+        await self.keeper.close()
 
     async def assign(self, exchange: Exchange, name: str) -> tuple[str, Trial | None]:
         """The model that answers for `name`, and the part of the request in an experiment; none where nothing is split,
@@ -145,7 +145,7 @@ class Experiments:
     def _add(self, experiment: str, arm: str, measure: str, added: Moments) -> None:
         """To the stage and to the time window."""
         stage, window = self._experiments[experiment].span(self._clock())
-        pending = self.steering.pending
+        pending = self.keeper.pending
         for span in (0, window):
             key = CountKey(experiment, stage, span, arm, measure)
             pending[key] = pending[key].plus(added)

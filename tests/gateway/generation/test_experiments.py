@@ -1,4 +1,4 @@
-"""R-RT-10 through the API: splits, sticky arms, what is counted per arm, promote and roll back, by hand and by itself."""
+"""R-RT-10 through the API: splits, sticky arms, figures per arm, promote and roll back, by hand and by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.config.routing import RouteConfig
 from penstock.config.schema import PriceConfig
 from penstock.engine.request import Delta
 from penstock.errors import ConfigError
-from penstock.gateway.generation import experiment_steering
+from penstock.gateway.generation import experiment_keeper
 from penstock.routing.registry import ServedModel
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
@@ -29,7 +29,7 @@ PRICES = (
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experiment_steering, "FRESH_S", 0.05)
+    monkeypatch.setattr(experiment_keeper, "FRESH_S", 0.05)
 
 
 def other(text: TextModel, name: str = "v2", script: Any = "Other words.") -> ServedModel:

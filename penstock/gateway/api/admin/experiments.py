@@ -41,24 +41,24 @@ class ExperimentEndpoints:
         self._body_limit = body_limit
 
     async def list_experiments(self, exchange: Exchange) -> None:
-        steering = self._experiments.steering
-        data = [await steering.report(experiment.config.name) for experiment in self._experiments]
+        keeper = self._experiments.keeper
+        data = [await keeper.report(experiment.config.name) for experiment in self._experiments]
         await exchange.reply_json({"object": "list", "data": data})
 
     async def show_experiment(self, exchange: Exchange) -> None:
-        await exchange.reply_json(await self._experiments.steering.report(_name(exchange)))
+        await exchange.reply_json(await self._experiments.keeper.report(_name(exchange)))
 
     async def promote_arm(self, exchange: Exchange) -> None:
         asked: Promotion = decode(_promotion, await exchange.body(self._body_limit) or b"{}")
-        steering, name = self._experiments.steering, _name(exchange)
-        await steering.promote(name, asked.arm, asked.to, _who(exchange), asked.why)
-        await exchange.reply_json(await steering.report(name))
+        keeper, name = self._experiments.keeper, _name(exchange)
+        await keeper.promote(name, asked.arm, asked.to, _who(exchange), asked.why)
+        await exchange.reply_json(await keeper.report(name))
 
     async def roll_back_arm(self, exchange: Exchange) -> None:
         asked: Rollback = decode(_rollback, await exchange.body(self._body_limit) or b"{}")
-        steering, name = self._experiments.steering, _name(exchange)
-        await steering.rollback(name, asked.arm, _who(exchange), asked.why)
-        await exchange.reply_json(await steering.report(name))
+        keeper, name = self._experiments.keeper, _name(exchange)
+        await keeper.rollback(name, asked.arm, _who(exchange), asked.why)
+        await exchange.reply_json(await keeper.report(name))
 
 
 def _name(exchange: Exchange) -> str:

@@ -1,4 +1,4 @@
-"""Steers experiments: what operators ask of them, and what they do by themselves.
+"""Keeps experiments: what operators ask of them, and what they do by themselves.
 
 A task writes what was counted to the store every `FRESH_S` seconds, reads what all gateways have counted, and rolls
 back or promotes. While the store is away the arms that were last known hold, and counts wait.
@@ -34,7 +34,7 @@ ATTEMPTS = 5
 AUTOMATIC = "automatic"
 
 
-class Steering:
+class ExperimentKeeper:
     """Of all experiments of one gateway process."""
 
     def __init__(
