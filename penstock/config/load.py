@@ -284,6 +284,7 @@ def _remotes(config: Config, seen: dict[str, str]) -> list[str]:
             problems.append(f"{where}: urls are needed, each beginning with http:// or https://")
         if remote.regions and len(remote.regions) != len(remote.urls):
             problems.append(f"{where}.regions: {len(remote.regions)} regions for {len(remote.urls)} urls")
+        problems += [f"{where}.{problem}" for problem in remote.problems()]
         for name in (remote.name, *remote.aliases):
             if name in seen:
                 problems.append(f'{where}: the name "{name}" is already taken by {seen[name]}')

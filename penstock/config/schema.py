@@ -168,6 +168,23 @@ class TierConfig:
     monthly_budget: float | None = setting(
         None, doc="Dollars per tenant and calendar month (UTC).", least=0, example="200"
     )
+    output_tokens: int | None = setting(
+        None, doc="Maximum completion tokens of an answer; a request for more is refused.", least=1, example="4096"
+    )
+    choices: int | None = setting(
+        None, doc="Maximum of choices (n, best_of) and prompts per request.", least=1, example="4"
+    )
+    tools: int | None = setting(
+        None, doc="Maximum of tools that a request offers to the model; 0: none.", least=0, example="32"
+    )
+    tool_rounds: int | None = setting(
+        None, doc="Maximum of rounds of calls to tools that the gateway runs (server_tools); 0: none.", least=0,
+        example="4",
+    )  # fmt: skip
+    watermark: Literal["never", "asked", "default", "always"] | None = setting(
+        None, doc="Whether answers carry a watermark: never; where a request asks for it; unless a request declines; "
+        "always. When not set, watermark.use decides.", example="default",
+    )  # fmt: skip
     allow: AllowConfig | None = setting(  # noqa: RUF009
         None, doc="What its tenants may use; tenants and keys may have narrower lists. What is not allowed does not "
         "exist for them.", example="{models: [small, auto], remotes: []}",
@@ -237,6 +254,18 @@ class LimitConfig:
     concurrent_requests: int | None = setting(None, doc="Concurrent requests.", least=1, example="4")
     daily_budget: float | None = setting(None, doc="Dollars per day (UTC).", least=0, example="1")
     monthly_budget: float | None = setting(None, doc="Dollars per calendar month (UTC).", least=0, example="20")
+    context_tokens: int | None = setting(
+        None, doc="Maximum of prompt and completion tokens together, in one request.", least=1, example="16384"
+    )
+    output_tokens: int | None = setting(None, doc="Maximum completion tokens of an answer.", least=1, example="2048")
+    time_limit_s: float | None = setting(
+        None, doc="Time limit of a request in seconds; it then ends with what it has.", least=0.1, example="60"
+    )
+    choices: int | None = setting(None, doc="Maximum of choices and prompts per request.", least=1, example="4")
+    tools: int | None = setting(None, doc="Maximum of tools that a request offers; 0: none.", least=0, example="16")
+    tool_rounds: int | None = setting(
+        None, doc="Maximum of rounds of calls to tools that the gateway runs; 0: none.", least=0, example="4"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ Reason = Literal[
     "rate_limit",
     "budget",
     "context_quota",
+    "request_limit",
 ]
 """Why a request was rejected, in machine-readable form (`x-penstock-reason`)."""
 
@@ -129,9 +130,71 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class ContextQuotaExceeded(ContextLengthExceeded):
-    """The model could hold the prompt; the caller's tier may not use that much of it."""
+    """The model could hold the prompt; the caller may not use that much of it."""
 
     reason = "context_quota"
+
+    def __init__(
+        self,
+        *,
+        limit: int,
+        prompt_tokens: int,
+        max_tokens: int | None = None,
+        at_least: bool = False,
+        param: str | None = "messages",
+        whose: str,
+        scope: str,
+        estimated: bool = False,
+    ) -> None:
+        """`whose`: who has the limit, as the subject of a sentence; `scope` for machines. `estimated`: the prompt's
+        tokens are not known exactly."""
+        super().__init__(
+            limit=limit, prompt_tokens=prompt_tokens, max_tokens=max_tokens, at_least=at_least, param=param
+        )
+        _, _, asked = self.message.partition(", but ")
+        about = " (counted by their length)" if estimated else ""
+        self.message = f"{whose} may use {limit} tokens of context in a request (`context_tokens`){about}, but {asked}"
+        self.args = (self.message,)
+        self.scope = scope
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), **limit_headers("context_tokens", self.scope)}
+
+
+class RequestLimitExceeded(InvalidRequest):
+    """A single request asks for more than the caller may ask for; waiting does not help."""
+
+    code = "limit_exceeded"
+    reason = "request_limit"
+
+    def __init__(self, message: str, *, limit: str, scope: str, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.limit = limit
+        self.scope = scope
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), **limit_headers(self.limit, self.scope)}
+
+
+class TimeLimitReached(ApiError):
+    """Work that gives nothing before it is complete took longer than the caller's requests may take."""
+
+    status = 503
+    code = "time_limit"
+    reason = "request_limit"
+    should_retry = False
+
+    def __init__(self, whose: str, seconds: float, scope: str) -> None:
+        super().__init__(f"{whose} may use {seconds:g} s for a request (`time_limit_s`), and this one took longer.")
+        self.scope = scope
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), **limit_headers("time_limit", self.scope)}
+
+
+def limit_headers(limit: str, scope: str) -> dict[str, str]:
+    """Which limit applied, and whose it is."""
+    return {"x-penstock-limit": limit, "x-penstock-limit-scope": scope}
 
 
 class AuthenticationError(ApiError):

@@ -270,6 +270,11 @@ class ModelRegistry:
         """The remote model with this name or alias, if any."""
         return self._remote_names.get(self.stand_ins.get(name, name))
 
+    def base_name(self, name: str) -> str:
+        """The model behind a name: without its adapter, not an alias."""
+        remote = self._remote_names.get(name)
+        return self.route(name).model.base_name if remote is None else remote.name
+
     def chain(self, name: str, waiting: Callable[[ServedModel], int] = lambda model: 0) -> list[tuple[str, str]]:
         """The models to try for `name`, in order, each with the reason it was chosen (`x-penstock-route`; empty for the
         model itself). `waiting`: the number of requests queued for a model in the gateway."""

@@ -49,6 +49,10 @@ class ChunkChoice(msgspec.Struct):
     logprobs: ChunkLogprobs | None = None
     finish_reason: str | None = None
     """One of OpenAI's: stop, length, tool_calls, content_filter."""
+    stop_reason: str | int | None = None
+    """The stop string or token that ended it, where the server tells."""
+    token_ids: list[int] | None = None
+    """Its tokens, where they were asked for and the server tells."""
 
 
 class PromptDetails(msgspec.Struct):
@@ -74,12 +78,21 @@ class Chunk(msgspec.Struct):
     choices: list[ChunkChoice] = msgspec.field(default_factory=list)
     usage: ChunkUsage | None = None
     error: Any = None
+    prompt_token_ids: list[int] | None = None
+    """Where they were asked for and the server tells."""
 
 
 class EmbeddingBatch(msgspec.Struct, frozen=True):
     """Vectors of texts, in their order."""
 
     vectors: list[list[float]]
+    prompt_tokens: int
+
+
+class RerankScores(msgspec.Struct, frozen=True):
+    """A score per document, in their order; larger is better."""
+
+    scores: list[float]
     prompt_tokens: int
 
 

@@ -103,7 +103,8 @@ class Admissions:
         if batch_line(exchange) is not None:
             return LINE_PRIORITY + later
         caller = exchange.caller
-        rank = self._tier(caller).priority
+        own, of_key = caller.limits.priority, caller.key_limits.priority
+        rank = max(self._tier(caller).priority if own is None else own, of_key or 0)
         if service_tier == "flex":
             rank = BATCH
         elif service_tier == "priority" and not caller.key:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.gateway.app.exchange import Exchange
 from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.routing.remotes import RemoteModel
 
 
 def identify(exchange: Exchange, user: str | None, metadata: dict[str, str] | None) -> None:
@@ -45,3 +46,11 @@ def find_model(registry: ModelRegistry, exchange: Exchange, name: str) -> Served
     model = route.model
     note_model(exchange, name, model.name, route.why, base_name=model.base_name, adapter=model.adapter)
     return model
+
+
+def find_remote(registry: ModelRegistry, exchange: Exchange, name: str) -> RemoteModel | None:
+    """The model under `name`, if another server runs it."""
+    remote = registry.remote(name)
+    if remote is not None:
+        note_model(exchange, name, remote.name, "direct" if name == remote.name else "alias")
+    return remote

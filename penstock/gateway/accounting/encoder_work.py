@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from penstock.backends.embedder import Embedder
 from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.attribution import note_model
+from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.charges import AccountBook
 from penstock.gateway.accounting.metered import FixedWork, ModelName
 from penstock.gateway.accounting.quotas import Quotas, TextWork
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
-from penstock.protocol.errors import ModelNotFound
+from penstock.protocol.errors import ContextQuotaExceeded, ModelNotFound, TimeLimitReached
 from penstock.routing.encoders import Encoders
+from penstock.routing.remote_embedder import RemoteEmbedder
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 
 T = TypeVar("T")
@@ -53,16 +55,40 @@ class EncoderWork:
         note_model(exchange, name, embedder.name, "direct" if name == embedder.name else "alias")
         return embedder
 
+    def remote(self, exchange: Exchange, name: str) -> RemoteEmbedder | None:
+        """The encoder under `name`, if another server runs it."""
+        found = self._encoders.remote(name, exchange.caller.access)
+        if found is not None:
+            note_model(exchange, name, found.name, "direct" if name == found.name else "alias")
+        return found
+
     def text_work(
-        self, exchange: Exchange, embedder: Embedder, characters: int
+        self, exchange: Exchange, embedder: Embedder | RemoteEmbedder, characters: int
     ) -> AbstractAsyncContextManager[TextWork]:
         """Tokenizing before the work itself; see `Quotas.text_work`."""
         return self._quotas.text_work(exchange, embedder.name, characters)
 
+    def check_context(
+        self, exchange: Exchange, embedder: Embedder | RemoteEmbedder, lengths: Iterable[int], param: str
+    ) -> None:
+        """Texts of so many tokens must be within what the caller may send."""
+        cap = self._quotas.requests.cap(exchange.caller, "context_tokens", embedder.name)
+        if cap is not None and (longest := max(lengths, default=0)) > cap.most:
+            raise ContextQuotaExceeded(
+                limit=cap.most, prompt_tokens=longest, param=param, whose=cap.whose, scope=cap.scope
+            )
+
     async def run(
-        self, exchange: Exchange, embedder: Embedder, texts: int, tokens: int, work: Coroutine[Any, Any, T]
+        self,
+        exchange: Exchange,
+        embedder: Embedder | RemoteEmbedder,
+        texts: int,
+        tokens: int,
+        work: Coroutine[Any, Any, T],
+        told: Callable[[T], int] | None = None,
     ) -> T:
-        """Run `work`, which encodes `texts` of `tokens` together; the client pays when it succeeds."""
+        """Run `work`, which encodes `texts` of `tokens` together; the client pays when it succeeds. `told`: what the
+        result says about the tokens, where they were only estimated."""
         counted = FixedWork(ModelName(embedder.name), tokens, id=AnswerIds(exchange).next())
         begin = time.monotonic()
         exchange.timeline.follow("prepare")
@@ -73,6 +99,9 @@ class EncoderWork:
             raise
         account = self._accounts.open(exchange, counted)
         task = asyncio.create_task(work, name="encoding")
+        cap = self._quotas.requests.cap(exchange.caller, "time_limit_s", embedder.name)
+        if cap is not None and batch_line(exchange) is not None:
+            cap = None
         left = False
 
         def leave(error: Exception) -> None:
@@ -83,12 +112,18 @@ class EncoderWork:
         try:
             with exchange.watched(leave):
                 try:
-                    result = await task
+                    result = await asyncio.wait_for(task, None if cap is None else cap.value)
+                except TimeoutError:
+                    if cap is None or not task.cancelled():
+                        raise
+                    raise TimeLimitReached(cap.whose, cap.value, cap.scope) from None
                 except asyncio.CancelledError:
                     task.cancel()
                     if left:
                         raise ClientDisconnected from None
                     raise
+            if told is not None:
+                tokens = counted.prompt_tokens = told(result)
             counted.billable = True
             exchange.record.prompt_tokens = tokens
             exchange.record.finish_reason = "stop"

@@ -21,6 +21,7 @@ import msgspec
 from penstock.config.schema import LimitConfig, TierConfig
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.metered import FixedWork, Metered, ModelName
+from penstock.gateway.accounting.request_limits import RequestLimits
 from penstock.gateway.app.dialects import Dialect
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
@@ -73,6 +74,8 @@ class Quotas:
         self._tiers = {tier.name: tier for tier in tiers}
         self._limits = limits
         self._prices = prices
+        self.requests = RequestLimits(tiers, limits)
+        """What a single request may ask for."""
 
     async def reserve(self, exchange: Exchange, generation: Metered, *, counted: bool = True) -> Reservation | None:
         """Reserve what the request may use; raises when that is too much. None when nothing limits the caller.
@@ -178,11 +181,6 @@ class Quotas:
 
     async def close(self) -> None:
         await self._store.close()
-
-    def context_tokens(self, caller: Caller) -> int | None:
-        """How much of a model's window the caller's tier may use; None: all of it."""
-        tier = self._tiers.get(caller.tier)
-        return tier.context_tokens if tier is not None and caller.key else None
 
     def pricing(self, caller: Caller, model: str, adapter: str = "") -> dict[str, float]:
         """What the caller pays for a model, in dollars per million tokens."""

@@ -75,6 +75,7 @@ class Exchange:
         "extra_headers",
         "ignored",
         "ignored_more",
+        "limit_scopes",
         "method",
         "path",
         "receive_s",
@@ -137,6 +138,8 @@ class Exchange:
         """The id of an earlier response that the request goes on with."""
         self.shadow = False
         """A copy of a client's request, whose answer nobody sees and nobody pays for."""
+        self.limit_scopes: dict[str, str] = {}
+        """Whose the limits are that may end the answer: `x-penstock-limit-scope` by `x-penstock-limit`."""
         self.record = RequestRecord(self.request_id, self.path, time.time())
         self.timeline = Timeline(self.record, self.started_at)
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from penstock.config.context import ConversationsConfig
 from penstock.conversations import Conversation, HeldConversation, Message, Sessions, Summary
@@ -19,13 +20,17 @@ from penstock.conversations.summaries import SummaryBudget, Tokens, condense, qu
 from penstock.conversations.window import fit_turns
 from penstock.engine.request import SamplingParams
 from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
-from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.prompt import ChatPrompt, MessagePrompt
+from penstock.gateway.generation.remote import RemoteGeneration
+from penstock.gateway.generation.remote_request import internal_call
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.sources import Sources
 from penstock.gateway.generation.spec import internal_spec
 from penstock.protocol.errors import ApiError
+from penstock.routing.registry import ServedModel
 from penstock.storage import DatabaseError
 from penstock.telemetry.metrics import Metrics
 
@@ -38,25 +43,37 @@ LEFT = 0.5
 _AHEAD_PRIORITY = 1
 
 
+class Rendered(NamedTuple):
+    """A prompt as messages, the number of its tokens, and these for a model that runs here."""
+
+    length: int
+    messages: list[Message]
+    tokens: list[int] = []  # noqa: RUF012 (never changed)
+
+
 @dataclass(frozen=True, slots=True)
 class ConversationPrompt:
     """How a stored conversation becomes a prompt."""
 
-    chat: ChatPrompt
+    chat: ChatPrompt | MessagePrompt
     system: str
     conversation: Conversation
     sources: Sources | None = None
     """For the last question."""
 
-    async def encoded(self, summary: Summary, start: int) -> list[int]:
+    async def rendered(self, summary: Summary, start: int) -> Rendered:
         """The prompt from turn `start` on, with a summary of earlier turns."""
-        return await self.chat.tokens(self._messages(summary, start))
+        messages = self.messages(summary, start)
+        if isinstance(self.chat, ChatPrompt):
+            tokens = await self.chat.tokens(messages)
+            return Rendered(len(tokens), messages, tokens)
+        return Rendered(await self.chat.measured(messages), messages)
 
     def counter(self, summary: Summary) -> Callable[[int], int]:
         """Counts the tokens of the prompt by its first turn; to be called in a thread."""
-        return lambda start: self.chat.length(self._messages(summary, start))
+        return lambda start: self.chat.length(self.messages(summary, start))
 
-    def _messages(self, summary: Summary, start: int) -> list[Message]:
+    def messages(self, summary: Summary, start: int) -> list[Message]:
         messages = [*with_notes(self.system, summary), *self.conversation.since(start)]
         return messages if self.sources is None else self.sources.in_prompt(messages)
 
@@ -88,7 +105,7 @@ class Summariser:
             newer = await sessions.get(held.owner, held.id)
             if newer is not None:
                 summary = prompt.conversation.own(newer[2])
-                if len(await prompt.encoded(summary, summary.covers)) <= room:
+                if (await prompt.rendered(summary, summary.covers)).length <= room:
                     return summary
         try:
             summary = await self._condensed(attempt, prompt, summary, room, priority=0)
@@ -122,11 +139,15 @@ class Summariser:
     async def _condensed(
         self, attempt: Attempt, prompt: ConversationPrompt, summary: Summary, room: int, *, priority: int
     ) -> Summary:
-        config, model, conversation = self._config, prompt.chat.model, prompt.conversation
-        text, tokenization, exchange = model.text, prompt.chat.tokenization, attempt.exchange
+        config, chat, conversation = self._config, prompt.chat, prompt.conversation
+        tokenization, tenant = chat.tokenization, chat.tenant
+        plain: ChatPrompt | MessagePrompt
+        if isinstance(chat, ChatPrompt):
+            plain = ChatPrompt(tokenization, chat.model, tenant=tenant, most=chat.most)
+        else:
+            plain = MessagePrompt(tokenization, chat.model, tenant=tenant, most=chat.most)
         note = min(config.note_tokens, max(16, room // 8))
         budget = max(1, int(room * LEFT) - note)
-        tenant, window = prompt.chat.tenant, prompt.chat.most
         upto = await tokenization.run(
             tenant,
             0,
@@ -140,33 +161,52 @@ class Summariser:
         )
 
         async def ask(messages: list[Message], tokens: int) -> str:
-            spec = internal_spec(
-                attempt.ids.next(),
-                model,
-                await tokenization.encode_chat(model, messages, tenant=tenant, most=window),
-                [SamplingParams(max_tokens=tokens, temperature=0.0, stop_token_ids=text.eos_token_ids)],
-                started_at=exchange.started_at,
-                priority=priority,
-                cache_salt=self._settings.cache_salt(exchange.caller),
-                time_limit_s=self._settings.time_limit(exchange),
-                caller=(exchange.caller.tenant, exchange.caller.tier),
-            )
-            generation = EngineGeneration(spec, self._metrics)
+            generation = await self._question(attempt, plain, messages, tokens, priority)
             return await self._lifecycle.complete(attempt, generation, feature=FEATURE)
 
-        def cut(words: str, most: int) -> str:
-            ids = text.encode(words, special=False, most=most)
-            return words if len(ids) <= most else text.decode(ids[:most])
-
-        tokens = Tokens(count=lambda words: len(text.encode(words, special=False)), cut=cut)
-        frame = len(await tokenization.encode_chat(model, question(""), tenant=tenant, most=window))
+        frame = await plain.measured(question(""))
         transcript = max(64, room - note - frame)
         return await condense(
             conversation,
             summary,
             upto,
             ask=ask,
-            tokens=tokens,
+            tokens=Tokens(count=chat.count, cut=chat.cut),
             room=SummaryBudget(note, max(note, room // 4), transcript),
             in_thread=partial(tokenization.run, tenant, 0),
         )
+
+    async def _question(
+        self, attempt: Attempt, chat: ChatPrompt | MessagePrompt, messages: list[Message], tokens: int, priority: int
+    ) -> Generation:
+        """A question to the model that answers the conversation."""
+        exchange, settings = attempt.exchange, self._settings
+        caller = exchange.caller
+        if isinstance(chat, MessagePrompt):
+            call = internal_call(
+                attempt.ids.next(),
+                chat.model,
+                messages,
+                {"temperature": 0},
+                tokens,
+                request_id=exchange.request_id,
+                started_at=exchange.started_at,
+                prompt_tokens=await chat.measured(messages),
+                time_limit_s=settings.time_limit(exchange, chat.model.base_name),
+                caller=(caller.tenant, caller.tier),
+            )
+            return RemoteGeneration(call, self._metrics)
+        model = chat.model
+        assert isinstance(model, ServedModel), "the tokenizer of a remote model is in a `MessagePrompt`"
+        spec = internal_spec(
+            attempt.ids.next(),
+            model,
+            await chat.tokens(messages),
+            [SamplingParams(max_tokens=tokens, temperature=0.0, stop_token_ids=model.text.eos_token_ids)],
+            started_at=exchange.started_at,
+            priority=priority,
+            cache_salt=settings.cache_salt(caller),
+            time_limit_s=settings.time_limit(exchange, model.base_name),
+            caller=(caller.tenant, caller.tier),
+        )
+        return EngineGeneration(spec, self._metrics)

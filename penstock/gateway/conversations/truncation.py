@@ -7,10 +7,9 @@ from collections.abc import Collection, Sequence
 from penstock.conversations import Conversation, Message, Summary
 from penstock.conversations.conversation import leading_system, split_turns
 from penstock.conversations.window import fit_turns
-from penstock.gateway.conversations.summary import ConversationPrompt
-from penstock.gateway.conversations.turn import estimated_tokens
+from penstock.gateway.conversations.summary import ConversationPrompt, Rendered
 from penstock.gateway.generation.attempt import Attempt
-from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.prompt import ChatPrompt, MessagePrompt
 from penstock.gateway.generation.turn import StatelessTurn, TurnInput
 
 REPLY_TOKENS = 1024
@@ -30,12 +29,19 @@ class TruncatedTurn(StatelessTurn):
         return {call["id"] for message in self.history for call in message.get("tool_calls") or ()}
 
     async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
+        return (await self._fitted(attempt, prompt, added)).tokens
+
+    async def messages(self, attempt: Attempt, prompt: MessagePrompt, added: TurnInput) -> list[Message]:
+        return (await self._fitted(attempt, prompt, added)).messages
+
+    async def _fitted(self, attempt: Attempt, prompt: ChatPrompt | MessagePrompt, added: TurnInput) -> Rendered:
+        """The conversation from the first turn on with which it fits."""
         system, conversation = self._joined(added)
         draft = ConversationPrompt(prompt, system, conversation, added.sources)
         room = _room(added)
-        tokens = await draft.encoded(Summary(), 0)
-        if len(tokens) <= room:
-            return tokens
+        whole = await draft.rendered(Summary(), 0)
+        if whole.length <= room:
+            return whole
         start = await prompt.tokenization.run(
             prompt.tenant,
             0,
@@ -48,23 +54,7 @@ class TruncatedTurn(StatelessTurn):
             count=draft.counter(Summary()),
         )
         _tell(attempt, conversation.end, start)
-        return await draft.encoded(Summary(), start)
-
-    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
-        """For a model whose tokenizer is not known here, lengths are estimated."""
-        system, conversation = self._joined(added)
-        head = [{"role": "system", "content": system}] if system else []
-        room = _room(added)
-        start = fit_turns(
-            conversation.end,
-            start=0,
-            keep=1,
-            budget=room,
-            target=room,
-            count=lambda start: sum(map(estimated_tokens, [*head, *conversation.since(start)])),
-        )
-        _tell(attempt, conversation.end, start)
-        return [*head, *conversation.since(start)]
+        return await draft.rendered(Summary(), start)
 
     def _joined(self, added: TurnInput) -> tuple[str, Conversation]:
         """The system prompt, and all turns."""

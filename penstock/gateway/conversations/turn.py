@@ -17,32 +17,27 @@ import msgspec
 from penstock.config.context import ConversationsConfig
 from penstock.conversations import HeldConversation, Message, Owner, SessionBusy, Sessions
 from penstock.conversations.conversation import Overflow, leading_system
-from penstock.conversations.summaries import with_notes
 from penstock.conversations.window import fit_turns
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.conversations.summary import ConversationPrompt, Summariser
+from penstock.gateway.conversations.summary import ConversationPrompt, Rendered, Summariser
 from penstock.gateway.generation.assistant_message import AssistantMessage
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import Piece
-from penstock.gateway.generation.engine import EngineGeneration
-from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
-from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.prompt import ChatPrompt, MessagePrompt
 from penstock.gateway.generation.schemas import NamedConversation
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.generation.turn import STATELESS, ReplayedTurn, Turn, TurnInput
 from penstock.protocol.errors import ConversationBusy, InvalidRequest, ServiceUnavailable
+from penstock.routing.registry import ServedModel
+from penstock.routing.remotes import RemoteModel
 from penstock.storage import DatabaseError
 from penstock.telemetry.metrics import Metrics
 
 TARGET = 0.75
 """Share of the room that a prompt fills after turns were left out, so that the next turns fit."""
-MARGIN = 4 / 3
-"""Estimates of tokens are raised by this factor: most tokenizers then make fewer, in most languages."""
-MESSAGE_TOKENS = 8
-"""Estimated tokens around a message."""
 WIDER = 1.5
 """How much more room there must be before turns that were left out are considered again."""
 AHEAD = 0.7
@@ -164,18 +159,24 @@ class StoredTurn:
 
     async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
         """Without the oldest turns, if they do not fit."""
+        return (await self._rendered(attempt, prompt, added)).tokens
+
+    async def messages(self, attempt: Attempt, prompt: MessagePrompt, added: TurnInput) -> list[Message]:
+        return (await self._rendered(attempt, prompt, added)).messages
+
+    async def _rendered(self, attempt: Attempt, prompt: ChatPrompt | MessagePrompt, added: TurnInput) -> Rendered:
         conversations = self._conversations
         room = self._take(added)
         draft = ConversationPrompt(prompt, self._system, self._draft.followed_by(added.following), added.sources)
         before = self._start
-        tokens = await draft.encoded(self._summary, self._start)
-        if len(tokens) > room and self._overflow == "summarise":
+        rendered = await draft.rendered(self._summary, self._start)
+        if rendered.length > room and self._overflow == "summarise":
             self._summary = await conversations.summariser.summarise(attempt, draft, self.held, self._summary, room)
             self._start = max(self._start, self._summary.covers)
             conversations.metrics.dropped("summarised", self._start - before)
             before = self._start
-            tokens = await draft.encoded(self._summary, self._start)
-        if len(tokens) > room:
+            rendered = await draft.rendered(self._summary, self._start)
+        if rendered.length > room:
             self._start = await prompt.tokenization.run(
                 prompt.tenant,
                 0,
@@ -188,31 +189,9 @@ class StoredTurn:
                 count=draft.counter(self._summary),
             )
             conversations.metrics.dropped("truncated", self._start - before)
-            tokens = await draft.encoded(self._summary, self._start)
+            rendered = await draft.rendered(self._summary, self._start)
         self._set_header(attempt.exchange)
-        return tokens
-
-    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
-        """Lengths are estimated here, and what does not fit is left out even where the conversation asks for
-        summaries."""
-        room = self._take(added)
-        draft = self._draft.followed_by(added.following)
-        before = self._start
-
-        def prompt(start: int) -> list[Message]:
-            return [*with_notes(self._system, self._summary), *draft.since(start)]
-
-        self._start = fit_turns(
-            draft.end,
-            start=before,
-            keep=self._conversations.config.keep_turns,
-            budget=room,
-            target=int(room * TARGET),
-            count=lambda start: sum(map(estimated_tokens, prompt(start))),
-        )
-        self._conversations.metrics.dropped("truncated", self._start - before)
-        self._set_header(attempt.exchange)
-        return prompt(self._start)
+        return rendered
 
     def replayed(self) -> Turn:
         return ReplayedTurn([*with_notes(self._system, self._summary), *self._draft.since(self._start)])
@@ -258,8 +237,14 @@ class StoredTurn:
         conversations.metrics.turns.inc()
         used = generation.prompt_tokens + generation.completion_tokens
         ahead = self._overflow == "summarise" and used > AHEAD * self._room
-        if ahead and isinstance(generation, EngineGeneration):
-            chat = ChatPrompt(conversations.tokenization, generation.model, tenant=held.owner.tenant, most=self._window)
+        if ahead:
+            tokenization, tenant, model = conversations.tokenization, held.owner.tenant, generation.model
+            chat: ChatPrompt | MessagePrompt
+            if isinstance(model, RemoteModel):
+                chat = MessagePrompt(tokenization, model, tenant=tenant, most=self._window)
+            else:
+                assert isinstance(model, ServedModel)
+                chat = ChatPrompt(tokenization, model, tenant=tenant, most=self._window)
             prompt = ConversationPrompt(chat, self._system, held.conversation)
             work = conversations.summariser.summarise_ahead(attempt, prompt, held, self._summary, self._room)
             conversations.sessions.start_background(held.owner, held.id, work)
@@ -297,12 +282,6 @@ def _named(sent: bytes | None, conversation: str | NamedConversation | None) -> 
     id = conversation if conversation is not None else header
     assert id is not None
     return id, overflow
-
-
-def estimated_tokens(message: Message) -> int:
-    """More than most tokenizers make of a message, in most languages."""
-    calls = sum(len(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
-    return int((len(str(message["content"])) + calls) * MARGIN / CHARACTERS_PER_TOKEN) + MESSAGE_TOKENS
 
 
 def owner_of(exchange: Exchange) -> Owner:

@@ -15,6 +15,7 @@ from typing import Protocol
 from penstock.gateway.accounting.admission import EngineDemand
 from penstock.gateway.generation.choice import TIME_LIMIT, Piece, TextGuard
 from penstock.gateway.generation.sources import Sources
+from penstock.gateway.generation.spec import CacheFacts
 from penstock.metering.prices import Usage
 from penstock.routing.registry import AnsweringModel
 from penstock.telemetry.context import sampled_trace
@@ -155,9 +156,31 @@ class Generation(ABC):
     def most_completion_tokens(self) -> int: ...
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Completion tokens that are thoughts, as far as that is known."""
+        return 0
+
+    @property
     def from_cache(self) -> bool:
         """Whether the answer comes from the response cache."""
         return False
+
+    def cache_facts(self) -> CacheFacts | None:
+        """What the response cache compares; None: its answer is never cached."""
+        return None
+
+    def record(self) -> None:
+        """Record what is generated, for `recorded`."""
+        return
+
+    @property
+    def recorded(self) -> bytes | None:
+        """The whole answer, if it was recorded and every choice ended by itself."""
+        return None
+
+    def replay(self, recorded: bytes) -> None:
+        """Answer with a recording instead of generating; `MsgspecError` if it is none."""
+        raise NotImplementedError
 
     @property
     def left(self) -> bool:
@@ -203,7 +226,7 @@ class Generation(ABC):
         return TIME_LIMIT if "timeout" in outcomes else self.length_limit if "length" in outcomes else ""
 
     def usage(self) -> dict[str, object]:
-        return usage_body(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+        return usage_body(self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.reasoning_tokens)
 
     def _began(self, replica: str) -> None:
         """A replica has got the request."""
@@ -268,12 +291,14 @@ class Generation(ABC):
         return {}
 
 
-def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
+def usage_body(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int = 0
+) -> dict[str, object]:
     """The `usage` object of a reply."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import Message, template_messages
@@ -18,8 +19,7 @@ from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt import ChatPrompt
 from penstock.gateway.generation.prompt_options import PromptOptions, continues, kept_tokens, prompt_options
-from penstock.gateway.generation.remote import RemoteGeneration
-from penstock.gateway.generation.remote_request import remote_spec
+from penstock.gateway.generation.remote_generations import RemoteGenerations
 from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.sampling import (
     TokenLimit,
@@ -39,16 +39,13 @@ from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
 from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.tokenization import check_size, messages_size, text_size, tools_size
-from penstock.gateway.generation.tool_choice import check_tools, grammar_for, toolbox_of
+from penstock.gateway.generation.tool_choice import check_tool_count, check_tools, grammar_for, toolbox_of
 from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry, ServedModel
-from penstock.routing.remotes import RemoteModel
 
 DEFAULT_ANSWER = 512
 """Tokens that sources leave free for an answer that names no limit."""
-REMOTE_WINDOW = 8192
-"""The assumed window of a remote model, where the configuration names none."""
 TEMPLATE_TOKENS = 16
 """What a chat template and the borders between texts may add."""
 
@@ -58,6 +55,7 @@ class ChatGenerations(GenerationFactory):
     """Makes generations for chat requests."""
 
     registry: ModelRegistry
+    remotes: RemoteGenerations
     source_search: SourceSearch
     cache: AnswerCache
     grader: AnswerGrader
@@ -81,7 +79,11 @@ class ChatGenerations(GenerationFactory):
             )
         request = with_response_format(request)
         check_tools(request)
-        check_choices(1, request.n or 1, self.settings)
+        name = self.registry.base_name(request.model)
+        exchange = attempt.exchange
+        check_choices(1, request.n or 1, self.settings, self.cap(exchange, "choices", name))
+        check_tool_count(request, self.cap(exchange, "tools", name))
+        limit = limit.capped(self.cap(exchange, "output_tokens", name))
         if continues(request) and (turn.stored or request.server_tools):
             raise InvalidRequest(
                 "An answer that continues the last message is one message with it: that is not possible with "
@@ -93,20 +95,20 @@ class ChatGenerations(GenerationFactory):
         if remote is not None:
             said = await self._filtered(attempt, messages)
             following = await self._filtered(attempt, following)
-            return self._remote(attempt, request, limit, said, turn, following, remote)
+            if self.content_filter.checks_input:
+                documents = await self._filtered_value(attempt, request.documents)
+                kwargs = await self._filtered_value(attempt, request.chat_template_kwargs)
+                request = msgspec.structs.replace(request, documents=documents, chat_template_kwargs=kwargs)
+            return await self.remotes.chat(attempt, request, limit, said, turn, following, remote)
         model = self.registry.route(request.model).model
         size = messages_size(messages) + messages_size(following) + tools_size(request.tools)
         size += text_size(request.documents or ()) + text_size(request.chat_template_kwargs or {})
         async with self.quotas.text_work(attempt.exchange, model.base_name, size):
-            window = self._window(attempt, model.context_window)
+            quota = self.cap(exchange, "context_tokens", model.base_name)
+            window = within(model.context_window, quota)
             if window is not None and request.truncate_prompt_tokens is None:
-                check_size(model, size, window, "messages")
+                check_size(model, size, window, "messages", quota)
             return await self._searched(attempt, request, limit, messages, turn, following)
-
-    def _window(self, attempt: Attempt, window: int | None) -> int | None:
-        """As much of a model's window as the caller may use."""
-        quota = self.quotas.context_tokens(attempt.exchange.caller)
-        return quota if window is None else window if quota is None else min(window, quota)
 
     async def _filtered(self, attempt: Attempt, messages: Sequence[Message]) -> list[Message]:
         return await self.content_filter.messages(attempt.exchange, list(messages)) if messages else []
@@ -164,27 +166,6 @@ class ChatGenerations(GenerationFactory):
             return [await self._filtered_value(attempt, entry) for entry in value]
         return value
 
-    def _remote(
-        self,
-        attempt: Attempt,
-        request: ChatRequest,
-        limit: TokenLimit,
-        messages: list[Message],
-        turn: Turn,
-        following: Sequence[Message],
-        model: RemoteModel,
-    ) -> RemoteGeneration:
-        if request.rag is not None:
-            raise InvalidRequest(
-                f"`rag` is for models that run here; another server runs `{model.name}`.",
-                param="rag",
-                code="remote_model",
-            )
-        window, quota = model.context_window or REMOTE_WINDOW, self.quotas.context_tokens(attempt.exchange.caller)
-        window = window if quota is None else min(window, quota)
-        said = turn.messages(attempt, TurnInput(messages, following, window, limit))
-        return RemoteGeneration(remote_spec(attempt, self.settings, request, said, limit, model), self.metrics)
-
     async def _local(
         self,
         attempt: Attempt,
@@ -213,8 +194,8 @@ class ChatGenerations(GenerationFactory):
             bad_words=forbidden_words(request, model.text),
             grammar=await grammar_for(self.grammars, request, toolbox, exchange),
         )
-        quota = self.quotas.context_tokens(exchange.caller)
-        window = info.max_model_len if quota is None else min(info.max_model_len, quota)
+        quota = self.cap(exchange, "context_tokens", model.base_name)
+        window = info.max_model_len if quota is None else min(info.max_model_len, quota.most)
         tools = () if toolbox is None else toolbox.tools
         options = await self._options(
             attempt, request, model, kept_tokens(request.truncate_prompt_tokens, window, limit)
@@ -262,6 +243,11 @@ class ChatGenerations(GenerationFactory):
             generation.cite(sources, attribute=plain and toolbox is None and not request.logprobs)
         self.grader.sample(attempt, generation, messages)
         return generation
+
+
+def within(window: int | None, quota: Cap | None) -> int | None:
+    """As much of a model's window as the caller may use."""
+    return window if quota is None else min(quota.most, window or quota.most)
 
 
 def room_for_sources(window: int, prompt_tokens: int, limit: TokenLimit) -> int:

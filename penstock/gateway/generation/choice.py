@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.engine.request import Delta, TokenLogprob
@@ -36,6 +36,21 @@ class TokenPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class SpelledToken:
+    """The same for a model whose tokenizer is elsewhere: a token is known by its text."""
+
+    token: str
+    offset: int
+    logprob: float
+    bytes: list[int] | None = None
+    top: Sequence[SpelledToken] = ()
+    """The likeliest tokens at its place."""
+
+
+AnyToken = TokenPiece | SpelledToken
+
+
+@dataclass(frozen=True, slots=True)
 class CallPiece:
     """Part of a function call: its beginning, with an id and a name, or more of its arguments."""
 
@@ -51,7 +66,7 @@ class Piece:
 
     index: int
     text: str = ""
-    tokens: list[TokenPiece] = field(default_factory=list)
+    tokens: Sequence[AnyToken] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """What ended the choice: a stop string or stop token id of the request, or `TIME_LIMIT`."""
@@ -59,6 +74,8 @@ class Piece:
     """All tokens since the last piece, those that are not shown as text included; None unless they are wanted."""
     calls: list[CallPiece] | None = None
     citations: Sequence[Citation] = ()
+    reasoning: str = ""
+    """Thoughts of the model, which are no part of its answer."""
 
 
 class TextGuard(Protocol):

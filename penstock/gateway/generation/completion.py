@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from penstock.engine.request import EngineInfo
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt_options import kept_tokens
+from penstock.gateway.generation.remote_generations import RemoteGenerations
 from penstock.gateway.generation.sampling import (
     TokenLimit,
+    check_choices,
     check_foreign_tokens,
     check_prompt_scores,
     check_token_ids,
@@ -29,13 +32,16 @@ from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.tokenization import check_size
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.placement import ANYWHERE
-from penstock.routing.registry import ServedModel
+from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.text.infill import InfillTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionGenerations(GenerationFactory):
     """Makes generations for text completion requests."""
+
+    registry: ModelRegistry
+    remotes: RemoteGenerations
 
     async def make(
         self,
@@ -45,13 +51,20 @@ class CompletionGenerations(GenerationFactory):
         limit: TokenLimit,
         *,
         prompt_only: bool,
-    ) -> EngineGeneration:
+    ) -> Generation:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
         if attempt.trial is not None and attempt.trial.wants_again:
             asked = request
             attempt.trial.again = lambda other: self.make(other, asked, prompts, limit, prompt_only=prompt_only)
         request = with_response_format(request)
-        exchange = attempt.exchange
+        exchange, name = attempt.exchange, self.registry.base_name(attempt.model)
+        made = max(request.best_of or 1, request.n or 1)
+        check_choices(len(prompts), made, self.settings, self.cap(exchange, "choices", name))
+        # Nobody asked for the default: a caller who may ask for less gets less.
+        limit = limit.capped(self.cap(exchange, "output_tokens", name), asked=request.max_tokens is not None)
+        remote = self.registry.remote(attempt.model)
+        if remote is not None:
+            return await self.remotes.completion(attempt, request, prompts, limit, remote, prompt_only=prompt_only)
         stops = stop_strings(request)
         priority = self.admissions.priority(exchange, request.service_tier, request.priority)
         if attempt.is_fallback:
@@ -60,7 +73,6 @@ class CompletionGenerations(GenerationFactory):
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
         model, info = await self.models.open(attempt, attempt.model, limit)
         grammar = await self.grammars.response_format(request.response_format, exchange)
-        made = max(request.best_of or 1, request.n or 1)
         # Where the best of several are wanted, what each of their tokens costs is needed to choose them.
         logprobs = request.logprobs if made == (request.n or 1) else request.logprobs or 0
         params = sampling_params(
@@ -79,8 +91,8 @@ class CompletionGenerations(GenerationFactory):
         echoed = request.logprobs if request.echo else None
         if echoed is not None or request.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=max(echoed or 0, request.prompt_logprobs or 0))
-        quota = self.quotas.context_tokens(exchange.caller)
-        window = info.max_model_len if quota is None else min(info.max_model_len, quota)
+        quota = self.cap(exchange, "context_tokens", model.base_name)
+        window = info.max_model_len if quota is None else min(info.max_model_len, quota.most)
 
         last = kept_tokens(request.truncate_prompt_tokens, window, limit)
         suffix = request.suffix or ""
@@ -88,10 +100,12 @@ class CompletionGenerations(GenerationFactory):
         longest, placement = 0, ANYWHERE
         async with self.quotas.text_work(exchange, model.base_name, sum(map(len, prompts)) + len(suffix)):
             if suffix:
-                check_size(model, len(suffix), window, "suffix")
+                check_size(model, len(suffix), window, "suffix", quota)
                 suffix = await self.content_filter.prompt(exchange, suffix)
             for prompt in prompts:
                 add_special = request.add_special_tokens is not False and infill is None
+                if isinstance(prompt, str) and last is None:
+                    check_size(model, len(prompt), window, "prompt", quota)
                 tokens, shown = await self._tokens(exchange, model, info, prompt, window, last, add_special=add_special)
                 if infill is not None:
                     tokens, shown = model.text.between(infill, tokens, suffix), None
@@ -112,7 +126,7 @@ class CompletionGenerations(GenerationFactory):
             tokenized,
             stops=stops,
             priority=priority,
-            length_limit="",
+            length_limit=limit.clipped_by,
             logprobs=request.logprobs is not None,
             prompt_only=prompt_only,
             continuation=True,
@@ -145,8 +159,6 @@ class CompletionGenerations(GenerationFactory):
                 if filtered != text:
                     tokens = await encode(filtered, add_special_tokens=False)
             return tokens, None
-        if last is None:
-            check_size(model, len(prompt), window, "prompt")
         filtered = await self.content_filter.prompt(exchange, prompt)
         tokens = await encode(filtered, add_special_tokens=add_special)
         return tokens, None if last is not None and len(tokens) >= last else filtered

@@ -11,7 +11,9 @@ import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+
+import msgspec
 
 from penstock.backends.mailbox import Arrival, Mailbox
 from penstock.engine.request import Delta
@@ -22,7 +24,7 @@ from penstock.gateway.generation.choice import CONTENT_FILTER, Choice, Piece, Te
 from penstock.gateway.generation.replay import AnswerRecord, replayed
 from penstock.gateway.generation.resumption import claim, singly
 from penstock.gateway.generation.sources import Sources
-from penstock.gateway.generation.spec import GenerationSpec
+from penstock.gateway.generation.spec import CacheFacts, GenerationSpec
 from penstock.metering.prices import Usage
 from penstock.protocol.errors import (
     ApiError,
@@ -49,6 +51,10 @@ AT_ONCE = 16
 prompts does not fill the engine."""
 SINGLES_AT_ONCE = 256
 """Tokens of a resumed stream that are read before the event loop may run other work."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_answer = msgspec.msgpack.Decoder(list[Delta])
 
 
 class EngineGeneration(Generation):
@@ -146,22 +152,32 @@ class EngineGeneration(Generation):
         for choice in self.choices:
             choice.citer = sources.citer(attribute=attribute)
 
+    def cache_facts(self) -> CacheFacts:
+        spec, model = self.spec, self.model
+        params = [params for prompt in spec.prompts for params in prompt.params]
+        # A seed decides the answer only where the client chose it and noise is drawn.
+        decisive = [each if spec.seeded and not each.greedy else dataclasses.replace(each, seed=0) for each in params]
+        return CacheFacts(
+            repeatable=spec.seeded or all(each.greedy for each in params),
+            common=[model.name, model.fingerprint, model.sampling, spec.cache_salt, spec.stops, spec.form],
+            asked=[*decisive, [prompt.tokens for prompt in spec.prompts]],
+            question=spec.cache_question,
+        )
+
     def record(self) -> None:
-        """Record what the engine generates, for `recording`."""
         self._record = AnswerRecord(len(self.choices))
 
     @property
-    def recording(self) -> list[Delta] | None:
-        """The whole answer, a delta per choice, if it was recorded and every choice ended by itself."""
+    def recorded(self) -> bytes | None:
         whole = self._record is not None and all(choice.outcome in ("stop", "length") for choice in self.choices)
-        return self._record.deltas if self._record is not None and whole else None
+        return _encode(self._record.deltas) if self._record is not None and whole else None
 
     @property
     def from_cache(self) -> bool:
         return self._replay is not None
 
-    def replay(self, deltas: Sequence[Delta]) -> None:
-        """Answer with a recording instead of asking the engine."""
+    def replay(self, recorded: bytes) -> None:
+        deltas = _answer.decode(recorded)
         self._replay = replayed(deltas)
         self._replayed_tokens = sum(len(delta.tokens) for delta in deltas)
         for index, request in enumerate(self._requests):

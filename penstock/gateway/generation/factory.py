@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.accounting.request_limits import Cap, CapName
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.model_access import ModelAccess
 from penstock.gateway.generation.response_format import GrammarCache
@@ -37,3 +38,7 @@ class GenerationFactory:
         """Where a request may run. One whose answer may be clipped needs only room for its prompt."""
         asked = None if limit.clip else limit.max_tokens
         return self.admissions.place(exchange, model, priority, prompt_tokens, asked)
+
+    def cap(self, exchange: Exchange, name: CapName, model: str) -> Cap | None:
+        """The caller's limit of this kind for a request to `model`, which an answer names if it ends it."""
+        return self.quotas.requests.noted(exchange, name, model)

@@ -6,16 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.engine.request import TokenLogprob
-from penstock.gateway.generation.choice import TokenPiece
+from penstock.gateway.generation.choice import AnyToken, SpelledToken
 from penstock.text import TextModel
 
 
 def logprob_entries(
-    text: TextModel, tokens: Sequence[TokenPiece], top: int, *, as_ids: bool = False
+    text: TextModel | None, tokens: Sequence[AnyToken], top: int, *, as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """The entry of each token, with the `top` most likely alternatives. `as_ids`: tokens are named by their ids."""
+    """The entry of each token, with the `top` most likely alternatives. `as_ids`: tokens are named by their ids.
+    `text`: the tokenizer, where tokens are ids."""
     entries = []
     for token in tokens:
+        if isinstance(token, SpelledToken):
+            entries.append({**_spelled(token), "top_logprobs": [_spelled(other) for other in token.top[:top]]})
+            continue
+        assert text is not None, "ids are of a tokenizer that is known"
         pairs = zip(token.logprob.top_ids[:top], token.logprob.top_logprobs[:top], strict=True)
         entries.append(
             {
@@ -29,6 +34,11 @@ def logprob_entries(
 def _entry(text: TextModel, id: int, logprob: float, as_ids: bool) -> dict[str, Any]:
     name = id_name(id) if as_ids else text.token_text(id)
     return {"token": name, "logprob": finite(logprob), "bytes": list(text.token_bytes(id))}
+
+
+def _spelled(token: SpelledToken) -> dict[str, Any]:
+    data = list(token.token.encode()) if token.bytes is None else token.bytes
+    return {"token": token.token, "logprob": finite(token.logprob), "bytes": data}
 
 
 def id_name(id: int) -> str:

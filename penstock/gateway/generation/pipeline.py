@@ -9,9 +9,11 @@ from __future__ import annotations
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.background import BackgroundTasks
+from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat import ChatGenerations
+from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.completion import CompletionGenerations
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.experiments import Experiments
@@ -20,10 +22,13 @@ from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_access import ModelAccess
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
+from penstock.gateway.generation.remote_count import RemoteCount, count_remote
+from penstock.gateway.generation.remote_generations import RemoteGenerations
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.response import send_stream, send_whole
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.resumption import EventNumbers
+from penstock.gateway.generation.schemas import ChatRequest
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.sources import SourceSearch
@@ -31,6 +36,7 @@ from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, Conten
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry
+from penstock.routing.remotes import RemoteModel
 from penstock.routing.time_slice_groups import TimeSlices
 from penstock.telemetry.metrics import Metrics
 
@@ -73,6 +79,16 @@ class GenerationPipeline:
         self._background = background
         models = ModelAccess(registry, permissions, admissions, slices, settings.engine_wait_s)
         self.answer = FallbackChain(registry, permissions, routes, experiments, shadows, admissions, metrics).answer
+        remotes = RemoteGenerations(
+            settings=settings,
+            tokenization=tokenization,
+            quotas=quotas,
+            metrics=metrics,
+            content_filter=content_filter,
+            source_search=source_search,
+            cache=cache,
+            grader=grader,
+        )
         self.chat = ChatGenerations(
             settings=settings,
             models=models,
@@ -83,6 +99,7 @@ class GenerationPipeline:
             metrics=metrics,
             content_filter=content_filter,
             registry=registry,
+            remotes=remotes,
             source_search=source_search,
             cache=cache,
             grader=grader,
@@ -96,7 +113,23 @@ class GenerationPipeline:
             admissions=admissions,
             metrics=metrics,
             content_filter=content_filter,
+            registry=registry,
+            remotes=remotes,
         ).make
+
+    async def count_remote(
+        self, exchange: Exchange, model: RemoteModel, chat: ChatRequest, messages: list[Message]
+    ) -> RemoteCount:
+        """The length of the prompt of a conversation for a remote model."""
+        tools = chat.tools if chat.tools and chat.tool_choice != "none" else ()
+        async with self.quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
+            found = (
+                await count_remote(exchange, model, self.tokenization, messages=messages, tools=tools)
+                if messages
+                else RemoteCount(0)
+            )
+            work.tokens = found.count
+        return found
 
     async def respond(self, attempt: Attempt, generation: Generation, renderer: Renderer, *, stream: bool) -> None:
         """Run a generation and send what it says."""

@@ -1,73 +1,36 @@
 """A generation that another server produces, whose text is passed on.
 
-Owns one task that reads the server's stream into pieces. Invariants: at most `MOST_UNREAD` pieces wait for a slow
-client, then the server waits too; the end of an answer is passed on together with its usage, once the server has
-reported that; closing the generation closes the connection to the server.
+Everything around an answer works as with an engine: stop strings, guards, citations, the response cache, resumption.
+Invariants: the end of an answer is passed on together with its usage, once the server has reported that; closing the
+generation closes the connections to its servers; what the server counted is what is charged.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from penstock.backends.remote.chunk import Chunk, ChunkChoice, ChunkUsage
+from penstock.backends.remote.chunk import Chunk, ChunkUsage
 from penstock.gateway.generation.base import Gate, Generation
-from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, CallPiece, Piece, TextGuard
-from penstock.protocol.errors import ApiError, EngineLost, RequestTimeout, ServerError
+from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece, TextGuard
+from penstock.gateway.generation.remote_answer import RecordedAnswer, record_choice, replayed_chunks
+from penstock.gateway.generation.remote_choice import RemoteChoice, tokens_in
+from penstock.gateway.generation.remote_source import Arrived, ChunkSource, RemoteCall
+from penstock.gateway.generation.sources import Sources
+from penstock.gateway.generation.spec import CacheFacts, CacheQuestion
+from penstock.protocol.errors import EngineLost, InvalidRequest, RequestTimeout
 from penstock.routing.remotes import RemoteMember, RemoteModel
 from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.timeline import EngineRun
 
-MOST_UNREAD = 256
-_REASONS = frozenset(("stop", "length", "tool_calls", "content_filter"))
-
-log = logging.getLogger("penstock.gateway")
-
-
-class RemoteChoice:
-    """One choice of the server's answer."""
-
-    __slots__ = ("calls", "completion_tokens", "finished", "first_at", "guard", "index", "last_at", "outcome")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.finished = False
-        self.outcome: str | None = None
-        self.completion_tokens = 0
-        """Chunks with content: they stand for tokens until the server reports its usage."""
-        self.first_at: float | None = None
-        self.last_at: float | None = None
-        self.guard: TextGuard | None = None
-        self.calls: set[int] = set()
-
-    def read(self, sent: ChunkChoice) -> Piece:
-        """What a chunk adds. The last piece of the choice has a finish reason."""
-        piece = Piece(self.index, text=sent.delta.content or "")
-        for call in sent.delta.tool_calls or ():
-            piece.calls = piece.calls or []
-            if call.index not in self.calls and call.function is not None:
-                self.calls.add(call.index)
-                piece.calls.append(CallPiece(call.index, call.id or f"call_{call.index}", call.function.name, ""))
-            if call.function is not None and call.function.arguments:
-                piece.calls.append(CallPiece(call.index, None, None, call.function.arguments))
-        self.completion_tokens += bool(piece.text or piece.calls)
-        reason = sent.finish_reason
-        if reason is not None:
-            piece.finish_reason = reason if reason in _REASONS else "stop"
-        if self.guard is not None:
-            piece.text, blocked = self.guard.push(piece.text, final=reason is not None)
-            if blocked:
-                piece.finish_reason = CONTENT_FILTER
-        if piece.finish_reason is not None:
-            self.finished, self.outcome = True, piece.finish_reason
-        return piece
+LONGEST_COUNTED = 64 * 1024
+"""Characters of an answer that was cut off whose tokens are counted on the event loop."""
+_DELIVERY = ("stream", "stream_options")
+"""Fields that do not decide what an answer says."""
 
 
 class RemoteSpec(Struct, frozen=True, kw_only=True):
@@ -76,17 +39,37 @@ class RemoteSpec(Struct, frozen=True, kw_only=True):
     id: str
     """Names the generation in the ledger and to the client; never used before."""
     model: RemoteModel
-    body: dict[str, Any]
-    choices: int
+    calls: Sequence[RemoteCall]
     request_id: str
     started_at: float
     prompt_tokens: int
-    """An estimate, until the server reports its usage."""
+    """By the model's tokenizer, or an estimate, until the server reports its usage."""
     most_tokens: int
     """Completion tokens that are reserved."""
+    prompts: Sequence[str] = ()
+    """Of a text completion, where they are text."""
     time_limit_s: float | None = None
+    length_limit: str = ""
+    """See `Generation`."""
     regions: tuple[str, ...] = ()
     """Where it must be answered; empty: anywhere."""
+    stops: Sequence[str] = ()
+    """Stop strings that are looked for here."""
+    include_stop: bool = False
+    logprobs: bool = False
+    """Whether the client is shown log-probabilities."""
+    token_ids: bool = False
+    """Whether the client is shown token ids."""
+    repeatable: bool = False
+    """The answer is the same every time, as far as the server keeps its promises."""
+    cache_salt: str = ""
+    cache_question: CacheQuestion | None = None
+    missing: Callable[[str], None] | None = None
+    """Told of a parameter that the server accepted and did not follow."""
+
+    @property
+    def choices(self) -> int:
+        return sum(call.choices for call in self.calls)
 
 
 class RemoteGeneration(Generation):
@@ -97,70 +80,155 @@ class RemoteGeneration(Generation):
 
     def __init__(self, spec: RemoteSpec, metrics: Metrics) -> None:
         super().__init__(spec.id, spec.model, spec.model.members[0].server.name, metrics, spec.started_at)
-        self.choices = [RemoteChoice(index) for index in range(spec.choices)]
-        self._spec = spec
-        self._deadline = None if spec.time_limit_s is None else time.monotonic() + spec.time_limit_s
-        self._usage: ChunkUsage | None = None
-        self._pieces: list[Piece] = []
+        self.spec = spec
+        self.length_limit = spec.length_limit
+        self.choices = [
+            RemoteChoice(
+                index,
+                stops=spec.stops,
+                include_stop=spec.include_stop,
+                logprobs=spec.logprobs,
+                token_ids=spec.token_ids,
+            )
+            for index in range(spec.choices)
+        ]
+        about = {"id": spec.id, "request_id": spec.request_id, "model": spec.model.name}
+        self._source = ChunkSource(spec.calls, about)
+        self._deadline: float | None = None
         self._ends: list[Piece] = []
-        """The last pieces of choices, held back until the server's stream is over."""
+        """The last pieces of choices, held back until the servers' streams are over."""
         self._error: Exception | None = None
-        self._arrived = asyncio.Event()
-        self._room = asyncio.Event()
         self._over = False
-        self._reader: asyncio.Task[None] | None = None
+        self._counted: int | None = None
+        """Completion tokens of an answer that was cut off, by the model's tokenizer."""
+        self._record: list[list[Any]] | None = None
+        self._answer: RecordedAnswer | None = None
+        """From the response cache."""
 
     def submit(self, gate: Gate | None = None) -> None:
         assert gate is None, "a remote server has a queue of its own"
+        if self._answer is not None:
+            return
+        spec, model = self.spec, self.model
         self._submitted_at = time.monotonic()
-        member = self.model.choose(regions=self._spec.regions)
+        if spec.time_limit_s is not None:
+            self._deadline = self._submitted_at + spec.time_limit_s
+        member = model.choose(regions=spec.regions)
         self._began(member.server.name)
-        self._reader = asyncio.create_task(self._read(member), name=f"remote answer {self.id}")
+        self._source.start(lambda number: self._chunks(number, member))
+
+    def _chunks(self, number: int, member: RemoteMember) -> AsyncGenerator[Chunk, None]:
+        call, spec = self.spec.calls[number], self.spec
+        first = member if not number else self.model.choose(regions=spec.regions)
+        return self.model.answer(call.body, spec.request_id, first, spec.regions, call.kind)
 
     async def next(self, within: float | None = None) -> list[Piece]:
+        if self._answer is not None:
+            return self._next_replayed()
         if self._deadline is not None:
             left = max(self._deadline - time.monotonic(), 0.0)
             within = left if within is None else min(within, left)
-        if not self._pieces and not self._over:
-            self._arrived.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(within):
-                    await self._arrived.wait()
-        if not self._pieces and not self._over and self._deadline is not None and time.monotonic() >= self._deadline:
+        pieces: list[Piece] = []
+        for arrived in await self._source.take(within):
+            pieces += self._take(arrived)
+        if self.complete and not self._source.over and self._cut_here:
+            self._source.end()
+        if self._deadline is not None and time.monotonic() >= self._deadline and not self._source.over:
             self._expire()
-        pieces, self._pieces = self._pieces, []
-        self._room.set()
+        if self._source.exhausted and not self._over:
+            pieces += self._finish()
         if not pieces and self._error is not None:
             raise self._error
         return pieces
 
+    def _next_replayed(self) -> list[Piece]:
+        assert self._answer is not None
+        pieces: list[Piece] = []
+        for index, chunk in replayed_chunks(self._answer):
+            choice = self.choices[index]
+            if not choice.finished:
+                pieces.append(self._kept(choice.read(chunk)))
+        self._over = True
+        return pieces
+
     def fail(self, error: Exception) -> None:
-        self.close()
         self._error = self._error or error
-        self._end()
+        self._source.end(error)
 
     def close(self) -> None:
-        # Once: a second time would interrupt the closing of the connection.
-        if self._reader is not None and not self._reader.cancelling():
-            self._reader.cancel()
+        self._source.close()
 
     async def settled(self) -> None:
-        """A server reports nothing about an answer that was cut off: the connection is closed."""
+        """A server reports nothing about an answer that was cut off."""
+        self._count()
 
     def guard(self, make: Callable[[], TextGuard]) -> None:
+        if self.spec.logprobs or self.spec.token_ids:
+            param = "logprobs" if self.spec.logprobs else "return_token_ids"
+            raise InvalidRequest(
+                f"`{param}` would show what the guardrails of this server hold back, so it is not allowed here.",
+                param=param,
+            )
         for choice in self.choices:
-            choice.guard = make()
+            choice.guard, choice.thought_guard = make(), make()
+
+    def cite(self, sources: Sources, *, attribute: bool) -> None:
+        """Resolve the citations of every choice. `attribute`: see `Sources.citer`."""
+        self.sources = sources
+        for choice in self.choices:
+            choice.citer = sources.citer(attribute=attribute)
 
     def cut(self, index: int) -> None:
         self.choices[index].finished, self.choices[index].outcome = True, CONTENT_FILTER
-        if self.complete and not self._over:
-            self.close()
-            self._end()
+        self._ends = [end for end in self._ends if end.index != index]
+        if self.complete:
+            self._source.end()
+
+    # --- the response cache
+
+    def cache_facts(self) -> CacheFacts:
+        spec, model = self.spec, self.model
+        bodies = [{name: value for name, value in call.body.items() if name not in _DELIVERY} for call in spec.calls]
+        if all(body.get("temperature") == 0 for body in bodies):
+            bodies = [{**body, "seed": None} for body in bodies]
+        form = (spec.logprobs, spec.include_stop, spec.token_ids, [(call.kind, call.choices) for call in spec.calls])
+        return CacheFacts(
+            repeatable=spec.repeatable,
+            common=[model.name, model.fingerprint, spec.cache_salt, spec.stops, form],
+            asked=[msgspec.json.encode(bodies, order="sorted")],
+            question=spec.cache_question,
+        )
+
+    def record(self) -> None:
+        self._record = [[] for _ in self.choices]
+
+    @property
+    def recorded(self) -> bytes | None:
+        ends = ("stop", "length", "tool_calls")
+        if self._record is None or any(choice.outcome not in ends for choice in self.choices):
+            return None
+        answer = RecordedAnswer(
+            [record_choice(chunks) for chunks in self._record], self.prompt_tokens, self.completion_tokens
+        )
+        return msgspec.msgpack.encode(answer)
+
+    def replay(self, recorded: bytes) -> None:
+        answer = msgspec.msgpack.decode(recorded, type=RecordedAnswer)
+        if len(answer.choices) != len(self.choices):
+            raise msgspec.ValidationError("another number of choices")
+        self._answer = answer
+
+    @property
+    def from_cache(self) -> bool:
+        return self._answer is not None
+
+    # --- what it was
 
     def texts(self, most: int) -> list[tuple[str, str]] | None:
         if self._texts is None:
             return None
-        prompt = msgspec.json.encode(self._spec.body["messages"]).decode()[:most]
+        first = self.spec.calls[0].body
+        prompt = msgspec.json.encode(first.get("messages", first.get("prompt"))).decode()[:most]
         return [(prompt, "".join(parts)[:most]) for parts in self._texts]
 
     def runs(self, purpose: str = "") -> list[EngineRun]:
@@ -171,91 +239,138 @@ class RemoteGeneration(Generation):
 
     @property
     def done(self) -> bool:
-        return self._over and not self._pieces and self._error is None
+        return self._over and self._error is None
 
     @property
     def prompt_tokens(self) -> int:
-        return self._spec.prompt_tokens if self._usage is None else self._usage.prompt_tokens
+        if self._answer is not None:
+            return self._answer.prompt_tokens
+        usage = self._usage()
+        return self.spec.prompt_tokens if usage is None else usage.prompt_tokens
 
     @property
     def cached_tokens(self) -> int:
-        details = None if self._usage is None else self._usage.prompt_tokens_details
-        return 0 if details is None else details.cached_tokens or 0
+        if self._answer is not None:
+            return self._answer.prompt_tokens
+        details = [used.prompt_tokens_details for used in self._source.usage if used is not None]
+        return sum(each.cached_tokens or 0 for each in details if each is not None)
 
     @property
     def completion_tokens(self) -> int:
-        counted = sum(choice.completion_tokens for choice in self.choices)
-        return counted if self._usage is None else self._usage.completion_tokens
+        if self._answer is not None:
+            return self._answer.completion_tokens
+        usage = self._usage()
+        if usage is not None:
+            return usage.completion_tokens
+        if self._counted is not None:
+            return self._counted
+        unread = sum(tokens_in(sent) for index, sent in self._source.unread() if not self._finished(index))
+        return sum(choice.completion_tokens for choice in self.choices) + unread
 
     @property
     def most_completion_tokens(self) -> int:
-        return self._spec.most_tokens
-
-    async def _read(self, member: RemoteMember) -> None:
-        try:
-            spec = self._spec
-            async with aclosing(self.model.answer(spec.body, spec.request_id, member, spec.regions)) as chunks:
-                async for chunk in chunks:
-                    self._take(chunk)
-                    if self.complete and self._cut:
-                        break
-                    while len(self._pieces) >= MOST_UNREAD:
-                        self._room.clear()
-                        await self._room.wait()
-            if not self.complete:
-                self._error = EngineLost("The server behind this model ended its answer early.")
-        except ApiError as error:
-            if not self.complete:  # an error after the last piece does not matter
-                self._error = error
-        except Exception:
-            log.exception("remote answer failed", extra={"request_id": self._spec.request_id, "model": self.model.name})
-            self._error = ServerError("The server failed on this request.")
-        finally:
-            self._end()
+        return self.spec.most_tokens if self._answer is None else self._answer.completion_tokens
 
     @property
-    def _cut(self) -> bool:
-        """Whether a guard ended it here, so that the server need not go on."""
-        return any(choice.outcome == CONTENT_FILTER and choice.guard is not None for choice in self.choices)
+    def reasoning_tokens(self) -> int:
+        details = [used.completion_tokens_details for used in self._source.usage if used is not None]
+        return sum(each.reasoning_tokens or 0 for each in details if each is not None)
 
-    def _end(self) -> None:
-        if not self._over:
-            self._over = True
-            if self._error is None:
-                self._pieces += self._ends
-                if self._submitted_at is not None:
-                    self._observe_end(time.monotonic(), self.prompt_tokens, self.completion_tokens)
-                    for choice in self.choices:
-                        self._count_outcome(choice)
-        self._arrived.set()
+    @property
+    def prompt_token_ids(self) -> list[int] | None:
+        """As the server tells them, if it does."""
+        return self._source.prompt_token_ids
 
-    def _take(self, chunk: Chunk) -> None:
-        if chunk.usage is not None:
-            self._usage = chunk.usage
-        now = time.monotonic()
-        for sent in chunk.choices:
-            if not 0 <= sent.index < len(self.choices) or self.choices[sent.index].finished:
+    def where(self) -> dict[str, str]:
+        region = next((each.region for each in self.model.members if each.server.name == self.replica), "")
+        return {"region": region} if region else {}
+
+    # --- how it proceeds
+
+    def _usage(self) -> ChunkUsage | None:
+        """What the servers counted; None until all of them have told."""
+        told = [used for used in self._source.usage if used is not None]
+        if len(told) < len(self.spec.calls):
+            return None
+        if len(told) == 1:
+            return told[0]
+        return ChunkUsage(sum(used.prompt_tokens for used in told), sum(used.completion_tokens for used in told))
+
+    def _finished(self, index: int) -> bool:
+        return not 0 <= index < len(self.choices) or self.choices[index].finished
+
+    def _take(self, arrived: Arrived) -> list[Piece]:
+        pieces: list[Piece] = []
+        call = self.spec.calls[arrived.call]
+        for sent in arrived.chunk.choices:
+            index = call.first + sent.index
+            if not 0 <= sent.index < call.choices or self.choices[index].finished:
                 continue
-            choice = self.choices[sent.index]
-            piece = choice.read(sent)
-            if self._texts is not None:
-                self._texts[sent.index].append(piece.text)
-            if piece.text or piece.calls:
-                self._observe_tokens(choice, 1, now)
+            choice = self.choices[index]
+            tokens = tokens_in(sent)
+            piece = self._kept(choice.read(sent))
+            if tokens:
+                self._observe_tokens(choice, tokens, arrived.at)
+                self._check_followed(sent.logprobs is None)
+            if self._record is not None:
+                self._record[index].append(sent)
             if piece.finish_reason is not None:
                 self._ends.append(piece)
-            elif piece.text or piece.calls:
-                self._pieces.append(piece)
-                self._arrived.set()
+            elif piece.text or piece.calls or piece.reasoning or piece.tokens or piece.citations:
+                pieces.append(piece)
+        return pieces
+
+    def _kept(self, piece: Piece) -> Piece:
+        if self._texts is not None:
+            self._texts[piece.index].append(piece.text)
+        return piece
+
+    def _check_followed(self, without_logprobs: bool) -> None:
+        """At the first token: a server that ignores `logprobs` has done so by now."""
+        if self.spec.logprobs and without_logprobs and self.spec.missing is not None and not self._told:
+            self._told = True
+            self.spec.missing("logprobs")
+
+    _told = False
+
+    @property
+    def _cut_here(self) -> bool:
+        """Whether a guard or a stop string ended it here, so that the server need not go on."""
+        return any(choice.cut_here for choice in self.choices)
+
+    def _finish(self) -> list[Piece]:
+        """All that will come has come."""
+        self._over = True
+        error = self._source.error
+        if not self.complete:
+            self._error = self._error or error or EngineLost("The server behind this model ended its answer early.")
+        if self._error is not None:
+            return []
+        self._count()
+        if self._submitted_at is not None:
+            self._observe_end(time.monotonic(), self.prompt_tokens, self.completion_tokens)
+            for choice in self.choices:
+                self._count_outcome(choice)
+        ends, self._ends = self._ends, []
+        return ends
+
+    def _count(self) -> None:
+        """Count the tokens of an answer whose server has not told its usage, where the tokenizer is known. An answer
+        is short; a long one is counted by its chunks."""
+        if self._usage() is not None or self.model.text is None or self._answer is not None:
+            return
+        texts = ["".join(choice.said) for choice in self.choices]
+        if sum(map(len, texts)) <= LONGEST_COUNTED:
+            encode = self.model.text.encode
+            self._counted = sum(len(encode(text, special=False)) for text in texts if text)
 
     def _expire(self) -> None:
         """The server took longer than a request may."""
-        self.close()
         if not self.completion_tokens:
             self._error = RequestTimeout("The request did not produce a token in the time allowed.")
         for choice in self.choices:
             if not choice.finished:
                 choice.finished, choice.outcome = True, "timeout"
-                held = choice.guard.push("", final=True)[0] if choice.guard is not None else ""
-                self._ends.append(Piece(choice.index, text=held, finish_reason="length", stop_reason=TIME_LIMIT))
-        self._end()
+                end = Piece(choice.index, text=choice.end(), finish_reason="length", stop_reason=TIME_LIMIT)
+                self._ends.append(self._kept(end))
+        self._source.end()

@@ -1,90 +1,143 @@
-"""From a chat request to the body of a request to another server, as far as its options mean the same there."""
+"""The bodies of requests to other servers: every option that means the same there is passed on.
+
+A body has the fields of OpenAI's API; the dialect of a server translates them. What a dialect cannot express is refused
+where it would change the answer, and named as ignored where it is only advice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from penstock.gateway.generation.attempt import Attempt
-from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
+from penstock.backends.remote.features import Operation
+from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.prompt_options import continues
 from penstock.gateway.generation.remote import RemoteSpec
+from penstock.gateway.generation.remote_source import RemoteCall
 from penstock.gateway.generation.request_decoder import ignore_advice
-from penstock.gateway.generation.sampling import TokenLimit, stop_strings
-from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest
-from penstock.gateway.generation.settings import GenerationSettings
+from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest, CompletionRequest
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.placement import PlacementFacts
 from penstock.routing.remotes import RemoteModel
 
-TOKEN_OPTIONS = (
-    *("logit_bias", "stop_token_ids", "allowed_token_ids", "logprobs", "top_logprobs", "prompt_logprobs"),
-    *("return_token_ids", "return_tokens_as_token_ids"),
-)
-"""Options about tokens, which only the other server knows."""
 OWN_OPTIONS = (
-    *("model", "messages", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens"),
+    *("model", "messages", "prompt", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "n"),
     *("user", "safety_identifier", "metadata", "service_tier", "priority", "speculation", "prompt_cache_key", "store"),
-    *("conversation", "rag", "modalities", "server_tools", "echo", "add_generation_prompt", "continue_final_message"),
+    *("conversation", "rag", "modalities", "server_tools", "add_generation_prompt", "continue_final_message"),
+    *("echo", "best_of", "cache_salt", "include_stop_str_in_output", "no_stop_trim", "prompt_logprobs"),
 )
 """Options that this gateway applies itself, or writes in another form."""
-PASSED_ON = tuple(
-    name for name in ChatRequest.__struct_fields__ if name not in (*TOKEN_OPTIONS, *OWN_OPTIONS, *CHAT_UNSUPPORTED)
-)
-"""All other options mean the same there; a server that does not know one of them refuses it itself."""
-UNLIMITED = 4096
-"""Completion tokens that are reserved for an answer without a limit."""
+CHAT_OPTIONS = tuple(name for name in ChatRequest.__struct_fields__ if name not in (*OWN_OPTIONS, *CHAT_UNSUPPORTED))
+COMPLETION_OPTIONS = tuple(name for name in CompletionRequest.__struct_fields__ if name not in OWN_OPTIONS)
+"""All other options mean the same there."""
 
 
-def remote_spec(
-    attempt: Attempt,
-    settings: GenerationSettings,
-    request: ChatRequest,
-    messages: Sequence[dict[str, Any]],
-    limit: TokenLimit,
-    model: RemoteModel,
-) -> RemoteSpec:
-    """What `model` is asked to generate; `messages` have been checked."""
-    for name in TOKEN_OPTIONS:
-        if getattr(request, name) or (name == "prompt_logprobs" and request.prompt_logprobs is not None):
-            raise InvalidRequest(
-                f"`{name}` is about tokens; those of `{model.name}`, which another server runs, are not known here.",
-                param=name,
-                code="unsupported_parameter",
-            )
-    if request.priority:
-        ignore_advice(attempt.exchange, "priority")
+def passed_on(request: ChatRequest | CompletionRequest, names: Sequence[str]) -> dict[str, Any]:
+    """Those options of a request that are given."""
     fields = msgspec.to_builtins(request)
-    body: dict[str, Any] = {name: fields[name] for name in PASSED_ON if fields.get(name) is not None}
-    body |= {"messages": list(messages), "stream": True, "stream_options": {"include_usage": True}}
+    body = {name: fields[name] for name in names if fields.get(name) is not None}
+    return {**body, "stream": True, "stream_options": {"include_usage": True}}
+
+
+def chat_body(exchange: Exchange, request: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`messages` have been checked."""
+    body = passed_on(request, CHAT_OPTIONS) | {"messages": list(messages)}
     for tool in body.get("tools", ()):  # the grammar of a free-text tool is only part of its description there
         tool["function"].pop("syntax", None)
         if tool["function"].pop("grammar", None):
-            ignore_advice(attempt.exchange, "tools.format")
+            ignore_advice(exchange, "tools.format")
     if continues(request):
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     elif request.add_generation_prompt is False:
         body["add_generation_prompt"] = False
-    stops = stop_strings(request)
-    if stops:
-        body["stop"] = stops
-    most = limit.default if limit.max_tokens is None else limit.max_tokens
-    if most is not None:
-        body[model.limit_field] = most
-    attempt.note_model(request.model, model, "direct" if request.model == model.name else "alias")
-    n, caller = request.n or 1, attempt.exchange.caller
-    characters = sum(len(message["content"]) for message in messages)
+    return body
+
+
+def fitted(exchange: Exchange, model: RemoteModel, body: Mapping[str, Any], operation: Operation) -> dict[str, Any]:
+    """The body as far as the dialect of the servers can express it."""
+    if model.kind != "chat":
+        what, path = ("vectors", "embeddings") if model.kind == "embedding" else ("scores", "rerank")
+        raise InvalidRequest(
+            f"`{model.name}` is not a chat model: it makes {what} of texts (/v1/{path}).", param="model"
+        )
+    if not model.supports(operation):
+        wanted = "the chat API" if operation == "chat" else "text completions"
+        raise InvalidRequest(
+            f"`{model.name}` runs on another server, whose API ({model.dialect}) has nothing like {wanted}.",
+            param="model",
+            code="remote_model",
+        )
+    fit = model.fit(body, operation)
+    if fit.refused:
+        name = fit.refused[0]
+        raise InvalidRequest(
+            f"`{name}` cannot be honoured: `{model.name}` runs on another server, whose API ({model.dialect}) does not "
+            "have it.",
+            param=name,
+            code="unsupported_parameter",
+        )
+    for name in fit.ignored:
+        if name not in ("stream", "stream_options"):
+            ignore_advice(exchange, name)
+    return fit.body
+
+
+def calls_of(model: RemoteModel, kind: Operation, bodies: Sequence[dict[str, Any]], n: int) -> tuple[RemoteCall, ...]:
+    """One request per prompt, or one per choice where the servers give a single choice at a time."""
+    calls: list[RemoteCall] = []
+    for body in bodies:
+        first = sum(call.choices for call in calls)
+        if n == 1:
+            calls.append(RemoteCall(kind, body, first))
+        elif model.supports("n"):
+            calls.append(RemoteCall(kind, {**body, "n": n}, first, n))
+        else:
+            # Equal seeds would give equal answers.
+            seed = body.get("seed")
+            seeded = ({} if seed is None else {"seed": seed + number} for number in range(n))
+            calls += [RemoteCall(kind, {**body, **each}, first + number) for number, each in enumerate(seeded)]
+    return tuple(calls)
+
+
+def internal_call(
+    id: str,
+    model: RemoteModel,
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    tokens: int,
+    *,
+    request_id: str,
+    started_at: float,
+    prompt_tokens: int,
+    time_limit_s: float | None,
+    caller: tuple[str, str],
+    n: int = 1,
+) -> RemoteSpec:
+    """The spec of a question that the gateway itself asks a model. `caller`: the tenant and tier for whose request it
+    asks. `tokens`: the most of an answer."""
+    tenant, tier = caller
+    body = {
+        **options,
+        "messages": list(messages),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        model.limit_field: tokens,
+    }
     return RemoteSpec(
-        id=attempt.ids.next(),
+        id=id,
         model=model,
-        body=body,
-        choices=n,
-        request_id=attempt.exchange.request_id,
-        started_at=attempt.exchange.started_at,
-        prompt_tokens=max(characters // CHARACTERS_PER_TOKEN, 1),
-        most_tokens=n * (most or model.context_window or UNLIMITED),
-        time_limit_s=settings.time_limit(attempt.exchange),
-        regions=model.placer.place(PlacementFacts(caller.tenant, caller.tier)).regions,
+        calls=calls_of(model, "chat", [dict(model.fit(body, "chat").body)], n),
+        request_id=request_id,
+        started_at=started_at,
+        prompt_tokens=prompt_tokens,
+        most_tokens=tokens * n,
+        time_limit_s=time_limit_s,
+        regions=regions_of(model, tenant, tier),
     )
+
+
+def regions_of(model: RemoteModel, tenant: str, tier: str) -> tuple[str, ...]:
+    """Where a request of this tenant must be answered."""
+    return model.placer.place(PlacementFacts(tenant, tier)).regions

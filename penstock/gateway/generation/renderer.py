@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.gateway.app.exchange import EVENT_STREAM, encode_json
 from penstock.gateway.generation.choice import Piece
-from penstock.protocol.errors import ApiError
+from penstock.protocol.errors import ApiError, limit_headers
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -47,9 +47,11 @@ class Renderer(ABC):
     def whole(self, pieces: list[list[Piece]]) -> bytes:
         """The body of an answer that is not streamed; `pieces` per choice."""
 
-    def limit_reached(self, limit: str) -> bytes:
-        """Before the end of a stream: which limit of this server ended the answer; a comment, which clients skip."""
-        return b": x-penstock-limit: %b\n\n" % limit.encode()
+    def limit_reached(self, limit: str, scope: str) -> bytes:
+        """Before the end of a stream: which limit of this server ended the answer, and whose it is; comments, which
+        clients skip."""
+        lines = (f": {name}: {value}\n" for name, value in limit_headers(limit, scope).items())
+        return "".join(lines).encode() + b"\n"
 
     def failure(self, error: ApiError) -> bytes:
         """The last event of a stream that failed."""

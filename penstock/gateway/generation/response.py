@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from time import monotonic
+from typing import NamedTuple
 
 from penstock.gateway.accounting.charges import OpenAccount
 from penstock.gateway.app.exchange import Exchange
@@ -18,12 +19,22 @@ from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.resumption import EventNumbers
 from penstock.gateway.generation.settings import GenerationSettings
-from penstock.protocol.errors import ApiError
+from penstock.protocol.errors import ApiError, limit_headers
 from penstock.telemetry.metrics import Metrics
 
-LIMIT = b"x-penstock-limit"
+OF_MODEL = ("context_window", "sampling.max_tokens")
 
 log = logging.getLogger("penstock.gateway")
+
+
+class EndingLimit(NamedTuple):
+    """The limit that ended an answer, and whose it is."""
+
+    name: str
+    scope: str
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [(name.encode(), value.encode()) for name, value in limit_headers(*self).items()]
 
 
 async def send_whole(exchange: Exchange, generation: Generation, renderer: Renderer, account: OpenAccount) -> None:
@@ -35,8 +46,8 @@ async def send_whole(exchange: Exchange, generation: Generation, renderer: Rende
             break
         account.note()
     await account.ended(generation.outcome or "stop")
-    if limit := note_limit(exchange, generation):
-        exchange.extra_headers.append((LIMIT, limit.encode()))
+    if ended := note_limit(exchange, generation):
+        exchange.extra_headers += ended.headers()
     began = monotonic()
     try:
         body = renderer.whole(pieces)
@@ -66,8 +77,8 @@ async def send_stream(
             data += b"".join(map(renderer.event, pieces))
             if generation.all_shown:
                 await account.ended(generation.outcome or "stop")
-                if limit := note_limit(exchange, generation):
-                    data += renderer.limit_reached(limit)
+                if ended := note_limit(exchange, generation):
+                    data += renderer.limit_reached(*ended)
                 data += renderer.closing()
                 await renderer.before_end()
                 await exchange.end_stream(data if numbers is None else numbers.put(data))
@@ -84,16 +95,18 @@ async def send_stream(
         exchange.timeline.note("stream", begun)
 
 
-def note_limit(exchange: Exchange, generation: Generation) -> str:
-    """The limit of this server that ended an answer, which is logged; empty: none did."""
+def note_limit(exchange: Exchange, generation: Generation) -> EndingLimit | None:
+    """The limit of this server that ended an answer, which is logged; None: none did."""
     limit = generation.limit
-    if limit:
-        caller = exchange.caller
-        log.info(
-            "a limit ended an answer",
-            extra={"limit": limit, "model": generation.model.name, "tenant": caller.tenant, "tier": caller.tier},
-        )
-    return limit
+    return ending(exchange, generation, limit) if limit else None
+
+
+def ending(exchange: Exchange, generation: Generation, limit: str) -> EndingLimit:
+    scope = exchange.limit_scopes.get(limit) or ("model" if limit in OF_MODEL else "server")
+    caller = exchange.caller
+    facts = {"limit": limit, "scope": scope, "model": generation.model.name}
+    log.info("a limit ended an answer", extra={**facts, "tenant": caller.tenant, "tier": caller.tier})
+    return EndingLimit(limit, scope)
 
 
 async def send_failure(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from penstock.config.sampling import SamplingDefaults
 from penstock.engine.request import EngineInfo, SamplingParams
+from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.app.decoding import not_supported
 from penstock.gateway.generation.schemas import Sampling, TokenDetails
 from penstock.gateway.generation.settings import GenerationSettings
@@ -33,12 +35,25 @@ class TokenLimit:
     """More than fits the window is not refused: the answer then ends where the window does."""
     default_is: str = ""
     """The setting that `default` comes from."""
+    clipped_by: str = ""
+    """The limit that `max_tokens` was lowered to, where that is no reason to refuse the request."""
 
     def lowered(self, default: int | None, setting: str) -> TokenLimit:
         """With this default, if it is lower."""
         if default is None or (self.default is not None and self.default <= default):
             return self
         return replace(self, default=default, default_is=setting)
+
+    def capped(self, cap: Cap | None, *, asked: bool = True) -> TokenLimit:
+        """Within what the caller may ask for; a request for more is refused, unless it may be clipped. `asked`: the
+        request itself gave `max_tokens`."""
+        if cap is None:
+            return self
+        if self.max_tokens is not None and self.max_tokens > cap.most:
+            if asked and not self.clip:
+                raise cap.refusal(f"`{self.param}` is {self.max_tokens}", "completion tokens", self.param)
+            return replace(self, max_tokens=cap.most, clipped_by=cap.name)
+        return self.lowered(cap.most, cap.name)
 
 
 def sampling_params(
@@ -60,11 +75,7 @@ def sampling_params(
     check_token_ids(stop_ids, info.vocab_size, "stop_token_ids")
     check_token_ids(request.logit_bias or {}, info.vocab_size, "logit_bias")
     check_token_ids(request.allowed_token_ids or (), info.vocab_size, "allowed_token_ids")
-    if request.stream_options is not None:
-        if not request.stream:
-            raise InvalidRequest("`stream_options` is only allowed with `stream: true`.", param="stream_options")
-        if request.stream_options.include_obfuscation:
-            raise not_supported("stream_options.include_obfuscation")
+    check_stream_options(request)
     seed = random.getrandbits(63) if request.seed is None else request.seed & SEED_MASK
     return SamplingParams(
         max_tokens=limit.max_tokens or 0,
@@ -89,6 +100,15 @@ def sampling_params(
     )
 
 
+def check_stream_options(request: Sampling) -> None:
+    if request.stream_options is None:
+        return
+    if not request.stream:
+        raise InvalidRequest("`stream_options` is only allowed with `stream: true`.", param="stream_options")
+    if request.stream_options.include_obfuscation:
+        raise not_supported("stream_options.include_obfuscation")
+
+
 def first_given(asked: Number | None, default: Number | None, neutral: Number) -> Number:
     """What the request gives (null gives nothing), or the model's default, or what changes nothing."""
     return asked if asked is not None else default if default is not None else neutral
@@ -100,13 +120,13 @@ def fit(
     limit: TokenLimit,
     window: int,
     prompt_param: str,
-    quota: int | None = None,
+    quota: Cap | None = None,
 ) -> SamplingParams:
     """Set `max_tokens` so that prompt and completion fit the window, or say why they cannot. `quota`: how much of the
     window the caller may use. Of a longer prompt, one token more than that may be all that was counted."""
-    exceeded = ContextLengthExceeded
-    if quota is not None and quota < window:
-        window, exceeded = quota, ContextQuotaExceeded
+    exceeded: Callable[..., ContextLengthExceeded] = ContextLengthExceeded
+    if quota is not None and quota.most < window:
+        window, exceeded = quota.most, partial(ContextQuotaExceeded, whose=quota.whose, scope=quota.scope)
     room = window - prompt_tokens
     if room < 1:
         cut = prompt_tokens == window + 1
@@ -124,14 +144,14 @@ def fit(
     return params if params.max_tokens == max_tokens else replace(params, max_tokens=max_tokens)
 
 
-def length_limit(params: SamplingParams, limit: TokenLimit, window: int, quota: int | None) -> str:
+def length_limit(params: SamplingParams, limit: TokenLimit, window: int, quota: Cap | None) -> str:
     """The limit of this server that ends an answer of `params.max_tokens`; empty when the request chose that."""
     if limit.max_tokens is not None:
         if params.max_tokens >= limit.max_tokens:
-            return ""
+            return limit.clipped_by
     elif limit.default is not None and params.max_tokens >= limit.default:
         return limit.default_is
-    return "context_tokens" if quota is not None and quota < window else "context_window"
+    return "context_tokens" if quota is not None and quota.most < window else "context_window"
 
 
 def token_limit(
@@ -200,10 +220,14 @@ def check_foreign_tokens(request: Sampling) -> None:
             raise InvalidRequest("Token ids are those of the model that was asked for.", param=name)
 
 
-def check_choices(prompts: int, n: int, settings: GenerationSettings) -> None:
+def check_choices(prompts: int, n: int, settings: GenerationSettings, cap: Cap | None = None) -> None:
+    """`cap`: of the caller."""
+    asked = f"`n` is {n}" if prompts == 1 else f"{prompts} prompts with `n` {n} make {prompts * n} choices"
+    param = "n" if prompts == 1 else "prompt"
     if prompts * n > settings.max_choices:
-        asked = f"`n` is {n}" if prompts == 1 else f"{prompts} prompts with `n` {n} make {prompts * n} choices"
         raise InvalidRequest(
             f"{asked}; this server allows at most {settings.max_choices} in one request.",
-            param="n" if prompts == 1 else "prompt",
+            param=param,
         )
+    if cap is not None and prompts * n > cap.most:
+        raise cap.refusal(asked, "choices", param)

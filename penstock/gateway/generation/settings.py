@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.gateway.accounting.batch_line import batch_line
+from penstock.gateway.accounting.request_limits import RequestLimits, note_cap
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.choice import TIME_LIMIT
 from penstock.identity import Caller
 
 
@@ -34,16 +35,17 @@ class GenerationSettings:
     """Whether requests may bring a chat template."""
     record_text: bool
     """Whether prompts and answers are recorded."""
-    tier_time_limits: Mapping[str, float] = field(default_factory=dict)
-    """By the name of the tier."""
+    request_limits: RequestLimits
 
-    def time_limit(self, exchange: Exchange) -> float | None:
-        """Seconds that a request may take. Callers without a key have no tier of their own, and no limit of one."""
+    def time_limit(self, exchange: Exchange, model: str) -> float | None:
+        """Seconds that a request may take. Lines of batches have a limit of their own."""
         if batch_line(exchange) is not None:
             return self.batch_time_limit_s
-        of_tier = self.tier_time_limits.get(exchange.caller.tier) if exchange.caller.key else None
-        limits = [limit for limit in (self.time_limit_s, of_tier) if limit is not None]
-        return min(limits, default=None)
+        cap = self.request_limits.cap(exchange.caller, "time_limit_s", model)
+        if cap is None or (self.time_limit_s is not None and self.time_limit_s <= cap.value):
+            return self.time_limit_s
+        note_cap(exchange, cap, TIME_LIMIT)
+        return cap.value
 
     def cache_salt(self, caller: Caller, asked: str | None = None) -> str:
         """Keeps tenants out of each other's cached prefixes; callers without a key share one salt. `asked`: of the

@@ -39,6 +39,19 @@ class CacheQuestion(Struct, frozen=True):
     context: bytes
 
 
+class CacheFacts(Struct, frozen=True):
+    """What the response cache needs to know of a generation."""
+
+    repeatable: bool
+    """The same request gives the same answer."""
+    common: Sequence[object]
+    """What decides the answer besides parameters and prompt: equal for all that may be compared."""
+    asked: Sequence[object]
+    """Parameters and prompt."""
+    question: CacheQuestion | None
+    """What similar requests are found by."""
+
+
 class GenerationSpec(Struct, frozen=True):
     """Everything that decides what engines generate, and how their tokens become an answer."""
 
@@ -152,7 +165,7 @@ def request_spec(
         affinity=attempt.affinity(request.prompt_cache_key),
         patient=not attempt.has_fallback,
         speculation=request.speculation is not False,
-        time_limit_s=settings.time_limit(exchange),
+        time_limit_s=settings.time_limit(exchange, model.base_name),
         length_limit=length_limit,
         stops=stops,
         logprobs=logprobs,

@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
+from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.generation.prompt_options import USUAL, PromptOptions
 from penstock.gateway.generation.schemas import ToolDefinition
+from penstock.gateway.generation.tokenized_model import TokenizedModel
 from penstock.gateway.generation.tool_choice import for_template
-from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
-from penstock.routing.registry import ServedModel
+from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
 from penstock.text import ChatTemplateError, TemplateTooHeavy
 from penstock.text.fair_threads import FairThreads
 from penstock.tools.toolbox import Tool
@@ -40,7 +41,7 @@ class Tokenization:
 
     async def encode(
         self,
-        model: ServedModel,
+        model: TokenizedModel,
         text: str,
         *,
         tenant: str,
@@ -55,7 +56,7 @@ class Tokenization:
 
     async def encode_chat(
         self,
-        model: ServedModel,
+        model: TokenizedModel,
         messages: list[dict[str, Any]],
         *,
         tenant: str,
@@ -85,7 +86,7 @@ class Tokenization:
             raise InvalidRequest(message[:1].upper() + message[1:], param="messages") from error
 
     async def decode(
-        self, model: ServedModel, tokens: Sequence[int], *, tenant: str, skip_special: bool = False
+        self, model: TokenizedModel, tokens: Sequence[int], *, tenant: str, skip_special: bool = False
     ) -> str:
         """The text of token ids."""
         size = len(tokens)
@@ -99,7 +100,7 @@ class Tokenization:
 
 
 def encoded_chat(
-    model: ServedModel,
+    model: TokenizedModel,
     messages: list[dict[str, Any]],
     tools: tuple[Tool, ...],
     options: PromptOptions,
@@ -122,16 +123,22 @@ def encoded_chat(
     )
 
 
-def check_size(model: ServedModel, characters: int, most: int, param: str) -> None:
-    """Refuse a text that has more than `most` tokens however it is tokenized: no token covers that many bytes."""
+def check_size(model: TokenizedModel, characters: int, most: int, param: str, quota: Cap | None = None) -> None:
+    """Refuse a text that has more than `most` tokens however it is tokenized: no token covers that many bytes.
+    `quota`: the caller's limit, if that is what `most` is."""
     if characters <= INLINE_CHARACTERS:
         return
     widest = model.text.most_bytes_per_token
     if widest is not None and characters > most * widest:
-        raise ContextLengthExceeded(limit=most, prompt_tokens=-(-characters // widest), at_least=True, param=param)
+        tokens = -(-characters // widest)
+        if quota is not None and quota.most <= most:
+            raise ContextQuotaExceeded(
+                limit=most, prompt_tokens=tokens, at_least=True, param=param, whose=quota.whose, scope=quota.scope
+            )
+        raise ContextLengthExceeded(limit=most, prompt_tokens=tokens, at_least=True, param=param)
 
 
-def most_counted(model: ServedModel) -> int:
+def most_counted(model: TokenizedModel) -> int:
     """How many tokens a request that only asks for them may have: what fits the model, and more than that."""
     return max(model.context_window or 0, MOST_COUNTED)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
+from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.response_format import GrammarCache, encode, explained, grammar_of
 from penstock.gateway.generation.schemas import ChatRequest, FreeTextFunction, NamedTool, TextFormat, ToolDefinition
+from penstock.gateway.generation.tokenized_model import TokenizedModel
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import ServedModel
 from penstock.text.grammars import Grammar
 from penstock.text.template_fit import Accepted, fitted
 from penstock.tools import prompt as prompting
@@ -39,6 +40,12 @@ def check_tools(request: ChatRequest) -> None:
             raise InvalidRequest(f"`tool_choice` names `{name}`, which is not among the tools.", param="tool_choice")
 
 
+def check_tool_count(request: ChatRequest, cap: Cap | None) -> None:
+    """Within what the caller may offer."""
+    if cap is not None and request.tools and len(request.tools) > cap.most:
+        raise cap.refusal(f"`tools` has {len(request.tools)} functions", "tools", "tools")
+
+
 def chosen_names(choice: str | NamedTool | None) -> tuple[str, ...] | None:
     """The functions that `tool_choice` allows; None: all of them."""
     if not isinstance(choice, NamedTool):
@@ -59,7 +66,7 @@ def tool_of(definition: ToolDefinition) -> Tool:
     return tool
 
 
-def toolbox_of(request: ChatRequest, model: ServedModel) -> Toolbox | None:
+def toolbox_of(request: ChatRequest, model: TokenizedModel) -> Toolbox | None:
     """The functions of a request; None where none may be called."""
     choice = request.tool_choice
     if not request.tools or choice == "none":
@@ -82,12 +89,12 @@ def _use(choice: str | NamedTool | None) -> Use:
     return "auto" if choice in (None, "auto") else "required"
 
 
-def format_of(model: ServedModel) -> ToolFormat:
+def format_of(model: TokenizedModel) -> ToolFormat:
     return choose(cast(ToolFormatSetting, model.tool_format), model.text.template_source)
 
 
 def for_template(
-    messages: list[dict[str, Any]], tools: tuple[Tool, ...], model: ServedModel
+    messages: list[dict[str, Any]], tools: tuple[Tool, ...], model: TokenizedModel
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Messages and tools as the model's template takes them."""
 

@@ -17,7 +17,7 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.choice import Piece
-from penstock.gateway.generation.prompt import ChatPrompt
+from penstock.gateway.generation.prompt import ChatPrompt, MessagePrompt
 from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.schemas import NamedConversation
 from penstock.gateway.generation.sources import Sources
@@ -72,8 +72,8 @@ class Turn(Protocol):
     async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
         """The prompt of the whole conversation."""
 
-    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
-        """The same as messages, for a model whose tokenizer is not known here."""
+    async def messages(self, attempt: Attempt, prompt: MessagePrompt, added: TurnInput) -> list[Message]:
+        """The same as messages, for a model that another server runs."""
 
     def replayed(self) -> Turn:
         """The same prompt for another model, once this turn is over; nothing is stored of it."""
@@ -108,11 +108,10 @@ class StatelessTurn:
         return room
 
     async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
-        messages = self.messages(attempt, added)
-        return await prompt.tokens(messages if added.sources is None else added.sources.in_prompt(messages))
+        return await prompt.tokens(_all(added))
 
-    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
-        return [*added.messages, *added.following]
+    async def messages(self, attempt: Attempt, prompt: MessagePrompt, added: TurnInput) -> list[Message]:
+        return _all(added)
 
     def replayed(self) -> Turn:
         return self
@@ -133,8 +132,20 @@ class ReplayedTurn(StatelessTurn):
     def call_ids(self) -> Collection[str]:  # type: ignore[override]
         return {call["id"] for message in self.prompt for call in message.get("tool_calls") or ()}
 
-    def messages(self, attempt: Attempt, added: TurnInput) -> list[Message]:
-        return [*self.prompt, *added.following]
+    async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
+        return await prompt.tokens(self._whole(added))
+
+    async def messages(self, attempt: Attempt, prompt: MessagePrompt, added: TurnInput) -> list[Message]:
+        return self._whole(added)
+
+    def _whole(self, added: TurnInput) -> list[Message]:
+        messages = [*self.prompt, *added.following]
+        return messages if added.sources is None else added.sources.in_prompt(messages)
+
+
+def _all(added: TurnInput) -> list[Message]:
+    messages = [*added.messages, *added.following]
+    return messages if added.sources is None else added.sources.in_prompt(messages)
 
 
 class UnstoredAnswer:

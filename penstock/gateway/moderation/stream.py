@@ -33,7 +33,9 @@ class _HeldText:
     def add(self, piece: Piece) -> None:
         if not self.cut:
             self.pieces.append(piece)
-            self.text += piece.text + "".join((call.name or "") + call.arguments for call in piece.calls or ())
+            self.text += (
+                piece.reasoning + piece.text + "".join((call.name or "") + call.arguments for call in piece.calls or ())
+            )
 
     def due(self, window: int) -> bool:
         return bool(self.pieces) and (len(self.text) >= window or self.pieces[-1].finish_reason is not None)

@@ -29,6 +29,7 @@ from penstock.config.schema import (
     TelemetryConfig,
     TierConfig,
 )
+from penstock.gateway.accounting.request_limits import RequestLimits
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.metering.prices import Price, PriceBook, PriceEntry
 from penstock.routing.breaker import BreakerPolicy
@@ -221,7 +222,7 @@ class GatewaySettings:
             share_prefixes=self.share_prefixes,
             request_templates=self.request_templates,
             record_text=self.telemetry.record_text,
-            tier_time_limits={tier.name: tier.time_limit_s for tier in self.tiers if tier.time_limit_s is not None},
+            request_limits=RequestLimits(self.tiers, self.limits),
         )
 
     def price_book(self) -> PriceBook:

@@ -13,7 +13,7 @@ import logging
 import random
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from time import monotonic, time
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from penstock.gateway.accounting.attribution import route_name
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
+from penstock.gateway.generation.remote_request import internal_call
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.schemas import ChoiceFormat
 from penstock.gateway.generation.settings import GenerationSettings
@@ -32,6 +33,7 @@ from penstock.gateway.generation.tokenization import Tokenization
 from penstock.metering.log_entries import GradeEntry
 from penstock.protocol.errors import ApiError, ServerError
 from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.routing.remotes import RemoteModel
 from penstock.telemetry.context_metrics import ContextMetrics
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,10 @@ MOST_CHARACTERS = 6000
 """Of a question, an answer, or all sources: what the judge gets to read."""
 WINDOW_SHARE = 0.6
 """Share of the judge's window that texts are estimated to fill; the rest is a margin for other languages."""
+REMOTE_WINDOW = 8192
+"""Of a remote judge, where the configuration names none."""
+REMOTE_TOKENS = 8
+"""What a remote judge may say: its tokens are its own, and a word may be several."""
 PRIORITY = 3
 """After everything that a client waits for, batches included."""
 _LIMIT_S = 60.0
@@ -184,6 +190,9 @@ class Judge:
 
     async def _grade(self, sample: SampledAnswer, form: str, **texts: str) -> float:
         """How often the judge says yes, from 0 to 1; it can say nothing but yes or no."""
+        remote = self._registry.remote(self._config.model or sample.model)
+        if remote is not None:
+            return await self._grade_remotely(remote, sample, form, texts)
         model = self._registry.route(self._config.model or sample.model).model
         info = await model.backend.wait_ready(self._settings.engine_wait_s)
         most = min(MOST_CHARACTERS, int(info.max_model_len * WINDOW_SHARE * CHARACTERS_PER_TOKEN / len(texts)))
@@ -208,6 +217,41 @@ class Judge:
         )
         said = await asyncio.gather(*(_word(model, request) for request in spec.requests()))
         return said.count(YES) / SAMPLES
+
+    async def _grade_remotely(
+        self, model: RemoteModel, sample: SampledAnswer, form: str, texts: Mapping[str, str]
+    ) -> float:
+        """The same by a model that another server runs. Nothing restricts it to the two words where the server knows no
+        `choice`; an answer that begins with neither is left out, and no grade is given when none is left."""
+        window = model.context_window or REMOTE_WINDOW
+        most = min(MOST_CHARACTERS, int(window * WINDOW_SHARE * CHARACTERS_PER_TOKEN / len(texts)))
+        question = form.format(**{name: text[:most] for name, text in texts.items()})
+        spec = internal_call(
+            "judge",
+            model,
+            [{"role": "system", "content": _TASK}, {"role": "user", "content": question}],
+            {"temperature": 1},
+            REMOTE_TOKENS,
+            request_id=sample.request_id,
+            started_at=monotonic(),
+            prompt_tokens=0,
+            time_limit_s=_LIMIT_S,
+            caller=(sample.tenant, sample.tier),
+            n=SAMPLES,
+        )
+        first = model.choose(regions=spec.regions)
+        said = [""] * SAMPLES
+        for call in spec.calls:
+            async with aclosing(model.answer(call.body, sample.request_id, first, spec.regions)) as chunks:
+                async for chunk in chunks:
+                    for choice in chunk.choices:
+                        if 0 <= choice.index < call.choices:
+                            said[call.first + choice.index] += choice.delta.content or ""
+        words = [text.strip(" \n\t.*\"'").lower() for text in said]
+        clear = [word for word in words if word.startswith((YES, NO))]
+        if not clear:
+            raise ServerError(f"The judge said {said[0][:16]!r}, which is neither yes nor no.")
+        return sum(word.startswith(YES) for word in clear) / len(clear)
 
 
 async def _word(model: ServedModel, request: Request) -> str:

@@ -11,22 +11,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
-from penstock.backends.embedder import Embedder
-from penstock.caching.semantic import SearchResult, SemanticIndex
+from penstock.caching.semantic import Embeds, SearchResult, SemanticIndex
 from penstock.caching.store import NOTES, AnswerStore, CacheKey, MemoryStore
 from penstock.config.cache import CacheConfig
-from penstock.engine.request import Delta, SamplingParams
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.base import Generation
-from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.schemas import ChatRequest
-from penstock.gateway.generation.spec import CacheQuestion, GenerationSpec
+from penstock.gateway.generation.spec import CacheFacts, CacheQuestion
 from penstock.protocol.errors import ApiError, InvalidRequest
 from penstock.telemetry.cache_metrics import CacheMetrics
 
@@ -38,7 +34,16 @@ LONGEST_QUESTION = 1000
 CacheMode = Literal["off", "refresh", "exact", "semantic"]
 _MODES = ("off", "refresh", "exact", "semantic")
 _encode = msgspec.msgpack.Encoder().encode
-_answer_decoder = msgspec.msgpack.Decoder(list[Delta])
+
+
+class QuestionEncoder(Embeds, Protocol):
+    """An encoder, here or elsewhere, that compares questions."""
+
+    @property
+    def up(self) -> bool: ...
+
+    async def open(self) -> object:
+        """Starts it, if that is needed."""
 
 
 @dataclass(slots=True)
@@ -46,7 +51,8 @@ class ResponseCacheLookup:
     """How one request uses the cache."""
 
     cache: ResponseCache
-    generation: EngineGeneration
+    generation: Generation
+    question: CacheQuestion | None
     key: CacheKey
     exact: bool
     partition: CacheKey | None
@@ -88,7 +94,7 @@ class ResponseCache:
     """Exact and semantic cache of one gateway process."""
 
     def __init__(
-        self, config: CacheConfig, store: AnswerStore, embedder: Embedder | None, metrics: CacheMetrics
+        self, config: CacheConfig, store: AnswerStore, embedder: QuestionEncoder | None, metrics: CacheMetrics
     ) -> None:
         self.config = config
         self.store = store
@@ -117,18 +123,17 @@ class ResponseCache:
         cache_mode(exchange, _OFF)
 
     async def look_up(self, exchange: Exchange, generation: Generation) -> ResponseCacheLookup | None:
-        if not isinstance(generation, EngineGeneration):
+        facts = generation.cache_facts()
+        if facts is None:
             self.check(exchange)
             return None
-        lookup = self._lookup(exchange, generation)
+        lookup = self._lookup(exchange, generation, facts)
         if lookup is None:
             return None
         exchange.timeline.follow("prepare")
         with exchange.timeline.phase("cache"):
-            answer = await self._find(lookup) if lookup.read else None
-        if answer is not None:
-            generation.replay(answer)
-        else:
+            found = lookup.read and await self._find(lookup)
+        if not found:
             generation.record()
         exchange.extra_headers.append((HEADER, lookup.found.encode()))
         if lookup.exact:
@@ -137,13 +142,12 @@ class ResponseCache:
             self.metrics.looked("semantic", hit=lookup.found == "semantic")
         return lookup
 
-    def _lookup(self, exchange: Exchange, generation: EngineGeneration) -> ResponseCacheLookup | None:
+    def _lookup(self, exchange: Exchange, generation: Generation, facts: CacheFacts) -> ResponseCacheLookup | None:
         """None when the request does not use the cache."""
         mode = cache_mode(exchange, self.config)
         if mode == "off":
             return None
-        spec = generation.spec
-        repeatable = spec.seeded or all(params.greedy for params in _params(spec))
+        repeatable = facts.repeatable
         exact = mode == "exact" or (repeatable and self.config.exact == "on")
         semantic = mode == "semantic" or (repeatable and self.config.semantic == "on")
         if mode == "semantic":
@@ -153,13 +157,11 @@ class ResponseCache:
         if not exact and not semantic:
             return None
         tenant, model = exchange.caller.tenant, generation.model
-        common = [model.name, model.fingerprint, model.sampling, spec.cache_salt, spec.stops, spec.form]
-        prompts = [prompt.tokens for prompt in spec.prompts]
-        key = CacheKey(tenant, model.name, _digest([*common, *_parameters(spec), prompts]))
+        key = CacheKey(tenant, model.name, _digest([*facts.common, *facts.asked]))
         partition = None
-        if semantic and spec.cache_question is not None and self._index is not None:
-            partition = CacheKey(tenant, model.name, _digest([*common, spec.cache_question.context]))
-        return ResponseCacheLookup(self, generation, key, exact, partition, read=mode != "refresh")
+        if semantic and facts.question is not None and self._index is not None:
+            partition = CacheKey(tenant, model.name, _digest([*facts.common, facts.question.context]))
+        return ResponseCacheLookup(self, generation, facts.question, key, exact, partition, read=mode != "refresh")
 
     async def store_answer(self, lookup: ResponseCacheLookup, response_id: str) -> None:
         """After the answer: store a new one; note which cached answer a semantic hit was."""
@@ -169,11 +171,11 @@ class ResponseCache:
         if match is not None:
             await self.store.put(_hit(key.tenant, response_id), _encode([match.model, match.digest]))
             return
-        deltas = generation.recording
-        if deltas is None:
+        recorded = generation.recorded
+        if recorded is None:
             return
-        await self.store.put(key, _encode(deltas))
-        question = generation.spec.cache_question
+        await self.store.put(key, recorded)
+        question = lookup.question
         if lookup.partition is not None and lookup.search.vector and question is not None:
             assert self._index is not None
             await self._index.add(lookup.partition, question.text, key.digest, lookup.search.vector)
@@ -200,41 +202,42 @@ class ResponseCache:
             await asyncio.gather(self._opening, return_exceptions=True)
         await self.store.close()
 
-    async def _find(self, lookup: ResponseCacheLookup) -> list[Delta] | None:
-        if lookup.exact and (answer := await self._answer(lookup.key)) is not None:
+    async def _find(self, lookup: ResponseCacheLookup) -> bool:
+        """Whether there is an answer, which the generation then replays."""
+        if lookup.exact and await self._replayed(lookup, lookup.key):
             lookup.found = "exact"
-            return answer
+            return True
         if lookup.partition is None or not self._encoder_up():
-            return None
-        question = lookup.generation.spec.cache_question
-        assert self._index is not None and question is not None
+            return False
+        assert self._index is not None and lookup.question is not None
         try:
             async with asyncio.timeout(self.config.lookup_s):
-                lookup.search = await self._index.search(lookup.partition, question.text)
+                lookup.search = await self._index.search(lookup.partition, lookup.question.text)
         except TimeoutError:
             self.metrics.gave_up.inc()
-            return None
+            return False
         except ApiError as error:
             log.warning("the semantic cache could not be searched: %s", error)
-            return None
+            return False
         self.metrics.refused(lookup.search.refusals)
         for match in lookup.search.matches:
             key = replace(lookup.key, digest=match.digest)
-            if (answer := await self._answer(key)) is not None:
+            if await self._replayed(lookup, key):
                 lookup.found, lookup.match = "semantic", key
-                return answer
-        return None
+                return True
+        return False
 
-    async def _answer(self, key: CacheKey) -> list[Delta] | None:
+    async def _replayed(self, lookup: ResponseCacheLookup, key: CacheKey) -> bool:
         found = await self.store.get(key)
         if found is None:
-            return None
+            return False
         try:
-            return _answer_decoder.decode(found)
+            lookup.generation.replay(found)
         except msgspec.MsgspecError:
             log.warning("a cached answer cannot be decoded; it is dropped")
             await self.store.drop(key)
-            return None
+            return False
+        return True
 
     def _encoder_up(self) -> bool:
         """No request waits for the encoder to start: the first one starts it, later ones use it."""
@@ -244,7 +247,7 @@ class ResponseCache:
             self._opening = asyncio.create_task(self._open(self._embedder), name="encoder of the semantic cache")
         return self._embedder.up
 
-    async def _open(self, embedder: Embedder) -> None:
+    async def _open(self, embedder: QuestionEncoder) -> None:
         try:
             await embedder.open()
         except ApiError as error:
@@ -278,15 +281,6 @@ def open_store(config: CacheConfig) -> AnswerStore:
 
 def _hit(tenant: str, response_id: str) -> CacheKey:
     return CacheKey(tenant, NOTES, hashlib.sha256(response_id.encode()).hexdigest())
-
-
-def _params(spec: GenerationSpec) -> Iterable[SamplingParams]:
-    return (params for prompt in spec.prompts for params in prompt.params)
-
-
-def _parameters(spec: GenerationSpec) -> list[SamplingParams]:
-    """As far as they decide the answer: a seed does so only where the client chose it and noise is drawn."""
-    return [params if spec.seeded and not params.greedy else replace(params, seed=0) for params in _params(spec)]
 
 
 def _digest(parts: object) -> str:

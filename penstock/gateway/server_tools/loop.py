@@ -23,7 +23,7 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import Piece
 from penstock.gateway.generation.pipeline import GenerationPipeline
-from penstock.gateway.generation.response import LIMIT, note_limit, send_failure
+from penstock.gateway.generation.response import EndingLimit, ending, note_limit, send_failure
 from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.schemas import ChatRequest, FunctionDefinition, ToolDefinition
 from penstock.gateway.generation.turn import Turn, TurnRecorder
@@ -141,6 +141,8 @@ class _ToolLoop:
         self._said: list[Message] = []
         """Answers, calls and results so far, as messages."""
         self._totals = StepTotals()
+        self._capped_rounds = self._out_of_rounds = False
+        """Whether the caller may use fewer rounds than configured, and whether they were used up."""
         self._error: Exception | None = None
         self.generation: Generation | None = None
         self._running: set[asyncio.Task[Outcome]] = set()
@@ -167,8 +169,8 @@ class _ToolLoop:
                 else:
                     pieces += found
         renderer, recorder = self._answer
-        if limit := self._limit_reached():
-            self._exchange.extra_headers.append((LIMIT, limit.encode()))
+        if ended := self._limit_reached():
+            self._exchange.extra_headers += ended.headers()
         body = renderer.whole([pieces])
         await recorder.store(self._said)
         await renderer.keep()
@@ -194,8 +196,8 @@ class _ToolLoop:
                         await exchange.write(data or renderer.keep_alive)
             renderer, recorder = self._answer
             await recorder.store(self._said)
-            if limit := self._limit_reached():
-                waiting += renderer.limit_reached(limit)
+            if ended := self._limit_reached():
+                waiting += renderer.limit_reached(*ended)
             waiting += renderer.closing()
             await renderer.keep()
             await exchange.end_stream(waiting)
@@ -204,13 +206,30 @@ class _ToolLoop:
                 raise
             await send_failure(exchange, self._answer[0], error, self._pipeline.metrics, before=waiting)
 
-    def _limit_reached(self) -> str:
-        return "" if self.generation is None else note_limit(self._exchange, self.generation)
+    def _limit_reached(self) -> EndingLimit | None:
+        if self.generation is None:
+            return None
+        ended = note_limit(self._exchange, self.generation)
+        if ended is None and self._out_of_rounds:
+            return ending(self._exchange, self.generation, "tool_rounds")
+        return ended
+
+    def _most_steps(self) -> int:
+        """Answers of the model: one more than the rounds of calls that the caller may use."""
+        most, pipeline = self._tools.config.max_steps, self._pipeline
+        name = pipeline.registry.base_name(self._request.model)
+        cap = pipeline.quotas.requests.noted(self._exchange, "tool_rounds", name)
+        if cap is None or cap.most + 1 >= most:
+            return most
+        if cap.most == 0 and self._offers:
+            raise cap.refusal("`server_tools` names tools", "rounds of tool calls", "server_tools")
+        self._capped_rounds = True
+        return cap.most + 1
 
     async def _steps(self) -> AsyncGenerator[list[Piece] | dict[str, Any], None]:
         """What the client sees, in order: pieces of text and events of calls. An empty list: nothing new for a
         while."""
-        most = self._tools.config.max_steps
+        most = self._most_steps()
         for number in range(1, most + 1):
             generation = await self._prepared(number, last=number == most)
             step = StepMessage()
@@ -229,6 +248,7 @@ class _ToolLoop:
                         yield seen
             said = step.body()
             if not step.has_calls_to_run:
+                self._out_of_rounds = self._capped_rounds and number == most
                 said.pop("tool_calls", None)
                 self._said.append(said)
                 return

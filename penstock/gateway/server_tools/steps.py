@@ -28,16 +28,17 @@ class StepTotals:
     """What all steps of a request add up to."""
 
     def __init__(self) -> None:
-        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = self.reasoning_tokens = 0
         self.events: list[dict[str, Any]] = []
 
     def add(self, generation: Generation) -> None:
         self.prompt_tokens += generation.prompt_tokens
         self.completion_tokens += generation.completion_tokens
         self.cached_tokens += generation.cached_tokens
+        self.reasoning_tokens += generation.reasoning_tokens
 
     def usage(self) -> dict[str, object]:
-        return usage_body(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+        return usage_body(self.prompt_tokens, self.completion_tokens, self.cached_tokens, self.reasoning_tokens)
 
 
 class StepsRenderer(Renderer):
@@ -55,6 +56,6 @@ class StepsRenderer(Renderer):
 def shown(piece: Piece) -> Piece | None:
     """What the client sees of a piece: calls are told as events, and only the last step ends the answer."""
     ends = None if piece.finish_reason == "tool_calls" else piece.finish_reason
-    if not (piece.text or piece.tokens or ends):
+    if not (piece.text or piece.tokens or piece.reasoning or ends):
         return None
     return dataclasses.replace(piece, calls=None, finish_reason=ends, stop_reason=piece.stop_reason if ends else None)

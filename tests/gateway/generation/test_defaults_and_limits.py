@@ -11,10 +11,12 @@ import pytest
 from penstock.config.sampling import SamplingDefaults
 from penstock.config.schema import DEFAULT_TIERS
 from penstock.engine.request import EngineInfo, SamplingParams
+from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.sampling import TokenLimit, fit, length_limit, sampling_params
 from penstock.gateway.generation.schemas import ChatRequest
 from penstock.gateway.process.settings import GatewaySettings
+from penstock.identity import Caller
 from penstock.text import TextModel
 from tests.gateway.conftest import Serving
 from tests.scripted import ScriptedEngine
@@ -61,16 +63,17 @@ LIMITS: list[tuple[TokenLimit, int | None, int, str]] = [
 
 @pytest.mark.parametrize(("limit", "quota", "most", "name"), LIMITS)
 def test_the_limit_that_ends_a_long_answer_is_named(limit: TokenLimit, quota: int | None, most: int, name: str) -> None:
-    fitted = fit(SamplingParams(), 100, limit, 1000, "messages", quota)
+    cap = None if quota is None else Cap("context_tokens", quota, "tier", "The tier `free`")
+    fitted = fit(SamplingParams(), 100, limit, 1000, "messages", cap)
     assert fitted.max_tokens == most
-    assert length_limit(fitted, limit, 1000, quota) == name
+    assert length_limit(fitted, limit, 1000, cap) == name
 
 
 def test_time_limits_are_those_of_the_tier_and_of_the_server() -> None:
     def of(tier: str, key: str = "k", **settings: Any) -> float | None:
-        exchange = SimpleNamespace(caller=SimpleNamespace(tier=tier, key=key), scope={})
+        exchange = SimpleNamespace(caller=Caller("acme", tier=tier, key=key), scope={}, limit_scopes={})
         found = GatewaySettings(models=(), tiers=DEFAULT_TIERS, **settings).generation
-        return found.time_limit(cast(Exchange, exchange))
+        return found.time_limit(cast(Exchange, exchange), "tiny")
 
     assert [of(tier) for tier in ("free", "standard", "enterprise", "batch")] == [30.0, 600.0, None, None]
     assert of("standard", key="") is None, "nobody has a tier where there are no keys"

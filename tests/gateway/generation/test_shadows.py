@@ -67,7 +67,7 @@ async def test_the_shadow_answers_too_after_everything_else_and_for_free(
         assert {request.priority for request in engine.seen} == {3} and len(engine.seen) == 4
         # Four requests were counted for the tenant, not eight: the fifth is one too many.
         assert (await gateway.chat()).status_code == 429
-        usage = (await gateway.client.get("/v1/admin/usage?by=tenant,feature,model")).json()["data"]
+        usage = (await gateway.client.get("/v1/usage?by=tenant,feature,model")).json()["data"]
         by = {(row["tenant"], row["feature"], row["model"]): row["requests"] for row in usage}
         assert by == {("default", "", "tiny"): 4, ("(shadow)", "shadow", "v2"): 4}
         assert len((await gateway.client.get("/v1/responses")).json().get("data", [])) <= 1

@@ -161,7 +161,8 @@ async def test_the_time_limit_ends_an_answer_with_what_it_has(
         reply = await gateway.chat(stream=True)
         assert "x-penstock-limit" not in reply.headers, "they are gone by then"
         *_, comment, end = reply.text.rstrip().split("\n\n")
-        assert (comment, end) == (": x-penstock-limit: time_limit", "data: [DONE]")
+        assert comment == ": x-penstock-limit: time_limit\n: x-penstock-limit-scope: server"
+        assert end == "data: [DONE]"
         assert json.loads(events(reply.text)[-2])["choices"][0]["stop_reason"] == "time_limit"
         await eventually(lambda: engine.load_snapshot().running == 0)
 

@@ -22,6 +22,10 @@ const SAID = {
   concurrent_requests: (count) => `${number(count)} requests at one time`,
   context_tokens: (count) => `${number(count)} tokens of context`,
   time_limit_s: (seconds) => `${span(seconds)} for an answer`,
+  output_tokens: (count) => `${number(count)} tokens of an answer`,
+  choices: (count) => `${number(count)} choices`,
+  tools: (count) => `${number(count)} tools`,
+  tool_rounds: (count) => `${number(count)} rounds of tool calls`,
   daily_budget: (dollars) => `${money(dollars)} a day`,
   monthly_budget: (dollars) => `${money(dollars)} a month`,
 };

@@ -65,6 +65,11 @@ class MessageRenderer(Renderer):
         return b"event: error\ndata: %b\n\n" % encode_json(ANTHROPIC.error(error, self._request_id))
 
     def _steps(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        if piece.reasoning:
+            if self._open is None or self._open["type"] != "thinking":
+                yield from self._close()
+                yield self._start({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta("thinking_delta", "thinking", piece.reasoning)
         if piece.text:
             if self._open is None or self._open["type"] != "text":
                 yield from self._close()
@@ -97,8 +102,8 @@ class MessageRenderer(Renderer):
         if block is None:
             return
         text = "".join(self._parts)
-        if block["type"] == "text":
-            block["text"] = text
+        if block["type"] in ("text", "thinking"):
+            block[block["type"]] = text
         else:
             block["input"] = _input(text)
         self._open = None

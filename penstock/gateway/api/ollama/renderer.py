@@ -4,6 +4,7 @@ durations, in nanoseconds."""
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
@@ -13,7 +14,7 @@ from penstock.gateway.app.dialects import OLLAMA
 from penstock.gateway.app.exchange import encode_json
 from penstock.gateway.generation.assistant_message import AssembledCall, merge_calls
 from penstock.gateway.generation.base import Generation
-from penstock.gateway.generation.choice import Piece, TokenPiece
+from penstock.gateway.generation.choice import AnyToken, Piece
 from penstock.gateway.generation.logprobs import logprob_entries
 from penstock.gateway.generation.renderer import Renderer
 from penstock.protocol.errors import ApiError
@@ -71,8 +72,10 @@ class RecordRenderer(Renderer):
     def event(self, piece: Piece) -> bytes:
         self._take(piece)
         data = b""
+        if piece.reasoning:
+            data = self._line(self._record("", thoughts=piece.reasoning))
         if piece.text or piece.tokens:
-            data = self._line(self._record(piece.text, tokens=piece.tokens))
+            data += self._line(self._record(piece.text, tokens=piece.tokens))
         ready = self._calls[self._sent : None if self._last is not None else -1]
         if ready:
             data += self._line(self._record("", calls=ready))
@@ -85,10 +88,12 @@ class RecordRenderer(Renderer):
         for piece in pieces[0]:
             self._take(piece)
         text = "".join(piece.text for piece in pieces[0])
+        thoughts = "".join(piece.reasoning for piece in pieces[0])
         tokens = [token for piece in pieces[0] for token in piece.tokens]
-        return encode_json({**self._record(text, calls=self._calls, tokens=tokens), **self._end()})
+        record = self._record(text, calls=self._calls, tokens=tokens, thoughts=thoughts)
+        return encode_json({**record, **self._end()})
 
-    def limit_reached(self, limit: str) -> bytes:
+    def limit_reached(self, limit: str, scope: str) -> bytes:
         """There are no comments in this format: the last record says it."""
         self._limit = limit
         return b""
@@ -103,7 +108,12 @@ class RecordRenderer(Renderer):
             self._last = piece
 
     def _record(
-        self, text: str, *, calls: list[AssembledCall] | None = None, tokens: list[TokenPiece] | None = None
+        self,
+        text: str,
+        *,
+        calls: list[AssembledCall] | None = None,
+        tokens: Sequence[AnyToken] | None = None,
+        thoughts: str = "",
     ) -> dict[str, Any]:
         record: dict[str, Any] = {"model": self._model, "created_at": now()}
         holder: dict[str, Any] = record
@@ -111,13 +121,14 @@ class RecordRenderer(Renderer):
             holder = record["message"] = {"role": "assistant", "content": text}
         else:
             record["response"] = text
+        if thoughts:
+            holder["thinking"] = thoughts
         if calls:
             first = self._sent
             self._sent += len(calls)
             holder["tool_calls"] = [_call(call, index) for index, call in enumerate(calls, first)]
         record["done"] = False
         if tokens and self._logprobs:
-            assert self._generation.text is not None, "log-probabilities come from models whose tokens are known"
             record["logprobs"] = logprob_entries(self._generation.text, tokens, self._top)
         return record
 

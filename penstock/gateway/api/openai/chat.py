@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,12 +19,13 @@ from penstock.gateway.generation.assistant_message import merge_calls
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import message_text, strip_parts
-from penstock.gateway.generation.choice import CallPiece, Piece, TokenPiece
+from penstock.gateway.generation.choice import AnyToken, CallPiece, Piece
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.logprobs import logprob_entries, prompt_entries
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.prompt_options import continues
 from penstock.gateway.generation.question import chat_question
+from penstock.gateway.generation.remote import RemoteGeneration
 from penstock.gateway.generation.renderer import DONE
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
@@ -197,9 +198,11 @@ class ChatRenderer(StepsRenderer):
         data = b""
         self._recorder.add(piece)
         ids = piece.token_ids
+        if piece.reasoning:
+            data += self._chunk(piece.index, {"reasoning_content": piece.reasoning})
         if piece.text or piece.tokens:
             if not piece.tokens and ids is None:
-                data = b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
+                data += b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
                     self._before,
                     piece.index,
                     encode_json(piece.text),
@@ -207,7 +210,7 @@ class ChatRenderer(StepsRenderer):
                 )
             else:
                 logprobs = self._shown_logprobs(piece.tokens)
-                data = self._chunk(piece.index, {"content": piece.text}, logprobs=logprobs, token_ids=ids)
+                data += self._chunk(piece.index, {"content": piece.text}, logprobs=logprobs, token_ids=ids)
                 ids = None
         if piece.citations:
             data += self._chunk(piece.index, {"annotations": self._annotations([piece])})
@@ -242,6 +245,8 @@ class ChatRenderer(StepsRenderer):
                 "refusal": None,
                 "annotations": self._annotations(parts),
             }
+            if thoughts := "".join(part.reasoning for part in parts):
+                message["reasoning_content"] = thoughts
             if calls := [call for part in parts for call in part.calls or ()]:
                 message["content"] = message["content"] or None
                 message["tool_calls"] = [call.body() for call in merge_calls([], calls)]
@@ -263,10 +268,9 @@ class ChatRenderer(StepsRenderer):
             self._recorder.add(piece)
         return encode_json({**body, **self._about()})
 
-    def _shown_logprobs(self, tokens: list[TokenPiece]) -> dict[str, Any] | None:
+    def _shown_logprobs(self, tokens: Sequence[AnyToken]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        assert self._text is not None, "log-probabilities come from models whose tokens are known"
         return {"content": logprob_entries(self._text, tokens, self._top, as_ids=self._as_ids), "refusal": None}
 
     def _used(self) -> dict[str, object]:
@@ -285,6 +289,8 @@ class ChatRenderer(StepsRenderer):
                 about["prompt_logprobs"] = prompt_entries(text, prompt, scores, self._prompt_top)
             if self._ids:
                 about["prompt_token_ids"] = prompt
+        elif isinstance(self._generation, RemoteGeneration) and self._ids:
+            about["prompt_token_ids"] = self._generation.prompt_token_ids
         sources = self._generation.sources
         return about if sources is None else {**about, "rag": sources.report()}
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from penstock.engine.request import TokenLogprob
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.gateway.generation.attempt import Attempt
-from penstock.gateway.generation.choice import Choice, Piece
+from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.choice import AnyToken, Choice, Piece, SpelledToken
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.logprobs import finite, id_name, prompt_entries
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.question import prompt_question
+from penstock.gateway.generation.remote import RemoteGeneration
+from penstock.gateway.generation.remote_choice import RemoteChoice
 from penstock.gateway.generation.renderer import DONE, Renderer
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
@@ -24,6 +27,7 @@ from penstock.gateway.generation.schemas import CompletionRequest
 from penstock.gateway.generation.spec import TokenPrompt
 from penstock.gateway.generation.spellings import respell
 from penstock.protocol.errors import InvalidRequest
+from penstock.text import TextModel
 
 DEFAULT_MAX_TOKENS = 16
 _decoder = RequestDecoder(CompletionRequest)
@@ -86,13 +90,13 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
 class CompletionRenderer(Renderer):
     """`text_completion` objects, whole or as chunks."""
 
-    def __init__(self, request: CompletionRequest, generation: EngineGeneration) -> None:
+    def __init__(self, request: CompletionRequest, generation: Generation) -> None:
         self._generation = generation
-        self._model = model = generation.model
+        model = generation.model
         self._logprobs = request.logprobs
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
         self._continuous = bool(request.stream_options and request.stream_options.continuous_usage_stats)
-        self._echo = bool(request.echo)
+        self._echo = bool(request.echo) and not _echoed_elsewhere(request, generation)
         self._n = request.n or 1
         self._made = max(request.best_of or 1, self._n)
         """Choices per prompt, of which `n` are shown."""
@@ -141,17 +145,12 @@ class CompletionRenderer(Renderer):
         rows: list[_Row] = []
         shift = self._echoed.get(index, 0)
         if self._echo and index not in self._echoed:
-            prompt = self._generation.spec.prompts[index // self._made]
-            prefix = prompt.text
-            if prefix is None:
-                prefix = self._model.text.decode(prompt.tokens, skip_special=False)
+            prefix, rows = self._prompt(index)
             shift = self._echoed[index] = len(prefix)
             text = prefix + text
-            if self._logprobs is not None:
-                rows = self._prompt_rows(prompt, self._generation.choices[index])
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         if self._logprobs is not None:
-            rows += [(token.id, token.offset + shift, token.logprob) for token in tokens]
+            rows += [self._row(token, shift) for token in tokens]
             choice["logprobs"] = self._legacy(rows)
         choice["finish_reason"] = parts[-1].finish_reason if parts else None
         if parts and parts[-1].stop_reason is not None:
@@ -160,63 +159,106 @@ class CompletionRenderer(Renderer):
             self._add_tokens(choice, index, parts)
         return choice
 
+    def _prompt(self, index: int) -> tuple[str, list[_Row]]:
+        """The prompt of a choice, and its tokens where they are shown."""
+        generation, place = self._generation, index // self._made
+        if not isinstance(generation, EngineGeneration):
+            assert isinstance(generation, RemoteGeneration)
+            return generation.spec.prompts[place], []
+        prompt = generation.spec.prompts[place]
+        prefix = prompt.text
+        if prefix is None:
+            prefix = generation.model.text.decode(prompt.tokens, skip_special=False)
+        if self._logprobs is None:
+            return prefix, []
+        return prefix, self._prompt_rows(prompt, generation.choices[index], generation.model.text)
+
+    def _row(self, token: AnyToken, shift: int) -> _Row:
+        if isinstance(token, SpelledToken):
+            # The first token of a prompt that was given back has no probability.
+            first = token.offset == 0 and not token.top and token.logprob == 0.0
+            tops = {other.token: finite(other.logprob) for other in token.top[: self._logprobs or 0]}
+            return _Row(token.token, token.offset + shift, None if first else finite(token.logprob), tops or None)
+        return self._scored(token.id, token.offset + shift, token.logprob)
+
+    def _scored(self, id: int, offset: int, score: TokenLogprob | None) -> _Row:
+        if score is None:
+            return _Row(self._token(id), offset, None, None)
+        top = self._logprobs or 0
+        pairs = zip(score.top_ids[:top], score.top_logprobs[:top], strict=True)
+        tops = {self._token(each): finite(logprob) for each, logprob in pairs}
+        return _Row(self._token(id), offset, finite(score.logprob), tops)
+
     def _best(self) -> Iterator[int]:
         """Of each prompt's choices, the `n` with the highest mean log-probability per token, the best first."""
-        choices = self._generation.choices
+        generation = self._generation
+        assert isinstance(generation, EngineGeneration | RemoteGeneration)
+        choices: Sequence[Choice | RemoteChoice] = generation.choices
         for first in range(0, len(choices), self._made):
             made = choices[first : first + self._made]
             made = sorted(made, key=lambda choice: choice.logprob / max(choice.completion_tokens, 1), reverse=True)
             yield from (choice.index for choice in made[: self._n])
 
     def _add_tokens(self, choice: dict[str, Any], index: int, parts: list[Piece]) -> None:
+        generation = self._generation
         first = index - index % self._made
-        prompt = self._generation.spec.prompts[index // self._made]
-        if self._prompt_top is not None:
-            scores = self._generation.choices[first].prompt_logprobs
-            choice["prompt_logprobs"] = prompt_entries(self._model.text, prompt.tokens, scores, self._prompt_top)
         if self._ids:
             choice["token_ids"] = [id for part in parts for id in part.token_ids or ()]
-            if index not in self._told:
+        if isinstance(generation, RemoteGeneration):
+            if self._ids and not index and generation.prompt_token_ids is not None and index not in self._told:
                 self._told.add(index)
-                choice["prompt_token_ids"] = prompt.tokens
+                choice["prompt_token_ids"] = generation.prompt_token_ids
+            return
+        assert isinstance(generation, EngineGeneration)
+        prompt = generation.spec.prompts[index // self._made]
+        if self._prompt_top is not None:
+            scores = generation.choices[first].prompt_logprobs
+            choice["prompt_logprobs"] = prompt_entries(generation.model.text, prompt.tokens, scores, self._prompt_top)
+        if self._ids and index not in self._told:
+            self._told.add(index)
+            choice["prompt_token_ids"] = prompt.tokens
 
-    def _prompt_rows(self, prompt: TokenPrompt, choice: Choice) -> list[_Row]:
+    def _prompt_rows(self, prompt: TokenPrompt, choice: Choice, text: TextModel) -> list[_Row]:
         logprobs = choice.prompt_logprobs or [None] * len(prompt.tokens)
-        text = self._model.text
         detokenizer = text.detokenizer(skip_special=False)
         rows: list[_Row] = []
         # What the tokenizer put before a text is not part of it.
         offset = 0 if prompt.text is None else -text.added_length(prompt.tokens, prompt.text)
         for token, logprob in zip(prompt.tokens, logprobs, strict=True):
-            rows.append((token, max(offset, 0), logprob))
+            rows.append(self._scored(token, max(offset, 0), logprob))
             offset += len(detokenizer.push([token]))
         return rows
 
     def _legacy(self, rows: list[_Row]) -> dict[str, Any]:
-        top = self._logprobs or 0
         return {
-            "tokens": [self._token(id) for id, _, _ in rows],
-            "token_logprobs": [None if row is None else finite(row.logprob) for _, _, row in rows],
-            "top_logprobs": [self._top(row, top) for _, _, row in rows] if top else None,
-            "text_offset": [offset for _, offset, _ in rows],
+            "tokens": [row.token for row in rows],
+            "token_logprobs": [row.logprob for row in rows],
+            "top_logprobs": [row.top for row in rows] if self._logprobs else None,
+            "text_offset": [row.offset for row in rows],
         }
-
-    def _top(self, row: TokenLogprob | None, top: int) -> dict[str, float] | None:
-        if row is None:
-            return None
-        pairs = zip(row.top_ids[:top], row.top_logprobs[:top], strict=True)
-        return {self._token(id): finite(logprob) for id, logprob in pairs}
 
     def _token(self, id: int) -> str:
         """A token that is not whole characters is written as its bytes, so that tokens remain distinguishable."""
         if self._as_ids:
             return id_name(id)
-        data = self._model.text.token_bytes(id)
+        assert self._generation.text is not None, "ids are of a tokenizer that is known"
+        data = self._generation.text.token_bytes(id)
         try:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-_Row = tuple[int, int, TokenLogprob | None]
-"""Token id, the offset of its text, its probability (None for the first token of a prompt)."""
+class _Row(NamedTuple):
+    """A token, the offset of its text, its probability (None for the first token of a prompt) and the likeliest."""
+
+    token: str
+    offset: int
+    logprob: float | None
+    top: dict[str, float] | None
+
+
+def _echoed_elsewhere(request: CompletionRequest, generation: Generation) -> bool:
+    """Whether the server that runs the model gives the prompt back itself, with its probabilities."""
+    scored = request.logprobs is not None or request.max_tokens == 0
+    return scored and isinstance(generation, RemoteGeneration)

@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.backends.embedder import Embedder
 from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.accounting.request_limits import CapName
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.model_routes import Routes
 from penstock.identity import Caller
@@ -56,7 +57,7 @@ class ModelEndpoints:
     def describe(self, caller: Caller, model: ServedModel) -> dict[str, Any]:
         """`context_window` is the model's; the part that the caller may use is in `limits` and `max_output_tokens`."""
         window = model.context_window
-        caps = [cap for cap in (window, self._max_tokens, self._quotas.context_tokens(caller)) if cap]
+        caps = [cap for cap in (window, self._max_tokens, *self._caps(caller, model.base_name)) if cap]
         return {
             "id": model.name,
             "object": "model",
@@ -84,10 +85,16 @@ class ModelEndpoints:
             "pricing": self._quotas.pricing(caller, model.base_name, model.adapter),
         }
 
+    def _caps(self, caller: Caller, model: str) -> list[int]:
+        """What the caller's limits leave of an answer."""
+        names: tuple[CapName, ...] = ("context_tokens", "output_tokens")
+        found = (self._quotas.requests.cap(caller, name, model) for name in names)
+        return [cap.most for cap in found if cap is not None]
+
     def describe_remote(self, caller: Caller, model: RemoteModel) -> dict[str, Any]:
         """A model on another server, whose address clients do not see."""
         window = model.context_window
-        caps = [cap for cap in (window, self._max_tokens) if cap]
+        caps = [cap for cap in (window, self._max_tokens, *self._caps(caller, model.name)) if cap]
         return {
             "id": model.name,
             "object": "model",
@@ -102,14 +109,8 @@ class ModelEndpoints:
             "limits": self._quotas.describe(caller),
             "ready": model.ready,
             "state": "awake" if model.ready else "away",
-            "capabilities": {
-                "chat": True,
-                "completions": False,
-                "streaming": True,
-                "logprobs": False,
-                "tools": True,
-                "structured_output": True,
-            },
+            "capabilities": _abilities(model),
+            "tokenizer": "configured" if model.text else "server" if model.supports("tokenize") else "estimate",
             "pricing": self._quotas.pricing(caller, model.name),
         }
 
@@ -146,7 +147,9 @@ class ModelEndpoints:
             for name in (rules.small, rules.large)
             if self._registry.remote(name) is None
         ]
-        windows = [model.context_window for model in here if model.context_window is not None]
+        there = [remote for name in (rules.small, rules.large) if (remote := self._registry.remote(name)) is not None]
+        known = [model.context_window for model in here] + [remote.context_window for remote in there]
+        windows = [window for window in known if window is not None]
         return {
             "id": rules.name,
             "object": "model",
@@ -154,7 +157,24 @@ class ModelEndpoints:
             "owned_by": "penstock",
             "routes_to": [rules.small, rules.large],
             "context_window": min(windows, default=None),
-            "ready": all(model.backend.ready for model in here),
+            "ready": all(model.backend.ready for model in here) and all(remote.ready for remote in there),
             "state": "on" if rules.enabled else "off",
-            "capabilities": {"chat": all(model.text.has_chat_template for model in here), "completions": bool(here)},
+            "capabilities": {
+                "chat": all(model.text.has_chat_template for model in here),
+                "completions": all(remote.supports("completions") for remote in there),
+            },
         }
+
+
+def _abilities(model: RemoteModel) -> dict[str, bool]:
+    """What a remote model can do, as far as the API of its servers goes."""
+    if model.kind != "chat":
+        return {"embeddings": model.kind == "embedding", "rerank": True}
+    return {
+        "chat": model.supports("chat"),
+        "completions": model.supports("completions"),
+        "streaming": True,
+        "logprobs": model.supports("logprobs"),
+        "tools": model.supports("tools"),
+        "structured_output": model.supports("response_format"),
+    }

@@ -144,8 +144,8 @@ class StoringRenderer(StepsRenderer):
         self._body = self._inner.whole(pieces)
         return self._body
 
-    def limit_reached(self, limit: str) -> bytes:
-        return self._inner.limit_reached(limit)
+    def limit_reached(self, limit: str, scope: str) -> bytes:
+        return self._inner.limit_reached(limit, scope)
 
     def failure(self, error: ApiError) -> bytes:
         return self._inner.failure(error)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.gateway.accounting.attribution import find_model, identify
+from penstock.gateway.accounting.attribution import find_model, find_remote, identify
 from penstock.gateway.api.openai.responses import item_ids
 from penstock.gateway.api.openai.responses.input_items import (
     REFERENCE,
@@ -124,6 +124,12 @@ class ResponseEndpoints:
             chat = chat_request(asked.request(), conversation, tools)
             check_tools(chat)
             messages = template_messages(chat.messages)
+            remote = find_remote(pipeline.registry, exchange, chat.model)
+            if remote is not None:
+                found = await pipeline.count_remote(exchange, remote, chat, messages)
+                more = {"estimated": True} if found.estimated else {}
+                await exchange.reply_json({"object": "response.input_tokens", "input_tokens": found.count, **more})
+                return
             model = find_model(pipeline.registry, exchange, chat.model)
             toolbox = toolbox_of(chat, model)
             offered, most = () if toolbox is None else toolbox.tools, most_counted(model)

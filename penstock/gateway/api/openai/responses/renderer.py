@@ -110,13 +110,14 @@ class ResponseRenderer(Renderer):
 
     def _steps(self, piece: Piece) -> Iterator[Event]:
         self._recorder.add(piece)
+        if piece.reasoning:
+            yield from self._think(piece.reasoning)
         speaking = self._open is not None and self._open["type"] == "message"
         if piece.text or (piece.tokens and speaking):
             if not speaking:
                 yield from self._close("completed")
                 yield from self._open_message()
-            text = self._generation.text
-            logprobs = [] if text is None else logprob_entries(text, piece.tokens, self._top)
+            logprobs = logprob_entries(self._generation.text, piece.tokens, self._top)
             self._parts.append(piece.text)
             self._logprobs += logprobs
             yield (
@@ -136,7 +137,8 @@ class ResponseRenderer(Renderer):
                     yield name, {**self._place(), **fields}
         if piece.finish_reason is not None:
             self._last = piece
-            if not self._output:
+            if all(item["type"] == "reasoning" for item in self._output):
+                yield from self._close("completed")
                 yield from self._open_message()
             yield from self._close("incomplete" if piece.finish_reason in _CUT else "completed")
 
@@ -144,6 +146,14 @@ class ResponseRenderer(Renderer):
         item = {"type": "message", "role": "assistant", "content": [], "status": "in_progress"}
         yield self._add({"id": self._item_id("msg"), **item})
         yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("", [], [])}
+
+    def _think(self, text: str) -> Iterator[Event]:
+        if self._open is None or self._open["type"] != "reasoning":
+            yield from self._close("completed")
+            item = {"type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+            yield self._add({"id": self._item_id("rs"), **item})
+        self._parts.append(text)
+        yield "response.reasoning_text.delta", {**self._place(), "content_index": 0, "delta": text}
 
     def _cite(self, piece: Piece) -> Iterator[Event]:
         sources = self._generation.sources
@@ -176,6 +186,9 @@ class ResponseRenderer(Renderer):
             item["content"] = [part]
             yield "response.output_text.done", {**place, "content_index": 0, "text": text, "logprobs": self._logprobs}
             yield "response.content_part.done", {**place, "content_index": 0, "part": part}
+        elif item["type"] == "reasoning":
+            item["content"] = [{"type": "reasoning_text", "text": text}]
+            yield "response.reasoning_text.done", {**place, "content_index": 0, "text": text}
         else:
             assert self._call is not None
             for name, fields in self._call.finish():
@@ -226,7 +239,7 @@ class ResponseRenderer(Renderer):
         for item in self._output:
             if item["type"] == "message":
                 said.append(ChatMessage(role="assistant", content=item["content"][0]["text"]))
-            else:
+            elif item["type"] != "reasoning":  # thoughts are no part of a conversation
                 call = self._calls[item["id"]]
                 function = FunctionCall(name=call.name, arguments=call.arguments or "{}")
                 add_call(said, ToolCall(id=item["call_id"], function=function))
