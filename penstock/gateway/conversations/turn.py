@@ -17,6 +17,7 @@ import msgspec
 from penstock.config.context import ConversationsConfig
 from penstock.conversations import HeldConversation, Message, Owner, SessionBusy, Sessions
 from penstock.conversations.conversation import Overflow, leading_system
+from penstock.conversations.summaries import with_notes
 from penstock.conversations.window import fit_turns
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.summary import ConversationPrompt, Rendered, Summariser
