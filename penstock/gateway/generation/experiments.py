@@ -15,8 +15,8 @@ from contextlib import suppress
 from penstock.config.experiments import ExperimentConfig
 from penstock.errors import ConfigError
 from penstock.gateway.accounting.batch_line import batch_line
+from penstock.gateway.accounting.metered import Metered
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.experiment import Experiment
 from penstock.gateway.generation.experiment_keeper import ExperimentKeeper
 from penstock.gateway.generation.experiment_store import CountKey, DatabaseExperiments, MemoryExperiments
@@ -158,7 +158,7 @@ class Experiments:
         dollars = trial.cost_nanos / 1e9
         self._metrics.answered(trial.experiment, trial.arm, ttft_s, latency_s, trial.tokens, dollars)
 
-    def cost(self, tier: str, generation: Generation) -> int:
+    def cost(self, tier: str, generation: Metered) -> int:
         model = generation.model
         price = self._prices.price(model.base_name, model.adapter, tier)
         price = price.recalled() if generation.from_cache else price

@@ -120,7 +120,7 @@ class Shadows:
         # Like one with a fallback: it does not wait for an engine that is away.
         attempt = Attempt(exchange, trial.model, AnswerIds(exchange), reason=SHADOW, has_fallback=True, trial=trial)
         try:
-            generation = await job.again(attempt)
+            generation: Generation = await job.again(attempt)
             # Again: what the content filter found may forbid the model.
             self._permissions.check(exchange, trial.model)
             await self._generate(exchange, generation)

@@ -10,21 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
+from penstock.gateway.accounting.metered import Metered
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
 from penstock.protocol.errors import ApiError
-
-if TYPE_CHECKING:
-    from penstock.gateway.generation.attempt import Attempt
-    from penstock.gateway.generation.base import Generation
 
 SERVER_FAULT = 500
 SHADOW = "shadow/"
 """Before the model's name: the arm of a shadow."""
 
-Again = Callable[["Attempt"], Awaitable["Generation"]]
-"""Makes the generation of a request once more, with the model of another attempt."""
+Again = Callable[[Any], Awaitable[Any]]
+"""Makes the generation of a request once more, for another attempt."""
 
 
 def arm_label(experiment: str, arm: str) -> str:
@@ -46,7 +43,7 @@ class Tally(Protocol):
 
     def answered(self, trial: Trial, ttft_s: float | None, latency_s: float) -> None: ...
 
-    def cost(self, tier: str, generation: Generation) -> int:
+    def cost(self, tier: str, generation: Metered) -> int:
         """Nanodollars."""
 
 
@@ -84,7 +81,7 @@ class Trial:
         """Whether a shadow gets the request too. Of an answer in several steps it gets the first."""
         return bool(self.shadows) and self.again is None
 
-    def ran(self, tier: str, generation: Generation) -> None:
+    def ran(self, tier: str, generation: Metered) -> None:
         """A generation of the arm has ended; an answer may have several."""
         self.from_cache = self.from_cache or generation.from_cache
         if generation.billable:
