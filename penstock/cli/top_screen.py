@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -118,7 +118,9 @@ def _replicas(interval: Interval) -> Table:
         )
     for labels, wanted in now.series("penstock_autoscale_desired_replicas"):
         blank = [""] if any(places.values()) else []
-        table.add_row(labels["model_name"], "autoscale", *blank, _autoscale(now, labels["model_name"], wanted))
+        if blank and labels.get("pool"):
+            blank = [labels["pool"]]
+        table.add_row(labels["model_name"], "autoscale", *blank, _autoscale(now, labels, wanted))
     _pools(now, table)
     return table
 
@@ -167,10 +169,11 @@ def _pools(now: Scrape, table: Table) -> None:
         )
 
 
-def _autoscale(now: Scrape, model: str, wanted: float) -> Text:
+def _autoscale(now: Scrape, labels: Mapping[str, str], wanted: float) -> Text:
     """`asleep`, or how many replicas are ready and starting."""
-    ready = now.sum("penstock_autoscale_ready_replicas", model_name=model)
-    starting = now.sum("penstock_autoscale_starting_replicas", model_name=model)
+    where = {name: labels[name] for name in ("model_name", "pool") if name in labels}
+    ready = now.sum("penstock_autoscale_ready_replicas", **where)
+    starting = now.sum("penstock_autoscale_starting_replicas", **where)
     if not wanted and not ready:
         return Text("asleep", style="dim")
     text = f"{ready:.0f} of {wanted:.0f}" + (f", {starting:.0f} starting" if starting else "")

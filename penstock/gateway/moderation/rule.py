@@ -18,6 +18,7 @@ from typing import Literal
 from penstock.config.guardrails import GuardrailConfig
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.moderation.moderators import FAILURES, Moderator
+from penstock.identity.labels import Demand, Requirement
 from penstock.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,10 @@ class ModerationRule:
 
     async def close(self) -> None:
         await self._moderator.close()
+
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        """What of a demand its moderator does not meet."""
+        return self._moderator.unmet(demand)
 
     @property
     def refuses_all(self) -> bool:

@@ -71,6 +71,7 @@ from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.tokenization import Tokenization
@@ -95,6 +96,8 @@ from penstock.gateway.response_cache.endpoints import CacheEndpoints
 from penstock.gateway.server_tools.endpoints import ToolEndpoints
 from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.workers.group import WorkerGroup
+from penstock.identity.data_rules import DataRules
+from penstock.metering.audit import AuditLog
 from penstock.metering.log_entries import CHARGES
 from penstock.metering.request_log import RequestLog
 from penstock.metering.request_store import RequestStore
@@ -142,6 +145,8 @@ class Gateway:
     responses: ResponseStore | NoResponseStore
     knowledge: KnowledgeLibrary
     batch_runner: BatchRunner | None
+    data_rules: DataRules
+    audit: AuditLog | None
     endpoints: Sequence[object]
     """The objects whose methods answer requests."""
 
@@ -182,6 +187,11 @@ async def compose(
             checks["store"] = watch.check
         tracing = RequestTracing(settings.telemetry, metrics)
         closing(tracing.close)
+        audit = None
+        if stores is not None and settings.audit.enabled:
+            audit = AuditLog(stores.audit, metrics.registry)
+            audit.start()
+            closing(audit.close)
         request_log = open_request_log(settings, database, metrics)
         request_log.start()
         closing(request_log.close)
@@ -316,9 +326,14 @@ async def compose(
         add_autoscale_metrics(metrics.registry, lambda: supervisor.scaling)
         add_fleet_metrics(metrics.registry, lambda: supervisor.fleet)
 
+        streams = RemoteStreams()
+        closing(streams.close)
+        if isinstance(accounts, Accounts):
+            accounts.streams = streams
+
         # The generation pipeline with its stages.
         lifecycle = GenerationLifecycle(
-            quotas, admissions, accounts, drain, background, record_text=settings.generation.record_text
+            quotas, admissions, accounts, drain, background, permissions, record_text=settings.generation.record_text
         )
         shadows = Shadows(
             settings.experiments, registry, permissions, admissions, accounts, judge, experiments, experiment_metrics
@@ -344,6 +359,7 @@ async def compose(
             source_search=CollectionSearch(knowledge),
             cache=cache,
             grader=judge,
+            streams=streams,
         )
         conversations: StoredConversations | StatelessConversations = StatelessConversations()
         if sessions is not None:
@@ -431,6 +447,8 @@ async def compose(
             responses=responses,
             knowledge=knowledge,
             batch_runner=runner,
+            data_rules=DataRules({tier.name: tier.require for tier in settings.tiers}, settings.routing.regions),
+            audit=audit,
             endpoints=endpoints,
         )
 

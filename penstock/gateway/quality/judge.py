@@ -30,6 +30,7 @@ from penstock.gateway.generation.schemas import ChoiceFormat
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.spec import internal_spec
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.identity.labels import NO_DEMAND, Demand
 from penstock.metering.log_entries import GradeEntry
 from penstock.protocol.errors import ApiError, ServerError
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -71,6 +72,7 @@ class SampledAnswer:
     tenant: str
     request_id: str
     tier: str = ""
+    demand: Demand = NO_DEMAND
     arm: str = ""
     """The experiment and arm that it belongs to."""
 
@@ -150,6 +152,7 @@ class Judge:
             attempt.exchange.caller.tenant,
             attempt.exchange.request_id,
             attempt.exchange.caller.tier,
+            attempt.exchange.demand,
             "" if attempt.trial is None else attempt.trial.label,
         )
         try:
@@ -213,6 +216,7 @@ class Judge:
             cache_salt=sample.cache_salt,
             time_limit_s=_LIMIT_S,
             caller=(sample.tenant, sample.tier),
+            demand=sample.demand,
             counted=False,
         )
         said = await asyncio.gather(*(_word(model, request) for request in spec.requests()))
@@ -236,13 +240,13 @@ class Judge:
             started_at=monotonic(),
             prompt_tokens=0,
             time_limit_s=_LIMIT_S,
-            caller=(sample.tenant, sample.tier),
+            demand=sample.demand,
             n=SAMPLES,
         )
-        first = model.choose(regions=spec.regions)
+        first = model.choose(spec.demand)
         said = [""] * SAMPLES
         for call in spec.calls:
-            async with aclosing(model.answer(call.body, sample.request_id, first, spec.regions)) as chunks:
+            async with aclosing(model.answer(call.body, sample.request_id, first, spec.demand)) as chunks:
                 async for chunk in chunks:
                     for choice in chunk.choices:
                         if 0 <= choice.index < call.choices:

@@ -253,6 +253,7 @@ class _ToolLoop:
                 self._said.append(said)
                 return
             self._said.append(said)
+            self._attempt.committed = True
             self._exchange.record.finish_reason = None
             async with aclosing(self._call(step.calls, number, generation)) as running_calls:
                 async for event in running_calls:
@@ -298,6 +299,7 @@ class _ToolLoop:
                     pieces = await generation.shown(wait)
                     wait = settings.keep_alive_s
                     if not opened:
+                        generation.commit()
                         await account.opened()
                         opened = True
                     account.note()

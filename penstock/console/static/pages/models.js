@@ -125,7 +125,7 @@ export default {
       this.models = models.data.length ? models.data : running.data.filter((one) => one.state !== "loading");
       this.pending = running.data.filter((one) => one.state === "loading");
       this.replicas = Object.groupBy(replicas.data, (one) => one.model);
-      this.autoscale = Object.fromEntries(replicas.autoscale.map((one) => [one.id, one]));
+      this.autoscale = Object.fromEntries(replicas.autoscale.filter((one) => !one.pool).map((one) => [one.id, one]));
     },
     async order(model, verb, body) {
       this.busy = model.id;

@@ -37,6 +37,8 @@ class AutoscaleRequest(Struct, forbid_unknown_fields=True):
 
     min: Annotated[int, Meta(ge=0, le=256)] | None = None
     max: Annotated[int, Meta(ge=1, le=256)] | None = None
+    pool: Annotated[str, Meta(max_length=64)] | None = None
+    """Which pool, if pools of the model are scaled."""
 
 
 class NoticeRequest(Struct, forbid_unknown_fields=True):
@@ -89,8 +91,11 @@ class ReplicaEndpoints:
         model = self._model(exchange, "/autoscale")
         if request.min is None and request.max is None:
             raise InvalidRequest("Give `min`, `max` or both.", param="min")
-        await self._supervisor.ask(lambda number: SetLimits(number, model.name, request.min, request.max))
-        await exchange.reply_json({"id": model.name, "object": "model", "min": request.min, "max": request.max})
+        await self._supervisor.ask(
+            lambda number: SetLimits(number, model.name, request.min, request.max, request.pool or "")
+        )
+        reply = {"id": model.name, "object": "model", "min": request.min, "max": request.max}
+        await exchange.reply_json(reply | ({"pool": request.pool} if request.pool else {}))
 
     async def notice_replica(self, exchange: Exchange) -> None:
         request = decode(_notice, await exchange.body(self._body_limit) or b"{}")
@@ -103,7 +108,7 @@ class ReplicaEndpoints:
     def _scaled(self) -> list[dict[str, Any]]:
         """The models that are scaled automatically: their limits, their replicas, and the last decision."""
         return [
-            {"id": name, "object": "autoscale", **msgspec.structs.asdict(scaling)}
+            {"object": "autoscale", **msgspec.structs.asdict(scaling), "id": scaling.model or name}
             for name, scaling in self._supervisor.scaling.items()
         ]
 
