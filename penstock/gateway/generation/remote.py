@@ -131,7 +131,7 @@ class RemoteGeneration(Generation):
         if self._claimed:
             self._began(self.replica)
             return
-        member = model.choose(spec.demand)
+        member = model.choose(spec.demand, tokens=spec.prompt_tokens)
         self._began(member.server.name)
         self._source.start(lambda number: self._chunks(number, member))
 
@@ -155,7 +155,7 @@ class RemoteGeneration(Generation):
 
     def _chunks(self, number: int, member: RemoteMember) -> AsyncGenerator[Chunk, None]:
         call, spec = self.spec.calls[number], self.spec
-        first = member if not number else self.model.choose(spec.demand)
+        first = member if not number else self.model.choose(spec.demand, tokens=spec.prompt_tokens)
         return self.model.answer(call.body, spec.request_id, first, spec.demand, call.kind)
 
     async def next(self, within: float | None = None) -> list[Piece]:
