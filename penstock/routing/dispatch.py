@@ -174,7 +174,7 @@ class Dispatcher:
         try:
             name = self._launch(flight, first=True).name
         except EngineUnavailable:
-            if not request.patient or len(self._parked) >= MOST_PARKED:
+            if not (request.patient or inbox.committed) or len(self._parked) >= MOST_PARKED:
                 del self._flights[flight.id]
                 raise
             self._park(flight)
@@ -360,7 +360,7 @@ class Dispatcher:
         try:
             to = self._launch(flight, besides=(member,)).name
         except ApiError:
-            if not (flight.begun or flight.request.patient):
+            if not (flight.begun or flight.request.patient or flight.inbox.committed):
                 self._fail(flight, error)
                 return
             self._park(flight)

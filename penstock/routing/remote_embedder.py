@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.backends.embedder import Embeddings, Scores
+from penstock.identity.labels import NO_DEMAND, Demand, Requirement
 from penstock.protocol.errors import EngineUnavailable, InvalidRequest
 from penstock.routing.remotes import RemoteModel
 
@@ -49,6 +50,10 @@ class RemoteEmbedder:
     def waiting(self) -> int:
         return self.model.in_flight
 
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        """What of a demand it does not meet; empty: it may get the request's texts."""
+        return self.model.unmet(demand)
+
     async def open(self) -> None:
         """It is there, or a request will say that it is not."""
 
@@ -56,10 +61,10 @@ class RemoteEmbedder:
         """Its servers are closed with the registry."""
 
     async def embed(self, texts: Sequence[str], *, priority: int = 0) -> Embeddings:
-        """Unit vectors, for the gateway's own use."""
+        """Unit vectors, for the gateway's own use; the caller has checked `unmet`."""
         import numpy as np
 
-        rows, tokens = await self.vectors(texts)
+        rows, tokens = await self.vectors(texts, demand=NO_DEMAND)
         matrix = np.asarray(rows, dtype=np.float32)
         lengths = np.linalg.norm(matrix, axis=1, keepdims=True)
         each = max(tokens // max(len(texts), 1), 1)
@@ -71,7 +76,7 @@ class RemoteEmbedder:
         *,
         dimensions: int | None = None,
         request_id: str = "",
-        regions: Sequence[str] = (),
+        demand: Demand,
     ) -> tuple[list[list[float]], int]:
         """The vectors as the server gives them, and the tokens of all texts. `dimensions`: of shortened vectors."""
         if self.model.kind != "embedding":
@@ -83,7 +88,7 @@ class RemoteEmbedder:
 
         async def part(some: Sequence[str]) -> tuple[list[list[float]], int]:
             async with turns:
-                found = await self.model.embed(some, id, dimensions=dimensions, regions=regions)
+                found = await self.model.embed(some, id, demand, dimensions=dimensions)
             return found.vectors, found.prompt_tokens or estimate(some)
 
         parts = await gathered([part(texts[start : start + size]) for start in range(0, len(texts), size)])
@@ -97,25 +102,23 @@ class RemoteEmbedder:
             self._dimensions = wanted
         return rows, sum(tokens for _, tokens in parts)
 
-    async def rerank(
-        self, query: str, documents: Sequence[str], *, request_id: str = "", regions: Sequence[str] = ()
-    ) -> Scores:
+    async def rerank(self, query: str, documents: Sequence[str], *, demand: Demand, request_id: str = "") -> Scores:
         """The score of each document for a query."""
         if self.model.kind == "rerank":
             size, id = self.model.texts_per_request, request_id or uuid.uuid4().hex
             parts = await gathered(
                 [
-                    self.model.rerank(query, documents[start : start + size], id, regions=regions)
+                    self.model.rerank(query, documents[start : start + size], id, demand)
                     for start in range(0, len(documents), size)
                 ]
             )
             values = [value for part in parts for value in part.scores]
             tokens = sum(part.prompt_tokens for part in parts)
             return Scores(values, tokens or estimate([query] * len(documents)) + estimate(documents))
-        return await self.score_pairs([query] * len(documents), documents, request_id=request_id, regions=regions)
+        return await self.score_pairs([query] * len(documents), documents, request_id=request_id, demand=demand)
 
     async def score_pairs(
-        self, queries: Sequence[str], documents: Sequence[str], *, request_id: str = "", regions: Sequence[str] = ()
+        self, queries: Sequence[str], documents: Sequence[str], *, demand: Demand, request_id: str = ""
     ) -> Scores:
         """The score of each query with the document beside it."""
         import numpy as np
@@ -127,14 +130,14 @@ class RemoteEmbedder:
             values, tokens = [0.0] * len(documents), 0
             for query, places in by_query.items():
                 found = await self.rerank(
-                    query, [documents[place] for place in places], request_id=request_id, regions=regions
+                    query, [documents[place] for place in places], request_id=request_id, demand=demand
                 )
                 tokens += found.tokens
                 for place, value in zip(places, found.values, strict=True):
                     values[place] = value
             return Scores(values, tokens)
         sides = list(dict.fromkeys((*queries, *documents)))
-        rows, tokens = await self.vectors(sides, request_id=request_id, regions=regions)
+        rows, tokens = await self.vectors(sides, request_id=request_id, demand=demand)
         matrix = np.asarray(rows, dtype=np.float32)
         matrix /= np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), 1e-12)
         at = {text: index for index, text in enumerate(sides)}

@@ -24,9 +24,9 @@ from penstock.backends.remote.features import Feature, Fit, Operation
 from penstock.backends.remote.server import RemoteServer
 from penstock.config.sampling import UNSET_DEFAULTS
 from penstock.identity.access import Access
-from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
+from penstock.identity.labels import NO_LABELS, OF_REMOTES, REGION, Demand, Labels, Requirement, closest
+from penstock.protocol.errors import ApiError, DataRuleForbids, EngineUnavailable, Overloaded
 from penstock.routing.breaker import Breaker, BreakerPolicy
-from penstock.routing.placement import Placer
 from penstock.routing.regions import RegionChoice
 from penstock.routing.retry_budget import RetryBudget
 from penstock.text import TextModel
@@ -48,6 +48,8 @@ class RemoteMember:
     reachable: bool = True
     """Result of the last health check."""
     region: str = ""
+    labels: Labels = OF_REMOTES
+    """For data rules: those of its model, and its region."""
     first_text_s: float | None = None
     """Smoothed time to the first text, per request that it had at the time."""
 
@@ -98,11 +100,11 @@ class RemoteModel:
         breaker: BreakerPolicy | None = None,
         retry_share: float = 0.1,
         regions: Sequence[str] = (),
-        placer: Placer | None = None,
+        labels: Labels = NO_LABELS,
         choice: RegionChoice | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        """`regions`: of each server. `placer`: the data rules, which say in which of them a request may be answered."""
+        """`regions`: of each server. `labels`: for data rules; external unless they say otherwise."""
         self.name = name
         self.aliases = tuple(aliases)
         self.input_price = input_price
@@ -119,9 +121,10 @@ class RemoteModel:
         self.created = int(time.time())
         self.budget = RetryBudget(retry_share)
         self.members = [RemoteMember(server, Breaker(breaker or BreakerPolicy(), clock)) for server in servers]
-        for member, region in zip(self.members, regions, strict=False):
-            member.region = region
-        self.placer = placer or Placer()
+        self.labels = labels.over(OF_REMOTES)
+        for index, member in enumerate(self.members):
+            member.region = regions[index] if index < len(regions) else self.labels.get(REGION, "")
+            member.labels = Labels({REGION: member.region} if member.region else ()).over(self.labels)
         self._regions = choice or RegionChoice()
         self._clock = clock
         self._max_in_flight = max_in_flight
@@ -146,6 +149,10 @@ class RemoteModel:
     @property
     def ready(self) -> bool:
         return any(member.reachable and member.breaker.allows for member in self.members)
+
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        """What of a demand none of its servers meets; empty: one of them meets all of it."""
+        return closest(demand, (member.labels for member in self.members))
 
     @property
     def in_flight(self) -> int:
@@ -180,14 +187,14 @@ class RemoteModel:
         body: Mapping[str, Any],
         request_id: str,
         first: RemoteMember,
-        regions: Sequence[str] = (),
+        demand: Demand,
         operation: Operation = "chat",
     ) -> AsyncGenerator[Chunk, None]:
-        """The chunks of one answer, from the server `first` if it works. `regions`: see `choose`."""
+        """The chunks of one answer, from the server `first` if it works. `demand`: see `choose`."""
         self.budget.began()
         tried: list[RemoteMember] = []
         while True:
-            member = self.choose(tried, regions) if tried else first
+            member = self.choose(demand, tried) if tried else first
             tried.append(member)
             member.breaker.began()
             said, sent_at = False, self._clock()
@@ -208,27 +215,25 @@ class RemoteModel:
                 self._log_retry(member, request_id, error)
 
     async def embed(
-        self, texts: Sequence[str], request_id: str, *, dimensions: int | None = None, regions: Sequence[str] = ()
+        self, texts: Sequence[str], request_id: str, demand: Demand, *, dimensions: int | None = None
     ) -> EmbeddingBatch:
         """Vectors of texts."""
-        return await self._ask(lambda server: server.embed(texts, request_id, dimensions), request_id, regions)
+        return await self._ask(lambda server: server.embed(texts, request_id, dimensions), request_id, demand)
 
-    async def rerank(
-        self, query: str, documents: Sequence[str], request_id: str, *, regions: Sequence[str] = ()
-    ) -> RerankScores:
+    async def rerank(self, query: str, documents: Sequence[str], request_id: str, demand: Demand) -> RerankScores:
         """Scores of documents for a query."""
-        return await self._ask(lambda server: server.rerank(query, documents, request_id), request_id, regions)
+        return await self._ask(lambda server: server.rerank(query, documents, request_id), request_id, demand)
 
-    async def count(self, body: Mapping[str, Any], request_id: str, regions: Sequence[str] = ()) -> TokenCount:
+    async def count(self, body: Mapping[str, Any], request_id: str, demand: Demand) -> TokenCount:
         """The tokens of a `prompt` or of `messages`, counted by one of its servers; see the feature `tokenize`."""
-        return await self._ask(lambda server: server.count(body, request_id), request_id, regions)
+        return await self._ask(lambda server: server.count(body, request_id), request_id, demand)
 
-    async def _ask(self, ask: Callable[[RemoteServer], Awaitable[T]], request_id: str, regions: Sequence[str]) -> T:
+    async def _ask(self, ask: Callable[[RemoteServer], Awaitable[T]], request_id: str, demand: Demand) -> T:
         """What the first server that works says."""
         self.budget.began()
         tried: list[RemoteMember] = []
         while True:
-            member = self.choose(tried, regions)
+            member = self.choose(demand, tried)
             tried.append(member)
             member.breaker.began()
             try:
@@ -249,15 +254,13 @@ class RemoteModel:
             extra={"request_id": request_id, "model": self.name, "server": member.server.name, "why": str(error)},
         )
 
-    def choose(self, tried: Sequence[RemoteMember] = (), regions: Sequence[str] = (), tokens: int = 1) -> RemoteMember:
-        """The server to use next, other than those in `tried`; raises when there is none. `regions`: where it must be;
-        empty: anywhere. `tokens`: of the prompt, as far as known, for limits of its provider."""
-        allowed = [member for member in self.members if not regions or member.region in regions]
+    def choose(self, demand: Demand, tried: Sequence[RemoteMember] = (), tokens: int = 1) -> RemoteMember:
+        """The server to use next, other than those in `tried`; raises when there is none. Every request to a server is
+        preceded by this: `demand` says which labels the server must have to see it. `tokens`: of the prompt, as far as
+        known, for limits of its provider."""
+        allowed = [member for member in self.members if not demand.unmet(member.labels)] if demand else self.members
         if not allowed:
-            raise EngineUnavailable(
-                f"No server of `{self.name}` is in region {' or '.join(regions)}, where this request must be answered.",
-                retry_after=60.0,
-            )
+            raise DataRuleForbids(f"`{self.name}` may not get this request: {demand.why(self.unmet(demand))}.")
         able = [member for member in allowed if member not in tried and member.breaker.allows]
         if not able:
             waits = [member.breaker.opens_in_s for member in self.members]

@@ -142,6 +142,7 @@ class Admissions:
                 tokens=prompt_tokens + (max_tokens or 0),
                 batch_line=batch_line(exchange) is not None,
                 asked="" if asked is None else asked.decode("latin-1").strip(),
+                demand=exchange.demand,
             )
         )
 

@@ -16,12 +16,11 @@ from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.estimates import estimated_text
 from penstock.gateway.generation.prompt import MessagePrompt
 from penstock.gateway.generation.prompt_options import USUAL, PromptOptions
-from penstock.gateway.generation.remote_request import regions_of
 from penstock.gateway.generation.schemas import ToolDefinition
 from penstock.gateway.generation.tokenization import Tokenization, most_counted
 from penstock.gateway.generation.tokenized_model import remote_text
 from penstock.gateway.generation.tool_choice import tool_of
-from penstock.protocol.errors import EngineUnavailable, Overloaded
+from penstock.protocol.errors import DataRuleForbids, EngineUnavailable, Overloaded
 from penstock.routing.remotes import RemoteModel
 
 ESTIMATED = (b"x-penstock-estimated", b"tokens")
@@ -62,14 +61,13 @@ async def count_remote(
                 known, list(messages), tenant=caller.tenant, most=most, tools=offered, options=options
             )
         return RemoteCount(len(tokens), tokens)
-    if model.supports("tokenize"):
+    if model.supports("tokenize" if messages is None else "tokenize_chat"):
         body: dict[str, Any] = {"prompt": text} if messages is None else {"messages": list(messages)}
         if tools:
             body["tools"] = msgspec.to_builtins(tools)
-        regions = regions_of(model, caller.tenant, caller.tier)
         try:
-            told = await model.count(body, exchange.request_id, regions)
-        except (EngineUnavailable, Overloaded):
+            told = await model.count(body, exchange.request_id, exchange.demand)
+        except (EngineUnavailable, Overloaded, DataRuleForbids):
             pass  # an estimate is better than nothing
         else:
             return RemoteCount(told.count, told.tokens)

@@ -24,8 +24,8 @@ from penstock.gateway.generation.remote_request import (
     chat_body,
     fitted,
     passed_on,
-    regions_of,
 )
+from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.sampling import (
     TokenLimit,
@@ -78,6 +78,7 @@ class RemoteGenerations:
     source_search: SourceSearch
     cache: AnswerCache
     grader: AnswerGrader
+    streams: RemoteStreams
 
     async def chat(
         self,
@@ -99,7 +100,7 @@ class RemoteGenerations:
         async with self.quotas.text_work(exchange, model.base_name, size):
             if request.rag is None:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, None)
-            pending = self.source_search.begin(exchange.caller.tenant, request.rag, [*turn.history, *messages])
+            pending = self.source_search.begin(exchange.caller, request.rag, [*turn.history, *messages])
             try:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, pending)
             finally:
@@ -125,7 +126,8 @@ class RemoteGenerations:
             answer = limit.max_tokens or min(limit.default or DEFAULT_ANSWER, window // 4)
             room = window - bare - answer - TEMPLATE_TOKENS
             with exchange.timeline.phase("retrieve"):
-                sources = await pending.result(prompt.count, turn.source_room(room, window))
+                sources = found = await pending.result(prompt.count, turn.source_room(room, window))
+            await self.content_filter.mark(exchange, lambda: list(found.texts().values()))
         said = await turn.messages(attempt, prompt, TurnInput(messages, following, window, limit, sources))
         fits = self._room(attempt, model, await prompt.measured(said), limit, "messages", exact=prompt.exact)
         body = chat_body(exchange, request, said)
@@ -333,7 +335,7 @@ class RemoteGenerations:
             prompts=prompts,
             time_limit_s=settings.time_limit(exchange, model.name),
             length_limit=fits.limit,
-            regions=regions_of(model, caller.tenant, caller.tier),
+            demand=exchange.demand,
             stops=stops,
             include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
             logprobs=logprobs,
@@ -341,5 +343,7 @@ class RemoteGenerations:
             repeatable=request.seed is not None or request.temperature == 0,
             cache_salt=settings.cache_salt(caller, request.cache_salt),
             cache_question=question,
+            resumption=resumption,
+            streams=self.streams,
             missing=partial(ignore_advice, exchange),
         )

@@ -42,10 +42,10 @@ from penstock.gateway.process.model_follower import served
 from penstock.gateway.process.settings import GatewaySettings, Worker
 from penstock.gateway.process.supervisor_link import Follow, Link, Scaled
 from penstock.identity.exposure import check_exposure
+from penstock.identity.labels import Labels
 from penstock.protocol.fleet_secret import FleetSecret
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
-from penstock.routing.placement import Placer
 from penstock.routing.regions import RegionChoice
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
@@ -160,6 +160,7 @@ def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
             key_file=remote.key_file,
             api_version=remote.api_version,
             aws_region=remote.aws_region,
+            streamed=remote.streamed,
             max_tokens=remote.default_max_tokens,
         )
         for url in remote.urls
@@ -179,7 +180,7 @@ def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
         breaker=resilience.breaker,
         retry_share=resilience.retry_share,
         regions=remote.regions,
-        placer=Placer(regions=settings.routing.regions),
+        labels=Labels(remote.labels),
         choice=RegionChoice(settings.region, settings.routing.region_gain_s, settings.routing.region_return_s),
     )
     model.kind, model.dimensions = remote.kind, remote.dimensions
@@ -288,6 +289,8 @@ def application(gateway: Gateway, door: Door) -> App:
         receive_s=gateway.settings.receive_s,
         bodies=gateway.bodies,
         refuses_unknown=gateway.settings.refuses_unknown,
+        data_rules=gateway.data_rules,
+        audit=None if gateway.audit is None else gateway.audit.put,
     )
 
 

@@ -20,6 +20,7 @@ from penstock.errors import PenstockError
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
+from penstock.identity.labels import Labels
 from penstock.metering.prices import PriceBook
 from penstock.protocol.control import ModelScaling, Replica, Topology
 from penstock.protocol.fleet_secret import FleetSecret
@@ -60,7 +61,7 @@ def served(
             handover=model.handover,
             hold=model.hold,
             places={str(index): place for index, (_, place) in enumerate(labelled)},
-            placer=Placer(model.pools, model.pool_rules, routing.regions),
+            placer=Placer(model.pools, model.pool_rules, Labels(model.labels)),
             regions=RegionChoice(settings.region, routing.region_gain_s, routing.region_return_s),
             shared=settings.shares_engines,
         ),
@@ -186,7 +187,7 @@ class ModelFollower:
         self._registry.rename(model, settings.aliases)
         for name_of, value in client_settings(settings, model.text).items():
             setattr(model, name_of, value)
-        backend.placer = Placer(settings.pools, settings.pool_rules, self._settings.routing.regions)
+        backend.placer = Placer(settings.pools, settings.pool_rules, Labels(settings.labels))
         backend.change(handover=settings.handover, hold=settings.hold)
         self._prices.remove(old.price)
         self._prices.add(settings.price)

@@ -24,12 +24,14 @@ from penstock.gateway.accounting.attribution import route_name
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.remote_request import internal_call
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.schemas import ChoiceFormat
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.spec import internal_spec
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.identity.labels import NO_DEMAND, Demand
 from penstock.metering.log_entries import GradeEntry
 from penstock.protocol.errors import ApiError, ServerError
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -71,6 +73,7 @@ class SampledAnswer:
     tenant: str
     request_id: str
     tier: str = ""
+    demand: Demand = NO_DEMAND
 
 
 class NoJudge:
@@ -91,6 +94,7 @@ class Judge:
         config: JudgeConfig,
         settings: GenerationSettings,
         registry: ModelRegistry,
+        permissions: Permissions,
         tokenization: Tokenization,
         grammars: GrammarCache,
         metrics: ContextMetrics,
@@ -103,6 +107,7 @@ class Judge:
         self._config = config
         self._settings = settings
         self._registry = registry
+        self._permissions = permissions
         self._tokenization = tokenization
         self._grammars = grammars
         self._metrics = metrics
@@ -132,6 +137,9 @@ class Judge:
         """Take an answer, if it was marked and is complete. Never waits."""
         if generation.question is None or not generation.done:
             return
+        judge = self._config.model
+        if judge and not self._permissions.allows(attempt.exchange, judge, for_all=self._config.for_all_callers):
+            return
         texts = generation.texts(MOST_CHARACTERS)
         if not texts or not texts[0][1].strip():
             return
@@ -145,6 +153,7 @@ class Judge:
             attempt.exchange.caller.tenant,
             attempt.exchange.request_id,
             attempt.exchange.caller.tier,
+            attempt.exchange.demand,
         )
         try:
             self._queue.put_nowait(sample)
@@ -205,6 +214,7 @@ class Judge:
             cache_salt=sample.cache_salt,
             time_limit_s=_LIMIT_S,
             caller=(sample.tenant, sample.tier),
+            demand=sample.demand,
             counted=False,
         )
         said = await asyncio.gather(*(_word(model, request) for request in spec.requests()))
@@ -228,13 +238,13 @@ class Judge:
             started_at=monotonic(),
             prompt_tokens=0,
             time_limit_s=_LIMIT_S,
-            caller=(sample.tenant, sample.tier),
+            demand=sample.demand,
             n=SAMPLES,
         )
-        first = model.choose(regions=spec.regions)
+        first = model.choose(spec.demand)
         said = [""] * SAMPLES
         for call in spec.calls:
-            async with aclosing(model.answer(call.body, sample.request_id, first, spec.regions)) as chunks:
+            async with aclosing(model.answer(call.body, sample.request_id, first, spec.demand)) as chunks:
                 async for chunk in chunks:
                     for choice in chunk.choices:
                         if 0 <= choice.index < call.choices:

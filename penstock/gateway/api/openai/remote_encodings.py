@@ -13,7 +13,6 @@ from typing import Any
 from penstock.backends.embedder import Scores
 from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.generation.remote_request import regions_of
 from penstock.gateway.generation.sampling import check_token_ids
 from penstock.gateway.generation.schemas import EmbeddingsRequest, PoolingRequest
 from penstock.gateway.moderation.guardrails import Guardrails
@@ -49,10 +48,10 @@ class RemoteEncodings:
         texts = [_text(embedder, given) for given in inputs]
         texts = [_shortened(embedder, text, request.truncate_prompt_tokens) for text in texts]
         texts = [await self._guardrails.prompt(exchange, text) for text in texts]
-        caller = exchange.caller
         self._work.check_context(exchange, embedder, (_tokens(embedder, [text]) for text in texts), "input")
-        regions = regions_of(embedder.model, caller.tenant, caller.tier)
-        work = embedder.vectors(texts, dimensions=request.dimensions, request_id=exchange.request_id, regions=regions)
+        work = embedder.vectors(
+            texts, dimensions=request.dimensions, request_id=exchange.request_id, demand=exchange.demand
+        )
         rows, tokens = await self._work.run(
             exchange, embedder, len(texts), _tokens(embedder, texts), work, told=lambda found: found[1]
         )
@@ -66,14 +65,12 @@ class RemoteEncodings:
             raise InvalidRequest(f"At most {MOST_TEXTS} documents go in one request.", param="documents")
         queries = [await self._guardrails.prompt(exchange, text) for text in queries]
         documents = [await self._guardrails.prompt(exchange, text) for text in documents]
-        caller = exchange.caller
         lengths = (_tokens(embedder, [text]) for text in (*queries, *documents))
         self._work.check_context(exchange, embedder, lengths, "documents")
-        regions = regions_of(embedder.model, caller.tenant, caller.tier)
         if len(queries) == 1:
-            work = embedder.rerank(queries[0], documents, request_id=exchange.request_id, regions=regions)
+            work = embedder.rerank(queries[0], documents, request_id=exchange.request_id, demand=exchange.demand)
         else:
-            work = embedder.score_pairs(queries, documents, request_id=exchange.request_id, regions=regions)
+            work = embedder.score_pairs(queries, documents, request_id=exchange.request_id, demand=exchange.demand)
         tokens = _tokens(embedder, [*queries, *documents])
         return await self._work.run(exchange, embedder, len(documents), tokens, work, told=lambda found: found.tokens)
 
