@@ -100,7 +100,7 @@ class RemoteGenerations:
         async with self.quotas.text_work(exchange, model.base_name, size):
             if request.rag is None:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, None)
-            pending = self.source_search.begin(exchange.caller.tenant, request.rag, [*turn.history, *messages])
+            pending = self.source_search.begin(exchange.caller, request.rag, [*turn.history, *messages])
             try:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, pending)
             finally:

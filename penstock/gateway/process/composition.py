@@ -76,8 +76,9 @@ from penstock.gateway.moderation.endpoints import ModerationEndpoints
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process import implementations
+from penstock.gateway.process.encoder_follower import EncoderFollower
 from penstock.gateway.process.load_reporter import LoadReporter
-from penstock.gateway.process.model_follower import ModelFollower
+from penstock.gateway.process.model_follower import ModelFollower, curve_of
 from penstock.gateway.process.request_log import RequestLogOff, charge_entry, open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.stores import Stores, open_stores
@@ -220,7 +221,7 @@ async def compose(
         checks |= {"ledger": accounts.problem, "limits": quotas.problem}
 
         # What answers.
-        permissions = Permissions(registry)
+        permissions = Permissions(registry, encoders)
         for embedder in encoders:
             embedder.threads = text_threads
         closing(encoders.close)
@@ -240,7 +241,7 @@ async def compose(
         for model in registry:
             await model.backend.start()
         moderators = ModerationBackends(registry, tokenization, grammars, accounts, settings.generation)
-        guardrails = Guardrails(settings.guardrails, metrics, moderators)
+        guardrails = Guardrails(settings.guardrails, metrics, moderators, permissions)
         closing(guardrails.close)
         checks["guardrails"] = guardrails.problem
         tools = ToolRegistry(
@@ -256,6 +257,7 @@ async def compose(
                 settings.judge,
                 settings.generation,
                 registry,
+                permissions,
                 tokenization,
                 grammars,
                 metrics.context,
@@ -296,7 +298,16 @@ async def compose(
             closing(runner.close)
         supervisor: Supervisor = NoSupervisor()
         if supervisor_socket is not None or fleet is not None:
-            follower = ModelFollower(settings, registry, admissions, prices, forget_answers, background, secret)
+            follow_encoders = EncoderFollower(
+                encoders,
+                {encoder.name: encoder for encoder in settings.encoders},
+                registry,
+                lambda replica: curve_of(replica, secret),
+                text_threads,
+            ).follow
+            follower = ModelFollower(
+                settings, registry, admissions, prices, forget_answers, background, secret, follow_encoders
+            )
             link: Link
             if supervisor_socket is not None:
                 link = SupervisorLink(supervisor_socket, follower.follow, follower.scaled)
@@ -357,21 +368,21 @@ async def compose(
         limit, uploads = settings.body_limit, UploadSlots()
         encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
         encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
-        models = ModelEndpoints(registry, encoders, routes, quotas, settings.max_tokens)
+        models = ModelEndpoints(registry, permissions, encoders, routes, quotas, settings.max_tokens)
         embeddings = EmbeddingEndpoints(encoders, encoder_work, guardrails, limit)
-        catalogue = Catalogue(registry, encoders, routes)
+        catalogue = Catalogue(registry, permissions, encoders, routes)
         endpoints: list[object] = [
             ChatEndpoints(pipeline, conversations, server_tools, chats),
-            _stored_chats(chats, limit),
+            _stored_chats(chats, permissions, limit),
             CompletionEndpoints(pipeline),
             ResponseEndpoints(pipeline, conversations, responses),
-            StoredResponseEndpoints(responses),
+            StoredResponseEndpoints(responses, permissions),
             MessageEndpoints(pipeline),
             embeddings,
             OllamaEndpoints(pipeline, catalogue, embeddings),
             OllamaPullEndpoints(catalogue, supervisor, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
-            TokenEndpoints(registry, tokenization, quotas, limit, request_templates=settings.request_templates),
+            TokenEndpoints(permissions, tokenization, quotas, limit, request_templates=settings.request_templates),
             ScoreEndpoints(encoders, encoder_work, guardrails, limit),
             ModerationEndpoints(guardrails, quotas, limit),
             models,
@@ -380,8 +391,10 @@ async def compose(
             CollectionEndpoints(knowledge, encoder_work, limit),
             DocumentEndpoints(knowledge, uploads),
             ToolEndpoints(tools, limit),
-            _cache_endpoints(cache),
-            TraceEndpoints(workers, settings.telemetry.recent_requests, None if stores is None else stores.ledger),
+            _cache_endpoints(cache, permissions),
+            TraceEndpoints(
+                workers, permissions, settings.telemetry.recent_requests, None if stores is None else stores.ledger
+            ),
             AdapterEndpoints(registry, forget_answers, settings.engine_wait_s, limit),
             ModelAdminEndpoints(registry, models, routes, admissions, supervisor, settings.engine_wait_s, limit),
             ReplicaEndpoints(registry, supervisor, limit),
@@ -390,8 +403,8 @@ async def compose(
             WhatIfEndpoints(registry, limit),
             RouteEndpoints(routes, limit),
             SleepEndpoints(registry),
-            _request_log_endpoints(request_log),
-            HealthEndpoints(registry, drain, checks),
+            _request_log_endpoints(request_log, permissions),
+            HealthEndpoints(registry, authentication, drain, checks),
             MetricsEndpoints(workers),
         ]
         if stores is None or runner is None:
@@ -401,8 +414,8 @@ async def compose(
                 FileEndpoints(stores.files, stores.batches, settings.batches, uploads),
                 BatchEndpoints(stores.batches, stores.files, runner, limit),
                 MessageBatchEndpoints(stores.batches, stores.files, runner, settings.batches, uploads),
-                FeedbackEndpoints(stores.feedback, cache.suspect, limit),
-                UsageEndpoints(stores.ledger),
+                FeedbackEndpoints(stores.feedback, permissions, cache.suspect, limit),
+                UsageEndpoints(stores.ledger, permissions),
                 _identity_endpoints(settings, stores, quotas, workers),
                 AccountEndpoints(stores.identities, stores.ledger, quotas),
             ]
@@ -447,9 +460,9 @@ def _identity_endpoints(
     )
 
 
-def _stored_chats(store: ChatStore | None, limit: int) -> StoredChatEndpoints | Unavailable:
+def _stored_chats(store: ChatStore | None, permissions: Permissions, limit: int) -> StoredChatEndpoints | Unavailable:
     if store is not None:
-        return StoredChatEndpoints(store, limit)
+        return StoredChatEndpoints(store, permissions, limit)
     return Unavailable(StoredChatEndpoints, NotFound, "This gateway stores no chat completions.")
 
 
@@ -461,16 +474,20 @@ def _conversation_items(
     return Unavailable(ConversationItemEndpoints, ServiceUnavailable, "This gateway stores no conversations.")
 
 
-def _cache_endpoints(cache: ResponseCache | ResponseCacheOff) -> CacheEndpoints | Unavailable:
+def _cache_endpoints(cache: ResponseCache | ResponseCacheOff, permissions: Permissions) -> CacheEndpoints | Unavailable:
     if isinstance(cache, ResponseCache):
-        return CacheEndpoints(cache)
+        return CacheEndpoints(cache, permissions)
     message = "This server has no response cache; `cache.exact` and `cache.semantic` are off."
     return Unavailable(CacheEndpoints, NotFound, message)
 
 
-def _request_log_endpoints(log: RequestLog | RequestLogOff) -> RequestLogEndpoints | Unavailable:
+def _request_log_endpoints(
+    log: RequestLog | RequestLogOff, permissions: Permissions
+) -> RequestLogEndpoints | Unavailable:
     if isinstance(log.sink, RequestStore):
-        return RequestLogEndpoints(log.sink, [endpoint.path for endpoint in ENDPOINTS if endpoint.serves_tokens])
+        return RequestLogEndpoints(
+            log.sink, permissions, [endpoint.path for endpoint in ENDPOINTS if endpoint.serves_tokens]
+        )
     message = "This gateway has no request log that it could read; see `request_log.url`."
     return Unavailable(RequestLogEndpoints, ServiceUnavailable, message)
 

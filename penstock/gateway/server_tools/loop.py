@@ -94,7 +94,7 @@ class ServerTools:
         if (request.n or 1) > 1:
             raise InvalidRequest("With `server_tools` there is one answer; `n` must be 1.", param="n")
         try:
-            return await self.registry.offers(exchange.caller.tenant, request.server_tools or ())
+            return await self.registry.offers(exchange.caller.access, request.server_tools or ())
         except ToolError as error:
             message = str(error)
             raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="server_tools") from error
