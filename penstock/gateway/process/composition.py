@@ -79,8 +79,9 @@ from penstock.gateway.moderation.endpoints import ModerationEndpoints
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process import implementations
+from penstock.gateway.process.encoder_follower import EncoderFollower
 from penstock.gateway.process.load_reporter import LoadReporter
-from penstock.gateway.process.model_follower import ModelFollower
+from penstock.gateway.process.model_follower import ModelFollower, curve_of
 from penstock.gateway.process.request_log import RequestLogOff, charge_entry, open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.stores import Stores, open_stores
@@ -309,7 +310,16 @@ async def compose(
             closing(runner.close)
         supervisor: Supervisor = NoSupervisor()
         if supervisor_socket is not None or fleet is not None:
-            follower = ModelFollower(settings, registry, admissions, prices, forget_answers, background, secret)
+            follow_encoders = EncoderFollower(
+                encoders,
+                {encoder.name: encoder for encoder in settings.encoders},
+                registry,
+                lambda replica: curve_of(replica, secret),
+                text_threads,
+            ).follow
+            follower = ModelFollower(
+                settings, registry, admissions, prices, forget_answers, background, secret, follow_encoders
+            )
             link: Link
             if supervisor_socket is not None:
                 link = SupervisorLink(supervisor_socket, follower.follow, follower.scaled)
