@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.config import guardrails
+from penstock.config import experiments, guardrails
 from penstock.config.check import Checker
 from penstock.config.models import ModelConfig
 from penstock.config.pools import pool_problems
@@ -166,6 +166,7 @@ def conflicts(config: Config) -> list[str]:
                 problems.append(f'encoders[{index}]: the name "{name}" is already taken by {seen[name]}')
             seen[name] = f"encoders[{index}]"
     problems += _remotes(config, seen)
+    problems += _experiments(config)
     cache = config.cache
     if config.server.workers > 1 and not cache.url and (cache.exact, cache.semantic) != ("off", "off"):
         problems.append("cache.url: several workers need a shared cache in Redis")
@@ -321,6 +322,15 @@ def _remotes(config: Config, seen: dict[str, str]) -> list[str]:
         if model.overflow_at is not None and not model.fallback:
             problems.append(f"models[{index}].overflow_at: needs a fallback")
     return problems
+
+
+def _experiments(config: Config) -> list[str]:
+    if config.fleet.url:
+        return experiments.problems(config.experiments, None)
+    names = {name for model in config.models for name in (model.name, *model.aliases)}
+    names |= {spec.name for model in config.models for spec in model.adapters}
+    names |= {name for remote in config.remotes for name in (remote.name, *remote.aliases)}
+    return experiments.problems(config.experiments, {*names, *(route.name for route in config.routes)})
 
 
 def _guardrails(config: Config) -> list[str]:
