@@ -27,6 +27,8 @@ DOWNGRADE = "downgrade"
 """Why another model answers (`x-penstock-route`)."""
 LINE_PRIORITY = 2
 """Priority in the engine of lines of batches: after every request that a client waits for."""
+SHADOW_PRIORITY = LINE_PRIORITY + 1
+"""Of shadow requests: after batches too."""
 MOST_LATER = 16
 """How far the `priority` of a request can lower it: each step is as if it had arrived half a minute later."""
 _NO_TIER = TierConfig()
@@ -103,6 +105,8 @@ class Admissions:
     def priority(self, exchange: Exchange, service_tier: str | None, asked: int | None = None) -> int:
         """Priority in the engine, smaller first: the class of the caller's tier, or a lower one that the request asks
         for. `asked`: the request's `priority`, 0 for the usual one; a smaller one counts only without keys."""
+        if exchange.shadow:
+            return SHADOW_PRIORITY
         later = min(max(asked or 0, 0), MOST_LATER)
         if batch_line(exchange) is not None:
             return LINE_PRIORITY + later
