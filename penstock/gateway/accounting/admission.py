@@ -157,7 +157,7 @@ class Admissions:
                 budget_left=1.0 if reservation is None else reservation.left,
                 tier=caller.tier,
                 placement=demand.placement,
-                max_wait_s=_patience(exchange),
+                max_wait_s=patience(exchange),
             )
         )
 
@@ -208,7 +208,7 @@ def _rank(priority: int) -> int:
     return min(max(priority + 1, PREMIUM), BATCH)
 
 
-def _patience(exchange: Exchange) -> float | None:
+def patience(exchange: Exchange) -> float | None:
     """The longest time to the first token that is of use to the client (`x-slo-ttft-ms`)."""
     sent = exchange.header(b"x-slo-ttft-ms")
     if sent is None:

@@ -48,4 +48,7 @@ class PendingSources(Protocol):
 class SourceSearch(Protocol):
     """Searches collections for sources."""
 
+    async def expected_tokens(self, tenant: str, wanted: RagRequest) -> int:
+        """About how many tokens of sources a search would add to the prompt."""
+
     def begin(self, tenant: str, wanted: RagRequest, messages: Sequence[Message]) -> PendingSources: ...
