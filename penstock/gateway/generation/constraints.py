@@ -7,6 +7,7 @@ estimate comes near a limit and the tokenizer is known.
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from penstock.gateway.accounting.admission import Admissions, patience
@@ -15,7 +16,7 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.cost_limit import max_cost, too_expensive
 from penstock.gateway.generation.question import Question
 from penstock.gateway.generation.sources import SourceSearch
-from penstock.gateway.generation.tokenization import Tokenization
+from penstock.gateway.generation.tokenization import MOST_COUNTED, Tokenization
 from penstock.gateway.generation.tokenized_model import TokenizedModel, remote_text
 from penstock.metering.prices import Usage
 from penstock.routing.policies import Predicted
@@ -34,8 +35,8 @@ MESSAGE_TOKENS = 4
 WORDS_PER_TOKEN = 0.75
 USUAL_ANSWER = 512
 """Completion tokens assumed for a request that gives no limit, where the server has no default either."""
-NEAR = 2.0
-"""An estimate within this factor of a limit is replaced by a count."""
+NEAR = 4
+"""An estimate within this factor of a limit is replaced by a count: a token has one byte at least."""
 COUNTED = 1 << 16
 """Characters of each text in which words are counted; the rest is estimated."""
 
@@ -45,8 +46,11 @@ class Reading:
     """How much a model will read for a request."""
 
     words: int
+    """As far as they decide anything."""
     tokens: int
     """An estimate, or the count of one tokenizer."""
+    sources: int
+    """Tokens of sources among them, by estimate."""
 
 
 class ModelConstraints:
@@ -74,15 +78,17 @@ class ModelConstraints:
             found = await self._sources.expected_tokens(exchange.caller.tenant, question.rag)
         words = round((found + question.ids) * WORDS_PER_TOKEN)
         for text in question.read:
+            if words > rules.long_words or rules.long_tokens is not None:
+                break  # more would change nothing
             words += word_count(text[:COUNTED]) + max(len(text) - COUNTED, 0) // 6
         tokens = found + estimated_tokens(question)
         limit = rules.long_tokens
-        if limit is not None and limit / NEAR <= tokens <= limit * NEAR:
+        if limit is not None and limit <= tokens * NEAR <= limit * NEAR**2:
             for name in (rules.small, rules.large):
                 if (counted := await self._counted(exchange, name, question, limit)) is not None:
                     tokens = found + counted
                     break
-        return Reading(words, tokens)
+        return Reading(words, tokens, found)
 
     async def apply(
         self, exchange: Exchange, rules: RouteRules, selection: Selection, question: Question, reading: Reading
@@ -90,12 +96,14 @@ class ModelConstraints:
         """The selection, or the other model where something stands against this one; raises where both cost more than
         the request allows."""
         names: dict[Size, str] = {"small": rules.small, "large": rules.large}
-        for problems in (
-            await self._windows(exchange, names, question, reading),
-            self._too_expensive(exchange, names, question, reading),
-            await self._over_budget(exchange, rules, names, question, reading),
-            self._too_slow(exchange, rules, selection, names, reading),
-        ):
+        checks: tuple[Callable[[], Awaitable[dict[Size, str]]], ...] = (
+            lambda: self._windows(exchange, names, question, reading),
+            lambda: self._too_expensive(exchange, names, question, reading),
+            lambda: self._over_budget(exchange, rules, names, question, reading),
+            lambda: self._too_slow(exchange, rules, selection, names, reading),
+        )
+        for check in checks:
+            problems = await check()
             if problems:
                 selection = constrained(rules, selection, problems)
                 # What has been ruled out stays so, however fast or cheap it is.
@@ -108,27 +116,27 @@ class ModelConstraints:
         found: dict[Size, str] = {}
         answer = question.max_tokens or 1
         for size, name in names.items():
-            window = self._window(name)
+            window = self._model(name).context_window
             if window is None:
                 continue
             tokens = reading.tokens
-            if window / NEAR < tokens + answer <= window * NEAR:
-                counted = await self._counted(exchange, name, question, window)
-                tokens = tokens if counted is None else counted + max(reading.tokens - estimated_tokens(question), 0)
+            if window < (tokens + answer) * NEAR <= window * NEAR**2:
+                tokens = await self._tokens(exchange, name, question, reading, window)
             if tokens + answer > window:
                 found[size] = "window"
         return found
 
-    def _too_expensive(
+    async def _too_expensive(
         self, exchange: Exchange, names: dict[Size, str], question: Question, reading: Reading
     ) -> dict[Size, str]:
         most = max_cost(exchange)
         if most is None:
             return {}
-        costs = {size: self._cost(exchange, name, question, reading) for size, name in names.items()}
+        tokens = {size: await self._tokens(exchange, name, question, reading) for size, name in names.items()}
+        costs = {size: self._cost(exchange, name, tokens[size], question) for size, name in names.items()}
         if all(cost > most for cost in costs.values()):
             answer = _answer_tokens(question)
-            raise too_expensive(most, [(names[size], reading.tokens, answer, cost) for size, cost in costs.items()])
+            raise too_expensive(most, [(names[size], tokens[size], answer, cost) for size, cost in costs.items()])
         return {size: "cost" for size, cost in costs.items() if cost > most}
 
     async def _over_budget(
@@ -141,11 +149,12 @@ class ModelConstraints:
             if left is None:
                 continue
             kept = rules.budget_reserve * left.most if size == "large" else 0.0
-            if self._cost(exchange, name, question, reading) > max(left.remaining - kept, 0):
+            tokens = await self._tokens(exchange, name, question, reading)
+            if self._cost(exchange, name, tokens, question) > max(left.remaining - kept, 0):
                 found[size] = "budget"
         return found
 
-    def _too_slow(
+    async def _too_slow(
         self, exchange: Exchange, rules: RouteRules, selection: Selection, names: dict[Size, str], reading: Reading
     ) -> dict[Size, str]:
         asked = patience(exchange)
@@ -179,22 +188,25 @@ class ModelConstraints:
         remote = self._registry.remote(name)
         return self._registry.route(name).model if remote is None else remote
 
-    def _window(self, name: str) -> int | None:
-        return self._model(name).context_window
+    def _cost(self, exchange: Exchange, name: str, tokens: int, question: Question) -> int:
+        return self._quotas.cost(exchange, self._model(name), Usage(tokens, 0, _answer_tokens(question)))
 
-    def _cost(self, exchange: Exchange, name: str, question: Question, reading: Reading) -> int:
-        usage = Usage(reading.tokens, 0, _answer_tokens(question))
-        return self._quotas.cost(exchange, self._model(name), usage)
+    async def _tokens(
+        self, exchange: Exchange, name: str, question: Question, reading: Reading, limit: int = MOST_COUNTED
+    ) -> int:
+        """The prompt's tokens for one model: counted where that is possible, with the sources that are expected."""
+        counted = await self._counted(exchange, name, question, limit)
+        return reading.tokens if counted is None else counted + reading.sources
 
     async def _counted(self, exchange: Exchange, name: str, question: Question, limit: int) -> int | None:
-        """The tokens of a question for one model; None where its tokenizer is not known. More than twice `limit` are
-        not counted."""
+        """The tokens of a question for one model; None where its tokenizer is not known. Those beyond
+        `limit` are not counted."""
         model = self._model(name)
         known: TokenizedModel | None = remote_text(model) if isinstance(model, RemoteModel) else model
         if known is None:
             return None
         text = "\n".join(question.read)
-        ids = await self._tokenization.encode(known, text, tenant=exchange.caller.tenant, most=2 * limit)
+        ids = await self._tokenization.encode(known, text, tenant=exchange.caller.tenant, most=limit + 1)
         return len(ids) + question.ids + MESSAGE_TOKENS * question.messages
 
 
