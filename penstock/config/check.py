@@ -83,9 +83,10 @@ class Checker:
     def _labels(self, metadata: Mapping[str, Any], node: Node, path: str) -> Any:
         """A mapping of labels, or pairs, as `dump` writes them; in a demand a label may have several values."""
         given = node.value
-        if isinstance(given, list) and all(isinstance(one.value, list) and len(one.value) == 2 for one in given):
-            pairs_given: list[list[Node]] = [one.value for one in given]
-            given = {str(name.value): value for name, value in pairs_given}
+        if isinstance(given, list):
+            listed_pairs = [one.value for one in given if isinstance(one.value, list) and len(one.value) == 2]
+            if len(listed_pairs) == len(given):
+                given = {str(name.value): value for name, value in listed_pairs}
         if not isinstance(given, dict):
             self._problem(node, path, f"expected a mapping of labels, found {_shown(node.value)}")
             return _INVALID

@@ -99,12 +99,25 @@ def _named(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, name=model.name or model_name(model.source), adapters=adapters)
 
 
-def check_model(described: Mapping[str, Any]) -> ModelConfig:
-    """One model, described like an entry of `models`; ConfigError says what is wrong with it."""
+def check_model(described: Mapping[str, Any], *, fleet: bool = False) -> ModelConfig:
+    """One model, described like an entry of `models`; ConfigError says what is wrong with it. `fleet`: its replicas are
+    on many machines."""
+    root: dict[str, Any] = {"models": [described]}
+    if fleet:
+        root["fleet"] = {"url": "redis://fleet"}
     try:
-        return check(parse_yaml(json.dumps({"models": [described]}), "model")).models[0]
+        return check(parse_yaml(json.dumps(root), "model")).models[0]
     except ConfigError as error:
         raise ConfigError(re.sub(r"models\[0\](\.|: )|^model:\d+: ", "", str(error), flags=re.MULTILINE)) from None
+
+
+def read_model(described: Mapping[str, Any]) -> ModelConfig:
+    """A model that was checked where it was configured; it may refer to models and tiers that are not known here."""
+    checker = Checker()
+    model: ModelConfig = checker.section(ModelConfig, parse_yaml(json.dumps(described), "model"), "")
+    if checker.problems:
+        raise ConfigError("\n".join(checker.problems))
+    return _named(model)
 
 
 def conflicts(config: Config) -> list[str]:
@@ -194,8 +207,8 @@ def _pools(config: Config, model: ModelConfig) -> list[str]:
         problems += [f"{name}: with pools, each pool has its own: pools[N].{name}" for name in given]
         if model.autoscale is not None:
             problems.append(
-                "autoscale: the replicas of pools are scaled by hand, `penstock scale MODEL N --pool NAME`: one load "
-                "of the whole model does not tell which pool needs more"
+                "autoscale: one load of the whole model does not tell which pool needs more; give each pool that "
+                "should be scaled its own: pools[N].autoscale"
             )
         if model.time_slice:
             problems.append("pools: a model with time_slice has one replica")
@@ -209,7 +222,12 @@ def _one_by_one(model: ModelConfig) -> list[tuple[str, ModelConfig]]:
     if not model.pools:
         return [("", model)]
     return [
-        (f"pools[{index}].", dataclasses.replace(model.in_pool(pool.name), pools=(), replicas=max(pool.replicas, 1)))
+        (
+            f"pools[{index}].",
+            dataclasses.replace(
+                model.in_pool(pool.name), pools=(), replicas=max(pool.first_replicas, 1), autoscale=pool.autoscale
+            ),
+        )
         for index, pool in enumerate(model.pools)
     ]
 
@@ -283,6 +301,7 @@ def _remotes(config: Config, seen: dict[str, str]) -> list[str]:
             problems.append(f"{where}: urls are needed, each beginning with http:// or https://")
         if remote.regions and len(remote.regions) != len(remote.urls):
             problems.append(f"{where}.regions: {len(remote.regions)} regions for {len(remote.urls)} urls")
+        problems += [f"{where}.{problem}" for problem in remote.problems()]
         for name in (remote.name, *remote.aliases):
             if name in seen:
                 problems.append(f'{where}: the name "{name}" is already taken by {seen[name]}')
@@ -304,7 +323,10 @@ def _guardrails(config: Config) -> list[str]:
 
 
 def _shares(config: Config) -> list[str]:
-    """Models that are awake at the same time must fit their device together; a time-slice group counts once."""
+    """Models that are awake at the same time must fit their device together; a time-slice group counts once. In a fleet
+    the controller places them so that they do."""
+    if config.fleet.url:
+        return []
     asked: dict[str, dict[str, float]] = {}
     for whole in config.models:
         for pool, model in _one_by_one(whole):

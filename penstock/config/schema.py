@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config.access import AllowConfig
+from penstock.config.audit import AuditConfig
 from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
 from penstock.config.cluster import ClusterConfig
@@ -421,6 +422,7 @@ class Config:
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
+    audit: AuditConfig = dataclasses.field(default_factory=AuditConfig)
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
     log_pipeline: LogPipelineConfig = dataclasses.field(default_factory=LogPipelineConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)

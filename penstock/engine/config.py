@@ -45,7 +45,7 @@ class EngineConfig:
     max_running: int | None = None
     """Most sequences in one step; 64 on CPU and 256 on CUDA when not set."""
     token_budget: int | None = None
-    """Most tokens computed in one step; 512 on CPU and 8192 on CUDA when not set."""
+    """Most tokens computed in one step; 512 on CPU and 8448 on CUDA when not set."""
     block_size: int = 16
     kv_memory: int | None = None
     """Bytes for the KV cache; measured from what is free when not set."""

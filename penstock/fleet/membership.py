@@ -15,11 +15,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.config.fleet import FleetConfig
+from penstock.config.load import check_model
 from penstock.config.models import ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.redis_registry import RedisRegistry
 from penstock.protocol.address import is_loopback
 from penstock.protocol.fleet_secret import FleetSecret
+
+GATEWAY_ONLY = ("fallback", "overflow_at", "downgrade_to", "aliases", "pool_rules")
 
 log = logging.getLogger("penstock.fleet")
 
@@ -88,3 +91,18 @@ def understood(description: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a described model that this version knows; a newer one may have others."""
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     return {name: value for name, value in description.items() if name in fields}
+
+
+def engine_model(description: Mapping[str, Any]) -> ModelConfig:
+    """A described model, as far as engines are concerned. `ConfigError` says what is wrong with it."""
+    return check_model(engine_settings(description), fleet=True)
+
+
+def engine_settings(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that this version knows without those of gateways, which may name what this machine does not know:
+    other models, tiers, tenants."""
+    settings = {name: value for name, value in understood(description).items() if name not in GATEWAY_ONLY}
+    if pools := settings.get("pools"):
+        settings["pools"] = [{key: value for key, value in pool.items() if key != "reserve"} for pool in pools]
+        settings["pool_rules"] = [{"pool": pool["name"]} for pool in pools]  # each must have one
+    return settings

@@ -16,6 +16,7 @@ from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.sampling import UNSET_DEFAULTS, SamplingDefaults
 from penstock.errors import ConfigError
 from penstock.identity.access import Access
+from penstock.identity.labels import OF_OWN, Demand, Requirement
 from penstock.protocol.errors import InvalidRequest, ModelNotFound
 from penstock.routing.placement import ANYWHERE, Placement, PlacementFacts
 from penstock.routing.remotes import RemoteModel
@@ -42,6 +43,9 @@ class AnsweringModel(Protocol):
     @property
     def sampling(self) -> SamplingDefaults:
         """For requests that give no values; not set where another server decides."""
+
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        """What of a demand it meets nowhere; empty: somewhere it meets all of it."""
 
 
 @dataclass(slots=True)
@@ -75,6 +79,8 @@ class ServedModel:
     """Models that answer when this one cannot, in order."""
     autoscaled: bool = False
     """The supervisor changes the number of replicas with the load."""
+    autoscaled_pools: tuple[str, ...] = ()
+    """The same of its pools."""
     overflow_at: int | None = None
     """Requests in flight per replica from which the fallbacks are tried first."""
     adapter: str = ""
@@ -92,9 +98,16 @@ class ServedModel:
     def place(self, facts: PlacementFacts) -> Placement:
         """Where a request may run."""
         backend = self.backend
-        if not isinstance(backend, ReplicaSet) or (backend.placer.trivial and not facts.asked):
+        if not isinstance(backend, ReplicaSet) or (backend.placer.trivial and not facts.asked and not facts.demand):
             return ANYWHERE
         return backend.placer.place(facts, backend.windows)
+
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        """What of a demand it meets nowhere; empty: somewhere it meets all of it."""
+        if not demand:
+            return []
+        backend = self.backend
+        return backend.unmet(demand) if isinstance(backend, ReplicaSet) else demand.unmet(OF_OWN)
 
     def overflows(self, waiting: int) -> bool:
         """Whether it has so many requests that fallbacks should be tried first. `waiting`: those still queued in the
@@ -126,6 +139,11 @@ class ServedModel:
         return access.allows("adapter", self.adapter, self.adapter_owner(self.adapter)) and access.allows(
             "model", base[0], aliases=base[1:]
         )
+
+    def adapted(self, access: Access) -> list[ServedModel]:
+        """The same model with each of its adapters that exist for a caller."""
+        found = map(self.with_adapter, self.adapter_names)
+        return [model for model in found if model.allowed(access)]
 
     def with_adapter(self, name: str) -> ServedModel:
         """The same model, tokenizer and engine with an adapter."""
@@ -209,6 +227,15 @@ class ModelRegistry:
         self._routes |= {alias: Route(model, "alias") for alias in model.aliases}
         self._routes[model.name] = Route(model, "direct")
 
+    def rename(self, model: ServedModel, aliases: tuple[str, ...]) -> None:
+        """Gives a model other aliases; ConfigError when one is taken."""
+        taken = [name for name in aliases if name not in model.aliases and self.named(name)]
+        if taken:
+            raise ConfigError(f"two models are called `{taken[0]}`; names and aliases must differ")
+        for alias in model.aliases:
+            self._routes.pop(alias, None)
+        self._routes |= {alias: Route(model, "alias") for alias in aliases}
+
     def remove(self, name: str) -> ServedModel:
         """Removes a model for new requests; running ones may finish."""
         model = self._models.pop(name)
@@ -237,17 +264,13 @@ class ModelRegistry:
                 param="model",
                 code="remote_model",
             )
-        raise ModelNotFound(name[:256], self.names())
+        raise ModelNotFound(name[:256])
 
-    def names(self, access: Access | None = None) -> list[str]:
-        """Every name of a model, adapter or remote that exists for a caller; without `access`: for anyone."""
-        found = [name for name, route in self._routes.items() if access is None or route.model.allowed(access)]
-        found += [name for name, remote in self._remote_names.items() if access is None or remote.allowed(access)]
-        for model in self:
-            for name in model.adapter_names:
-                if access is None or model.with_adapter(name).allowed(access):
-                    found.append(name)
-        return found
+    def names(self, access: Access) -> list[str]:
+        """Every name of a model, adapter or remote that exists for a caller."""
+        found = [name for name, route in self._routes.items() if route.model.allowed(access)]
+        found += [name for name, remote in self._remote_names.items() if remote.allowed(access)]
+        return found + [adapter.name for model in self for adapter in model.adapted(access)]
 
     def allows(self, access: Access, name: str) -> bool:
         """Whether there is a model, adapter or remote called `name` that exists for a caller."""

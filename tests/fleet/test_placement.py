@@ -80,8 +80,8 @@ hosts_of = st.lists(
     unique_by=lambda host: host.name,
 )
 needs_of = st.tuples(
-    st.builds(Need, model=st.just("m"), replicas=st.integers(0, 6), spot=st.integers(0, 2)),
-    st.builds(Need, model=st.just("n"), replicas=st.integers(0, 6), devices=st.integers(0, 1)),
+    st.builds(Need, slot=st.just("m"), replicas=st.integers(0, 6), spot=st.integers(0, 2)),
+    st.builds(Need, slot=st.just("n"), replicas=st.integers(0, 6), devices=st.integers(0, 1)),
 )
 
 
@@ -95,7 +95,7 @@ def test_in_any_fleet(hosts: list[Host], needs: tuple[Need, ...], lost: str) -> 
         assert counts.get("n", 0) * needs[1].devices <= host.devices
         assert not (counts.get("m") and "m" in host.unable)
     for need in needs:
-        assert total(first, need.model) + first.missing.get(need.model, 0) == need.replicas
+        assert total(first, need.slot) + first.missing.get(need.slot, 0) == need.replicas
     assert place(hosts, needs, first.counts, first.counts) == first, "it is stable"
 
     rest = [host for host in hosts if host.name != lost]
@@ -108,4 +108,4 @@ def test_in_any_fleet(hosts: list[Host], needs: tuple[Need, ...], lost: str) -> 
         for model in MODELS:
             assert back.counts[host.name].get(model, 0) >= after.counts[host.name].get(model, 0)
     for need in needs:
-        assert total(back, need.model) <= need.replicas, "a machine that comes back is not doubled"
+        assert total(back, need.slot) <= need.replicas, "a machine that comes back is not doubled"

@@ -12,11 +12,12 @@ from typing import cast
 import pytest
 
 from penstock.config.autoscale import AutoscaleConfig
+from penstock.config.variants import Variant
 from penstock.errors import PenstockError
 from penstock.gateway.process.supervisor_link import SupervisorLink
 from penstock.protocol.control import Loads, ModelLoad, Notice, Scale, Scaling, SetLimits, Topology
 from penstock.protocol.errors import InvalidRequest
-from penstock.supervisor.autoscaler import ReplicaAutoscaler
+from penstock.supervisor.autoscaler import ReplicaAutoscaler, Target
 from penstock.supervisor.control import ControlServer
 from penstock.supervisor.replicas import Replicas
 from penstock.supervisor.supervisor import StartFailed, Supervisor
@@ -85,12 +86,12 @@ async def world(most_engines: int = 8, **settings: float) -> AsyncIterator[World
     first.up.set()
     first.spawned_at, first.ready_at = 100.0, 102.0
 
-    def make(model: str, index: int) -> Unit:
+    def make(model: str, index: int, variant: Variant | None = None) -> Unit:
         return Unit(f"engine m/{index}", [], model=model, replica=str(index), endpoint=f"ipc://{index}")
 
     replicas = Replicas(cast(Supervisor, processes), [first], make, max_engines=most_engines)
     it = World(processes, replicas)
-    it.scaler = ReplicaAutoscaler(replicas, lambda: {"m": config}, clock=lambda: it.now)
+    it.scaler = ReplicaAutoscaler(replicas, lambda: {"m": Target("m", config)}, clock=lambda: it.now)
     try:
         yield it
     finally:

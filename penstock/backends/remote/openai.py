@@ -18,6 +18,7 @@ from penstock.backends.remote.chunk import (
     ChunkLogprobs,
     ChunkUsage,
     EmbeddingBatch,
+    RerankScores,
     TokenOdds,
 )
 from penstock.backends.remote.dialect import Call, Dialect, Reader, encode, json_object, vectors
@@ -43,11 +44,12 @@ class WireChunk(Chunk):
 
 
 class TextLogprobs(msgspec.Struct):
-    """The form of logprobs in completions: parallel lists."""
+    """The form of logprobs in completions: parallel lists; some servers send the form of chats."""
 
     tokens: list[str] = msgspec.field(default_factory=list)
     token_logprobs: list[float | None] = msgspec.field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] | None = None
+    content: list[TokenOdds] | None = None
 
 
 class TextChoice(msgspec.Struct):
@@ -120,6 +122,8 @@ def _choice(sent: TextChoice) -> ChunkChoice:
 def _logprobs(sent: TextLogprobs | None) -> ChunkLogprobs | None:
     if sent is None:
         return None
+    if sent.content is not None:
+        return ChunkLogprobs(sent.content)
     tops = sent.top_logprobs or [None] * len(sent.tokens)
     return ChunkLogprobs(
         [
@@ -148,13 +152,28 @@ class EmbeddingReply(msgspec.Struct):
     usage: ChunkUsage | None = None
 
 
+class RerankResult(msgspec.Struct):
+    index: int
+    relevance_score: float
+
+
+class RerankUsage(msgspec.Struct):
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+
+
+class RerankReply(msgspec.Struct):
+    results: list[RerankResult]
+    usage: RerankUsage | None = None
+
+
 class OpenAI(Dialect):
     """Any server with OpenAI's API."""
 
     name = "openai"
     features: ClassVar[frozenset[Feature]] = frozenset(
         (
-            *("chat", "completions", "embeddings", "tools", "tool_choice", "parallel_tool_calls", "logprobs"),
+            *("chat", "completions", "embeddings", "rerank", "tools", "tool_choice", "parallel_tool_calls", "logprobs"),
             *("top_logprobs", "n", "logit_bias", "seed", "response_format", "reasoning", "continue_final_message"),
             *("token_prompt", "echo"),
         )
@@ -175,7 +194,7 @@ class OpenAI(Dialect):
         """The body in this server's own spelling."""
         return body
 
-    def reader(self, operation: Operation) -> Reader:
+    def reader(self, operation: Operation, body: Mapping[str, Any]) -> Reader:
         return ChatReader() if operation == "chat" else TextReader()
 
     def embed_call(self, texts: Sequence[str], dimensions: int | None = None) -> Call:
@@ -191,6 +210,22 @@ class OpenAI(Dialect):
             raise EngineUnavailable("The remote server of this model sent invalid vectors; try again.") from error
         rows = [row.embedding for row in sorted(reply.data, key=lambda row: row.index)]
         return EmbeddingBatch(vectors(rows), 0 if reply.usage is None else reply.usage.prompt_tokens)
+
+    def rerank_call(self, query: str, documents: Sequence[str]) -> Call:
+        """As Cohere, Jina, vLLM and this project have it; it is no part of OpenAI's own API."""
+        body = {"model": self.upstream.model, "query": query, "documents": list(documents)}
+        return Call(f"{self.base}/rerank", encode(body))
+
+    def scores(self, data: bytes, documents: int) -> RerankScores:
+        try:
+            reply = msgspec.convert(json_object(data), RerankReply, strict=False)
+        except msgspec.ValidationError as error:
+            raise EngineUnavailable("The remote server of this model sent invalid scores; try again.") from error
+        found = {result.index: result.relevance_score for result in reply.results}
+        if len(found) != documents or min(found, default=0) < 0 or max(found, default=-1) != documents - 1:
+            raise EngineUnavailable("The remote server of this model sent too few scores; try again.")
+        used = 0 if reply.usage is None else reply.usage.prompt_tokens or reply.usage.total_tokens
+        return RerankScores([found[index] for index in range(documents)], used)
 
     def health_call(self) -> Call:
         return Call(f"{self.base}/models")

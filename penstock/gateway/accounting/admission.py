@@ -14,9 +14,9 @@ from penstock.gateway.accounting.quotas import Reservation
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.admission.admission import Admission
+from penstock.routing.admission.admission import Admission, ModelAdmission
 from penstock.routing.admission.controller import Ticket
-from penstock.routing.admission.pools import PoolTicket
+from penstock.routing.admission.pools import PooledAdmission, PoolTicket
 from penstock.routing.admission.queue import BATCH, CLASSES, PREMIUM
 from penstock.routing.admission.triage import AdmissionRequest
 from penstock.routing.placement import ANYWHERE, Placement, PlacementFacts
@@ -87,6 +87,14 @@ class Admissions:
         if self._admission is not None:
             await self._admission.add(model)
 
+    async def change(self, model: ServedModel, smaller: str, *, pools: bool) -> ModelAdmission | None:
+        """A model has other settings; `pools`: also other pools. Returns queues that are to be closed once they are
+        empty."""
+        self.smaller.pop(model.name, None)
+        if smaller:
+            self.smaller[model.name] = smaller
+        return await self._admission.renew(model) if pools and self._admission is not None else None
+
     async def remove(self, model: ServedModel) -> None:
         self.smaller.pop(model.name, None)
         if self._admission is not None:
@@ -134,6 +142,7 @@ class Admissions:
                 tokens=prompt_tokens + (max_tokens or 0),
                 batch_line=batch_line(exchange) is not None,
                 asked="" if asked is None else asked.decode("latin-1").strip(),
+                demand=exchange.demand,
             )
         )
 
@@ -176,6 +185,13 @@ class Admissions:
         if self._admission is None:
             return 0, 0.0, False
         return self._admission.controller(model).load()
+
+    def pool_load(self, model: ServedModel, pool: str) -> tuple[int, float, bool]:
+        """The same of one of its pools."""
+        found = None if self._admission is None else self._admission.controller(model)
+        if not isinstance(found, PooledAdmission) or pool not in found.pools:
+            return 0, 0.0, False
+        return found.pools[pool].common.load()
 
     def reroute(
         self,

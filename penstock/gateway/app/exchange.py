@@ -24,6 +24,7 @@ from penstock.gateway.app.unknown_fields import ignored_header
 from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
 from penstock.identity import OPEN_CALLER, Caller
 from penstock.identity.labels import NO_DEMAND, Demand
+from penstock.metering.audit import Outcome
 from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
 from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.timeline import Timeline
@@ -42,6 +43,8 @@ UPLOAD_IN_MEMORY = 2**20
 """Bytes of an upload that stay in memory while it arrives."""
 SLOWEST_UPLOAD = 64 * 1024
 """Bytes a second with which an upload must arrive after its first `receive_s`."""
+MOST_DECISIONS = 128
+"""Decisions of data rules that are noted for one request; a tool loop could go on for long."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
 encode_json = msgspec.json.Encoder().encode
@@ -68,6 +71,7 @@ class Exchange:
         "body_read",
         "body_size",
         "caller",
+        "decisions",
         "demand",
         "dialect",
         "extra_headers",
@@ -117,6 +121,8 @@ class Exchange:
         self.caller: Caller = OPEN_CALLER
         self.demand: Demand = NO_DEMAND
         """The labels that whatever gets data of this request must have; only ever narrowed."""
+        self.decisions: dict[tuple[Outcome, str, str], tuple[str, float]] = {}
+        """For the audit log: what data rules decided about what, with the rule and the time."""
         self.dialect: Dialect = OPENAI
         self.stalled_reader_s = stalled_reader_s
         self.receive_s = receive_s
@@ -137,6 +143,11 @@ class Exchange:
     def headers(self, name: bytes) -> list[bytes]:
         """Every value of a header that may be repeated."""
         return [value for given, value in self.scope["headers"] if given == name]
+
+    def decide(self, outcome: Outcome, kind: str, name: str, rule: str) -> None:
+        """Note a decision for the audit log, once."""
+        if len(self.decisions) < MOST_DECISIONS:
+            self.decisions.setdefault((outcome, kind, name), (rule, time.time()))
 
     @property
     def elapsed_s(self) -> float:

@@ -18,12 +18,13 @@ from penstock.routing.registry import AnsweringModel
 class Attempt:
     """See above. `model`: the name of the model that is asked. `reason`: why it is asked, when it is not simply the
     one that the client named. `is_fallback`: another model failed before. `has_fallback`: if this model cannot answer
-    now another one is asked, so there is no need to wait for it. `route`: why the model that answers was taken, once
+    now another one is asked, so there is no need to wait for it. `committed`: tools have run, and would run again if
+    another model began anew. `route`: why the model that answers was taken, once
     that is known."""
 
     __slots__ = (
         *("_headers", "_release", "exchange", "has_fallback", "ids", "is_fallback", "model", "reason"),
-        *("resumption", "route"),
+        *("committed", "resumption", "route"),
     )
 
     def __init__(
@@ -45,8 +46,14 @@ class Attempt:
         """Set where the client may resume the stream, or does."""
         self.is_fallback = is_fallback
         self.has_fallback = has_fallback
+        self.committed = False
         self._headers = len(exchange.extra_headers)
         self._release: Callable[[], None] | None = None
+
+    @property
+    def patient(self) -> bool:
+        """Whether to wait for an engine that is away: nobody else can give this answer, or the rest of it."""
+        return not self.has_fallback or self.committed or self.exchange.response_started
 
     def hold(self, release: Callable[[], None] | None) -> None:
         """Call `release` when the attempt ends, or before the next step of its answer."""

@@ -124,7 +124,7 @@ class ChatGenerations(GenerationFactory):
         following = await self._filtered(attempt, following)
         if request.rag is None:
             return await self._local(attempt, request, limit, messages, turn, following)
-        sources = self.source_search.begin(exchange.caller.tenant, request.rag, [*turn.history, *messages])
+        sources = self.source_search.begin(exchange.caller, request.rag, [*turn.history, *messages])
         try:
             return await self._local(attempt, request, limit, messages, turn, following, sources)
         finally:
@@ -202,9 +202,10 @@ class ChatGenerations(GenerationFactory):
             bare = await prompt.tokens(pending.instructed([*messages, *following]))
             room = room_for_sources(window, len(bare), limit)
             with exchange.timeline.phase("retrieve"):
-                sources = await pending.result(
+                sources = found = await pending.result(
                     lambda text: len(model.text.encode(text, special=False)), turn.source_room(room, window)
                 )
+            await self.content_filter.mark(exchange, lambda: list(found.texts().values()))
         tokens = await turn.tokens(attempt, prompt, TurnInput(messages, following, window, limit, sources))
         check_prompt_scores(request, len(tokens), 1)
         placement = self.place(exchange, model, priority, len(tokens), limit)

@@ -75,7 +75,7 @@ class ModelConstraints:
         """What the length rule counts."""
         found = 0
         if question.rag is not None:
-            found = await self._sources.expected_tokens(exchange.caller.tenant, question.rag)
+            found = await self._sources.expected_tokens(exchange.caller, question.rag)
         words = round((found + question.ids) * WORDS_PER_TOKEN)
         for text in question.read:
             if words > rules.long_words or rules.long_tokens is not None:

@@ -30,7 +30,7 @@ class ModelAccess:
 
     async def open(self, attempt: Attempt, name: str, limit: TokenLimit) -> tuple[ServedModel, EngineInfo]:
         """The model, once its engine is up and, if it takes turns with others, awake. Waits for each up to
-        `engine_wait_s`, unless the attempt has a fallback."""
+        `engine_wait_s`, unless another model can answer instead."""
         exchange = attempt.exchange
         # A token has at least one byte, so this is the most that the request can need.
         route = self._admissions.reroute(
@@ -41,7 +41,7 @@ class ModelAccess:
         )
         model = route.model
         attempt.note_model(name, model, route.why)
-        within = 0.0 if attempt.has_fallback else self._engine_wait_s
+        within = self._engine_wait_s if attempt.patient else 0.0
         info = await model.backend.wait_ready(within)
         attempt.hold(await self._slices.acquire(model, within))
         # An engine that woke for the first time reports more about itself.

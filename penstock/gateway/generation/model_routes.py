@@ -137,7 +137,7 @@ class Routes:
         if classifier is None or not self.rules[name].enabled:
             return None
         try:
-            embedder = self._encoders.find(classifier.encoder)
+            embedder = self._encoders.any(classifier.encoder)
             async with asyncio.timeout(OPINION_S):
                 embeddings = await embedder.embed([text])
         except (ApiError, TimeoutError) as error:

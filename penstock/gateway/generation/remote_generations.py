@@ -25,8 +25,8 @@ from penstock.gateway.generation.remote_request import (
     chat_body,
     fitted,
     passed_on,
-    regions_of,
 )
+from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.sampling import (
     TokenLimit,
@@ -79,6 +79,7 @@ class RemoteGenerations:
     source_search: SourceSearch
     cache: AnswerCache
     grader: AnswerGrader
+    streams: RemoteStreams
 
     async def chat(
         self,
@@ -92,6 +93,7 @@ class RemoteGenerations:
     ) -> RemoteGeneration:
         """`messages` and `following` have passed the content filter."""
         exchange = attempt.exchange
+        attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         self._check(attempt, request, model)
         prompt_options(request, allow_template=self.settings.request_templates)
         size = messages_size(messages) + messages_size(following) + tools_size(request.tools)
@@ -99,7 +101,7 @@ class RemoteGenerations:
         async with self.quotas.text_work(exchange, model.base_name, size):
             if request.rag is None:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, None)
-            pending = self.source_search.begin(exchange.caller.tenant, request.rag, [*turn.history, *messages])
+            pending = self.source_search.begin(exchange.caller, request.rag, [*turn.history, *messages])
             try:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, pending)
             finally:
@@ -125,7 +127,8 @@ class RemoteGenerations:
             answer = limit.max_tokens or min(limit.default or DEFAULT_ANSWER, window // 4)
             room = window - bare - answer - TEMPLATE_TOKENS
             with exchange.timeline.phase("retrieve"):
-                sources = await pending.result(prompt.count, turn.source_room(room, window))
+                sources = found = await pending.result(prompt.count, turn.source_room(room, window))
+            await self.content_filter.mark(exchange, lambda: list(found.texts().values()))
         said = await turn.messages(attempt, prompt, TurnInput(messages, following, window, limit, sources))
         length = await prompt.measured(said)
         limit = within_cost(self.quotas, exchange, model, length, limit, request.n or 1)
@@ -145,7 +148,6 @@ class RemoteGenerations:
             logprobs=bool(request.logprobs),
             question=self.cache.question(request, messages) if comparable else None,
         )
-        attempt.note_model(request.model, model, "direct" if request.model == model.name else "alias")
         generation = RemoteGeneration(spec, self.metrics)
         if sources is not None:
             # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
@@ -166,6 +168,7 @@ class RemoteGenerations:
     ) -> RemoteGeneration:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
         exchange = attempt.exchange
+        attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         self._check(attempt, request, model)
         if attempt.is_fallback and not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
@@ -207,7 +210,6 @@ class RemoteGenerations:
             logprobs=request.logprobs is not None or made > (request.n or 1),
             prompts=shown,
         )
-        attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         return RemoteGeneration(spec, self.metrics)
 
     async def _given(
@@ -337,7 +339,7 @@ class RemoteGenerations:
             prompts=prompts,
             time_limit_s=settings.time_limit(exchange, model.name),
             length_limit=fits.limit,
-            regions=regions_of(model, caller.tenant, caller.tier),
+            demand=exchange.demand,
             stops=stops,
             include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
             logprobs=logprobs,
@@ -345,5 +347,7 @@ class RemoteGenerations:
             repeatable=request.seed is not None or request.temperature == 0,
             cache_salt=settings.cache_salt(caller, request.cache_salt),
             cache_question=question,
+            resumption=resumption,
+            streams=self.streams,
             missing=partial(ignore_advice, exchange),
         )

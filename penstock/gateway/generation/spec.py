@@ -15,7 +15,9 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.resumption import Resumption
 from penstock.gateway.generation.schemas import TokenDetails
 from penstock.gateway.generation.settings import GenerationSettings
+from penstock.identity.labels import Demand
 from penstock.metering.engine_counts import engine_id
+from penstock.protocol.errors import DataRuleForbids
 from penstock.routing.admission.queue import CLASSES
 from penstock.routing.placement import ANYWHERE, Placement, PlacementFacts
 from penstock.routing.registry import ServedModel
@@ -163,7 +165,7 @@ def request_spec(
         owner=exchange.caller.tenant,
         cache_salt=settings.cache_salt(exchange.caller, request.cache_salt),
         affinity=attempt.affinity(request.prompt_cache_key),
-        patient=not attempt.has_fallback,
+        patient=attempt.patient,
         speculation=request.speculation is not False,
         time_limit_s=settings.time_limit(exchange, model.base_name),
         length_limit=length_limit,
@@ -194,14 +196,17 @@ def internal_spec(
     cache_salt: str,
     time_limit_s: float | None,
     caller: tuple[str, str],
+    demand: Demand,
     counted: bool = True,
 ) -> GenerationSpec:
     """The spec of a question that the gateway itself asks a model. `caller`: the tenant and tier for whose request it
-    asks. `counted`: its tokens belong to a charge."""
+    asks. `demand`: the labels that this request needs. `counted`: its tokens belong to a charge."""
     tenant, tier = caller
     rank = min(max(priority + 1, 0), len(CLASSES) - 1)
     longest = max((one.max_tokens for one in params), default=0)
-    facts = PlacementFacts(tenant, tier, CLASSES[rank], len(tokens), len(tokens) + longest)
+    facts = PlacementFacts(tenant, tier, CLASSES[rank], len(tokens), len(tokens) + longest, demand=demand)
+    if demand and (missing := model.unmet(demand)):
+        raise DataRuleForbids(f"`{model.name}` may not get this request: {demand.why(missing)}.")
     return GenerationSpec(
         id=id,
         model=model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.audit import AuditConfig
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
@@ -74,6 +75,8 @@ class ModelSettings:
     """Set for a model that is scaled to zero while idle."""
     pools: tuple[PoolConfig, ...] = ()
     pool_rules: tuple[PoolRuleConfig, ...] = ()
+    labels: tuple[tuple[str, str], ...] = ()
+    """For data rules."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelSettings:
@@ -104,6 +107,7 @@ class ModelSettings:
             else HoldLimits(model.autoscale.hold_s, model.autoscale.hold),
             pools=model.pools,
             pool_rules=model.pool_rules,
+            labels=model.labels,
         )
 
     @property
@@ -199,6 +203,7 @@ class GatewaySettings:
     knowledge: KnowledgeConfig = KnowledgeConfig()  # noqa: RUF009
     judge: JudgeConfig = JudgeConfig()  # noqa: RUF009
     request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
+    audit: AuditConfig = AuditConfig()  # noqa: RUF009
     cache: CacheConfig = CacheConfig()  # noqa: RUF009
     telemetry: TelemetryConfig = TelemetryConfig()  # noqa: RUF009
     batches: BatchesConfig = BatchesConfig()  # noqa: RUF009
@@ -315,6 +320,7 @@ class GatewaySettings:
             knowledge=config.knowledge,
             judge=config.judge,
             request_log=config.request_log,
+            audit=config.audit,
             cache=config.cache,
             telemetry=config.telemetry,
             batches=config.batches,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from penstock.backends.embedder import Embedder as Encoder
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.errors import ConfigError, needs_extra
+from penstock.identity import Caller
 from penstock.knowledge.embedder import Embedded, EmbedderFacts
 from penstock.knowledge.entities import KnowledgeError
 from penstock.knowledge.limits import LibraryLimits
@@ -113,6 +114,10 @@ class KnowledgeLibrary:
         if found is None:
             raise NotFound("This server has no encoder, and collections need one: add it to `encoders`.")
         return found
+
+    def names_encoder(self, caller: Caller, name: str) -> bool:
+        """Whether a caller may be told the name of an encoder; one that is gone by now is no secret."""
+        return name not in self._encoders or self._encoders.allows(caller.access, name)
 
     def _encoder(self) -> Encoder | None:
         return self._encoders.find(self.config.encoder) if self.config.encoder else self._encoders.default
