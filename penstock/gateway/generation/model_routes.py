@@ -95,7 +95,7 @@ class Routes:
         if selection.model not in able:
             size: Size = "small" if able[0] == rules.small else "large"
             selection = dataclasses.replace(selection, model=able[0], size=size, rule="only", wanted=selection.rule)
-        elif len(able) > 1:
+        elif len(able) > 1 and rules.enabled:
             selection = await self._constraints.apply(exchange, rules, selection, asked, reading)
         self._metrics.decided(name, selection.model, selection.rule)
         return selection.model, selection.why(name)
@@ -150,7 +150,7 @@ def _rules(config: RouteConfig, registry: ModelRegistry) -> RouteRules:
     if registry.named(config.name):
         raise ConfigError(f"routes: `{config.name}` is already the name of a model")
     for name in (config.small, config.large):
-        if not registry.named(name):
+        if registry.find(name) is None:
             raise ConfigError(f"routes: `{config.name}` leads to `{name}`, but no model is called that")
     tiers = {**dict.fromkeys(config.small_tiers, "small"), **dict.fromkeys(config.large_tiers, "large")}
     return RouteRules(

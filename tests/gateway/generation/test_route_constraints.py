@@ -202,6 +202,19 @@ async def test_a_remote_may_be_the_large_model(serving: Serving) -> None:
         assert refused.status_code == 402
 
 
+async def test_an_adapter_may_be_one_of_the_models(serving: Serving) -> None:
+    route = RouteConfig(name="auto", small="tiny", large="tuned")
+    async with serving(routes=(route,), served={"adapters": ("tuned",)}) as it:
+        assert way(await ask(it, HARD)) == ("tuned", "score")
+        assert way(await ask(it, EASY)) == ("tiny", "score")
+
+
+async def test_a_route_that_is_off_always_gives_its_default(serving: Serving, text: TextModel) -> None:
+    async with routed(serving, text, route={"enabled": False}) as it:
+        assert way(await ask(it, HARD)) == ("tiny", "off")
+        assert (await ask(it, HARD, max_tokens=1000)).status_code == 400
+
+
 def test_estimates_grow_with_the_script() -> None:
     def tokens(text: str) -> int:
         return estimated_tokens(Question(said=[text], read=[text]))
