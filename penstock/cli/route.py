@@ -68,7 +68,7 @@ def explain(
     console.print(f"[bold]{selection.size}[/bold] (rule: {selection.rule})")
     for name, weight in found.parts[:10]:
         if abs(weight) >= 0.05:
-            bar = ("+" if weight > 0 else "-") * min(round(abs(weight) * 10), 60)
+            bar = ("+" if weight > 0 else "-") * min(round(abs(weight) * 10), 40)
             console.print(f"  {name:16} {weight:+.2f} {bar}")
     console.print(
         f"  {'score':16} {found.value:.2f} (large above {threshold:g}, small below {threshold - rules.unsure:g})"

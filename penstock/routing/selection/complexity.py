@@ -36,7 +36,7 @@ _REASONS: Final = {
 _SHAPE_REASONS: Final = {
     "one number": "numbers", "two numbers": "numbers", "three numbers": "numbers", "numbers": "numbers",
     "operators": "numbers", "code marks": "code", "names": "code", "questions": "questions",
-    "ends with a question": "questions", "quoted": "quotation", "bias": "",
+    "ends with a question": "questions", "quoted": "quotation",
 }  # fmt: skip
 
 
@@ -121,8 +121,7 @@ class Complexity:
                 pair += 1
         for name, weight in zip(SHAPES, weights[pair:], strict=True):
             reason = _SHAPE_REASONS.get(name, "length")
-            if reason:
-                found[reason] = found.get(reason, 0.0) + weight
+            found[reason] = found.get(reason, 0.0) + weight
         return found
 
     def save(self, to: Path) -> None:
