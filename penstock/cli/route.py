@@ -124,7 +124,7 @@ def evaluate(
     by_language = leave_out is LeaveOut.LANGUAGE
     models: dict[str, Complexity] = {}
     if unseen:
-        from penstock.routing.selection.training import Trainer
+        from penstock.routing.selection.trainer import Trainer
 
         with console.status("training without each group in turn"):
             trainer = Trainer(found)
@@ -182,7 +182,7 @@ def train_score(
 
     from penstock.errors import ConfigError
     from penstock.routing.selection.prompts import own_prompts, read_prompts
-    from penstock.routing.selection.training import Trainer, calibrate
+    from penstock.routing.selection.trainer import Trainer, calibrate
 
     console = Console()
     found = [] if prompts is None else read_prompts(prompts)

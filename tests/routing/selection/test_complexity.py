@@ -14,7 +14,7 @@ from penstock.routing.selection.complexity import Complexity, shipped
 from penstock.routing.selection.concepts import Lexicon, lexicon, plain
 from penstock.routing.selection.prompts import own_prompts
 from penstock.routing.selection.selector import RouteRules, select
-from penstock.routing.selection.training import Trainer, calibrate
+from penstock.routing.selection.trainer import Trainer, calibrate
 
 RULES = RouteRules("auto", "mini", "maxi")
 

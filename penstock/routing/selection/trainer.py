@@ -20,6 +20,9 @@ Floats = NDArray[np.float64]
 
 PENALTY: Final = 1.0
 """Of the squared weights."""
+LARGE: Final = 1.5
+"""How much a prompt that needs the larger model counts: missing it costs quality, the opposite mistake only money, and
+fewer prompts need it."""
 ROUNDS: Final = 150
 
 
@@ -90,12 +93,15 @@ def _fit(rows: Rows, labels: Floats, penalty: float) -> Floats:
 
 def _loss(rows: Rows, labels: Floats, penalty: float) -> Callable[[Floats], tuple[float, Floats]]:
     """The log loss plus the L2 penalty, and its gradient."""
+    importance = np.where(labels > 0, LARGE, 1.0)
 
     def loss(weights: Floats) -> tuple[float, Floats]:
         logits = rows.times(weights)
-        value = float((np.logaddexp(0.0, logits) - labels * logits).sum()) + penalty / 2 * float(weights @ weights)
+        value = float(importance @ (np.logaddexp(0.0, logits) - labels * logits)) + penalty / 2 * float(
+            weights @ weights
+        )
         chance = 1 / (1 + np.exp(-np.clip(logits, -40, 40)))
-        return value, rows.transposed_times(chance - labels) + penalty * weights
+        return value, rows.transposed_times(importance * (chance - labels)) + penalty * weights
 
     return loss
 
