@@ -1,4 +1,7 @@
-"""`penstock route`: explains the decision of a route, evaluates it on labelled prompts, trains score and classifier."""
+"""`penstock route`: explains the decision of a route, evaluates it on labelled prompts, trains score and classifier.
+
+`experiments.py` has the commands for experiments.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ if TYPE_CHECKING:
     from penstock.routing.selection.prompts import Prompt
     from penstock.routing.selection.selector import RouteRules
 
-route = typer.Typer(help="Model selection by the content of a request (`model: auto`).", no_args_is_help=True)
+route = typer.Typer(
+    help="Which model answers: selection by content (`model: auto`), and experiments.", no_args_is_help=True
+)
 
 
 class LeaveOut(enum.StrEnum):

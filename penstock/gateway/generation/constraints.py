@@ -10,8 +10,9 @@ import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from penstock.gateway.accounting.admission import Admissions, patience
+from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.accounting.targets import ttft_target
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.cost_limit import max_cost, too_expensive
 from penstock.gateway.generation.question import Question
@@ -157,7 +158,7 @@ class ModelConstraints:
     async def _too_slow(
         self, exchange: Exchange, rules: RouteRules, selection: Selection, names: dict[Size, str], reading: Reading
     ) -> dict[Size, str]:
-        asked = patience(exchange)
+        asked = ttft_target(exchange)
         target = asked if asked is not None else None if rules.target_ttft_ms is None else rules.target_ttft_ms / 1000
         if target is None or len(names) < 2:
             return {}
