@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.schemas import RagRequest
 from penstock.knowledge.citations import Citation, Citer
@@ -47,5 +48,8 @@ class PendingSources(Protocol):
 
 class SourceSearch(Protocol):
     """Searches collections for sources."""
+
+    def permit(self, exchange: Exchange) -> None:
+        """Raises where what searches may not see the request."""
 
     def begin(self, tenant: str, wanted: RagRequest, messages: Sequence[Message]) -> PendingSources: ...

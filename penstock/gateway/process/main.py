@@ -206,7 +206,13 @@ def served_encoder(
         endpoint, curve=curve, silence_s=encoder.watchdog_s + 15.0, max_in_flight=encoder.max_waiting
     )
     return Embedder(
-        encoder.name, encoder.source, backend, ask=ask, wait_s=encoder.wait_s, input_price=encoder.input_price
+        encoder.name,
+        encoder.source,
+        backend,
+        ask=ask,
+        wait_s=encoder.wait_s,
+        input_price=encoder.input_price,
+        labels=Labels(encoder.labels),
     )
 
 

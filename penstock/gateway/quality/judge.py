@@ -21,6 +21,8 @@ from typing import Any, Literal
 from penstock.config.context import JudgeConfig
 from penstock.engine.request import Request, SamplingParams
 from penstock.gateway.accounting.attribution import route_name
+from penstock.gateway.app.data_rules import withheld
+from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
@@ -135,7 +137,7 @@ class Judge:
         if generation.question is None or not generation.done:
             return
         texts = generation.texts(MOST_CHARACTERS)
-        if not texts or not texts[0][1].strip():
+        if not texts or not texts[0][1].strip() or not self._may_read(attempt.exchange, generation):
             return
         sample = SampledAnswer(
             generation.question[:MOST_CHARACTERS],
@@ -153,6 +155,17 @@ class Judge:
             self._queue.put_nowait(sample)
         except asyncio.QueueFull:
             self._metrics.judged(sample.model, sample.route, "dropped")
+
+    def _may_read(self, exchange: Exchange, generation: Generation) -> bool:
+        """Whether the judge may see the request and its answer."""
+        if not exchange.demand:
+            return True
+        name = self._config.model or generation.model.name
+        found = self._registry.find(name)
+        if found is None:
+            return False
+        judge = found if isinstance(found, RemoteModel) else found.model
+        return not withheld(exchange, "judge", name, judge.unmet(exchange.demand))
 
     async def _work(self) -> None:
         while True:

@@ -110,6 +110,7 @@ class CollectionEndpoints:
     async def search_collection(self, exchange: Exchange) -> None:
         request = decode(_search_request, await exchange.body(self._body_limit))
         collection, _ = await named_collection(self._knowledge, exchange)
+        self._knowledge.permit(exchange)
         encoder = self._knowledge.encoder()
         most = (await encoder.open()).max_model_len
         tokens = sum(map(len, await encoder.tokenize([request.query], most, tenant=exchange.caller.tenant)))

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from penstock.backends.embedder import Embedder as Encoder
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.errors import ConfigError, needs_extra
+from penstock.gateway.app.data_rules import permit
+from penstock.gateway.app.exchange import Exchange
 from penstock.knowledge.embedder import Embedded, EmbedderFacts
 from penstock.knowledge.entities import KnowledgeError
 from penstock.knowledge.limits import LibraryLimits
@@ -113,6 +115,15 @@ class KnowledgeLibrary:
         if found is None:
             raise NotFound("This server has no encoder, and collections need one: add it to `encoders`.")
         return found
+
+    def permit(self, exchange: Exchange) -> None:
+        """Raises where the encoder or the reranker of collections may not see data of a request."""
+        if not exchange.demand:
+            return
+        used = [self._encoder(), self._encoders.any(self.config.reranker) if self.config.reranker else None]
+        for encoder in used:
+            if encoder is not None:
+                permit(exchange, "encoder", encoder.name, encoder.unmet(exchange.demand))
 
     def _encoder(self) -> Encoder | None:
         return self._encoders.find(self.config.encoder) if self.config.encoder else self._encoders.default

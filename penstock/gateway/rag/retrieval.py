@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.schemas import QUERY_CHARACTERS, RagRequest
 from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.schemas import SearchRequest
@@ -86,6 +87,9 @@ class CollectionSearch:
 
     def __init__(self, library: KnowledgeLibrary) -> None:
         self._library = library
+
+    def permit(self, exchange: Exchange) -> None:
+        self._library.permit(exchange)
 
     def begin(self, tenant: str, wanted: RagRequest, messages: Sequence[dict[str, Any]]) -> Retrieval:
         return Retrieval(self._library, tenant, wanted, messages)
