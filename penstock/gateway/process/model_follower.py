@@ -174,7 +174,7 @@ class ModelFollower:
         self._registry.rename(model, settings.aliases)
         for name_of, value in client_settings(settings, model.text).items():
             setattr(model, name_of, value)
-        backend.placer = Placer(settings.pools, settings.pool_rules, self._settings.routing.regions)
+        backend.placer = Placer(settings.pools, settings.pool_rules, Labels(settings.labels))
         backend.change(handover=settings.handover, hold=settings.hold)
         self._prices.remove(old.price)
         self._prices.add(settings.price)

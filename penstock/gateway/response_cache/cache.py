@@ -42,6 +42,9 @@ class QuestionEncoder(Embeds, Protocol):
     """An encoder, here or elsewhere, that compares questions."""
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def up(self) -> bool: ...
 
     def unmet(self, demand: Demand) -> list[Requirement]:
