@@ -116,6 +116,8 @@ def _replicas(interval: Interval) -> Table:
             share(now.sum("penstock_gpu_memory_used_bytes", **where) / memory if memory else None),
             *([_times(now.most("penstock_expert_imbalance", **where))] if experts else []),
         )
+    for labels, up in sorted(now.series("penstock_remote_up"), key=lambda item: sorted(item[0].items())):
+        table.add_row(*_remote(now, labels, bool(up), places if any(places.values()) else None))
     for labels, wanted in now.series("penstock_autoscale_desired_replicas"):
         blank = [""] if any(places.values()) else []
         if blank and labels.get("pool"):
@@ -123,6 +125,29 @@ def _replicas(interval: Interval) -> Table:
         table.add_row(labels["model_name"], "autoscale", *blank, _autoscale(now, labels, wanted))
     _pools(now, table)
     return table
+
+
+def _remote(
+    now: Scrape, labels: Mapping[str, str], up: bool, places: Mapping[tuple[str, str], str] | None
+) -> list[RenderableType]:
+    """A server of a remote model: what it says of itself, else the requests that were sent from here."""
+    where = dict(labels)
+    breaker = _BREAKER.get(now.sum("penstock_replica_breaker", **where), "")
+    told = now.most("penstock_remote_requests_running", **where)
+    running = now.sum("penstock_remote_requests_in_flight", **where) if told is None else told
+    waiting = now.most("penstock_remote_requests_waiting", **where)
+    wait = now.most("penstock_remote_limit_wait_seconds", **where) or 0.0
+    limited = f", limited {wait:.0f} s" if wait else ""
+    state = ("remote" if up else "remote down") + breaker + limited
+    return [
+        labels["model_name"],
+        labels["engine"],
+        *([] if places is None else [places.get((labels["model_name"], labels["engine"]), "")]),
+        Text(state, style="green" if state == "remote" else "red"),
+        f"{running:,.0f}",
+        "" if waiting is None else f"{waiting:,.0f}",
+        share(now.most("penstock_remote_kv_cache_usage", **where)),
+    ]
 
 
 def _machines(now: Scrape) -> Table:

@@ -47,6 +47,9 @@ class RemoteConfig:
     aws_region: str = setting(
         "", doc="bedrock: region to sign for; empty: that of the url, or AWS_REGION.", example="eu-central-1"
     )
+    streamed: bool = setting(
+        True, doc="bedrock: false asks for whole answers (Converse), for models that cannot stream."
+    )
     timeout_s: float = setting(60.0, doc="Seconds of silence after which a request counts as failed.", least=0.1)
     check_s: float = setting(10.0, doc="Seconds of silence after which a server's health is checked.", least=0.1)
     max_in_flight: int = setting(
@@ -91,6 +94,8 @@ class RemoteConfig:
             found.append(f"api_version: the dialect {self.dialect} has none")
         if self.aws_region and self.dialect != "bedrock":
             found.append(f"aws_region: the dialect {self.dialect} has none")
+        if not self.streamed and self.dialect != "bedrock":
+            found.append(f"streamed: servers of the dialect {self.dialect} always stream")
         if self.max_waiting is not None and self.dialect in (
             "openai",
             "azure",

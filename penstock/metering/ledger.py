@@ -134,6 +134,17 @@ class Total:
     completion_tokens: int
     cost_nanos: int
 
+    def plus(self, other: Total) -> Total:
+        """The sum of both, in this group."""
+        return Total(
+            self.group,
+            self.requests + other.requests,
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cost_nanos + other.cost_nanos,
+        )
+
 
 _OPENED = (
     "INSERT INTO charges_opened (id, request_id, gateway, opened_at, tenant, user_id, key_id, feature, model, adapter, "

@@ -44,10 +44,9 @@ class Encoders:
 
     def find(self, name: str, access: Access | None = None) -> Embedder:
         """The encoder with this name or alias, if it exists for a caller; without `access`: for the gateway itself."""
-        known = self._names.get(name)
-        if known is None or not self.allows(access, known):
-            raise ModelNotFound(name[:256], [name for name, known in self._names.items() if self.allows(access, known)])
-        return self._embedders[known]
+        if not self.allows(access, name):
+            raise ModelNotFound(name[:256], [known for known in self._names if self.allows(access, known)])
+        return self._embedders[self._names[name]]
 
     def remote(self, name: str, access: Access | None = None) -> RemoteEmbedder | None:
         """The encoder with this name or alias that another server runs, if it exists for a caller."""
@@ -60,12 +59,19 @@ class Encoders:
 
     def allows(self, access: Access | None, name: str) -> bool:
         """Whether the encoder called `name` exists for a caller."""
+        if access is None:
+            return name in self._names
+        name = self._names.get(name, "")
         config = self.configs.get(name)
-        return access is None or access.allows("model", name, aliases=() if config is None else config.aliases)
+        return bool(name) and access.allows("model", name, aliases=() if config is None else config.aliases)
+
+    def allowed(self, access: Access) -> list[Embedder]:
+        """The encoders that exist for a caller."""
+        return [embedder for embedder in self if self.allows(access, embedder.name)]
 
     def first(self, access: Access) -> Embedder | None:
         """The first configured encoder that exists for a caller."""
-        return next((embedder for embedder in self if self.allows(access, embedder.name)), None)
+        return next(iter(self.allowed(access)), None)
 
     @property
     def default(self) -> Embedder | None:

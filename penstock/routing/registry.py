@@ -140,6 +140,11 @@ class ServedModel:
             "model", base[0], aliases=base[1:]
         )
 
+    def adapted(self, access: Access) -> list[ServedModel]:
+        """The same model with each of its adapters that exist for a caller."""
+        found = map(self.with_adapter, self.adapter_names)
+        return [model for model in found if model.allowed(access)]
+
     def with_adapter(self, name: str) -> ServedModel:
         """The same model, tokenizer and engine with an adapter."""
         return dataclasses.replace(
@@ -259,17 +264,13 @@ class ModelRegistry:
                 param="model",
                 code="remote_model",
             )
-        raise ModelNotFound(name[:256], self.names())
+        raise ModelNotFound(name[:256])
 
-    def names(self, access: Access | None = None) -> list[str]:
-        """Every name of a model, adapter or remote that exists for a caller; without `access`: for anyone."""
-        found = [name for name, route in self._routes.items() if access is None or route.model.allowed(access)]
-        found += [name for name, remote in self._remote_names.items() if access is None or remote.allowed(access)]
-        for model in self:
-            for name in model.adapter_names:
-                if access is None or model.with_adapter(name).allowed(access):
-                    found.append(name)
-        return found
+    def names(self, access: Access) -> list[str]:
+        """Every name of a model, adapter or remote that exists for a caller."""
+        found = [name for name, route in self._routes.items() if route.model.allowed(access)]
+        found += [name for name, remote in self._remote_names.items() if remote.allowed(access)]
+        return found + [adapter.name for model in self for adapter in model.adapted(access)]
 
     def allows(self, access: Access, name: str) -> bool:
         """Whether there is a model, adapter or remote called `name` that exists for a caller."""

@@ -21,7 +21,7 @@ class Azure(OpenAI):
     """A deployment of Azure OpenAI."""
 
     name = "azure"
-    features: ClassVar[frozenset[Feature]] = OpenAI.features - {"continue_final_message"}
+    features: ClassVar[frozenset[Feature]] = OpenAI.features - {"continue_final_message", "rerank"}
     parameters: ClassVar[frozenset[str] | None] = STANDARD
 
     @property

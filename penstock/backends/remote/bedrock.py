@@ -37,7 +37,7 @@ from penstock.backends.remote.dialect import Call, Dialect, Reader, encode, json
 from penstock.backends.remote.event_stream import EventStreamFrames
 from penstock.backends.remote.failure import error_details, failed_stream, garbage, refusal
 from penstock.backends.remote.features import Feature, Fit, Operation
-from penstock.backends.remote.frames import Event
+from penstock.backends.remote.frames import Event, WholeFrames
 from penstock.backends.remote.sigv4 import AwsCredentials, from_environment, from_profile, sign
 from penstock.backends.remote.upstream import Upstream
 from penstock.errors import ConfigError
@@ -118,6 +118,33 @@ class ConverseReader(Reader):
             call = self._calls[index]
             call[1] = True
             yield _call(CallDelta(call[0], None, FunctionDelta(None, delta["toolUse"]["input"])))
+
+
+class WholeReader(Reader):
+    """An answer of Converse, which is not streamed."""
+
+    def __init__(self) -> None:
+        super().__init__(WholeFrames())
+
+    def read(self, event: Event) -> Iterator[Chunk]:
+        sent = json_object(event.data)
+        try:
+            calls = 0
+            for block in sent["output"]["message"]["content"]:
+                if block.get("text"):
+                    yield text_chunk(block["text"])
+                elif block.get("reasoningContent"):
+                    thought = block["reasoningContent"].get("reasoningText", {}).get("text")
+                    yield Chunk([ChunkChoice(delta=ChunkDelta(reasoning_content=thought))])
+                elif block.get("toolUse"):
+                    use = block["toolUse"]
+                    made = FunctionDelta(use["name"], encode(use.get("input") or {}).decode())
+                    yield _call(CallDelta(calls, use["toolUseId"], made))
+                    calls += 1
+            yield end_chunk(REASONS.get(sent.get("stopReason") or "", "stop"), read_usage(sent.get("usage") or {}))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise garbage() from error
+        self.done = True
 
 
 def read_usage(usage: Mapping[str, Any]) -> ChunkUsage:
@@ -240,10 +267,12 @@ class Bedrock(Dialect):
         if stops:
             limits["stopSequences"] = stops
         sent["inferenceConfig"] = limits
+        if not self.upstream.streamed:
+            return Call(self._url("converse"), encode(sent), {"accept": "application/json"})
         return Call(self._url("converse-stream"), encode(sent), {"accept": "application/vnd.amazon.eventstream"})
 
     def reader(self, operation: Operation, body: Mapping[str, Any]) -> Reader:
-        return ConverseReader()
+        return ConverseReader() if self.upstream.streamed else WholeReader()
 
     def refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> ApiError:
         kind = headers.get("x-amzn-errortype", "").partition(":")[0].rpartition("#")[2]

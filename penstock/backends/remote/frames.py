@@ -113,3 +113,21 @@ class NdjsonFrames:
         for line in self._lines.end():
             if line.strip():
                 yield Event("", line)
+
+
+class WholeFrames:
+    """An answer that is not streamed: one event, when the connection is closed."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        self._parts = bytearray()
+
+    def push(self, part: bytes) -> Iterator[Event]:
+        self._parts += part
+        if len(self._parts) > LONGEST:
+            raise EngineLost("The remote server of this model sent an endless answer.")
+        return iter(())
+
+    def end(self) -> Iterator[Event]:
+        yield Event("", bytes(self._parts))

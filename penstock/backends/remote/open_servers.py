@@ -106,7 +106,7 @@ class TensorRt(OpenServer):
     """trtllm-serve."""
 
     name = "tensorrt-llm"
-    features: ClassVar[frozenset[Feature]] = OpenAI.features - {"embeddings", "continue_final_message"}
+    features: ClassVar[frozenset[Feature]] = OpenAI.features - {"embeddings", "rerank", "continue_final_message"}
     parameters: ClassVar[frozenset[str] | None] = STANDARD | {
         *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens"),
         *("include_stop_str_in_output", "truncate_prompt_tokens", "add_special_tokens", "add_generation_prompt"),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from penstock.gateway.app.exchange import Exchange
-from penstock.routing.registry import ModelRegistry, ServedModel
-from penstock.routing.remotes import RemoteModel
 
 
 def identify(exchange: Exchange, user: str | None, metadata: dict[str, str] | None) -> None:
@@ -36,19 +34,3 @@ def note_model(exchange: Exchange, asked: str, name: str, why: str, *, base_name
         (b"x-penstock-model", name.encode("latin-1", "replace")),
         (b"x-penstock-route", why.encode()),
     ]
-
-
-def find_model(registry: ModelRegistry, exchange: Exchange, name: str) -> ServedModel:
-    """The model that is served under `name`."""
-    route = registry.route(name)
-    model = route.model
-    note_model(exchange, name, model.name, route.why, base_name=model.base_name, adapter=model.adapter)
-    return model
-
-
-def find_remote(registry: ModelRegistry, exchange: Exchange, name: str) -> RemoteModel | None:
-    """The model under `name`, if another server runs it."""
-    remote = registry.remote(name)
-    if remote is not None:
-        note_model(exchange, name, remote.name, "direct" if name == remote.name else "alias")
-    return remote

@@ -76,6 +76,16 @@ class AccountBook(Protocol):
         """`feature`: what the work is for; by default what the client says."""
 
 
+class HeldStreams(Protocol):
+    """Streams that this gateway itself keeps for clients that may come back."""
+
+    def holds(self, charge: str) -> bool:
+        """Whether the client of a charge may still come back, or has."""
+
+    def used(self, charge: str) -> Usage | None:
+        """What a stream took for which nobody came back; None: it is not known. It is told once."""
+
+
 class NoAccount:
     """The charge of a request where there is no ledger."""
 
@@ -255,6 +265,8 @@ class Accounts:
         self._keeper: asyncio.Task[None] | None = None
         self._beats = True
         """Whether the last heartbeat was written."""
+        self.streams: HeldStreams | None = None
+        """Those of models that other servers run."""
         self._left: dict[str, OpenCharge] = {}
         """Charges of streams whose clients are gone and may come back."""
 
@@ -319,6 +331,8 @@ class Accounts:
         abandoned += self._left.values()
         by_model: defaultdict[str, list[OpenCharge]] = defaultdict(list)
         for entry in abandoned:
+            if self.streams is not None and self.streams.holds(entry.charge.id):
+                continue
             by_model[entry.charge.model].append(entry)
         for model, entries in by_model.items():
             for start in range(0, len(entries), MOST_ASKED):
@@ -358,6 +372,9 @@ class Accounts:
             max(entry.cached_tokens, counted.cached),
             max(entry.completion_tokens, counted.completion),
         )
+        if (told := None if self.streams is None else self.streams.used(charge.id)) is not None:
+            used = told
+            charge = msgspec.structs.replace(charge, prompt_tokens=told.prompt)
         ended = bool(produced) and all(run.finish_reason not in ("abort", "error") for run in produced)
         cost = cost_of(charge, used.cached, used.completion) if used.completion or ended else 0
         # A stream that was resumed has been settled by the gateway that resumed it, and the first settlement stands.

@@ -43,16 +43,15 @@ class EncoderWork:
         self._metrics = metrics
         self._background = background
 
-    @property
-    def default(self) -> str:
-        """The name of the first encoder, for requests that name none."""
-        found = self._encoders.default
-        if found is None:
-            raise ModelNotFound("", [])
-        return found.name
-
-    def find(self, exchange: Exchange, name: str) -> Embedder:
-        embedder = self._encoders.find(name)
+    def find(self, exchange: Exchange, name: str | None) -> Embedder:
+        """The encoder of this name that exists for the caller; None: the first one."""
+        access = exchange.caller.access
+        if name is None:
+            first = self._encoders.first(access)
+            if first is None:
+                raise ModelNotFound("", [])
+            name = first.name
+        embedder = self._encoders.find(name, access)
         note_model(exchange, name, embedder.name, "direct" if name == embedder.name else "alias")
         return embedder
 

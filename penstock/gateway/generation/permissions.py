@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from penstock.gateway.accounting.attribution import note_model
 from penstock.gateway.app.data_rules import permit, withheld
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
+from penstock.identity.access import Kind
 from penstock.identity.labels import Requirement
 from penstock.protocol.errors import ModelNotFound
+from penstock.routing.encoders import Encoders
 from penstock.routing.registry import AnsweringModel, ModelRegistry, ServedModel
 from penstock.routing.remotes import RemoteModel
 
@@ -22,8 +25,9 @@ from penstock.routing.remotes import RemoteModel
 class Permissions:
     """What exists for the callers of a gateway."""
 
-    def __init__(self, registry: ModelRegistry) -> None:
+    def __init__(self, registry: ModelRegistry, encoders: Encoders | None = None) -> None:
         self._registry = registry
+        self._encoders = encoders
         self._routes: dict[str, tuple[str, ...]] = {}
 
     def add_route(self, name: str, models: Sequence[str]) -> None:
@@ -69,11 +73,48 @@ class Permissions:
 
     def unknown(self, caller: Caller, name: str) -> ModelNotFound:
         """The error for a name that does not exist for a caller."""
-        return ModelNotFound(name[:256], self._registry.names(caller.access))
+        routes = [route for route in self._routes if self.exists(caller, route)]
+        return ModelNotFound(name[:256], [*self._registry.names(caller.access), *routes])
 
-    def allows(self, exchange: Exchange, name: str) -> bool:
-        """Whether `check` passes. What a data rule leaves out is noted."""
-        return self.exists(exchange.caller, name) and not withheld(exchange, "model", name, self.unmet(exchange, name))
+    def sees(self, caller: Caller, name: str) -> bool:
+        """Whether a caller may be shown the name of a model that answered once, which may be gone since."""
+        if not name:
+            return True
+        if self._registry.find(name) is not None or name in self._routes:
+            return self.exists(caller, name)
+        if self._encoders is not None and name in self._encoders:
+            return self._encoders.allows(caller.access, name)
+        kinds: tuple[Kind, ...] = ("model", "adapter", "remote")
+        return any(caller.access.allows(kind, name) for kind in kinds)
+
+    def sees_answer(self, caller: Caller, model: str | None, adapter: str | None) -> bool:
+        """The same for what answered a request, as records name it. Operators see everything."""
+        return "admin" in caller.scopes or self.sees(caller, adapter or model or "")
+
+    def remote(self, exchange: Exchange, name: str) -> RemoteModel | None:
+        """The model that other servers run under `name`, if it exists for the caller; None: there is none."""
+        remote = self._registry.remote(name)
+        if remote is None or not self.exists(exchange.caller, name):
+            return None
+        note_model(exchange, name, remote.name, "direct" if name == remote.name else "alias")
+        return remote
+
+    def find(self, exchange: Exchange, name: str) -> ServedModel:
+        """The model that runs here under `name`, for a request that needs its tokenizer only."""
+        if name in self._routes:
+            raise self.unknown(exchange.caller, name)
+        self.check_exists(exchange, name)
+        route = self._registry.route(name)
+        model = route.model
+        note_model(exchange, name, model.name, route.why, base_name=model.base_name, adapter=model.adapter)
+        return model
+
+    def allows(self, exchange: Exchange, name: str, *, for_all: bool = False) -> bool:
+        """Whether a request may reach what is called `name`. `for_all`: the operator has it read what any caller
+        sends, whether or not they may use it themselves. What a data rule leaves out is noted."""
+        if not for_all and not self.exists(exchange.caller, name):
+            return False
+        return not withheld(exchange, "model", name, self.unmet(exchange, name))
 
     def allowed(self, exchange: Exchange, names: Iterable[str]) -> list[str]:
         """Those of `names` that a request may reach, in the same order."""

@@ -15,7 +15,6 @@ from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat import ChatGenerations
 from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.completion import CompletionGenerations
-from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.fallback import FallbackChain
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_access import ModelAccess
@@ -23,6 +22,7 @@ from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.remote_count import RemoteCount, count_remote
 from penstock.gateway.generation.remote_generations import RemoteGenerations
+from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.response import send_stream, send_whole
 from penstock.gateway.generation.response_format import GrammarCache
@@ -32,7 +32,6 @@ from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.sources import SourceSearch
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
 from penstock.gateway.generation.tokenization import Tokenization
-from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
 from penstock.routing.time_slice_groups import TimeSlices
@@ -61,7 +60,9 @@ class GenerationPipeline:
         source_search: SourceSearch,
         cache: AnswerCache,
         grader: AnswerGrader,
+        streams: RemoteStreams,
     ) -> None:
+        """`streams`: keeps streams of remote models that can be resumed."""
         self.settings = settings
         self.registry = registry
         self.permissions = permissions
@@ -86,6 +87,7 @@ class GenerationPipeline:
             source_search=source_search,
             cache=cache,
             grader=grader,
+            streams=streams,
         )
         self.chat = ChatGenerations(
             settings=settings,
@@ -136,12 +138,6 @@ class GenerationPipeline:
         exchange.timeline.response_id = renderer.response_id
         numbers: EventNumbers | None = None
         if (resumption := attempt.resumption) is not None:
-            if not isinstance(generation, EngineGeneration):
-                raise InvalidRequest(
-                    f"`Last-Event-ID` is for models that run here; another server runs `{generation.model.name}`.",
-                    param="Last-Event-ID",
-                    code="remote_model",
-                )
             # Before anything is reserved or charged under the id that the client gave.
             await generation.claim()
             numbers = EventNumbers(generation.id, resumption.seen)

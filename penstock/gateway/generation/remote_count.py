@@ -61,7 +61,7 @@ async def count_remote(
                 known, list(messages), tenant=caller.tenant, most=most, tools=offered, options=options
             )
         return RemoteCount(len(tokens), tokens)
-    if model.supports("tokenize"):
+    if model.supports("tokenize" if messages is None else "tokenize_chat"):
         body: dict[str, Any] = {"prompt": text} if messages is None else {"messages": list(messages)}
         if tools:
             body["tools"] = msgspec.to_builtins(tools)

@@ -25,6 +25,7 @@ from penstock.gateway.generation.remote_request import (
     fitted,
     passed_on,
 )
+from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.sampling import (
     TokenLimit,
@@ -77,6 +78,7 @@ class RemoteGenerations:
     source_search: SourceSearch
     cache: AnswerCache
     grader: AnswerGrader
+    streams: RemoteStreams
 
     async def chat(
         self,
@@ -99,7 +101,7 @@ class RemoteGenerations:
             if request.rag is None:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, None)
             self.source_search.permit(exchange)
-            pending = self.source_search.begin(exchange.caller.tenant, request.rag, [*turn.history, *messages])
+            pending = self.source_search.begin(exchange.caller, request.rag, [*turn.history, *messages])
             try:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, pending)
             finally:
@@ -342,5 +344,7 @@ class RemoteGenerations:
             repeatable=request.seed is not None or request.temperature == 0,
             cache_salt=settings.cache_salt(caller, request.cache_salt),
             cache_question=question,
+            resumption=resumption,
+            streams=self.streams,
             missing=partial(ignore_advice, exchange),
         )

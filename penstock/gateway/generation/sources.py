@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.schemas import RagRequest
+from penstock.identity import Caller
 from penstock.knowledge.citations import Citation, Citer
 
 
@@ -52,4 +53,4 @@ class SourceSearch(Protocol):
     def permit(self, exchange: Exchange) -> None:
         """Raises where what searches may not see the request."""
 
-    def begin(self, tenant: str, wanted: RagRequest, messages: Sequence[Message]) -> PendingSources: ...
+    def begin(self, caller: Caller, wanted: RagRequest, messages: Sequence[Message]) -> PendingSources: ...

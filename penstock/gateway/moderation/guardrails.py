@@ -21,8 +21,9 @@ from penstock.errors import ConfigError
 from penstock.gateway.app.data_rules import withheld
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.moderation.moderators import ModerationBackends, moderator
-from penstock.gateway.moderation.rule import ModerationRule, Stage
+from penstock.gateway.moderation.rule import ModerationRule, Stage, Verdict
 from penstock.gateway.moderation.stream import ModeratedStream
 from penstock.identity import Caller
 from penstock.identity.labels import Requirement, demand_of
@@ -100,7 +101,14 @@ class OutputGuard:
 class Guardrails:
     """All rules of a gateway. Without any it does nothing."""
 
-    def __init__(self, configured: Sequence[GuardrailConfig], metrics: Metrics, backends: ModerationBackends) -> None:
+    def __init__(
+        self,
+        configured: Sequence[GuardrailConfig],
+        metrics: Metrics,
+        backends: ModerationBackends,
+        permissions: Permissions,
+    ) -> None:
+        self._permissions = permissions
         compiled = [_compiled(config) for config in configured if config.kind == "patterns"]
         self._marks = [
             (rule, demand_of(rule.config.require, f"guardrail {rule.name}"))
@@ -178,9 +186,15 @@ class Guardrails:
         await self._moderate(exchange, [text], "prompt")
         return text
 
-    def judges(self, caller: Caller) -> list[str]:
-        """The names of the rules that apply to the caller, for prompts or for answers."""
-        return [name for name, config in self._configured.items() if _applies(config, caller)]
+    def judges(self, exchange: Exchange) -> list[str]:
+        """The names of the rules that apply to the caller, for prompts or for answers. A rule whose model the caller
+        may not use is none of them."""
+        hidden = {rule.config.name for rule in self._moderations if not self._permits(rule, exchange)}
+        return [
+            name
+            for name, config in self._configured.items()
+            if _applies(config, exchange.caller) and name not in hidden
+        ]
 
     async def judgement(self, exchange: Exchange, text: str, names: Collection[str]) -> list[Judgement]:
         """What each of the named rules says about a text; raises one of `FAILURES` when a moderator fails."""
@@ -224,7 +238,7 @@ class Guardrails:
             return
 
         async def check(text: str) -> bool:
-            verdicts = await asyncio.gather(*(each.verdict(exchange, [text], "output") for each in asked))
+            verdicts = await asyncio.gather(*(self._verdict(each, exchange, [text], "output") for each in asked))
             return all(verdict == "passed" for verdict in verdicts)
 
         window = min(moderation.config.window for moderation in asked)
@@ -244,6 +258,18 @@ class Guardrails:
                 withheld(exchange, "moderator", moderation.config.name, unmet)
         return found
 
+    async def _verdict(
+        self, moderation: ModerationRule, exchange: Exchange, texts: Sequence[str], stage: Stage
+    ) -> Verdict:
+        """A text never reaches a model that its sender may not use: such a rule cannot be checked."""
+        if self._permits(moderation, exchange):
+            return await moderation.verdict(exchange, texts, stage)
+        return moderation.unchecked(stage)
+
+    def _permits(self, moderation: ModerationRule, exchange: Exchange) -> bool:
+        config = moderation.config
+        return bool(config.url) or config.for_all_callers or self._permissions.exists(exchange.caller, config.model)
+
     async def _moderate(self, exchange: Exchange, values: Sequence[Any], param: str) -> None:
         """Have the moderation models check each of `values`, messages or prompts; raises when one does not pass."""
         asked = self._asked(exchange, "input")
@@ -251,7 +277,7 @@ class Guardrails:
             return
         texts = ["\n".join(_texts(value)) for value in values]
         for moderation in asked:
-            verdict = await moderation.verdict(exchange, texts, "input")
+            verdict = await self._verdict(moderation, exchange, texts, "input")
             if verdict == "flagged":
                 raise _blocked(moderation.config.name, param)
             if verdict == "failed":

@@ -98,6 +98,15 @@ class ModerationRule:
                 return verdict
         return "passed"
 
+    def unchecked(self, stage: Stage) -> Verdict:
+        """The verdict on texts that the moderator must not see."""
+        refused = self.config.on_error == "refuse"
+        self._metrics.context.moderated(self.config.name, stage, "failed", 0.0)
+        if refused:
+            self._metrics.guardrail(self.config.name, stage, "refuse")
+            log.warning("guardrail %r is refused to a caller who may not use its model", self.config.name)
+        return "failed" if refused else "passed"
+
     async def _part(self, exchange: Exchange, part: str, stage: Stage) -> Verdict:
         said = f"{exchange.caller.tenant}\0{part}".encode("utf-8", "surrogatepass")
         digest = hashlib.blake2b(said, digest_size=16).digest()

@@ -70,6 +70,7 @@ from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.moderation.endpoints import ModerationEndpoints
@@ -220,7 +221,7 @@ async def compose(
         checks |= {"ledger": accounts.problem, "limits": quotas.problem}
 
         # What answers.
-        permissions = Permissions(registry)
+        permissions = Permissions(registry, encoders)
         for embedder in encoders:
             embedder.threads = text_threads
         closing(encoders.close)
@@ -240,7 +241,7 @@ async def compose(
         for model in registry:
             await model.backend.start()
         moderators = ModerationBackends(registry, tokenization, grammars, accounts, settings.generation)
-        guardrails = Guardrails(settings.guardrails, metrics, moderators)
+        guardrails = Guardrails(settings.guardrails, metrics, moderators, permissions)
         closing(guardrails.close)
         checks["guardrails"] = guardrails.problem
         tools = ToolRegistry(
@@ -256,6 +257,7 @@ async def compose(
                 settings.judge,
                 settings.generation,
                 registry,
+                permissions,
                 tokenization,
                 grammars,
                 metrics.context,
@@ -314,6 +316,11 @@ async def compose(
         add_autoscale_metrics(metrics.registry, lambda: supervisor.scaling)
         add_fleet_metrics(metrics.registry, lambda: supervisor.fleet)
 
+        streams = RemoteStreams()
+        closing(streams.close)
+        if isinstance(accounts, Accounts):
+            accounts.streams = streams
+
         # The generation pipeline with its stages.
         lifecycle = GenerationLifecycle(
             quotas, admissions, accounts, drain, background, permissions, record_text=settings.generation.record_text
@@ -335,6 +342,7 @@ async def compose(
             source_search=CollectionSearch(knowledge),
             cache=cache,
             grader=judge,
+            streams=streams,
         )
         conversations: StoredConversations | StatelessConversations = StatelessConversations()
         if sessions is not None:
@@ -351,21 +359,21 @@ async def compose(
         limit, uploads = settings.body_limit, UploadSlots()
         encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
         encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
-        models = ModelEndpoints(registry, encoders, routes, quotas, settings.max_tokens)
+        models = ModelEndpoints(registry, permissions, encoders, routes, quotas, settings.max_tokens)
         embeddings = EmbeddingEndpoints(encoders, encoder_work, guardrails, limit)
-        catalogue = Catalogue(registry, encoders, routes)
+        catalogue = Catalogue(registry, permissions, encoders, routes)
         endpoints: list[object] = [
             ChatEndpoints(pipeline, conversations, server_tools, chats),
-            _stored_chats(chats, limit),
+            _stored_chats(chats, permissions, limit),
             CompletionEndpoints(pipeline),
             ResponseEndpoints(pipeline, conversations, responses),
-            StoredResponseEndpoints(responses),
+            StoredResponseEndpoints(responses, permissions),
             MessageEndpoints(pipeline),
             embeddings,
             OllamaEndpoints(pipeline, catalogue, embeddings),
             OllamaPullEndpoints(catalogue, supervisor, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
-            TokenEndpoints(registry, tokenization, quotas, limit, request_templates=settings.request_templates),
+            TokenEndpoints(permissions, tokenization, quotas, limit, request_templates=settings.request_templates),
             ScoreEndpoints(encoders, encoder_work, guardrails, limit),
             ModerationEndpoints(guardrails, quotas, limit),
             models,
@@ -374,8 +382,10 @@ async def compose(
             CollectionEndpoints(knowledge, encoder_work, limit),
             DocumentEndpoints(knowledge, uploads),
             ToolEndpoints(tools, limit),
-            _cache_endpoints(cache),
-            TraceEndpoints(workers, settings.telemetry.recent_requests, None if stores is None else stores.ledger),
+            _cache_endpoints(cache, permissions),
+            TraceEndpoints(
+                workers, permissions, settings.telemetry.recent_requests, None if stores is None else stores.ledger
+            ),
             AdapterEndpoints(registry, forget_answers, settings.engine_wait_s, limit),
             ModelAdminEndpoints(registry, models, routes, admissions, supervisor, settings.engine_wait_s, limit),
             ReplicaEndpoints(registry, supervisor, limit),
@@ -384,11 +394,11 @@ async def compose(
             WhatIfEndpoints(registry, limit),
             RouteEndpoints(routes, limit),
             SleepEndpoints(registry),
-            _request_log_endpoints(request_log),
+            _request_log_endpoints(request_log, permissions),
             Unavailable(AuditEndpoints, ServiceUnavailable, "This gateway keeps no audit log.")
             if stores is None
             else AuditEndpoints(stores.audit),
-            HealthEndpoints(registry, drain, checks),
+            HealthEndpoints(registry, authentication, drain, checks),
             MetricsEndpoints(workers),
         ]
         if stores is None or runner is None:
@@ -398,8 +408,8 @@ async def compose(
                 FileEndpoints(stores.files, stores.batches, settings.batches, uploads),
                 BatchEndpoints(stores.batches, stores.files, runner, limit),
                 MessageBatchEndpoints(stores.batches, stores.files, runner, settings.batches, uploads),
-                FeedbackEndpoints(stores.feedback, cache.suspect, limit),
-                UsageEndpoints(stores.ledger),
+                FeedbackEndpoints(stores.feedback, permissions, cache.suspect, limit),
+                UsageEndpoints(stores.ledger, permissions),
                 _identity_endpoints(settings, stores, quotas, workers),
                 AccountEndpoints(stores.identities, stores.ledger, quotas),
             ]
@@ -444,9 +454,9 @@ def _identity_endpoints(
     )
 
 
-def _stored_chats(store: ChatStore | None, limit: int) -> StoredChatEndpoints | Unavailable:
+def _stored_chats(store: ChatStore | None, permissions: Permissions, limit: int) -> StoredChatEndpoints | Unavailable:
     if store is not None:
-        return StoredChatEndpoints(store, limit)
+        return StoredChatEndpoints(store, permissions, limit)
     return Unavailable(StoredChatEndpoints, NotFound, "This gateway stores no chat completions.")
 
 
@@ -458,16 +468,20 @@ def _conversation_items(
     return Unavailable(ConversationItemEndpoints, ServiceUnavailable, "This gateway stores no conversations.")
 
 
-def _cache_endpoints(cache: ResponseCache | ResponseCacheOff) -> CacheEndpoints | Unavailable:
+def _cache_endpoints(cache: ResponseCache | ResponseCacheOff, permissions: Permissions) -> CacheEndpoints | Unavailable:
     if isinstance(cache, ResponseCache):
-        return CacheEndpoints(cache)
+        return CacheEndpoints(cache, permissions)
     message = "This server has no response cache; `cache.exact` and `cache.semantic` are off."
     return Unavailable(CacheEndpoints, NotFound, message)
 
 
-def _request_log_endpoints(log: RequestLog | RequestLogOff) -> RequestLogEndpoints | Unavailable:
+def _request_log_endpoints(
+    log: RequestLog | RequestLogOff, permissions: Permissions
+) -> RequestLogEndpoints | Unavailable:
     if isinstance(log.sink, RequestStore):
-        return RequestLogEndpoints(log.sink, [endpoint.path for endpoint in ENDPOINTS if endpoint.serves_tokens])
+        return RequestLogEndpoints(
+            log.sink, permissions, [endpoint.path for endpoint in ENDPOINTS if endpoint.serves_tokens]
+        )
     message = "This gateway has no request log that it could read; see `request_log.url`."
     return Unavailable(RequestLogEndpoints, ServiceUnavailable, message)
 

@@ -159,6 +159,7 @@ def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
             key_file=remote.key_file,
             api_version=remote.api_version,
             aws_region=remote.aws_region,
+            streamed=remote.streamed,
             max_tokens=remote.default_max_tokens,
         )
         for url in remote.urls

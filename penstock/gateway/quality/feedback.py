@@ -101,9 +101,11 @@ class Feedback:
         comment: str,
         *,
         only_user: str | None = None,
+        sees: Callable[[str | None, str | None], bool] = lambda model, adapter: True,
     ) -> Vote | None:
         """Store a vote, replacing an earlier one on the same answer; None when this tenant, or the only user whose
-        answers count, has no such answer."""
+        answers count, has no such answer. `sees`: whether the caller may see answers of a model and adapter.
+        """
         match = _ID.fullmatch(response_id)
         if match is None:
             return None
@@ -112,7 +114,7 @@ class Feedback:
             match[2],
             tenant,
         )
-        if not rows or only_user not in (None, rows[0][2]):
+        if not rows or only_user not in (None, rows[0][2]) or not sees(rows[0][0], rows[0][1]):
             return None
         model, adapter, _, selection, request_id = rows[0]
         via, _, arm = selection.partition("/")

@@ -26,6 +26,7 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.remote_request import internal_call
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.schemas import ChoiceFormat
@@ -95,6 +96,7 @@ class Judge:
         config: JudgeConfig,
         settings: GenerationSettings,
         registry: ModelRegistry,
+        permissions: Permissions,
         tokenization: Tokenization,
         grammars: GrammarCache,
         metrics: ContextMetrics,
@@ -107,6 +109,7 @@ class Judge:
         self._config = config
         self._settings = settings
         self._registry = registry
+        self._permissions = permissions
         self._tokenization = tokenization
         self._grammars = grammars
         self._metrics = metrics
@@ -135,6 +138,9 @@ class Judge:
     def submit(self, attempt: Attempt, generation: Generation) -> None:
         """Take an answer, if it was marked and is complete. Never waits."""
         if generation.question is None or not generation.done:
+            return
+        judge = self._config.model
+        if judge and not self._permissions.allows(attempt.exchange, judge, for_all=self._config.for_all_callers):
             return
         texts = generation.texts(MOST_CHARACTERS)
         if not texts or not texts[0][1].strip() or not self._may_read(attempt.exchange, generation):

@@ -17,6 +17,7 @@ from penstock.config.knowledge import KnowledgeConfig
 from penstock.errors import ConfigError, needs_extra
 from penstock.gateway.app.data_rules import permit
 from penstock.gateway.app.exchange import Exchange
+from penstock.identity import Caller
 from penstock.knowledge.embedder import Embedded, EmbedderFacts
 from penstock.knowledge.entities import KnowledgeError
 from penstock.knowledge.limits import LibraryLimits
@@ -115,6 +116,10 @@ class KnowledgeLibrary:
         if found is None:
             raise NotFound("This server has no encoder, and collections need one: add it to `encoders`.")
         return found
+
+    def names_encoder(self, caller: Caller, name: str) -> bool:
+        """Whether a caller may be told the name of an encoder; one that is gone by now is no secret."""
+        return name not in self._encoders or self._encoders.allows(caller.access, name)
 
     def permit(self, exchange: Exchange) -> None:
         """Raises where the encoder or the reranker of collections may not see data of a request."""

@@ -18,6 +18,7 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.schemas import QUERY_CHARACTERS, RagRequest
 from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.schemas import SearchRequest
+from penstock.identity import Caller
 from penstock.knowledge.citations import Citation, Citer
 from penstock.knowledge.entities import Chunk, Collection, KnowledgeError, Passage
 from penstock.knowledge.passage_prompt import INSTRUCTIONS, Context, Count, framed, question
@@ -91,20 +92,20 @@ class CollectionSearch:
     def permit(self, exchange: Exchange) -> None:
         self._library.permit(exchange)
 
-    def begin(self, tenant: str, wanted: RagRequest, messages: Sequence[dict[str, Any]]) -> Retrieval:
-        return Retrieval(self._library, tenant, wanted, messages)
+    def begin(self, caller: Caller, wanted: RagRequest, messages: Sequence[dict[str, Any]]) -> Retrieval:
+        return Retrieval(self._library, caller, wanted, messages)
 
 
 class Retrieval:
     """A search that runs while the rest of a request is prepared. It must be closed."""
 
     def __init__(
-        self, library: KnowledgeLibrary, tenant: str, wanted: RagRequest, messages: Sequence[dict[str, Any]]
+        self, library: KnowledgeLibrary, caller: Caller, wanted: RagRequest, messages: Sequence[dict[str, Any]]
     ) -> None:
         self._query = wanted.query or query_of(messages)
         self._wanted = wanted
         self._most = library.config.context_tokens
-        self._task = asyncio.create_task(self._search(library, tenant, self._query), name="retrieval of a request")
+        self._task = asyncio.create_task(self._search(library, caller, self._query), name="retrieval of a request")
 
     def instructed(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return with_instructions(messages)
@@ -128,8 +129,8 @@ class Retrieval:
         with suppress(asyncio.CancelledError, Exception):  # `result` has raised it already
             await self._task
 
-    async def _search(self, library: KnowledgeLibrary, tenant: str, query: str) -> tuple[Collection, Found]:
-        collection = await find_collection(library, tenant, self._wanted.collection, param="rag.collection")
+    async def _search(self, library: KnowledgeLibrary, caller: Caller, query: str) -> tuple[Collection, Found]:
+        collection = await find_collection(library, caller, self._wanted.collection, param="rag.collection")
         return collection, await search(library, collection, query, self._wanted)
 
 
@@ -153,13 +154,19 @@ async def search(
 
 
 async def find_collection(
-    knowledge: KnowledgeLibrary, tenant: str, name: str, *, param: str | None = None
+    knowledge: KnowledgeLibrary, caller: Caller, name: str, *, param: str | None = None
 ) -> Collection:
+    """A collection of the caller's tenant that exists for the caller, by id or name."""
     library = await knowledge.library()
-    found = await guard(library.catalogue.collection(tenant, name)) if _NAME.fullmatch(name) else None
-    if found is None:
+    found = await guard(library.catalogue.collection(caller.tenant, name)) if _NAME.fullmatch(name) else None
+    if found is None or not allowed(caller, found):
         raise NotFound(f"There is no collection `{name[:128]}`.", param=param, code="collection_not_found")
     return found
+
+
+def allowed(caller: Caller, collection: Collection) -> bool:
+    """Whether a collection exists for a caller."""
+    return caller.access.allows("collection", collection.name, collection.tenant, (collection.id,))
 
 
 async def guard(work: Awaitable[T]) -> T:

@@ -96,7 +96,7 @@ class ServerTools:
             raise InvalidRequest("With `server_tools` there is one answer; `n` must be 1.", param="n")
         try:
             return self._permitted(
-                exchange, request, await self.registry.offers(exchange.caller.tenant, request.server_tools or ())
+                exchange, request, await self.registry.offers(exchange.caller.access, request.server_tools or ())
             )
         except ToolError as error:
             message = str(error)

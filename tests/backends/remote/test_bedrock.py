@@ -179,6 +179,26 @@ async def test_tools_that_may_not_be_called() -> None:
     assert "toolConfig" not in there.asked[0].json
 
 
+async def test_a_model_that_cannot_stream() -> None:
+    use = {"toolUse": {"toolUseId": "t1", "name": "weather", "input": {"city": "Rome"}}}
+    thought = {"reasoningContent": {"reasoningText": {"text": "Hm.", "signature": "s"}}}
+    body = {
+        "output": {"message": {"role": "assistant", "content": [thought, {"text": "Héllo"}, use]}},
+        "stopReason": "tool_use",
+        "usage": {"inputTokens": 5, "outputTokens": 6, "totalTokens": 11},
+    }
+    async with (
+        scripted(lambda asked: reply_json(body)) as there,
+        client(there, "bedrock", aws_region="eu-west-1", streamed=False) as server,
+    ):
+        answer = await ask(server, tools=TOOLS)
+        body["output"] = {"message": {}}
+        with pytest.raises(EngineLost):
+            await ask(server)
+    assert (answer.text, answer.thoughts, answer.reason, answer.usage) == ("Héllo", "Hm.", "tool_calls", (5, 6, 0))
+    assert answer.calls == [("t1", "weather", {"city": "Rome"})] and there.asked[0].target == "/model/m/converse"
+
+
 async def test_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credentials, "LOOK_S", 0.0)
     file = tmp_path / "credentials"

@@ -1,4 +1,4 @@
-"""GET /v1/admin/audit: the newest decisions by data rules. They say who, what, which rule and which outcome; no text."""
+"""GET /v1/admin/audit: the newest decisions by data rules: who, what, which rule and which outcome; no text."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.backends.base import EngineClient
+from penstock.backends.remote.load import ServerLoad
 from penstock.engine.request import EngineInfo
 from penstock.gateway.api.admin.supervisor import Supervisor
 from penstock.gateway.app.decoding import decode
@@ -20,7 +21,7 @@ from penstock.protocol.control import Drain, Notice, Restart, Scale, SetLimits, 
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.place import NOWHERE, ReplicaPlace
 from penstock.routing.registry import ModelRegistry, ServedModel
-from penstock.routing.remotes import RemoteModel
+from penstock.routing.remotes import RemoteMember, RemoteModel
 from penstock.routing.replicas import ReplicaSet
 
 
@@ -205,28 +206,35 @@ def _memory(info: EngineInfo) -> dict[str, Any]:
 
 
 def describe_remote(model: RemoteModel) -> list[dict[str, Any]]:
-    """The servers that run a model elsewhere."""
-    return [
-        {
-            "id": f"{model.name}/{member.server.name}",
-            "object": "replica",
-            "model": model.name,
-            "replica": member.server.name,
-            "remote": True,
-            "ready": member.reachable,
-            "state": "awake" if member.reachable else "away",
-            "leaving": False,
-            "breaker": member.breaker.state,
-            "in_flight": member.server.in_flight,
-            "running": member.server.in_flight,
-            "waiting": 0,
-            "stalled_s": 0.0,
-            "instance": None,
-            "device": member.server.upstream.url,
-            "role": "both",
-            **_where(ReplicaPlace(region=member.region)),
-            "round_trip_ms": _milliseconds(member.server.round_trip.seconds),
-            "memory": None,
-        }
-        for member in model.members
-    ]
+    """The servers that run a model elsewhere. `running` and `waiting`: of all clients, where a server tells."""
+    return [_describe_member(model, member) for member in model.members]
+
+
+def _describe_member(model: RemoteModel, member: RemoteMember) -> dict[str, Any]:
+    server, load = member.server, member.server.load or ServerLoad()
+    return {
+        "id": f"{model.name}/{server.name}",
+        "object": "replica",
+        "model": model.name,
+        "replica": server.name,
+        "remote": True,
+        "dialect": model.dialect,
+        "ready": member.reachable,
+        "state": "awake" if member.reachable else "away",
+        "leaving": False,
+        "breaker": member.breaker.state,
+        "in_flight": server.in_flight,
+        "running": server.in_flight if load.running is None else load.running,
+        "waiting": load.waiting or 0,
+        "kv_usage": load.kv_usage,
+        "loaded": load.loaded,
+        "saturated": model.saturated(member),
+        "limits": {"remaining": server.limits.remaining, "wait_s": round(server.wait_s(), 3)},
+        "stalled_s": 0.0,
+        "instance": None,
+        "device": server.upstream.url,
+        "role": "both",
+        **_where(ReplicaPlace(region=member.region)),
+        "round_trip_ms": _milliseconds(server.round_trip.seconds),
+        "memory": None,
+    }

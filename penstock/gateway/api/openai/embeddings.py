@@ -81,7 +81,7 @@ class EmbeddingEndpoints:
         if remote is not None:
             await self._pool_remote(exchange, request, remote, inputs)
             return
-        embedder = self._encoder_work.find(exchange, request.model or self._encoder_work.default)
+        embedder = self._encoder_work.find(exchange, request.model or None)
         info = await embedder.open()
         ids = await self._prepared(exchange, request, embedder, info, inputs)
         each = request.task == "token_embed"

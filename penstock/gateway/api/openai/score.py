@@ -43,7 +43,7 @@ class ScoreEndpoints:
             found_there = await self._remotes.scores(exchange, remote, queries, documents)
             await self._reply(exchange, remote.name, found_there.values, found_there.tokens)
             return
-        embedder = self._encoder_work.find(exchange, request.model or self._encoder_work.default)
+        embedder = self._encoder_work.find(exchange, request.model or None)
         most = self._encoders.configs[embedder.name].max_texts
         if max(len(queries), len(documents)) > most:
             raise InvalidRequest(f"At most {most} pairs go in one request.", param=right)

@@ -7,11 +7,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from penstock.gateway.accounting.attribution import find_model, find_remote
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import strip_parts, template_messages
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.prompt_options import prompt_options
 from penstock.gateway.generation.remote_count import count_remote
 from penstock.gateway.generation.request_decoder import RequestDecoder
@@ -29,7 +29,7 @@ from penstock.gateway.generation.tokenization import (
 from penstock.gateway.generation.tokenized_model import TokenizedModel, remote_text
 from penstock.gateway.generation.tool_choice import tool_of
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.routing.registry import ServedModel
 from penstock.routing.remotes import RemoteModel
 
 _tokenize = RequestDecoder(TokenizeRequest, strip_parts)
@@ -47,7 +47,7 @@ class TokenEndpoints:
 
     def __init__(
         self,
-        registry: ModelRegistry,
+        permissions: Permissions,
         tokenization: Tokenization,
         quotas: Quotas,
         body_limit: int,
@@ -56,7 +56,7 @@ class TokenEndpoints:
     ) -> None:
         """`request_templates`: whether requests may bring a chat template."""
         self._request_templates = request_templates
-        self._registry = registry
+        self._permissions = permissions
         self._tokenization = tokenization
         self._quotas = quotas
         self._body_limit = body_limit
@@ -75,11 +75,11 @@ class TokenEndpoints:
         if request.tools and request.messages is None:
             raise InvalidRequest("`tools` go with `messages`.", param="tools")
         if request.model is not None:
-            remote = find_remote(self._registry, exchange, request.model)
+            remote = self._permissions.remote(exchange, request.model)
             if remote is not None:
                 await self._tokenize_remote(exchange, request, remote)
                 return
-        model = find_model(self._registry, exchange, request.model or self._registry.first.name)
+        model = self._model(exchange, request.model)
         async with self._quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
             tokens = await self._tokens(exchange, request, model)
             work.tokens = len(tokens)
@@ -144,6 +144,10 @@ class TokenEndpoints:
             }
         )
 
+    def _model(self, exchange: Exchange, name: str | None) -> ServedModel:
+        permissions = self._permissions
+        return permissions.find(exchange, name or permissions.first(exchange).name)
+
     async def _tokens(self, exchange: Exchange, request: TokenizeRequest, model: ServedModel) -> list[int]:
         most, tenant = most_counted(model), exchange.caller.tenant
         if request.messages is not None:
@@ -168,9 +172,9 @@ class TokenEndpoints:
 
     def _tokenized(self, exchange: Exchange, name: str | None) -> TokenizedModel:
         """The model, whose tokenizer must be known here."""
-        remote = None if name is None else find_remote(self._registry, exchange, name)
+        remote = None if name is None else self._permissions.remote(exchange, name)
         if remote is None:
-            return find_model(self._registry, exchange, name or self._registry.first.name)
+            return self._model(exchange, name)
         text = remote_text(remote)
         if text is None:
             raise InvalidRequest(
