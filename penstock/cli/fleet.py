@@ -89,6 +89,8 @@ def status(
         part = "machines"
     if part is None:
         typer.echo(f"fleet `{state['name']}`, controller: {state['controller'] or 'nobody'}")
+        for move in state["moves"]:
+            typer.echo(f"moves {move}")
     shown = (part,) if part is not None else ("machines", "gateways", "engines", "models")
     for name in shown:
         if part is None:
@@ -202,7 +204,9 @@ def controller(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         name = f"controller on {machine_name(config.fleet)} ({os.getpid()})"
-        async with beside(Controller(registry, view, name, lease_s=config.fleet.lease_s).run(), "controller"):
+        fleet = config.fleet
+        leader = Controller(registry, view, name, lease_s=fleet.lease_s, rebalance_s=fleet.rebalance_s)
+        async with beside(leader.run(), "controller"):
             await stop.wait()
 
     _with_registry(config, lead)

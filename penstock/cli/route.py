@@ -1,4 +1,7 @@
-"""`penstock route`: explains the decision of a route, evaluates it on labelled prompts, trains its classifier."""
+"""`penstock route`: explains the decision of a route, evaluates it on labelled prompts, trains its classifier.
+
+`experiments.py` has the commands for experiments.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ if TYPE_CHECKING:
     from penstock.routing.selection.prompts import Prompt
     from penstock.routing.selection.selector import RouteRules
 
-route = typer.Typer(help="Model selection by the content of a request (`model: auto`).", no_args_is_help=True)
+route = typer.Typer(
+    help="Which model answers: selection by content (`model: auto`), and experiments.", no_args_is_help=True
+)
 
 Threshold = Annotated[float, typer.Option(min=0, max=1, help="Score above which the large model answers.")]
 Prompts = Annotated[

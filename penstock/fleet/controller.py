@@ -28,6 +28,7 @@ from penstock.fleet.devices import NOTHING, claim
 from penstock.fleet.membership import engine_model
 from penstock.fleet.needs import asks, slot_needs
 from penstock.fleet.placement import Host, Need, place
+from penstock.fleet.rebalance import Rebalancer
 from penstock.fleet.records import (
     VARIANTS,
     Assignment,
@@ -61,10 +62,14 @@ class Controller:
         *,
         lease_s: float,
         reporter: Reporter | None = None,
+        rebalance_s: float = 0.0,
         reachable: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name`: unique to this process. `reachable`: whether the registry is."""
+        """`name`: unique to this process. `rebalance_s`: how long the fleet must be uneven until a replica moves; 0:
+        none does. `reachable`: whether the registry is."""
+        self._rebalance_s = rebalance_s
+        self._rebalancer = Rebalancer(rebalance_s)
         self._reachable = reachable
         self._registry = registry
         self._view = view
@@ -109,6 +114,7 @@ class Controller:
         if term != self._term:
             log.info("this process is the controller of the fleet", extra={"controller": self._name, "term": term})
             self._term, self._scaling = term, FleetScaling(self._reporter, self._clock)
+            self._rebalancer = Rebalancer(self._rebalance_s)
         fleet = self._view.fleet
         lost = self._lost(fleet)
         if lost:
@@ -140,14 +146,15 @@ class Controller:
         ]
         ready = _ready(fleet)
         extra = _replaced(fleet, models, slots, present, ready)
-        needs = [*slots.values(), *extra.values()]
-        placement = place(hosts, needs, _named(present), _named(ready))
+        there, up, now = _named(present), _named(ready), self._clock()
+        needs = self._rebalancer.adjust([*slots.values(), *extra.values()], there, up, hosts, now)
+        placement = place(hosts, needs, there, up)
         # Where old and new variants do not fit beside each other, one of the old makes room at a time.
         for model in {model for model, variant in slots if slot(model, variant) in placement.missing}:
             olds = [key for key in extra if key[0] == model and extra[key].replicas]
             if olds and not any(one.model == model and one.state != "ready" for one in fleet.engines.values()):
                 extra[olds[0]] = dataclasses.replace(extra[olds[0]], replicas=extra[olds[0]].replicas - 1)
-                placement = place(hosts, [*slots.values(), *extra.values()], _named(present), _named(ready))
+                placement = place(hosts, [*slots.values(), *extra.values()], there, up)
         keys = {slot(*key): key for key in {*slots, *(key for counts in present.values() for key in counts)}}
         counts = {
             machine: {keys[name]: count for name, count in counts.items()}
@@ -156,8 +163,24 @@ class Controller:
         missing: Counter[str] = Counter()
         for key in slots:
             missing[key[0]] += placement.missing.get(slot(*key), 0)
-        return _Decided(dict(totals), counts, {name: count for name, count in missing.items() if count},
-                        rollouts(fleet, models))  # fmt: skip
+        rolling = rollouts(fleet, models)
+        calm = (
+            not lost
+            and not placement.missing
+            and not any(need.replicas for need in extra.values())
+            and not rolling.progress
+            and placement.counts == there
+            and all(engine.state == "ready" for engine in fleet.engines.values())
+            and all(machine.state == "ready" for machine in fleet.machines.values())
+        )
+        self._rebalancer.look(hosts, list(slots.values()), placement.counts, now, calm=calm)
+        return _Decided(
+            dict(totals),
+            counts,
+            {name: count for name, count in missing.items() if count},
+            rolling,
+            [] if self._rebalancer.move is None else [str(self._rebalancer.move)],
+        )
 
     def _present(self, fleet: Fleet, name: str) -> dict[tuple[str, Variant], int]:
         """What a machine runs or was told to run."""
@@ -210,6 +233,7 @@ class Controller:
             wanted=decided.wanted,
             problems=_problems(fleet, decided.missing),
             rollouts=decided.rollouts.progress,
+            moves=decided.moves,
         )
         if decision != self._decision:
             self._decision = decision
@@ -227,6 +251,7 @@ class _Decided:
     missing: dict[str, int]
     """Replicas that fit nowhere, by model."""
     rollouts: Rollouts
+    moves: list[str]
 
 
 def _named(counts: Mapping[str, Mapping[tuple[str, Variant], int]]) -> dict[str, dict[str, int]]:

@@ -20,6 +20,7 @@ from penstock.fleet.controller import Controller
 from penstock.fleet.gateway_side import FleetScaler
 from penstock.fleet.machine import Machine
 from penstock.fleet.machine_site import MachineSite, describe_machine
+from penstock.fleet.machine_usage import Usage
 from penstock.fleet.membership import described, engine_model, open_registry
 from penstock.fleet.operations import FleetOperations
 from penstock.fleet.records import GatewayRecord, MachineRecord, ModelRecord, Record
@@ -119,6 +120,7 @@ async def run_machine(
             descriptions=descriptions,
             more=(lambda: _gateway(config, record, supervisor)) if role.serves else tuple,
             reachable=lambda: registry.available,
+            busy=Usage().busy,
         )
         operations = FleetOperations(registry, view, machine.leave)
         controller = Controller(
@@ -126,6 +128,7 @@ async def run_machine(
             view,
             record.name,
             lease_s=settings.lease_s,
+            rebalance_s=settings.rebalance_s,
             reporter=reporter,
             reachable=lambda: registry.available,
         )

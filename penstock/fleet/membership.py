@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from penstock.config.encoders import EncoderConfig
 from penstock.config.fleet import FleetConfig
 from penstock.config.load import check_model
 from penstock.config.models import ModelConfig
@@ -79,17 +80,19 @@ def advertised(config: FleetConfig, endpoint: str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def described(model: ModelConfig) -> dict[str, Any]:
+def described(model: ModelConfig | EncoderConfig) -> dict[str, Any]:
     """A model as other machines read it: what differs from the defaults, with a folder's whole path."""
-    plain, default = (msgspec.json.decode(msgspec.json.encode(each)) for each in (model, ModelConfig()))
+    plain, default = (msgspec.json.decode(msgspec.json.encode(each)) for each in (model, type(model)()))
     kept = {name: value for name, value in plain.items() if value != default[name]}
     source = Path(model.source).expanduser()
     return {**kept, "name": model.name, "source": str(source.absolute()) if source.exists() else model.source}
 
 
-def understood(description: Mapping[str, Any]) -> dict[str, Any]:
+def understood(
+    description: Mapping[str, Any], kind: type[ModelConfig] | type[EncoderConfig] = ModelConfig
+) -> dict[str, Any]:
     """The settings of a described model that this version knows; a newer one may have others."""
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    fields = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in description.items() if name in fields}
 
 

@@ -9,9 +9,9 @@ already and fit no longer, because a machine has shrunk, stay. The result placed
 
 A new replica goes where it fits, in this order: on spot machines up to the model's spot share and on others beyond it;
 into the zone with the fewest replicas of its slot; onto the machine with the fewest of them; onto the emptiest one;
-onto the one with the fewest devices. Surplus ones go in the opposite order. When room is scarce, the slot that lacks
-the largest share of its replicas comes first, and of equals the one with the largest grid. The models of a time-slice
-group go to one machine, which must have room for all of them.
+onto the one with the fewest devices. Surplus ones go in the opposite order, those that are not ready first. When room
+is scarce, the slot that lacks the largest share of its replicas comes first, and of equals the one with the largest
+grid. The models of a time-slice group go to one machine, which must have room for all of them.
 
 The replicas of a machine that leaves do not count, so replacements are placed at once; they stay until those are ready.
 What cannot be replaced stays until the machine is about to go, if it said when, and otherwise not.
@@ -98,7 +98,7 @@ def place(hosts: Sequence[Host], needs: Sequence[Need], present: Counts, ready: 
     those that take requests."""
     plan = Plan(hosts, needs, present)
     for need in needs:
-        while plan.staying(need.slot) > need.replicas and plan.take_away(need):
+        while plan.staying(need.slot) > need.replicas and plan.take_away(need, ready):
             pass
     lacking = [need for need in needs if plan.staying(need.slot) < need.replicas]
     while lacking:
@@ -136,7 +136,7 @@ class Plan:
         self.change(best.name, need.slot, 1)
         return True
 
-    def take_away(self, need: Need) -> bool:
+    def take_away(self, need: Need, ready: Counts) -> bool:
         having = [
             host for host in self.hosts if self.counts[host.name].get(need.slot) and not host.fixed and not host.leaving
         ]
@@ -145,7 +145,13 @@ class Plan:
         too_much_spot = self._on_spot(need.slot) > need.spot
         # Between equals the last by name, so that taking away undoes adding.
         worst = max(
-            having, key=lambda host: ((SPOT in host.labels) == too_much_spot, *self.crowd(host, need.slot), host.name)
+            having,
+            key=lambda host: (
+                (SPOT in host.labels) == too_much_spot,
+                self.counts[host.name][need.slot] > ready.get(host.name, {}).get(need.slot, 0),
+                *self.crowd(host, need.slot),
+                host.name,
+            ),
         )
         self.change(worst.name, need.slot, -1)
         return True

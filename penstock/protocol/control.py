@@ -43,6 +43,10 @@ class Topology(msgspec.Struct, frozen=True, tag="topology"):
     loaded: dict[str, dict[str, Any]] = {}
     number: int = 0
     """Grows with every change."""
+    encoders: dict[str, list[Replica]] = {}
+    """Engines of encoders on other machines."""
+    loaded_encoders: dict[str, dict[str, Any]] = {}
+    """The configurations of these encoders."""
 
 
 class Following(msgspec.Struct, frozen=True, tag="following"):

@@ -36,8 +36,14 @@ class Encoders:
         self._names = {name: name for name in self._embedders}
         self._names |= {alias: config.name for config in self.configs.values() for alias in config.aliases}
 
+    def add(self, embedder: Embedder, config: EncoderConfig) -> None:
+        """An encoder of the fleet."""
+        self._embedders[embedder.name] = embedder
+        self.configs[embedder.name] = config
+        self._names |= dict.fromkeys((*config.aliases, embedder.name), embedder.name)
+
     def __iter__(self) -> Iterator[Embedder]:
-        return iter(self._embedders.values())
+        return iter(list(self._embedders.values()))
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

@@ -97,7 +97,8 @@ class Replicas:
             models[model] = [*models.get(model, ()), *replicas]
         loaded = {} if self.catalogue is None else self.catalogue.loaded
         # A fleet also says what only gateways read.
-        return Topology(models, loaded | others.loaded, self._changes)
+        loaded = loaded | others.loaded
+        return Topology(models, loaded, self._changes, others.encoders, others.loaded_encoders)
 
     def _here(self, unit: Unit) -> Replica:
         region, zone = ("", "") if self.catalogue is None else self.catalogue.place

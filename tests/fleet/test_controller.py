@@ -43,6 +43,7 @@ from tests.virtual_time import run_in_virtual_time
 
 LEASE_S = 10.0
 COLD_START_S = 3.0
+REBALANCE_S = 30.0
 
 
 class Processes:
@@ -116,7 +117,9 @@ class Node:
         self.machine = Machine(
             self.registry, self.view, supervisor, self.replicas, record, public_key="", descriptions={}, clock=clock
         )
-        self.controller = Controller(self.registry, self.view, name, lease_s=LEASE_S, clock=clock)
+        self.controller = Controller(
+            self.registry, self.view, name, lease_s=LEASE_S, rebalance_s=REBALANCE_S, clock=clock
+        )
         self.operations = FleetOperations(self.registry, self.view, clock=clock)
         self._tasks: list[asyncio.Task[None]] = []
         for work in (self.view.run(), self.machine.run(), self.controller.run()):
@@ -485,5 +488,46 @@ def test_settings_that_cannot_start_stop_nothing(room: int) -> None:
             await asyncio.sleep(30.0)
             decision = it.memory.snapshot().decisions[it.memory.snapshot().controller]
             assert sum(it.ready().values()) == 4 and not decision.rollouts
+
+    run_in_virtual_time(run())
+
+
+def test_a_machine_that_joins_takes_replicas_over_one_at_a_time() -> None:
+    async def run() -> None:
+        async with world("a", room=8) as it:
+            await it.want(6)
+            await it.until(lambda: it.ready() == {"a": 6})
+            it.join("b", room=8)
+            it.join("c", room=8)
+            least, most, begun = 6, 6, asyncio.get_running_loop().time()
+            while it.ready() != {"a": 2, "b": 2, "c": 2}:
+                least, most = min(least, sum(it.ready().values())), max(most, sum(it.ready().values()))
+                await asyncio.sleep(0.1)
+                assert asyncio.get_running_loop().time() < begun + 400, it.ready()
+            assert (least, most) == (6, 7), "the new one first, then the old one"
+            assert asyncio.get_running_loop().time() - begun >= 4 * REBALANCE_S, "at a bounded rate"
+            await asyncio.sleep(5 * REBALANCE_S)
+            assert it.ready() == {"a": 2, "b": 2, "c": 2} and len(it.memory.snapshot().engines) == 6, "and then no more"
+
+    run_in_virtual_time(run())
+
+
+def test_a_move_whose_target_or_controller_is_lost_costs_no_replica() -> None:
+    async def run() -> None:
+        async with world("a", room=8) as it:
+            await it.want(4)
+            await it.until(lambda: it.ready() == {"a": 4})
+            it.join("b", room=8)
+            decided = lambda: it.memory.snapshot().decisions.get(it.memory.snapshot().controller)  # noqa: E731
+            await it.until(lambda: bool(decided() and decided().moves), 120)
+            await it.kill("b")
+            await it.until(lambda: it.ready() == {"a": 4})
+            least = 4
+            broken = it.join("b", room=8)
+            broken.processes.broken = True
+            for _ in range(1200):
+                least = min(least, sum(it.ready().values()))
+                await asyncio.sleep(0.1)
+            assert least == 4 and it.ready() == {"a": 4}
 
     run_in_virtual_time(run())

@@ -193,7 +193,7 @@ class Anthropic(Dialect):
     features: ClassVar[frozenset[Feature]] = frozenset(
         (
             *("chat", "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning"),
-            *("continue_final_message", "tokenize", "tokenize_chat"),
+            *("continue_final_message", "tokenize_chat"),
         )
     )
     parameters: ClassVar[frozenset[str] | None] = frozenset(
@@ -238,8 +238,8 @@ class Anthropic(Dialect):
         return MessagesReader()
 
     def count_call(self, body: Mapping[str, Any]) -> Call:
-        if "messages" not in body:
-            body = {"messages": [{"role": "user", "content": body["prompt"]}]}
+        if "messages" not in body:  # it counts whole requests only
+            raise self._missing("tokenize")
         return Call(f"{self.base}/messages/count_tokens", encode({"model": self.upstream.model, **messages_body(body)}))
 
     def count(self, data: bytes) -> TokenCount:

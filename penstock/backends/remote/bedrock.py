@@ -212,7 +212,7 @@ class Bedrock(Dialect):
 
     name = "bedrock"
     features: ClassVar[frozenset[Feature]] = frozenset(
-        ("chat", "tools", "tool_choice", "reasoning", "continue_final_message", "tokenize", "tokenize_chat")
+        ("chat", "tools", "tool_choice", "reasoning", "continue_final_message", "tokenize_chat")
     )
     parameters: ClassVar[frozenset[str] | None] = frozenset(
         ("temperature", "top_p", "tools", "tool_choice", "continue_final_message")
@@ -279,8 +279,8 @@ class Bedrock(Dialect):
         return refusal(STATUS.get(kind, status), headers, body)
 
     def count_call(self, body: Mapping[str, Any]) -> Call:
-        if "messages" not in body:
-            body = {"messages": [{"role": "user", "content": body["prompt"]}]}
+        if "messages" not in body:  # it counts whole requests only
+            raise self._missing("tokenize")
         sent = conversation(body)
         sent.pop("toolConfig", None)
         return Call(self._url("count-tokens"), encode({"input": {"converse": sent}}))

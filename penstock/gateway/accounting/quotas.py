@@ -219,6 +219,8 @@ class Quotas:
 
     def limits_of(self, exchange: Exchange, generation: Metered) -> list[Limit]:
         """Everything that limits this request."""
+        if exchange.shadow:
+            return []
         caller, model = exchange.caller, generation.model.base_name
         user = exchange.record.user_id or ""
         found: list[Limit] = []

@@ -72,6 +72,11 @@ class ChatGenerations(GenerationFactory):
 
         `following`: what the assistant and tools have said since the request's messages.
         """
+        if attempt.trial is not None and attempt.trial.wants_again:
+            asked = request
+            attempt.trial.again = lambda other: self.make(
+                other, msgspec.structs.replace(asked, model=other.model), limit, turn.replayed(), following
+            )
         request = with_response_format(request)
         check_tools(request)
         name = self.registry.base_name(request.model)
@@ -238,7 +243,7 @@ class ChatGenerations(GenerationFactory):
             # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
             plain = request.response_format is None or isinstance(request.response_format, TextFormat)
             generation.cite(sources, attribute=plain and toolbox is None and not request.logprobs)
-        self.grader.sample(generation, messages)
+        self.grader.sample(attempt, generation, messages)
         return generation
 
 

@@ -53,6 +53,9 @@ class CompletionGenerations(GenerationFactory):
         prompt_only: bool,
     ) -> Generation:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
+        if attempt.trial is not None and attempt.trial.wants_again:
+            asked = request
+            attempt.trial.again = lambda other: self.make(other, asked, prompts, limit, prompt_only=prompt_only)
         request = with_response_format(request)
         exchange, name = attempt.exchange, self.registry.base_name(attempt.model)
         made = max(request.best_of or 1, request.n or 1)

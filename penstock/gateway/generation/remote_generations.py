@@ -151,7 +151,7 @@ class RemoteGenerations:
             # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
             plain = request.response_format is None or isinstance(request.response_format, TextFormat)
             generation.cite(sources, attribute=plain and not tools and not request.logprobs)
-        self.grader.sample(generation, messages)
+        self.grader.sample(attempt, generation, messages)
         return generation
 
     async def completion(

@@ -21,6 +21,7 @@ from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.account import AccountEndpoints
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
 from penstock.gateway.api.admin.audit import AuditEndpoints
+from penstock.gateway.api.admin.experiments import ExperimentEndpoints
 from penstock.gateway.api.admin.fleet import FleetEndpoints
 from penstock.gateway.api.admin.identity import IdentityEndpoints
 from penstock.gateway.api.admin.models import ModelAdminEndpoints
@@ -66,19 +67,22 @@ from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
+from penstock.gateway.generation.experiments import Experiments
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.response_format import GrammarCache
+from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.moderation.endpoints import ModerationEndpoints
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process import implementations
+from penstock.gateway.process.encoder_follower import EncoderFollower
 from penstock.gateway.process.load_reporter import LoadReporter
-from penstock.gateway.process.model_follower import ModelFollower
+from penstock.gateway.process.model_follower import ModelFollower, curve_of
 from penstock.gateway.process.request_log import RequestLogOff, charge_entry, open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.stores import Stores, open_stores
@@ -110,6 +114,7 @@ from penstock.storage import Database, open_database
 from penstock.storage.watch import DatabaseWatch
 from penstock.telemetry.autoscale_metrics import add_autoscale_metrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
+from penstock.telemetry.experiment_metrics import ExperimentMetrics
 from penstock.telemetry.fleet_metrics import add_fleet_metrics
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
@@ -252,7 +257,7 @@ async def compose(
         )
         closing(tools.close)
         judge: Judge | NoJudge = NoJudge()
-        if settings.judge.rate:
+        if settings.judge.rate or any(experiment.judge for experiment in settings.experiments):
             judge = Judge(
                 settings.judge,
                 settings.generation,
@@ -274,6 +279,14 @@ async def compose(
             closing(remote.close)
         routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry), permissions)
         await routes.start(database)
+        experiment_metrics = ExperimentMetrics(metrics.registry)
+        experiments = Experiments(settings.experiments, registry, routes, prices, experiment_metrics, permissions)
+        await experiments.start(database)
+        closing(experiments.close)
+        if stores is not None:
+            stores.feedback.on_arm = experiments.voted
+        if isinstance(judge, Judge):
+            judge.on_arm = experiments.graded
         downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
         admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
         metrics.waiting.add(admissions.depths, "capacity", shared=bool(settings.admission.url))
@@ -298,7 +311,16 @@ async def compose(
             closing(runner.close)
         supervisor: Supervisor = NoSupervisor()
         if supervisor_socket is not None or fleet is not None:
-            follower = ModelFollower(settings, registry, admissions, prices, forget_answers, background, secret)
+            follow_encoders = EncoderFollower(
+                encoders,
+                {encoder.name: encoder for encoder in settings.encoders},
+                registry,
+                lambda replica: curve_of(replica, secret),
+                text_threads,
+            ).follow
+            follower = ModelFollower(
+                settings, registry, admissions, prices, forget_answers, background, secret, follow_encoders
+            )
             link: Link
             if supervisor_socket is not None:
                 link = SupervisorLink(supervisor_socket, follower.follow, follower.scaled)
@@ -325,11 +347,18 @@ async def compose(
         lifecycle = GenerationLifecycle(
             quotas, admissions, accounts, drain, background, permissions, record_text=settings.generation.record_text
         )
+        shadows = Shadows(
+            settings.experiments, registry, permissions, admissions, accounts, judge, experiments, experiment_metrics
+        )
+        shadows.start()
+        closing(shadows.close)
         pipeline = GenerationPipeline(
             settings.generation,
             registry=registry,
             permissions=permissions,
             routes=routes,
+            experiments=experiments,
+            shadows=shadows,
             slices=slices,
             admissions=admissions,
             quotas=quotas,
@@ -393,6 +422,7 @@ async def compose(
             PlanEndpoints(registry, workers, settings.admission),
             WhatIfEndpoints(registry, limit),
             RouteEndpoints(routes, limit),
+            ExperimentEndpoints(experiments, limit),
             SleepEndpoints(registry),
             _request_log_endpoints(request_log, permissions),
             Unavailable(AuditEndpoints, ServiceUnavailable, "This gateway keeps no audit log.")

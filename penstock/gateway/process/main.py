@@ -18,8 +18,8 @@ from typing import cast
 
 import uvloop
 
-from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
+from penstock.backends.encoder_set import EncoderSet
 from penstock.backends.remote.server import RemoteServer
 from penstock.backends.remote.upstream import DialectName, Upstream
 from penstock.config.encoders import EncoderConfig
@@ -36,6 +36,7 @@ from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.port import check_port
 from penstock.gateway.process import garbage_collection
 from penstock.gateway.process.composition import Gateway, compose
+from penstock.gateway.process.encoder_follower import encoder_backend, served_encoder
 from penstock.gateway.process.limits import MOST_CONNECTIONS, connections
 from penstock.gateway.process.model_follower import served
 from penstock.gateway.process.settings import GatewaySettings, Worker
@@ -118,7 +119,7 @@ async def _run(
     )
     encoders = Encoders(
         (
-            served_encoder(encoder, endpoints[encoder.name][0], curve.get(encoder.name), ask)
+            served_encoder(encoder, EncoderSet(_own(encoder, endpoints, curve)), ask)
             for encoder in settings.encoders
             if encoder.name in endpoints
         ),
@@ -183,7 +184,7 @@ def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
         choice=RegionChoice(settings.region, settings.routing.region_gain_s, settings.routing.region_return_s),
     )
     model.kind, model.dimensions = remote.kind, remote.dimensions
-    model.texts_per_request = remote.texts_per_request
+    model.texts_per_request, model.fallback = remote.texts_per_request, remote.fallback
     if remote.tokenizer:
         model.text = tokenizer(remote)
     return model
@@ -200,21 +201,11 @@ def tokenizer(remote: RemoteConfig) -> TextModel:
         raise ConfigError(f"remotes: {remote.name}: tokenizer: {error}") from error
 
 
-def served_encoder(
-    encoder: EncoderConfig, endpoint: str, curve: CurveClient | None = None, ask: Callable[[str], None] | None = None
-) -> Embedder:
-    backend = EncoderBackend(
-        endpoint, curve=curve, silence_s=encoder.watchdog_s + 15.0, max_in_flight=encoder.max_waiting
-    )
-    return Embedder(
-        encoder.name,
-        encoder.source,
-        backend,
-        ask=ask,
-        wait_s=encoder.wait_s,
-        input_price=encoder.input_price,
-        labels=Labels(encoder.labels),
-    )
+def _own(
+    encoder: EncoderConfig, endpoints: Mapping[str, Sequence[str]], curve: Mapping[str, CurveClient]
+) -> EncoderBackend:
+    """The engine that was named for an encoder."""
+    return encoder_backend(encoder, endpoints[encoder.name][0], curve.get(encoder.name))
 
 
 async def serve(

@@ -103,6 +103,15 @@ def native(model: ModelSettings, name: str, endpoint: str, curve: CurveClient | 
     return NativeBackend(endpoint, name=name, curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight)
 
 
+def curve_of(replica: Replica, secret: FleetSecret | None) -> CurveClient | None:
+    """The keys for an engine of a fleet."""
+    if not replica.public_key:
+        return None
+    if secret is None:
+        raise PenstockError(f"the engine at {replica.endpoint} has a key of a fleet, but this gateway has no secret")
+    return secret.gateway(replica.public_key)
+
+
 def place_of(replica: Replica) -> ReplicaPlace:
     return ReplicaPlace(replica.pool, replica.region, replica.zone, replica.machine)
 
@@ -119,9 +128,11 @@ class ModelFollower:
         forget_answers: Callable[[str], Awaitable[None]],
         background: BackgroundTasks,
         secret: FleetSecret | None = None,
+        encoders: Callable[[Topology], Awaitable[None]] | None = None,
     ) -> None:
         """`forget_answers` evicts a model's answers from the response cache. `secret`: gives the keys of engines on
-        other machines."""
+        other machines. `encoders`: what follows the engines of encoders."""
+        self._encoders = encoders
         self._settings = settings
         self._registry = registry
         self._admissions = admissions
@@ -136,6 +147,8 @@ class ModelFollower:
     async def follow(self, topology: Topology) -> dict[str, str]:
         """Returns the models that cannot be served, and why."""
         problems: dict[str, str] = {}
+        if self._encoders is not None:
+            await self._encoders(topology)
         for name in [*self._models, *(name for name in topology.models if name not in self._models)]:
             try:
                 await self._follow(name, topology)
@@ -220,16 +233,7 @@ class ModelFollower:
         return "; ".join(problems)
 
     def _native(self, model: ModelSettings, replica: Replica) -> NativeBackend:
-        return native(model, replica.name, replica.endpoint, self._curve(replica))
-
-    def _curve(self, replica: Replica) -> CurveClient | None:
-        if not replica.public_key:
-            return None
-        if self._secret is None:
-            raise PenstockError(
-                f"the engine at {replica.endpoint} has a key of a fleet, but this gateway has no secret"
-            )
-        return self._secret.gateway(replica.public_key)
+        return native(model, replica.name, replica.endpoint, curve_of(replica, self._secret))
 
     async def _add(self, settings: ModelSettings, replicas: Sequence[Replica]) -> None:
         if settings.time_slice:

@@ -208,4 +208,6 @@ async def test_tokens_are_counted_there() -> None:
 
     async with scripted(script) as there, client(there, "anthropic") as server:
         assert (await server.count({"messages": CONVERSATION}, "r")).count == 14
-        assert (await server.count({"prompt": "hi"}, "r")).count == 14
+        assert server.supports("tokenize_chat") and not server.supports("tokenize"), "it counts whole requests"
+        with pytest.raises(InvalidRequest, match="no tokenize"):
+            await server.count({"prompt": "hi"}, "r")
