@@ -53,4 +53,7 @@ class SourceSearch(Protocol):
     def permit(self, exchange: Exchange) -> None:
         """Raises where what searches may not see the request."""
 
+    async def expected_tokens(self, caller: Caller, wanted: RagRequest) -> int:
+        """About how many tokens of sources a search would add to the prompt."""
+
     def begin(self, caller: Caller, wanted: RagRequest, messages: Sequence[Message]) -> PendingSources: ...
