@@ -34,9 +34,9 @@ def context_hash(key: bytes, context: Seq[int]) -> int:
     return int.from_bytes(blake2b(data, digest_size=8, key=key).digest(), "little")
 
 
-def noise_keys(hashes: npt.NDArray[np.uint64], variant: int) -> npt.NDArray[np.int64]:
-    """The noise keys of contexts under one variant of the key."""
-    return row_keys(hashes, np.full(len(hashes), variant, np.uint64))
+def noise_keys(hashes: npt.NDArray[np.uint64], variants: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """int64 [variants, contexts]: the noise keys of contexts under variants of the key."""
+    return row_keys(hashes[None, :], variants[:, None])
 
 
 class WatermarkState:
@@ -47,7 +47,7 @@ class WatermarkState:
     def __init__(self, key: bytes, seed: int, begin: int) -> None:
         """`begin`: where the generated text begins in the sequence."""
         self._key = key
-        self._variant = seed % VARIANTS
+        self._variant = np.array([seed % VARIANTS])
         self._begin = begin
         self._counted = begin
         """Positions before this one are in `_seen`."""
@@ -72,7 +72,7 @@ class WatermarkState:
                 continue  # sampled again only because something behind it is; not used
             named = self._hash(tokens, ahead, position)
             if named not in self._seen and named not in assumed:
-                found[place] = noise_keys(np.array([named], np.uint64), self._variant)[0]
+                found[place] = noise_keys(np.array([named], np.uint64), self._variant)[0, 0]
                 assumed.add(named)
         return found
 

@@ -26,6 +26,8 @@ THRESHOLD = 0.001
 LEAST_SCORED = 16
 """With fewer tokens there is no verdict."""
 SHORTEST_PASSAGE = 64
+_AT_ONCE = 2**17
+"""Numbers that are computed together; bounds the memory of a detection."""
 Verdict = Literal["watermarked", "not_detected", "too_short"]
 
 
@@ -57,12 +59,13 @@ def detect(tokens: Sequence[int], keys: Sequence[bytes]) -> Detection:
     whole, best = 0.0, dict.fromkeys(sizes, (0.0, 0))
     for key in keys:
         hashes = np.array([context_hash(key, tokens[place - WIDTH : place]) for place in places], np.uint64)
-        for variant in range(VARIANTS):
-            score = -np.log1p(-uniforms(noise_keys(hashes, variant), chosen))
-            total = np.concatenate(([0.0], np.cumsum(score)))
-            whole = max(whole, float(total[-1]))
+        for variants in np.array_split(np.arange(VARIANTS), max(VARIANTS * count // _AT_ONCE, 1)):
+            scores = -np.log1p(-uniforms(noise_keys(hashes, variants), chosen))
+            totals = np.zeros((len(variants), count + 1))
+            np.cumsum(scores, axis=1, out=totals[:, 1:])
+            whole = max(whole, float(totals[:, -1].max()))
             for size, begins in windows.items():
-                sums = total[begins + size] - total[begins]
+                sums = (totals[:, begins + size] - totals[:, begins]).max(axis=0)
                 at = int(sums.argmax())
                 if sums[at] > best[size][0]:
                     best[size] = (float(sums[at]), int(begins[at]))

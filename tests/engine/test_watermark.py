@@ -134,7 +134,7 @@ def test_the_distribution_is_the_models_own() -> None:
 
 def test_a_context_that_occurs_again_is_left_to_the_seed() -> None:
     state, plain = WatermarkState(KEY, 3, 2), np.array([11, 12, 13], np.int64)
-    hashed = noise_keys(np.array([context_hash(KEY, [8, 9])], np.uint64), 3)[0]
+    hashed = noise_keys(np.array([context_hash(KEY, [8, 9])], np.uint64), np.array([3]))[0, 0]
     assert state.keys([8, 9], (), 2, plain[:1])[0] == hashed
     text = [8, 9, 1, 2, 3, 4, 5, 1, 2, 3]
     found = state.keys(text, (4, 5), len(text), plain)

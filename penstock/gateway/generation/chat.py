@@ -189,6 +189,7 @@ class ChatGenerations(GenerationFactory):
             bad_words=forbidden_words(request, model.text),
             grammar=await grammar_for(self.grammars, request, toolbox, exchange),
         )
+        params = self.watermarks.marked(exchange, request.watermark, params)
         quota = self.cap(exchange, "context_tokens", model.base_name)
         window = info.max_model_len if quota is None else min(info.max_model_len, quota.most)
         tools = () if toolbox is None else toolbox.tools

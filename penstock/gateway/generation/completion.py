@@ -82,6 +82,7 @@ class CompletionGenerations(GenerationFactory):
             bad_words=forbidden_words(request, model.text),
             grammar=grammar,
         )
+        params = self.watermarks.marked(exchange, request.watermark, params)
         infill = _infill(request, model)
         if infill is not None:
             params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *infill.ends))))

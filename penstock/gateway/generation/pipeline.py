@@ -28,6 +28,7 @@ from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.sources import SourceSearch
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.gateway.generation.watermarks import Watermarks
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.time_slice_groups import TimeSlices
@@ -56,6 +57,7 @@ class GenerationPipeline:
         source_search: SourceSearch,
         cache: AnswerCache,
         grader: AnswerGrader,
+        watermarks: Watermarks,
     ) -> None:
         self.settings = settings
         self.registry = registry
@@ -74,6 +76,7 @@ class GenerationPipeline:
             settings=settings,
             tokenization=tokenization,
             quotas=quotas,
+            watermarks=watermarks,
             metrics=metrics,
             content_filter=content_filter,
             source_search=source_search,
@@ -86,6 +89,7 @@ class GenerationPipeline:
             tokenization=tokenization,
             grammars=grammars,
             quotas=quotas,
+            watermarks=watermarks,
             admissions=admissions,
             metrics=metrics,
             content_filter=content_filter,
@@ -101,6 +105,7 @@ class GenerationPipeline:
             tokenization=tokenization,
             grammars=grammars,
             quotas=quotas,
+            watermarks=watermarks,
             admissions=admissions,
             metrics=metrics,
             content_filter=content_filter,

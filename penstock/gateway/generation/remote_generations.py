@@ -41,6 +41,7 @@ from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, Conten
 from penstock.gateway.generation.tokenization import Tokenization, messages_size, text_size, tools_size
 from penstock.gateway.generation.tokenized_model import remote_text
 from penstock.gateway.generation.turn import Turn, TurnInput
+from penstock.gateway.generation.watermarks import Watermarks
 from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
 from penstock.routing.remotes import RemoteModel
 from penstock.telemetry.metrics import Metrics
@@ -73,6 +74,7 @@ class RemoteGenerations:
     settings: GenerationSettings
     tokenization: Tokenization
     quotas: Quotas
+    watermarks: Watermarks
     metrics: Metrics
     content_filter: ContentFilter
     source_search: SourceSearch
@@ -242,6 +244,7 @@ class RemoteGenerations:
 
     def _check(self, attempt: Attempt, request: ChatRequest | CompletionRequest, model: RemoteModel) -> None:
         check_stream_options(request)
+        self.watermarks.check_remote(attempt.exchange, request.watermark, model.name)
         if attempt.is_fallback:
             check_foreign_tokens(request)
         if model.text is not None:

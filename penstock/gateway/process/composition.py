@@ -50,6 +50,7 @@ from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
 from penstock.gateway.api.openai.stored_chat import StoredChatEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
+from penstock.gateway.api.openai.watermark import WatermarkEndpoints
 from penstock.gateway.api.operations.health import Check, HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.app.authentication import OpenAuthentication
@@ -71,6 +72,7 @@ from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.gateway.generation.watermarks import Watermarks
 from penstock.gateway.moderation.endpoints import ModerationEndpoints
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.moderation.moderators import ModerationBackends
@@ -205,6 +207,7 @@ async def compose(
         counters = implementations.limit_counters(settings.counters, workers.limits)
         quotas = Quotas(counters, settings.tiers, settings.limits, prices)
         closing(quotas.close)
+        watermarks = Watermarks(settings.watermark, {tier.name: tier.watermark for tier in settings.tiers})
         background = BackgroundTasks()
         closing(background.close)
         checks |= {"ledger": accounts.problem, "limits": quotas.problem}
@@ -312,6 +315,7 @@ async def compose(
             settings.generation,
             registry=registry,
             permissions=permissions,
+            watermarks=watermarks,
             routes=routes,
             slices=slices,
             admissions=admissions,
@@ -356,6 +360,7 @@ async def compose(
             OllamaPullEndpoints(catalogue, supervisor, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
             TokenEndpoints(registry, tokenization, quotas, limit, request_templates=settings.request_templates),
+            WatermarkEndpoints(registry, permissions, tokenization, quotas, watermarks, limit),
             ScoreEndpoints(encoders, encoder_work, guardrails, limit),
             ModerationEndpoints(guardrails, quotas, limit),
             models,
