@@ -118,6 +118,8 @@ class Request:
     patient: bool = True
     """False: without a token yet, it does not wait for an engine that is away, because another can answer; for routers
     too."""
+    max_gap_s: float | None = None
+    """Before its first token, it goes only to an engine that is not slower per token than this; for routers too."""
     resumable_by: str = ""
     """Who may come back for its tokens, which are kept for a while; empty: nobody. For the host process."""
     handover: Handover | None = None

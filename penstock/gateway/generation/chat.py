@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.accounting.objectives import check_objectives
 from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
@@ -73,6 +74,7 @@ class ChatGenerations(GenerationFactory):
         `following`: what the assistant and tools have said since the request's messages.
         """
         request = with_response_format(request)
+        check_objectives(attempt.exchange)
         check_tools(request)
         name = self.registry.base_name(request.model)
         exchange = attempt.exchange

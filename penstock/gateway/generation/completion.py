@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine.request import EngineInfo
+from penstock.gateway.accounting.objectives import check_objectives
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
@@ -54,6 +55,7 @@ class CompletionGenerations(GenerationFactory):
     ) -> Generation:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
         request = with_response_format(request)
+        check_objectives(attempt.exchange)
         exchange, name = attempt.exchange, self.registry.base_name(attempt.model)
         made = max(request.best_of or 1, request.n or 1)
         check_choices(len(prompts), made, self.settings, self.cap(exchange, "choices", name))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from penstock.gateway.accounting.objectives import check_objectives
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import Message
@@ -244,6 +245,7 @@ class RemoteGenerations:
 
     def _check(self, attempt: Attempt, request: ChatRequest | CompletionRequest, model: RemoteModel) -> None:
         check_stream_options(request)
+        check_objectives(attempt.exchange, followed=False)
         self.watermarks.check_remote(attempt.exchange, request.watermark, model.name)
         if attempt.is_fallback:
             check_foreign_tokens(request)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from penstock.engine.request import Request, SamplingParams
+from penstock.gateway.accounting.objectives import longest_gap
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.resumption import Resumption
 from penstock.gateway.generation.schemas import TokenDetails
@@ -70,6 +71,8 @@ class GenerationSpec(Struct, frozen=True):
     patient: bool = True
     """Whether to wait for an engine that is away."""
     speculation: bool = True
+    max_gap_s: float | None = None
+    """See `Request`."""
     time_limit_s: float | None = None
     length_limit: str = ""
     """See `Generation`."""
@@ -126,6 +129,7 @@ class GenerationSpec(Struct, frozen=True):
                 patient=self.patient,
                 timeout_s=self.time_limit_s,
                 speculation=self.speculation,
+                max_gap_s=self.max_gap_s,
                 adapter=self.model.adapter,
                 resumable_by="" if self.resumption is None else self.resumption.client,
             )
@@ -165,6 +169,7 @@ def request_spec(
         affinity=attempt.affinity(request.prompt_cache_key),
         patient=not attempt.has_fallback,
         speculation=request.speculation is not False,
+        max_gap_s=longest_gap(exchange),
         time_limit_s=settings.time_limit(exchange, model.base_name),
         length_limit=length_limit,
         stops=stops,
