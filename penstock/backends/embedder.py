@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.backends.encoder import EncoderBackend
+from penstock.backends.encoder_set import EncoderSet
 from penstock.engine.encoder.request import EncodeRequest, Wanted
 from penstock.engine.request import EngineInfo
 from penstock.protocol.errors import EngineUnavailable, InvalidRequest, RequestTimeout
@@ -69,7 +70,7 @@ class Embedder:
         self,
         name: str,
         source: str,
-        backend: EncoderBackend,
+        backend: EncoderBackend | EncoderSet,
         *,
         ask: Callable[[str], None] | None = None,
         wait_s: float = 30.0,
@@ -267,10 +268,11 @@ def _portions(items: Sequence[str], size: int) -> list[Sequence[str]]:
 
 
 def _load_text(source: str) -> EncoderText:
-    """Loads the tokenizer; the model is local by now, since its engine runs. Imports numpy off the event loop too."""
+    """Loads the tokenizer, without the weights where the engine runs on another machine. Imports numpy off the event
+    loop too."""
     import numpy  # noqa: F401
 
-    return load_encoder_text(resolve(source))
+    return load_encoder_text(resolve(source, weights=False))
 
 
 def _matrix(numbers: bytes, width: int) -> Matrix:

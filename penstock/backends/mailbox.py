@@ -27,6 +27,11 @@ class Arrival:
 class DeltaSink(Protocol):
     """Receives the deltas of a request."""
 
+    @property
+    def committed(self) -> bool:
+        """Whether the client was told that its answer is on its way: nobody else can give it any more, so the request
+        waits for an engine that is away even if it was impatient."""
+
     def put(self, index: int, delta: Delta) -> None: ...
 
     def fail(self, error: Exception) -> None:
@@ -36,7 +41,7 @@ class DeltaSink(Protocol):
 class Mailbox:
     """Deltas of one HTTP request, in order of arrival, for a single reader."""
 
-    __slots__ = ("_arrivals", "_error", "_loop", "_timer", "_until", "_waiter", "cached", "produced")
+    __slots__ = ("_arrivals", "_error", "_loop", "_timer", "_until", "_waiter", "cached", "committed", "produced")
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -45,6 +50,7 @@ class Mailbox:
         self._waiter: asyncio.Future[bool] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._until = 0.0
+        self.committed = False
         self.produced: dict[int, int] = {}
         """Tokens that have arrived for each choice, read or unread."""
         self.cached: dict[int, int] = {}

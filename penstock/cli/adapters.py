@@ -33,6 +33,7 @@ def list_(url: Url = DEFAULT_URL, key: Key = None, output: Output = "table") -> 
         Column("name", lambda entry: entry["id"], rank=0),
         Column("model", lambda entry: entry["model"], rank=2),
         Column("state", _state, rank=0, fold=True),
+        Column("owner", lambda entry: entry["owner"], rank=4),
         Column("where", _where, rank=3),
         Column("rank", lambda entry: entry["rank"], rank=5),
         Column("pinned", lambda entry: entry["pinned"], rank=4),
@@ -51,6 +52,10 @@ def load(
         str | None, typer.Option("--model", "-m", help="Base model; needed if several are served.")
     ] = None,
     pin: Annotated[bool, typer.Option("--pin", help="Never evict it.")] = False,
+    owner: Annotated[
+        str | None,
+        typer.Option(help="Tenant that alone may use it; by default that of the key. '': every tenant."),
+    ] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
 ) -> None:
@@ -60,8 +65,12 @@ def load(
     Example:
 
         penstock adapters load support ./adapters/support --pin
+
+        penstock adapters load acme-sql ./adapters/sql --owner acme
     """
     body = {"name": name, "source": source, "pinned": pin, **({"model": model} if model else {})}
+    if owner is not None:
+        body["owner"] = owner
     with waiting(f"loading {name}"):
         loaded = call("POST", url, key, "/adapters", body)
     typer.echo(f"{loaded['id']}: ready, rank {loaded['rank']}")

@@ -143,11 +143,13 @@ def engine(
         if encoder is not None:
             encoder = replace(encoder, device=device or encoder.device)
             _configure_logging(config, log_level)
-            if fleet is not None:
-                raise ConfigError(
-                    f"--fleet: {model} is an encoder; encoders run beside their gateways (penstock serve)"
-                )
-            process = _process(endpoint, curve_key, curve_clients, config, status)
+            member = None
+            if config.fleet.url and supervised is None:
+                if curve_key is not None or curve_clients is not None:
+                    raise ConfigError("in a fleet its secret gives the keys; leave out --curve-key and --curve-clients")
+                member = _member(config, encoder)
+                endpoint = member.endpoint(endpoint)
+            process = _process(endpoint, curve_key, curve_clients, config, status, member)
             raise typer.Exit(_run_encoder(process, encoder))
         member = None
         if resolved is not None:
@@ -176,7 +178,7 @@ def engine(
             if config.fleet.url and supervised is None:
                 if curve_key is not None or curve_clients is not None:
                     raise ConfigError("in a fleet its secret gives the keys; leave out --curve-key and --curve-clients")
-                member = _member(config, pool)
+                member = _member(config, config.models[0], pool)
                 endpoint = member.endpoint(endpoint)
             config = resolve_drafts(config, stderr())
             chosen = _in_pool(config.models[0], pool)
@@ -215,12 +217,12 @@ def _in_pool(model: ModelConfig, pool: str) -> ModelConfig:
     return model.in_pool(pool)
 
 
-def _member(config: Config, pool: str) -> FleetEngine:
-    """The engine of the only model, as a member of the fleet."""
+def _member(config: Config, model: ModelConfig | EncoderConfig, pool: str = "") -> FleetEngine:
+    """The engine of a model, as a member of the fleet."""
     from penstock.fleet.registration import FleetEngine
     from penstock.protocol.fleet_secret import FleetSecret
 
-    return FleetEngine(config.fleet, FleetSecret.read(config.fleet.secret_file), config.models[0], pool)
+    return FleetEngine(config.fleet, FleetSecret.read(config.fleet.secret_file), model, pool)
 
 
 def _process(

@@ -89,6 +89,8 @@ def status(
         part = "machines"
     if part is None:
         typer.echo(f"fleet `{state['name']}`, controller: {state['controller'] or 'nobody'}")
+        for move in state["moves"]:
+            typer.echo(f"moves {move}")
     shown = (part,) if part is not None else ("machines", "gateways", "engines", "models")
     for name in shown:
         if part is None:
@@ -98,6 +100,7 @@ def status(
 
 @app.command()
 def apply(
+    wait: Annotated[bool, typer.Option("--wait", help="Return when all replicas have the settings.")] = False,
     url: Where = None,
     secret_file: SecretFile = None,
     config_file: ConfigFile = None,
@@ -106,15 +109,18 @@ def apply(
     """
     Tell a fleet which models to serve: those of a configuration file. Models that it does not mention stay.
 
-    `penstock serve` with fleet.url does the same when it starts. Engines that run keep their settings until their
-    machine restarts.
+    `penstock serve` with fleet.url does the same when it starts. Settings that have changed reach running engines by
+    a rolling replacement, one machine after the other; `--wait` follows it.
 
-    Example:
+    Examples:
 
         penstock fleet apply -c penstock.yaml
+
+        penstock fleet apply -c penstock.yaml --wait
     """
     from penstock.fleet.machine_process import desired, refuse_fixed
     from penstock.fleet.membership import described
+    from penstock.fleet.operations import settled
 
     config = _config(url, secret_file, config_file, settings)
     refuse_fixed(config)
@@ -124,6 +130,8 @@ def apply(
             record = desired(view.fleet, model, described(model))
             await registry.publish(record)
             typer.echo(f"{record.name}: {record.replicas} {'replica' if record.replicas == 1 else 'replicas'}")
+        if wait:
+            await settled(view, [model.name for model in config.models], lambda line: typer.echo(line))
 
     _with_registry(config, put)
 
@@ -196,7 +204,9 @@ def controller(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         name = f"controller on {machine_name(config.fleet)} ({os.getpid()})"
-        async with beside(Controller(registry, view, name, lease_s=config.fleet.lease_s).run(), "controller"):
+        fleet = config.fleet
+        leader = Controller(registry, view, name, lease_s=fleet.lease_s, rebalance_s=fleet.rebalance_s)
+        async with beside(leader.run(), "controller"):
             await stop.wait()
 
     _with_registry(config, lead)
@@ -242,6 +252,7 @@ _COLUMNS: dict[str, list[Column[_Row]]] = {
         _column("controller"),
         _column("engines", 0),
         _column("room"),
+        Column("busy", lambda row: row["busy"], lambda row: f"{row['busy']:.0%}", rank=3),
         _column("zone", 2),
         _column("region", 3),
         _column("labels", 3),
@@ -264,6 +275,7 @@ _COLUMNS: dict[str, list[Column[_Row]]] = {
         _column("state", 0),
         _column("role", 3),
         _column("pool", 3),
+        _column("variant", 2),
         _column("device", 2),
         _column("zone", 2),
         _column("version", 3),
@@ -274,6 +286,7 @@ _COLUMNS: dict[str, list[Column[_Row]]] = {
         _column("wanted", 0),
         _column("ready", 0),
         _column("autoscaled", 2),
+        _column("new settings", 1, "rollout", fold=True),
         _column("problem", fold=True),
     ],
 }

@@ -17,6 +17,7 @@ from penstock.cli.options import ConfigFile, Settings
 if TYPE_CHECKING:
     from penstock.config import Config
     from penstock.identity import ApiKey, IdentityStore, Tenant
+    from penstock.identity.access import AllowList, AllowListChange
     from penstock.identity.allowance import Allowance, AllowanceChange
     from penstock.identity.labels import Demand
 
@@ -35,6 +36,16 @@ Require = Annotated[
     typer.Option(
         metavar="LABEL=VALUE,...",
         help="Labels that whatever gets the data must have, such as 'region=eu|ch, external=false'; none removes them.",
+    ),
+]
+
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="KIND=NAMES",
+        help="What may be used: models, adapters, remotes, collections or tools, as names and patterns with * between "
+        "commas (models=small,auto); none: no list, so everything; nothing: nothing. May be repeated.",
     ),
 ]
 
@@ -58,6 +69,8 @@ keys = typer.Typer(
 
         penstock keys update psk_1a2B3c4D --limit daily_budget=none
 
+        penstock keys update psk_1a2B3c4D --allow models=small,auto --allow tools=
+
         penstock keys list
 
         penstock keys list -o json
@@ -79,6 +92,8 @@ tenants = typer.Typer(
 
         penstock tenants update acme --limit monthly_budget=500 --limit tokens_per_minute=none
 
+        penstock tenants update acme --allow 'models=small,auto' --allow 'adapters=acme-*' --allow remotes=
+
         penstock tenants update acme --require 'region=eu, external=false'
 
         penstock tenants list
@@ -99,12 +114,13 @@ def create_key(
     expires: Annotated[str | None, typer.Option(help="Lifetime: 12h, 30d, 8w; by default unlimited.")] = None,
     limit: OwnLimits = None,
     require: Require = None,
+    allow: Allow = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Create a key and print it. It is shown only once; the store keeps its prefix and a hash."""
     expires_at = None if expires is None else time.time() + _seconds(expires)
-    limits, demand = _limits(limit), _demand(require)
+    limits, demand, lists = _limits(limit), _demand(require), _lists(allow)
 
     async def work(config: Config, store: IdentityStore) -> str:
         if not await store.tenants(tenant):
@@ -118,6 +134,7 @@ def create_key(
             scopes=scopes,
             expires_at=expires_at,
             limits=_none().changed(limits),
+            allow=_unlimited().changed(lists),
             **own,
         )
         return minted.text
@@ -153,6 +170,7 @@ def list_keys(
         Column("state", _state, rank=0),
         Column("limits", lambda key: _as_json(key.limits), lambda key: _shown(key.limits), rank=6, fold=True),
         Column("require", lambda key: key.require.pairs, lambda key: str(key.require), rank=7, fold=True),
+        Column("allow", lambda key: _as_json(key.allow), lambda key: _listed(key.allow), rank=8, fold=True),
     ]
     show(columns, _with_store(config_file, settings, work), output, empty="No keys: `penstock keys create` makes one.")
 
@@ -163,18 +181,20 @@ def update_key(
     name: Annotated[str | None, typer.Option(help="A label for the key.")] = None,
     limit: OwnLimits = None,
     require: Require = None,
+    allow: Allow = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Change a key's label, limits or data rule. Running gateways apply it within seconds."""
-    limits, demand = _limits(limit), _demand(require)
+    limits, demand, lists = _limits(limit), _demand(require), _lists(allow)
 
     async def work(config: Config, store: IdentityStore) -> ApiKey:
-        return await store.update_key(key, name=name, limits=limits, require=demand)
+        return await store.update_key(key, name=name, limits=limits, require=demand, allow=lists)
 
     changed = _with_store(config_file, settings, work)
     rule = f"; requires {changed.require}" if changed.require else ""
-    typer.echo(f"{key}: {_shown(changed.limits) or 'no limits of its own'}{rule}")
+    may = f"; may use {_listed(changed.allow)}" if _listed(changed.allow) else ""
+    typer.echo(f"{key}: {_shown(changed.limits) or 'no limits of its own'}{rule}{may}")
 
 
 @keys.command("revoke")
@@ -201,15 +221,17 @@ def create_tenant(
     tier: Annotated[str, typer.Option(help="Tier from the configuration; by default auth.default_tier.")] = "",
     limit: OwnLimits = None,
     require: Require = None,
+    allow: Allow = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Create a tenant."""
-    limits, demand = _limits(limit), _demand(require)
+    limits, demand, lists = _limits(limit), _demand(require), _lists(allow)
 
     async def work(config: Config, store: IdentityStore) -> None:
         _check_tier(config, tier)
         own: dict[str, Any] = {} if demand is None else {"require": demand}
+        own["allow"] = _unlimited().changed(lists)
         await store.create_tenant(id, name=name, tier=tier, limits=_none().changed(limits), **own)
 
     _with_store(config_file, settings, work)
@@ -226,15 +248,18 @@ def update_tenant(
     ] = None,
     limit: OwnLimits = None,
     require: Require = None,
+    allow: Allow = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:
     """Change a tenant's name, tier, limits or data rule, or disable it. Running gateways apply it within seconds."""
-    limits, demand = _limits(limit), _demand(require)
+    limits, demand, lists = _limits(limit), _demand(require), _lists(allow)
 
     async def work(config: Config, store: IdentityStore) -> None:
         _check_tier(config, tier)
-        await store.update_tenant(id, name=name, tier=tier, disabled=disable, limits=limits, require=demand)
+        await store.update_tenant(
+            id, name=name, tier=tier, disabled=disable, limits=limits, require=demand, allow=lists
+        )
 
     _with_store(config_file, settings, work)
     typer.echo(f"tenant {id} changed")
@@ -255,6 +280,7 @@ def list_tenants(output: Output = "table", config_file: ConfigFile = None, setti
         Column("state", lambda tenant: "disabled" if tenant.disabled else "active", rank=0),
         Column("limits", lambda tenant: _as_json(tenant.limits), lambda tenant: _shown(tenant.limits), 3, fold=True),
         Column("require", lambda tenant: tenant.require.pairs, lambda tenant: str(tenant.require), 4, fold=True),
+        Column("allow", lambda tenant: _as_json(tenant.allow), lambda tenant: _listed(tenant.allow), 5, fold=True),
     ]
     show(columns, found, output, empty="No tenants: `penstock tenants create NAME` makes one.")
 
@@ -332,6 +358,39 @@ def _demand(given: str | None) -> Demand | None:
         raise ConfigError(f"--require: {error}") from error
 
 
+def _lists(given: list[str] | None) -> AllowListChange | None:
+    import msgspec
+
+    from penstock.errors import ConfigError
+    from penstock.identity.access import AllowListChange
+
+    if not given:
+        return None
+    named: dict[str, list[str] | None] = {}
+    for entry in given:
+        kind, separator, names = entry.partition("=")
+        if not separator or kind not in AllowListChange.__struct_fields__:
+            kinds = ", ".join(AllowListChange.__struct_fields__)
+            raise ConfigError(f"--allow {entry}: write KIND=NAMES, for example models=small,auto; kinds are {kinds}")
+        listed = None if names == "none" else [name.strip() for name in names.split(",") if name.strip()]
+        earlier = named.get(kind)
+        named[kind] = listed if listed is None or earlier is None else [*earlier, *listed]
+    try:
+        return msgspec.convert(named, AllowListChange)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--allow: {error}") from error
+
+
+def _unlimited() -> AllowList:
+    from penstock.identity.access import UNLIMITED
+
+    return UNLIMITED
+
+
+def _listed(allow: AllowList) -> str:
+    return " ".join(f"{kind}={','.join(names) or 'nothing'}" for kind, names in _as_json(allow).items())
+
+
 def _none() -> Allowance:
     from penstock.identity.allowance import NO_ALLOWANCE
 
@@ -342,7 +401,7 @@ def _shown(limits: Allowance) -> str:
     return " ".join(f"{name}={value:g}" for name, value in _as_json(limits).items())
 
 
-def _as_json(limits: Allowance) -> dict[str, Any]:
+def _as_json(limits: Allowance | AllowList) -> dict[str, Any]:
     import msgspec
 
     shown: dict[str, Any] = msgspec.to_builtins(limits)

@@ -35,6 +35,7 @@ def autoscale(
     model: Annotated[str | None, typer.Argument(help="Model to change; by default all are shown.")] = None,
     minimum: Annotated[int | None, typer.Option("--min", min=0, help="New minimum of replicas.")] = None,
     maximum: Annotated[int | None, typer.Option("--max", min=1, help="New maximum of replicas.")] = None,
+    pool: Annotated[str | None, typer.Option(help="Which of the model's pools, if they are scaled.")] = None,
     url: Url = DEFAULT_URL,
     key: Key = None,
     output: Output = "table",
@@ -47,16 +48,20 @@ def autoscale(
         penstock autoscale
 
         penstock autoscale smollm2-135m --min 2 --max 6
+
+        penstock autoscale smollm2-135m --pool batch --max 3
     """
     from penstock.errors import PenstockError
 
     if minimum is not None or maximum is not None:
         if model is None:
             raise PenstockError("--min and --max need a model: penstock autoscale MODEL --min N")
-        limits = {name: value for name, value in (("min", minimum), ("max", maximum)) if value is not None}
+        given = (("min", minimum), ("max", maximum), ("pool", pool))
+        limits = {name: value for name, value in given if value is not None}
         call("POST", url, key, f"/models/{model}/autoscale", limits)
     found = call("GET", url, key, "/autoscale")["data"]
     shown = [entry for entry in found if model is None or entry["id"] == model]
+    shown = [entry for entry in shown if pool is None or entry["pool"] == pool]
     if not shown:
         which = "no model is" if model is None else f"`{model}` is not"
         raise PenstockError(f"{which} scaled automatically; see models[N].autoscale in the configuration")
@@ -206,6 +211,7 @@ def _labels(entries: list[dict[str, Any]]) -> list[Column[dict[str, Any]]]:
 def _show_autoscale(entries: list[dict[str, Any]], output: Format = "table") -> None:
     columns: list[Column[dict[str, Any]]] = [
         Column("model", lambda entry: entry["id"], rank=0),
+        *([Column("pool", lambda entry: entry["pool"], rank=0)] if any(entry["pool"] for entry in entries) else []),
         Column("min", lambda entry: entry["min"]),
         Column("max", lambda entry: entry["max"]),
         Column("desired", lambda entry: entry["desired"], rank=0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -116,11 +116,38 @@ def _replicas(interval: Interval) -> Table:
             share(now.sum("penstock_gpu_memory_used_bytes", **where) / memory if memory else None),
             *([_times(now.most("penstock_expert_imbalance", **where))] if experts else []),
         )
+    for labels, up in sorted(now.series("penstock_remote_up"), key=lambda item: sorted(item[0].items())):
+        table.add_row(*_remote(now, labels, bool(up), places if any(places.values()) else None))
     for labels, wanted in now.series("penstock_autoscale_desired_replicas"):
         blank = [""] if any(places.values()) else []
-        table.add_row(labels["model_name"], "autoscale", *blank, _autoscale(now, labels["model_name"], wanted))
+        if blank and labels.get("pool"):
+            blank = [labels["pool"]]
+        table.add_row(labels["model_name"], "autoscale", *blank, _autoscale(now, labels, wanted))
     _pools(now, table)
     return table
+
+
+def _remote(
+    now: Scrape, labels: Mapping[str, str], up: bool, places: Mapping[tuple[str, str], str] | None
+) -> list[RenderableType]:
+    """A server of a remote model: what it says of itself, else the requests that were sent from here."""
+    where = dict(labels)
+    breaker = _BREAKER.get(now.sum("penstock_replica_breaker", **where), "")
+    told = now.most("penstock_remote_requests_running", **where)
+    running = now.sum("penstock_remote_requests_in_flight", **where) if told is None else told
+    waiting = now.most("penstock_remote_requests_waiting", **where)
+    wait = now.most("penstock_remote_limit_wait_seconds", **where) or 0.0
+    limited = f", limited {wait:.0f} s" if wait else ""
+    state = ("remote" if up else "remote down") + breaker + limited
+    return [
+        labels["model_name"],
+        labels["engine"],
+        *([] if places is None else [places.get((labels["model_name"], labels["engine"]), "")]),
+        Text(state, style="green" if state == "remote" else "red"),
+        f"{running:,.0f}",
+        "" if waiting is None else f"{waiting:,.0f}",
+        share(now.most("penstock_remote_kv_cache_usage", **where)),
+    ]
 
 
 def _machines(now: Scrape) -> Table:
@@ -167,10 +194,11 @@ def _pools(now: Scrape, table: Table) -> None:
         )
 
 
-def _autoscale(now: Scrape, model: str, wanted: float) -> Text:
+def _autoscale(now: Scrape, labels: Mapping[str, str], wanted: float) -> Text:
     """`asleep`, or how many replicas are ready and starting."""
-    ready = now.sum("penstock_autoscale_ready_replicas", model_name=model)
-    starting = now.sum("penstock_autoscale_starting_replicas", model_name=model)
+    where = {name: labels[name] for name in ("model_name", "pool") if name in labels}
+    ready = now.sum("penstock_autoscale_ready_replicas", **where)
+    starting = now.sum("penstock_autoscale_starting_replicas", **where)
     if not wanted and not ready:
         return Text("asleep", style="dim")
     text = f"{ready:.0f} of {wanted:.0f}" + (f", {starting:.0f} starting" if starting else "")

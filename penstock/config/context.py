@@ -85,6 +85,10 @@ class JudgeConfig:
 
     rate: float = setting(0.0, doc="Share of chat answers to grade; 0: none.", least=0, most=1)
     model: str = setting("", doc="Model that grades; empty: the one that answered.")
+    for_all_callers: bool = setting(
+        False, doc="Whether it also grades answers to callers that may not use its model themselves; they are left "
+        "out otherwise.",
+    )  # fmt: skip
     queue: int = setting(
         100, doc="Maximum of answers waiting to be graded; further ones are dropped and counted.", least=1
     )

@@ -35,6 +35,11 @@ class FleetConfig:
         10.0, doc="Seconds after which a machine that is no longer heard of counts as lost.", least=1, most=600
     )
 
+    rebalance_s: float = setting(
+        120.0, doc="Seconds for which machines must be unevenly used until a replica moves to another, one at a time; "
+        "0: none does.", least=0,
+    )  # fmt: skip
+
     def problems(self) -> list[str]:
         """Mistakes."""
         problems = []

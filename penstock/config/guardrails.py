@@ -65,6 +65,10 @@ class GuardrailConfig:
     on_error: Literal["refuse", "allow"] = setting(
         "refuse", doc="What to do with text when the moderation model fails or times out."
     )
+    for_all_callers: bool = setting(
+        False, doc="Whether model also reads texts of callers that may not use it themselves; for them the rule cannot "
+        "be checked otherwise, see on_error.",
+    )  # fmt: skip
     timeout_s: float = setting(5.0, doc="Time limit of a check in seconds, including waiting.", least=0.01, most=60)
     concurrency: int = setting(16, doc="Parallel checks per gateway process; further ones wait.", least=1, most=1024)
     window: int = setting(

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.config import guardrails
+from penstock.config import experiments, guardrails
 from penstock.config.check import Checker
 from penstock.config.models import ModelConfig
 from penstock.config.pools import pool_problems
@@ -99,12 +99,25 @@ def _named(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, name=model.name or model_name(model.source), adapters=adapters)
 
 
-def check_model(described: Mapping[str, Any]) -> ModelConfig:
-    """One model, described like an entry of `models`; ConfigError says what is wrong with it."""
+def check_model(described: Mapping[str, Any], *, fleet: bool = False) -> ModelConfig:
+    """One model, described like an entry of `models`; ConfigError says what is wrong with it. `fleet`: its replicas are
+    on many machines."""
+    root: dict[str, Any] = {"models": [described]}
+    if fleet:
+        root["fleet"] = {"url": "redis://fleet"}
     try:
-        return check(parse_yaml(json.dumps({"models": [described]}), "model")).models[0]
+        return check(parse_yaml(json.dumps(root), "model")).models[0]
     except ConfigError as error:
         raise ConfigError(re.sub(r"models\[0\](\.|: )|^model:\d+: ", "", str(error), flags=re.MULTILINE)) from None
+
+
+def read_model(described: Mapping[str, Any]) -> ModelConfig:
+    """A model that was checked where it was configured; it may refer to models and tiers that are not known here."""
+    checker = Checker()
+    model: ModelConfig = checker.section(ModelConfig, parse_yaml(json.dumps(described), "model"), "")
+    if checker.problems:
+        raise ConfigError("\n".join(checker.problems))
+    return _named(model)
 
 
 def conflicts(config: Config) -> list[str]:
@@ -153,12 +166,15 @@ def conflicts(config: Config) -> list[str]:
                 problems.append(f'encoders[{index}]: the name "{name}" is already taken by {seen[name]}')
             seen[name] = f"encoders[{index}]"
     problems += _remotes(config, seen)
+    problems += _experiments(config)
     cache = config.cache
     if config.server.workers > 1 and not cache.url and (cache.exact, cache.semantic) != ("off", "off"):
         problems.append("cache.url: several workers need a shared cache in Redis")
-    if cache.semantic != "off" and cache.encoder not in ("", *(encoder.name for encoder in config.encoders)):
+    known = {encoder.name for encoder in config.encoders}
+    known |= {remote.name for remote in config.remotes if remote.kind == "embedding"}
+    if cache.semantic != "off" and cache.encoder and cache.encoder not in known:
         problems.append(f'cache.encoder: there is no encoder "{cache.encoder}"')
-    if cache.semantic != "off" and not config.encoders:
+    if cache.semantic != "off" and not cache.encoder and not config.encoders:
         problems.append("cache.semantic: an encoder is needed, but `encoders` is empty")
     tiers = [tier.name for tier in config.tiers]
     problems += [f"tiers[{index}]: a name is needed" for index, name in enumerate(tiers) if not name]
@@ -194,8 +210,8 @@ def _pools(config: Config, model: ModelConfig) -> list[str]:
         problems += [f"{name}: with pools, each pool has its own: pools[N].{name}" for name in given]
         if model.autoscale is not None:
             problems.append(
-                "autoscale: the replicas of pools are scaled by hand, `penstock scale MODEL N --pool NAME`: one load "
-                "of the whole model does not tell which pool needs more"
+                "autoscale: one load of the whole model does not tell which pool needs more; give each pool that "
+                "should be scaled its own: pools[N].autoscale"
             )
         if model.time_slice:
             problems.append("pools: a model with time_slice has one replica")
@@ -209,7 +225,12 @@ def _one_by_one(model: ModelConfig) -> list[tuple[str, ModelConfig]]:
     if not model.pools:
         return [("", model)]
     return [
-        (f"pools[{index}].", dataclasses.replace(model.in_pool(pool.name), pools=(), replicas=max(pool.replicas, 1)))
+        (
+            f"pools[{index}].",
+            dataclasses.replace(
+                model.in_pool(pool.name), pools=(), replicas=max(pool.first_replicas, 1), autoscale=pool.autoscale
+            ),
+        )
         for index, pool in enumerate(model.pools)
     ]
 
@@ -283,17 +304,33 @@ def _remotes(config: Config, seen: dict[str, str]) -> list[str]:
             problems.append(f"{where}: urls are needed, each beginning with http:// or https://")
         if remote.regions and len(remote.regions) != len(remote.urls):
             problems.append(f"{where}.regions: {len(remote.regions)} regions for {len(remote.urls)} urls")
+        problems += [f"{where}.{problem}" for problem in remote.problems()]
         for name in (remote.name, *remote.aliases):
             if name in seen:
                 problems.append(f'{where}: the name "{name}" is already taken by {seen[name]}')
             seen[name] = where
-    answering = {*(model.name for model in config.models), *(remote.name for remote in config.remotes)}
+    answering = {
+        *(model.name for model in config.models),
+        *(remote.name for remote in config.remotes if remote.kind == "chat"),
+    }
+    for index, remote in enumerate(config.remotes):
+        where = f"remotes[{index}].fallback"
+        problems += [f'{where}: there is no model or chat remote "{n}"' for n in remote.fallback if n not in answering]
     for index, model in enumerate(config.models):
         where = f"models[{index}].fallback"
         problems += [f'{where}: there is no model or remote "{n}"' for n in model.fallback if n not in answering]
         if model.overflow_at is not None and not model.fallback:
             problems.append(f"models[{index}].overflow_at: needs a fallback")
     return problems
+
+
+def _experiments(config: Config) -> list[str]:
+    if config.fleet.url:
+        return experiments.problems(config.experiments, None)
+    names = {name for model in config.models for name in (model.name, *model.aliases)}
+    names |= {spec.name for model in config.models for spec in model.adapters}
+    names |= {name for remote in config.remotes for name in (remote.name, *remote.aliases)}
+    return experiments.problems(config.experiments, {*names, *(route.name for route in config.routes)})
 
 
 def _guardrails(config: Config) -> list[str]:
@@ -304,7 +341,10 @@ def _guardrails(config: Config) -> list[str]:
 
 
 def _shares(config: Config) -> list[str]:
-    """Models that are awake at the same time must fit their device together; a time-slice group counts once."""
+    """Models that are awake at the same time must fit their device together; a time-slice group counts once. In a fleet
+    the controller places them so that they do."""
+    if config.fleet.url:
+        return []
     asked: dict[str, dict[str, float]] = {}
     for whole in config.models:
         for pool, model in _one_by_one(whole):

@@ -59,8 +59,13 @@ class ModelConfig:
         4096, doc="Maximum of requests waiting in the engine; further ones are refused.", least=1
     )
     token_budget: int | None = setting(
-        None, doc="Maximum tokens per step; when not set, 512 on CPU and 8192 on CUDA.", least=1, example="512"
+        None, doc="Maximum tokens per step; when not set, 512 on CPU and 8448 on CUDA.", least=1, example="512"
     )
+    target_gap_ms: float | None = setting(
+        None, doc="Gap between tokens that streams keep while prompts are computed: a step then takes only as many "
+        "prompt tokens as fit; when not set, up to token_budget. Requests may ask for one with x-slo-tpot-ms.",
+        least=1, example="30",
+    )  # fmt: skip
     block_size: int = setting(16, doc="Tokens per block of the KV cache.", least=1, most=1024)
     kv_memory: int | None = setting(
         None, doc="Memory for the KV cache; when not set, taken from free memory.", least=1, size=True, example="2GiB"
@@ -237,8 +242,10 @@ class ModelConfig:
     def first_replicas(self) -> int:
         """How many replicas are started with the server. With autoscale at least one, so that a model that cannot start
         is noticed at once, and its cold start is known."""
+        if self.pools:
+            return sum(pool.first_replicas for pool in self.pools)
         if self.autoscale is None:
-            return self.replica_count
+            return self.replicas
         return min(max(self.replicas, self.autoscale.min), self.autoscale.max)
 
     @property
@@ -247,11 +254,12 @@ class ModelConfig:
         return sum(pool.replicas for pool in self.pools) if self.pools else self.replicas
 
     def pool_of(self, replica: int) -> str:
-        """The pool of replica number `replica`: they are numbered through the pools. Empty: there are none."""
+        """The pool of replica number `replica`: those that are started with the server are numbered through the pools.
+        Empty: there are none."""
         for pool in self.pools:
-            if replica < pool.replicas:
+            if replica < pool.first_replicas:
                 return pool.name
-            replica -= pool.replicas
+            replica -= pool.first_replicas
         return self.pools[-1].name if self.pools else ""
 
     def in_pool(self, name: str) -> ModelConfig:
@@ -271,9 +279,9 @@ class ModelConfig:
     def place_in_pool(self, replica: int) -> int:
         """The number of replica number `replica` within its pool."""
         for pool in self.pools:
-            if replica < pool.replicas:
+            if replica < pool.first_replicas:
                 break
-            replica -= pool.replicas
+            replica -= pool.first_replicas
         return replica
 
     def grid(self, replica: int) -> tuple[int, int]:

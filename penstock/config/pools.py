@@ -11,13 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.fields import setting
 from penstock.engine.config import Role
 
 ClassName = Literal["premium", "standard", "batch"]
 SETTINGS = (
     *("device", "max_model_len", "max_running", "max_waiting", "token_budget", "kv_memory", "num_blocks"),
-    *("memory_share", "host_memory", "threads", "cost_per_hour"),
+    *("memory_share", "host_memory", "threads", "cost_per_hour", "target_gap_ms"),
 )
 """The settings of a model that a pool may have of its own."""
 
@@ -68,11 +69,16 @@ class PoolConfig:
     replicas: int = setting(
         1, doc="Engine processes in this pool; 0: none here, other machines bring them.", least=0, most=256
     )
+    autoscale: AutoscaleConfig | None = setting(  # noqa: RUF009
+        None, doc="Change the number of replicas of this pool with its own load; see models[N].autoscale.",
+        example="{min: 1, max: 4}",
+    )  # fmt: skip
     device: str | None = setting(None, doc="Like models[N].device.", example="cuda:1")
     max_model_len: int | None = setting(None, doc="Like models[N].max_model_len.", least=1, example="131072")
     max_running: int | None = setting(None, doc="Like models[N].max_running.", least=1, example="64")
     max_waiting: int | None = setting(None, doc="Like models[N].max_waiting.", least=1, example="4096")
     token_budget: int | None = setting(None, doc="Like models[N].token_budget.", least=1, example="512")
+    target_gap_ms: float | None = setting(None, doc="Like models[N].target_gap_ms.", least=1, example="30")
     kv_memory: int | None = setting(None, doc="Like models[N].kv_memory.", least=1, size=True, example="2GiB")
     num_blocks: int | None = setting(None, doc="Like models[N].num_blocks.", least=1, example="4096")
     memory_share: float | None = setting(None, doc="Like models[N].memory_share.", least=0.01, most=1, example="0.5")
@@ -85,6 +91,13 @@ class PoolConfig:
     reserve: tuple[ReserveConfig, ...] = setting(
         (), doc="Slots that only some callers may use.", example="[{tenant: acme, slots: 8, lend: true}]"
     )
+
+    @property
+    def first_replicas(self) -> int:
+        """How many replicas are started with the server."""
+        return (
+            self.replicas if self.autoscale is None else min(max(self.replicas, self.autoscale.min), self.autoscale.max)
+        )
 
     @property
     def own(self) -> dict[str, object]:
@@ -135,6 +148,12 @@ def pool_problems(
             for n, one in enumerate(pool.reserve)
             if one.tier and one.tier not in tiers
         ]
+        if pool.autoscale is not None:
+            found += [f"{where}.autoscale: {why}" for why in pool.autoscale.problems()]
+            if pool.autoscale.min == 0:
+                found.append(f"{where}.autoscale: a pool keeps at least one replica; min must be 1 or more")
+            if any(role != "both" for role in pool.replica_roles):
+                found.append(f"{where}.autoscale: replicas with roles (replica_roles) are scaled by hand")
         if pool.reserve and not admission:
             found.append(f"{where}.reserve: needs admission.enabled, which grants the slots")
     for index, rule in enumerate(rules):

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config.access import AllowConfig
+from penstock.config.audit import AuditConfig
 from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
 from penstock.config.cluster import ClusterConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.encoders import DEFAULT_ENCODER, EncoderConfig
+from penstock.config.experiments import ExperimentConfig
 from penstock.config.fields import setting
 from penstock.config.fleet import FleetConfig
 from penstock.config.guardrails import GuardrailConfig
@@ -410,6 +412,7 @@ class Config:
     counters: CountersConfig = dataclasses.field(default_factory=CountersConfig)
     routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
     routes: tuple[RouteConfig, ...] = ()
+    experiments: tuple[ExperimentConfig, ...] = ()
     resilience: ResilienceConfig = dataclasses.field(default_factory=ResilienceConfig)
     admission: AdmissionConfig = dataclasses.field(default_factory=AdmissionConfig)
     prices: tuple[PriceConfig, ...] = ()
@@ -423,6 +426,7 @@ class Config:
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)
+    audit: AuditConfig = dataclasses.field(default_factory=AuditConfig)
     request_log: RequestLogConfig = dataclasses.field(default_factory=RequestLogConfig)
     log_pipeline: LogPipelineConfig = dataclasses.field(default_factory=LogPipelineConfig)
     telemetry: TelemetryConfig = dataclasses.field(default_factory=TelemetryConfig)

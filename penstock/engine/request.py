@@ -98,6 +98,9 @@ class Request:
     """Smaller goes first; the largest is preempted first."""
     timeout_s: float | None = None
     """Time allowed from arrival in the engine to the last token."""
+    target_gap_s: float | None = None
+    """The gap between its tokens that prompts of others may not exceed, as far as the engine can tell; None: the
+    engine's own target."""
     owner: str = ""
     """Whose request it is, usually a tenant: owners take turns where requests wait for their grammars."""
     cache_salt: str = ""
@@ -118,8 +121,6 @@ class Request:
     patient: bool = True
     """False: without a token yet, it does not wait for an engine that is away, because another can answer; for routers
     too."""
-    max_gap_s: float | None = None
-    """Before its first token, it goes only to an engine that is not slower per token than this; for routers too."""
     resumable_by: str = ""
     """Who may come back for its tokens, which are kept for a while; empty: nobody. For the host process."""
     handover: Handover | None = None

@@ -3,21 +3,20 @@ all machines."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.config import ModelConfig
-from penstock.config.autoscale import AutoscaleConfig
+from penstock.config.variants import PLAIN, Variant, slot
 from penstock.errors import PenstockError
-from penstock.fleet.records import ModelRecord
+from penstock.fleet.needs import Ask
 from penstock.fleet.registry import Fleet
 from penstock.planning.autoscaling import Autoscaler
-from penstock.protocol.control import ModelScaling
-from penstock.supervisor.autoscaler import DECIDE_S, ReplicaAutoscaler
+from penstock.protocol.control import ModelScaling, scaled_name
+from penstock.supervisor.autoscaler import DECIDE_S, ReplicaAutoscaler, Target
 from penstock.supervisor.reporter import Reporter
 
 log = logging.getLogger("penstock.fleet")
@@ -45,78 +44,86 @@ class FleetReplicas:
 
     def __init__(self) -> None:
         self.stopping = False
-        self.on_start_failed: Callable[[str, str], None] | None = None
+        self.on_start_failed: Callable[[str, Variant, str], None] | None = None
         self.wanted: dict[str, int] = {}
-        self._serving: dict[str, list[FleetReplica]] = {}
-        self._leaving: dict[str, int] = {}
-        self._problems: set[tuple[str, str, str]] = set()
+        """By the name of what is scaled (`Ask.name`)."""
+        self._serving: dict[tuple[str, str], list[FleetReplica]] = {}
+        """By model and pool."""
+        self._leaving: Counter[tuple[str, str]] = Counter()
+        self._problems: set[tuple[str, str, Variant, str]] = set()
 
-    def look(self, fleet: Fleet, present: Mapping[str, Mapping[str, int]]) -> None:
-        """`present`: replicas that run or were told to, by machine and model."""
-        self._serving, self._leaving = {}, {}
+    def look(self, fleet: Fleet, present: Mapping[str, Mapping[tuple[str, Variant], int]]) -> None:
+        """`present`: replicas that run or were told to, by machine."""
+        self._serving, self._leaving = {}, Counter()
         for name, counts in present.items():
             machine = fleet.machines.get(name)
-            for model, count in counts.items():
+            for (model, variant), count in counts.items():
+                which = (model, variant.pool)
                 if machine is not None and machine.state == "leaving":
-                    self._leaving[model] = self._leaving.get(model, 0) + count
+                    self._leaving[which] += count
                     continue
-                engines = [one for one in fleet.engines.values() if one.machine == name and one.model == model]
+                engines = [
+                    one
+                    for one in fleet.engines.values()
+                    if (one.machine, one.model, one.variant) == (name, model, variant)
+                ]
                 ready = [one for one in engines if one.state == "ready"][:count]
                 found = [FleetReplica(_Up(True), 0.0, one.startup_s) for one in ready]
                 found += [FleetReplica(_Up(False))] * (count - len(ready))
-                self._serving.setdefault(model, []).extend(found)
+                self._serving.setdefault(which, []).extend(found)
         for engine in fleet.engines.values():
             if engine.state == "draining":
-                self._leaving[engine.model] = self._leaving.get(engine.model, 0) + 1
+                self._leaving[engine.model, engine.pool] += 1
+        known = {slot(*key): key for counts in present.values() for key in counts}
         problems = {
-            (name, model, why) for name, machine in fleet.machines.items() for model, why in machine.problems.items()
+            (name, *known.get(where, (where, PLAIN)), why)
+            for name, machine in fleet.machines.items()
+            for where, why in machine.problems.items()
         }
-        for name, model, why in problems - self._problems:
+        for name, model, variant, why in problems - self._problems:
             if self.on_start_failed is not None:
-                self.on_start_failed(model, f"{name}: {why}")
+                self.on_start_failed(model, variant, f"{name}: {why}")
         self._problems = problems
 
-    def serving(self, model: str) -> Sequence[FleetReplica]:
-        return self._serving.get(model, [])
+    def serving(self, model: str, pool: str = "") -> Sequence[FleetReplica]:
+        return self._serving.get((model, pool), [])
 
-    def leaving(self, model: str) -> int:
-        return self._leaving.get(model, 0)
+    def leaving(self, model: str, pool: str = "") -> int:
+        return self._leaving[model, pool]
 
-    def adjust(self, model: str, count: int) -> None:
-        self.wanted[model] = count
+    def adjust(self, model: str, count: int, pool: str = "") -> None:
+        self.wanted[scaled_name(model, pool)] = count
 
 
 class FleetScaling:
-    """How many replicas each automatically scaled model should have."""
+    """How many replicas everything that is scaled automatically should have."""
 
     def __init__(self, reporter: Reporter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._replicas = FleetReplicas()
-        self._configs: dict[str, AutoscaleConfig] = {}
-        self._autoscaler = ReplicaAutoscaler(self._replicas, lambda: self._configs, clock, reporter)
+        self._targets: dict[str, Target] = {}
+        self._autoscaler = ReplicaAutoscaler(self._replicas, lambda: self._targets, clock, reporter)
         self._clock = clock
         self._gateways: set[str] = set()
         self._decided_at = -math.inf
 
     def decide(
-        self, fleet: Fleet, models: Mapping[str, ModelConfig], present: Mapping[str, Mapping[str, int]]
+        self, fleet: Fleet, asks: Sequence[Ask], present: Mapping[str, Mapping[tuple[str, Variant], int]]
     ) -> dict[str, int]:
-        """Replicas by model, of those that are scaled automatically."""
+        """Replicas by name (`Ask.name`), of what is scaled automatically."""
         self._replicas.look(fleet, present)
-        self._configs = {
-            name: limited(config.autoscale, fleet.models[name])
-            for name, config in models.items()
-            if config.autoscale is not None and fleet.models[name].replicas
-        }
-        for name in self._replicas.wanted.keys() - self._configs.keys():
+        scaled = [ask for ask in asks if ask.autoscale is not None and ask.replicas]
+        self._targets = {ask.name: Target(ask.model, ask.autoscale, ask.pool) for ask in scaled if ask.autoscale}
+        for name in self._replicas.wanted.keys() - self._targets.keys():
             del self._replicas.wanted[name]
-        for name, config in self._configs.items():
-            if name not in self._replicas.wanted:
-                there = len(self._replicas.serving(name))
-                self._replicas.wanted[name] = min(max(there or fleet.models[name].replicas, config.min), config.max)
+        for ask in scaled:
+            config = self._targets[ask.name].config
+            if ask.name not in self._replicas.wanted:
+                there = len(self._replicas.serving(ask.model, ask.pool))
+                self._replicas.wanted[ask.name] = min(max(there or ask.replicas, config.min), config.max)
             try:
-                self._autoscaler.set_limits(name, config.min, config.max)
+                self._autoscaler.set_limits(ask.model, config.min, config.max, ask.pool)
             except PenstockError as error:
-                log.warning("limits of automatic scaling cannot be used", extra={"model": name, "why": str(error)})
+                log.warning("limits of automatic scaling cannot be used", extra={"model": ask.name, "why": str(error)})
         for gateway, record in fleet.loads.items():
             self._autoscaler.heard(gateway, record.loads)
         for gateway in self._gateways - fleet.loads.keys():
@@ -136,20 +143,10 @@ class FleetScaling:
         loads = [report[name] for report in reports for name in asleep if name in report]
         return any(load.queued or load.shared_queue for load in loads)
 
-    def spot(self, model: str, count: int) -> int:
+    def spot(self, name: str, count: int) -> int:
         """How many of `count` replicas should be on spot machines."""
-        config = self._configs.get(model)
-        return 0 if config is None else Autoscaler(config).spot(count)
+        target = self._targets.get(name)
+        return 0 if target is None else Autoscaler(target.config).spot(count)
 
     def state(self) -> dict[str, ModelScaling]:
         return self._autoscaler.state().models
-
-
-def limited(config: AutoscaleConfig, record: ModelRecord) -> AutoscaleConfig:
-    """With the limits that were set since, if they are possible."""
-    changed = dataclasses.replace(
-        config,
-        min=config.min if record.min is None else record.min,
-        max=config.max if record.max is None else record.max,
-    )
-    return config if changed.problems() else changed

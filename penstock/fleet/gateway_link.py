@@ -112,7 +112,7 @@ class FleetLink:
         """Why nothing can be answered, if it cannot."""
         if self._fleet is None:
             return "the fleet's registry has not answered yet"
-        if self._told is not None and any(self._told.models.values()):
+        if self._told is not None and any((*self._told.models.values(), *self._told.encoders.values())):
             return None
         if self._problems:
             return "; ".join(f"`{name}` cannot be served: {why}" for name, why in self._problems.items())
@@ -181,7 +181,8 @@ class FleetLink:
                 models[name] = found.models.get(name, [])
             elif self._here(name, self._known.get(name, {})):
                 models[name], loaded[name] = found.models.get(name, []), self._known[name]
-        return Topology(models, loaded)
+        encoders = {name: replicas for name, replicas in found.encoders.items() if name not in models}
+        return Topology(models, loaded, encoders=encoders, loaded_encoders=found.loaded_encoders)
 
     def _here(self, name: str, description: Mapping[str, Any]) -> bool:
         """Whether the model's files are here; if not, they are fetched."""

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Hashable
 
-from penstock.config.load import check_model
 from penstock.errors import PenstockError
-from penstock.fleet.membership import understood
+from penstock.fleet.membership import engine_model
+from penstock.fleet.needs import asks
 from penstock.fleet.operations import with_limits
 from penstock.fleet.records import LoadRecord, ModelRecord
 from penstock.fleet.registry import Registry
@@ -34,9 +34,10 @@ class FleetScaler:
         self._asked = asyncio.Event()
         self.on_change: Callable[[Scaling], None] | None = None
 
-    def governs(self, model: str) -> bool:
+    def governs(self, model: str, pool: str = "") -> bool:
         record = self._view.fleet.models.get(model)
-        return record is not None and check_model(understood(record.description)).autoscale is not None
+        found = [] if record is None else asks(record, engine_model(record.description))
+        return any(ask.pool == pool and ask.autoscale is not None for ask in found)
 
     def heard(self, gateway: Hashable, loads: Loads) -> None:
         if gateway not in self._loads:
@@ -50,11 +51,11 @@ class FleetScaler:
         if gateway in self._loads:
             self._gone.append(self._loads.pop(gateway))
 
-    def set_limits(self, model: str, minimum: int | None, maximum: int | None) -> None:
+    def set_limits(self, model: str, minimum: int | None, maximum: int | None, pool: str = "") -> None:
         record = self._view.fleet.models.get(model)
         if record is None:
             raise PenstockError(f"the fleet does not serve `{model}`")
-        self._limits.append(with_limits(record, minimum, maximum))
+        self._limits.append(with_limits(record, minimum, maximum, pool))
         self._asked.set()
 
     def state(self) -> Scaling:

@@ -14,15 +14,16 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
 
 import penstock
+from penstock.config.variants import PLAIN, Variant, slot, whole_revision
 from penstock.errors import PenstockError
-from penstock.fleet.membership import understood
+from penstock.fleet.membership import engine_model, engine_settings
 from penstock.fleet.records import (
     Assignment,
     CommandRecord,
@@ -32,6 +33,8 @@ from penstock.fleet.records import (
     OutcomeRecord,
     Record,
     key,
+    plain_counts,
+    varied_counts,
 )
 from penstock.fleet.registry import Fleet, Registry
 from penstock.fleet.view import FleetView
@@ -48,8 +51,6 @@ MARGIN_S = 5.0
 COMMAND_S = 120.0
 """How old a command may be, and how much the clocks of machines may differ."""
 FIRST_RETRY_S, LAST_RETRY_S = 10.0, 300.0
-GATEWAY_ONLY = ("fallback", "overflow_at", "downgrade_to", "aliases", "pool")
-"""Settings that mean something to gateways only, and may name models that this machine does not know."""
 
 log = logging.getLogger("penstock.fleet")
 
@@ -79,13 +80,15 @@ class Machine:
         descriptions: Mapping[str, Mapping[str, Any]],
         more: Callable[[], Iterable[Record]] = tuple,
         reachable: Callable[[], bool] = lambda: True,
+        busy: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`record`: what the machine is; what it runs is added here. `public_key`: of its engines. `descriptions`: the
         models that it knows from the start, as in the configuration. `more`: other records of this machine, such as
-        its gateway's. `reachable`: whether the registry is."""
+        its gateway's. `reachable`: whether the registry is. `busy`: how much of the machine is in use."""
         self._more = more
         self._reachable = reachable
+        self._busy = busy
         self._registry = registry
         self._view = view
         self._supervisor = supervisor
@@ -99,6 +102,8 @@ class Machine:
         self._retry_at: dict[str, float] = {}
         self._backoffs: dict[str, Backoff] = {}
         self._fetches: dict[str, asyncio.Task[None]] = {}
+        self._offered: dict[str, tuple[Mapping[str, Any], str]] = {}
+        """Descriptions that the fleet has, with their revisions."""
         self._commands: dict[str, asyncio.Task[None]] = {}
         self._outcomes: dict[str, OutcomeRecord] = {}
         self._begun: dict[str, float] = {}
@@ -172,7 +177,7 @@ class Machine:
             return True
         said = fleet.machines.get(self.name)
         assignment = fleet.assignments.get(self.name)
-        return said is not None and said.state == "leaving" and assignment is not None and not assignment.models
+        return said is not None and said.state == "leaving" and assignment is not None and not assignment.replicas
 
     def _follow(self, fleet: Fleet) -> None:
         assignment = fleet.assignments.get(self.name)
@@ -180,9 +185,12 @@ class Machine:
             assignment = None  # a copy of an old one: whoever can write to the registry could have put it there
         if assignment is not None and not self._me.pinned and not self.leaving and not self._supervisor.stopping:
             self._term = assignment.term
-            for model in {*assignment.models, *self._replicas.models}:
-                self._adjust(model, assignment.models.get(model, 0), fleet.models.get(model))
-            self._forget_unloaded(fleet, assignment)
+            wanted: dict[str, dict[Variant, int]] = {model: {} for model in self._replicas.models}
+            for (model, variant), count in assignment.replicas.items():
+                wanted.setdefault(model, {})[variant] = count
+            for model, counts in wanted.items():
+                self._adjust(model, counts, fleet.models.get(model), assignment.revisions.get(model, ""))
+            self._forget_unloaded(fleet, {model for model, _ in assignment.replicas})
         for command in fleet.commands.values():
             if command.machine == self.name and command.id not in self._begun:
                 self._begun[command.id] = self._clock()
@@ -195,51 +203,95 @@ class Machine:
             if id not in self._commands and id not in fleet.commands and self._clock() - begun > 2 * COMMAND_S:
                 del self._begun[id]
 
-    def _adjust(self, model: str, count: int, wanted: ModelRecord | None) -> None:
-        if model not in self._replicas.models:
-            if count and wanted is not None and model not in self._fetches and self._may_try(model):
+    def _adjust(self, model: str, counts: Mapping[Variant, int], wanted: ModelRecord | None, revision: str) -> None:
+        """`revision`: of the settings that running replicas may be replaced with; empty: those that they have."""
+        known = model in self._replicas.models
+        if wanted is not None and model not in self._fetches and self._may_try(model):
+            new = self._is_new(model, wanted.description, revision) if known else bool(counts)
+            if new:
                 self._fetches[model] = self._begin(self._take_on(model, wanted.description), f"fetch {model}")
+        if not known:
             return
-        paused = sum(unit.paused for unit, leaving in self._replicas.units if unit.model == model and not leaving)
+        paused = Counter(
+            unit.variant
+            for unit, leaving in self._replicas.units
+            if unit.model == model and unit.paused and not leaving and not unit.superseded
+        )
         serving = self._replicas.serving(model)
-        if any(unit.up.is_set() for unit in serving):
-            self._problems.pop(model, None)
-        if len(serving) + paused > count or self._may_try(model):
-            try:
-                self._replicas.adjust(model, max(count - paused, 0))
-            except PenstockError as error:  # such as no free port
-                self._start_failed(model, str(error))
+        if model in self._fetches and not serving:
+            return  # its new settings are on their way
+        for unit in serving:
+            if unit.up.is_set() and self._replicas.is_current(unit):
+                self._problems.pop(slot(model, unit.variant), None)
+        there = self._replicas.present(model)
+        settled = {}
+        for variant in {*counts, *there}:
+            count = max(counts.get(variant, 0) - paused[variant], 0)
+            # More of what could not be started must wait; fewer must not.
+            settled[variant] = count if self._may_try(slot(model, variant)) else min(count, there[variant])
+        try:
+            self._replicas.settle(model, settled)
+        except PenstockError as error:  # such as no free port
+            for variant in settled:
+                if settled[variant] > there[variant]:
+                    self._start_failed(model, variant, str(error))
+        self._renew(model, revision)
 
-    def _forget_unloaded(self, fleet: Fleet, assignment: Assignment) -> None:
+    def _is_new(self, model: str, description: Mapping[str, Any], revision: str) -> bool:
+        """Whether these are the settings that the controller means, and not those that this machine has."""
+        if not revision or self._descriptions.get(model) == description:
+            return False
+        if self._offered.get(model, ({}, ""))[0] != description:
+            self._offered[model] = (description, whole_revision(engine_model(description)))
+        if self._offered[model][1] != revision:
+            return False
+        if revision == self._replicas.whole_revision(model):
+            self._descriptions[model] = dict(description)  # nothing has changed that an engine reads
+            return False
+        return True
+
+    def _renew(self, model: str, revision: str) -> None:
+        """Replaces a replica that has older settings, one at a time."""
+        if not revision or revision != self._replicas.whole_revision(model) or model in self._replicas.renewing:
+            return
+        for unit in self._replicas.stale(model):
+            # It is not stopped twice for settings that could not be started.
+            vain = not self._replicas.room and unit.gave_way_to
+            if self._may_try(slot(model, unit.variant)) and not (vain and vain == self._replicas.revision(unit)):
+                log.info("a replica gets new settings", extra={"model": model, "replica": unit.replica})
+                self._replicas.supersede(unit)
+                return
+
+    def _forget_unloaded(self, fleet: Fleet, assigned: Collection[str]) -> None:
         """A model that was unloaded may come back under its name as another one. (Without any model, it is the registry
         that has forgotten.)"""
         running = {unit.model for unit, _ in self._replicas.units}
         for model in self._replicas.models:
-            if fleet.models and model not in {*fleet.models, *assignment.models, *running}:
+            if fleet.models and model not in {*fleet.models, *assigned, *running}:
                 self._replicas.forget(model)
                 self._descriptions.pop(model, None)
 
-    def _may_try(self, model: str) -> bool:
-        if self._clock() < self._retry_at.get(model, 0.0):
+    def _may_try(self, what: str) -> bool:
+        if self._clock() < self._retry_at.get(what, 0.0):
             return False
-        self._problems.pop(model, None)
+        self._problems.pop(what, None)
         return True
 
     async def _take_on(self, model: str, description: Mapping[str, Any]) -> None:
         try:
-            settings = understood(description).items()
-            await self._replicas.take_on({name: value for name, value in settings if name not in GATEWAY_ONLY})
+            await self._replicas.take_on(engine_settings(description))
             self._descriptions[model] = dict(description)
         except PenstockError as error:
-            self._start_failed(model, str(error))
+            self._start_failed(model, PLAIN, str(error))
         finally:
             del self._fetches[model]
 
-    def _start_failed(self, model: str, problem: str) -> None:
-        log.error("a replica could not be started", extra={"model": model, "why": problem})
-        backoff = self._backoffs.setdefault(model, Backoff(FIRST_RETRY_S, LAST_RETRY_S))
-        self._problems[model] = problem
-        self._retry_at[model] = self._clock() + backoff.delay(0.0)
+    def _start_failed(self, model: str, variant: Variant, problem: str) -> None:
+        name = slot(model, variant)
+        log.error("a replica could not be started", extra={"model": name, "why": problem})
+        backoff = self._backoffs.setdefault(name, Backoff(FIRST_RETRY_S, LAST_RETRY_S))
+        self._problems[name] = problem
+        self._retry_at[name] = self._clock() + backoff.delay(0.0)
 
     async def _carry_out(self, command: CommandRecord) -> None:
         error = ""
@@ -282,8 +334,18 @@ class Machine:
 
     def records(self) -> list[Record]:
         units = self._replicas.units
-        running = Counter(unit.model for unit, leaving in units if not leaving)
-        me = msgspec.structs.replace(self._me, running=dict(running), problems=dict(self._problems))
+        running = Counter(
+            (unit.model, unit.variant)
+            for unit, leaving in units
+            if not leaving and not (unit.superseded and unit.successor is not None)
+        )
+        me = msgspec.structs.replace(
+            self._me,
+            running=plain_counts(running),
+            variants=varied_counts(running),
+            problems=dict(self._problems),
+            busy=self._busy(),
+        )
         engines = [self._engine(unit, leaving) for unit, leaving in units]
         return [me, *(engine for engine in engines if engine is not None), *self._outcomes.values(), *self._more()]
 
@@ -303,6 +365,8 @@ class Machine:
             zone=self._me.zone,
             version=penstock.__version__,
             pool=unit.pool,
+            variant=unit.variant,
+            revision="" if self._me.pinned else unit.revision,
             description=self._descriptions.get(unit.model, {}),
         )
         if info is None:

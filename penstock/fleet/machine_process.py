@@ -20,7 +20,8 @@ from penstock.fleet.controller import Controller
 from penstock.fleet.gateway_side import FleetScaler
 from penstock.fleet.machine import Machine
 from penstock.fleet.machine_site import MachineSite, describe_machine
-from penstock.fleet.membership import described, open_registry
+from penstock.fleet.machine_usage import Usage
+from penstock.fleet.membership import described, engine_model, open_registry
 from penstock.fleet.operations import FleetOperations
 from penstock.fleet.records import GatewayRecord, MachineRecord, ModelRecord, Record
 from penstock.fleet.redis_registry import RedisRegistry
@@ -37,6 +38,7 @@ from penstock.supervisor.replicas import Replicas
 from penstock.supervisor.reporter import Reporter
 from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.supervisor import ENGINE_GRACE_S, Supervisor
+from penstock.supervisor.unit import Unit
 
 log = logging.getLogger("penstock.fleet")
 
@@ -74,10 +76,11 @@ async def run_machine(
         record = msgspec.structs.replace(record, pinned=role.pins is not None)
         await _claim_name(record, view, settings.lease_s)
         if role.serves:
+            refuse_second_gateway(config, view.fleet)
             await registry.publish(*(desired(view.fleet, model, descriptions[model.name]) for model in originals))
-        catalogue = ModelCatalogue(config, folder, site=MachineSite(settings, record))
-        first = _first_replicas(config, role, view.fleet, record.name)
-        engines = [catalogue.unit(name, index) for name, count in first.items() for index in range(count)]
+        described_models = [engine_model(description) for description in descriptions.values()]
+        catalogue = ModelCatalogue(config, folder, site=MachineSite(settings, record), originals=described_models)
+        engines = _first_units(catalogue, _first_replicas(config, role, view.fleet, record.name))
         gateway_units = []
         gateways_up = lambda: True  # noqa: E731
         if role.serves:
@@ -117,6 +120,7 @@ async def run_machine(
             descriptions=descriptions,
             more=(lambda: _gateway(config, record, supervisor)) if role.serves else tuple,
             reachable=lambda: registry.available,
+            busy=Usage().busy,
         )
         operations = FleetOperations(registry, view, machine.leave)
         controller = Controller(
@@ -124,6 +128,7 @@ async def run_machine(
             view,
             record.name,
             lease_s=settings.lease_s,
+            rebalance_s=settings.rebalance_s,
             reporter=reporter,
             reachable=lambda: registry.available,
         )
@@ -145,19 +150,37 @@ async def run_machine(
 def refuse_fixed(config: Config) -> None:
     """Settings that tie replicas to one machine cannot be used by a fleet, which places them."""
     for model in config.models:
-        if model.pools:
+        if model.placement is not None:
             raise ConfigError(
-                f"`{model.name}`: the controller of a fleet places replicas, not pools; run the engines of a pool with "
-                f"`penstock engine {model.name} --pool NAME --fleet URL`, and gateways with `penstock gateway`"
+                f"`{model.name}`: placement says what each replica on one machine does, but in a fleet (fleet.url) the "
+                "controller places replicas; leave it out"
             )
-        for key in ("placement", "time_slice", "replica_roles", "replica_grids", "replica_devices"):
-            if getattr(model, key):
-                raise ConfigError(
-                    f"`{model.name}`: {key} says what each replica on one machine does, but in a fleet (fleet.url) the "
-                    "controller places replicas; leave it out"
-                )
     if config.server.loaded_models:
         raise ConfigError("server.loaded_models: a fleet keeps loaded models in its registry; leave it out")
+
+
+def refuse_second_gateway(config: Config, fleet: Fleet) -> None:
+    """Models that take turns need one gateway, which decides whose turn it is."""
+    others = sorted({one.url for one in fleet.gateways.values()})
+    sliced = [model.name for model in config.models if model.time_slice]
+    if sliced and others:
+        raise ConfigError(
+            f"models with time_slice ({', '.join(sliced)}) need a single gateway, which decides which one is awake, "
+            f"but the fleet has one at {others[0]}; serve them from one machine only"
+        )
+
+
+def _first_units(catalogue: ModelCatalogue, first: Mapping[str, int]) -> list[Unit]:
+    """The replicas that are started at once, as far as this machine has devices for them; the controller finds places
+    for the others."""
+    found = []
+    for name, count in first.items():
+        for index in range(count):
+            try:
+                found.append(catalogue.unit(name, index))
+            except PenstockError as error:
+                log.warning("a replica is not started here", extra={"model": name, "why": str(error)})
+    return found
 
 
 @asynccontextmanager
@@ -196,11 +219,26 @@ def desired(fleet: Fleet, model: ModelConfig, description: Mapping[str, Any]) ->
     """A model of the configuration as the fleet should serve it. What was scaled since stays, unless the configuration
     itself has changed."""
     known = fleet.models.get(model.name)
-    fresh = ModelRecord(name=model.name, description=dict(description), replicas=model.first_replicas)
+    if known is not None and known.replicas and known.description.get("source") != description.get("source"):
+        running = [one.id for one in fleet.engines.values() if one.model == model.name]
+        if running:
+            raise ConfigError(
+                f"`{model.name}`: the fleet runs it from {known.description.get('source')}; its source cannot become "
+                f"{description.get('source')} while it runs ({running[0]}): give the new one another name, or unload "
+                "the old one first"
+            )
+    # Without any replica it would be a model that is being unloaded.
+    fresh = ModelRecord(name=model.name, description=dict(description), replicas=max(model.first_replicas, 1))
     if known is None or not known.replicas:
         return fresh
-    same = all(known.description.get(key) == description.get(key) for key in ("replicas", "autoscale"))
+    same = _sizes(known.description) == _sizes(description)
     return msgspec.structs.replace(known, description=fresh.description) if same else fresh
+
+
+def _sizes(description: Mapping[str, Any]) -> list[Any]:
+    """What a description says about numbers of replicas."""
+    pools = [(pool["name"], pool.get("replicas"), pool.get("autoscale")) for pool in description.get("pools", ())]
+    return [description.get("replicas"), description.get("autoscale"), pools]
 
 
 async def _claim_name(record: MachineRecord, view: FleetView, lease_s: float) -> None:
@@ -221,8 +259,10 @@ def _first_replicas(config: Config, role: MachineRole, fleet: Fleet, machine: st
         return dict(role.pins)
     if not role.serves:
         return {}
-    elsewhere = {name for one in fleet.machines.values() for name, count in one.running.items() if count}
-    elsewhere |= {name for one in fleet.assignments.values() if one.machine in fleet.machines for name in one.models}
+    elsewhere = {name for one in fleet.machines.values() for (name, _), count in one.replicas.items() if count}
+    elsewhere |= {
+        name for one in fleet.assignments.values() if one.machine in fleet.machines for name, _ in one.replicas
+    }
     return {model.name: 0 if model.name in elsewhere else model.first_replicas for model in config.models}
 
 

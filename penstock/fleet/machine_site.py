@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import penstock
 from penstock.config import ModelConfig
 from penstock.config.fleet import FleetConfig
 from penstock.errors import PenstockError
+from penstock.fleet.devices import NOTHING, Claim, claim, take
 from penstock.fleet.membership import machine_name, own_address
-from penstock.fleet.records import Device, MachineRecord
+from penstock.fleet.records import VARIANTS, Device, MachineRecord
 from penstock.protocol.address import is_loopback
 from penstock.supervisor.unit import Unit
 
@@ -45,6 +49,7 @@ def describe_machine(config: FleetConfig, room: int) -> MachineRecord:
         zone=config.zone,
         room=room,
         version=penstock.__version__,
+        understands=[VARIANTS],
     )
 
 
@@ -73,6 +78,15 @@ def _devices() -> list[Device]:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """What an engine of this machine has."""
+
+    port: int = 0
+    claim: Claim = NOTHING
+    devices: tuple[int, ...] = ()
+
+
 class MachineSite:
     """Ports and devices of one machine's engines."""
 
@@ -82,30 +96,43 @@ class MachineSite:
         # Behind a port mapping the advertised address is not one of this machine's own.
         self._listen = machine.address if is_loopback(machine.address) else "0.0.0.0"
         self._gpus = len(machine.devices)
-        self._next: tuple[int, frozenset[int]] = (0, frozenset())
-        self._used: dict[Unit, tuple[int, frozenset[int]]] = {}
+        self._next = _Used()
+        self._used: dict[Unit, _Used] = {}
 
     def endpoints(self) -> tuple[str, str]:
         first, last = self._ports
-        taken = {port for unit, (port, _) in self._used.items() if not _over(unit)}
+        taken = {used.port for unit, used in self._used.items() if not _over(unit)}
         for port in range(first, last + 1):
             if port not in taken and self._free(port):
-                self._next = (port, frozenset())
+                self._next = _Used(port)
                 return f"tcp://{self._listen}:{port}", f"tcp://{_bracketed(self._address)}:{port}"
         raise PenstockError(f"no free port in fleet.ports ({first}-{last}) for another engine")
 
-    def device(self, model: ModelConfig, index: int) -> str | None:
-        """The first of as many free neighbours as the model needs."""
-        needed = gpus(model, index, self._gpus)
-        if not needed or model.device not in ("auto", "cuda") or model.devices or model.memory_share is not None:
-            return None
-        busy = frozenset[int]().union(*(found for unit, (_, found) in self._used.items() if not _over(unit)))
-        for first in range(self._gpus - needed + 1):
-            wanted = frozenset(range(first, first + needed))
-            if not wanted & busy:
-                self._next = (self._next[0], wanted)
-                return f"cuda:{first}"
-        return None
+    def device(self, model: ModelConfig) -> str | None:
+        """The first of as many free neighbours as the model needs; models that take turns have the same. Raises when
+        they are not free."""
+        wanted = claim(model, self._gpus)
+        if not wanted.devices or not self._gpus:
+            self._next = dataclasses.replace(self._next, claim=Claim(group=wanted.group))
+            return None if model.device == "auto" else model.device
+        running = [used for unit, used in self._used.items() if not _over(unit)]
+        mates = [used.devices for used in running if wanted.group and used.claim.group == wanted.group]
+        found = mates[0] if mates else take(self._taken(running), wanted)
+        if found is None:
+            named = "" if not wanted.certain else f" ({', '.join(f'cuda:{index}' for index in wanted.certain)})"
+            raise PenstockError(f"this machine has no {wanted.devices} free GPUs{named} for another engine")
+        self._next = dataclasses.replace(self._next, claim=wanted, devices=found)
+        return None if model.devices else f"cuda:{found[0]}"
+
+    def _taken(self, running: Sequence[_Used]) -> list[float]:
+        """The share of each GPU that is in use."""
+        taken, groups = [0.0] * self._gpus, set[str]()
+        for used in running:
+            if used.claim.group not in groups or not used.claim.group:
+                groups.add(used.claim.group)
+                for index in used.devices:
+                    taken[index] += used.claim.share
+        return taken
 
     def started(self, unit: Unit) -> None:
         self._used = {other: used for other, used in self._used.items() if not _over(other)}
@@ -121,16 +148,9 @@ class MachineSite:
             return True
 
 
-def gpus(model: ModelConfig, index: int, available: int) -> int:
-    """GPUs that one replica takes on a machine which has `available`; 0: it runs on the CPU, or shares one."""
-    if model.device == "cpu" or (model.device == "auto" and not available) or model.memory_share is not None:
-        return 0
-    tensor, pipeline = model.grid(index)
-    return tensor * pipeline
-
-
 def _over(unit: Unit) -> bool:
-    return unit.dismissed and (unit.child is None or not unit.child.alive)
+    ended = unit.dismissed or (unit.superseded and unit.paused)
+    return ended and (unit.child is None or not unit.child.alive)
 
 
 def _bracketed(host: str) -> str:

@@ -14,12 +14,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from penstock.config.encoders import EncoderConfig
 from penstock.config.fleet import FleetConfig
+from penstock.config.load import check_model
 from penstock.config.models import ModelConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.redis_registry import RedisRegistry
 from penstock.protocol.address import is_loopback
 from penstock.protocol.fleet_secret import FleetSecret
+
+GATEWAY_ONLY = ("fallback", "overflow_at", "downgrade_to", "aliases", "pool_rules")
 
 log = logging.getLogger("penstock.fleet")
 
@@ -76,15 +80,32 @@ def advertised(config: FleetConfig, endpoint: str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
-def described(model: ModelConfig) -> dict[str, Any]:
+def described(model: ModelConfig | EncoderConfig) -> dict[str, Any]:
     """A model as other machines read it: what differs from the defaults, with a folder's whole path."""
-    plain, default = (msgspec.json.decode(msgspec.json.encode(each)) for each in (model, ModelConfig()))
+    plain, default = (msgspec.json.decode(msgspec.json.encode(each)) for each in (model, type(model)()))
     kept = {name: value for name, value in plain.items() if value != default[name]}
     source = Path(model.source).expanduser()
     return {**kept, "name": model.name, "source": str(source.absolute()) if source.exists() else model.source}
 
 
-def understood(description: Mapping[str, Any]) -> dict[str, Any]:
+def understood(
+    description: Mapping[str, Any], kind: type[ModelConfig] | type[EncoderConfig] = ModelConfig
+) -> dict[str, Any]:
     """The settings of a described model that this version knows; a newer one may have others."""
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    fields = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in description.items() if name in fields}
+
+
+def engine_model(description: Mapping[str, Any]) -> ModelConfig:
+    """A described model, as far as engines are concerned. `ConfigError` says what is wrong with it."""
+    return check_model(engine_settings(description), fleet=True)
+
+
+def engine_settings(description: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that this version knows without those of gateways, which may name what this machine does not know:
+    other models, tiers, tenants."""
+    settings = {name: value for name, value in understood(description).items() if name not in GATEWAY_ONLY}
+    if pools := settings.get("pools"):
+        settings["pools"] = [{key: value for key, value in pool.items() if key != "reserve"} for pool in pools]
+        settings["pool_rules"] = [{"pool": pool["name"]} for pool in pools]  # each must have one
+    return settings

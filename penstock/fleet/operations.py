@@ -6,16 +6,18 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from penstock.config import ModelConfig
 from penstock.config.load import check_model
+from penstock.config.variants import revision
 from penstock.errors import PenstockError
-from penstock.fleet.controller_autoscaler import limited
-from penstock.fleet.membership import understood
-from penstock.fleet.records import CommandRecord, EngineRecord, ModelRecord
+from penstock.fleet.membership import engine_model, engine_settings
+from penstock.fleet.needs import Ask, asks, limited
+from penstock.fleet.records import CommandRecord, EngineRecord, ModelRecord, PoolWish
 from penstock.fleet.registry import Fleet, Registry
 from penstock.fleet.view import FleetView
 from penstock.protocol.control import (
@@ -29,8 +31,10 @@ from penstock.protocol.control import (
     SetLimits,
     Stop,
     UnloadModel,
+    scaled_name,
 )
 from penstock.protocol.errors import InvalidRequest
+from penstock.supervisor.autoscaler import Target, not_scaled
 
 PATIENCE_S = 3600.0
 """How long the fleet may take: a machine may have to download the model."""
@@ -67,8 +71,8 @@ class FleetOperations:
                     await self.drain(model, replica)
                 case Notice(_, model, replica, seconds):
                     self.replace(model, replica, seconds)
-                case SetLimits(_, model, minimum, maximum):
-                    await self.set_limits(model, minimum, maximum)
+                case SetLimits(_, model, minimum, maximum, pool):
+                    await self.set_limits(model, minimum, maximum, pool)
                 case LoadModel(_, description):
                     await self.load(description)
                 case UnloadModel(_, model):
@@ -83,17 +87,18 @@ class FleetOperations:
 
     async def scale(self, model: str, count: int, pool: str = "") -> None:
         record = self._model(model)
-        if pool:
+        config = engine_model(record.description)
+        found = chosen(asks(record, config), model, pool)
+        if found.autoscale is not None:
+            which = f"{model} --pool {pool}" if pool else model
             raise PenstockError(
-                "a fleet assigns replicas to machines, not to pools; run further engines of a pool with "
-                f"`penstock engine {model} --pool {pool}`"
+                f"`{model}` is scaled automatically; `penstock autoscale {which} --min N --max N` changes its limits"
             )
-        if "autoscale" in record.description and record.description["autoscale"] is not None:
-            raise PenstockError(
-                f"`{model}` is scaled automatically; `penstock autoscale {model} --min N --max N` changes its limits"
-            )
-        await self._registry.publish(msgspec.structs.replace(record, replicas=count))
-        await self._follows(model, count)
+        if config.time_slice:
+            raise PenstockError(f"`{model}` takes turns (time_slice): it has one replica")
+        await self._registry.publish(with_replicas(record, config, count, pool))
+        total = sum(ask.replicas for ask in asks(record, config)) - found.replicas + count
+        await self._follows(model, total)
 
     async def restart(self, model: str, replica: str = "") -> None:
         """One replica or all, one after the other; stops at the first that fails."""
@@ -116,9 +121,9 @@ class FleetOperations:
         )
 
     async def load(self, description: Mapping[str, Any]) -> None:
-        model = check_model(description)
-        if model.pools:
-            raise PenstockError("a fleet assigns replicas to machines, not to pools; see `penstock engine --pool`")
+        model = check_model(description, fleet=True)
+        if model.time_slice:
+            raise PenstockError("a model with time_slice cannot be loaded at run time; use memory_share instead")
         if model.name in self._view.fleet.models:
             raise PenstockError(f"the fleet serves `{model.name}` already")
         if not self._view.fleet.machines:
@@ -139,8 +144,8 @@ class FleetOperations:
             raise PenstockError(f"`{model}` is the only model of this fleet; stop its machines instead")
         await self._remove(record)
 
-    async def set_limits(self, model: str, minimum: int | None, maximum: int | None) -> None:
-        await self._registry.publish(with_limits(self._model(model), minimum, maximum))
+    async def set_limits(self, model: str, minimum: int | None, maximum: int | None, pool: str = "") -> None:
+        await self._registry.publish(with_limits(self._model(model), minimum, maximum, pool))
 
     async def leave(self, machine: str, seconds: float | None) -> None:
         """Has a machine leave the fleet."""
@@ -231,25 +236,88 @@ class FleetOperations:
         return [(machine, number)]
 
 
-def with_limits(record: ModelRecord, minimum: int | None, maximum: int | None) -> ModelRecord:
+async def settled(view: FleetView, models: Collection[str], tell: Callable[[str], None]) -> None:
+    """Waits until every replica of these models has the settings that it should have; tells how far that is. Raises
+    when some cannot be started with them."""
+    told: dict[str, str] = {}
+
+    def over(fleet: Fleet) -> bool:
+        decision = fleet.decisions.get(fleet.controller)
+        return all(
+            decision is not None
+            and name in fleet.models
+            and fresh(fleet, name)
+            and decision.wanted.get(name, 0) <= sum(one.state == "ready" for one in _of(fleet, name))
+            for name in models
+        )
+
+    while not await view.wait_for(over, 1.0):
+        decision = view.fleet.decisions.get(view.fleet.controller)
+        if decision is None:
+            continue
+        for name in models:
+            line = decision.rollouts.get(name, "") or decision.problems.get(name, "")
+            if line and told.get(name) != line:
+                told[name] = line
+                tell(f"{name}: {line}")
+            if "cannot start them" in line or name in decision.problems:
+                raise PenstockError(f"`{name}`: {line or decision.problems[name]}")
+
+
+def fresh(fleet: Fleet, model: str) -> bool:
+    """Whether all replicas of a model that the controller may change have the settings of now."""
+    config = engine_model(fleet.models[model].description)
+    found = [one for one in _of(fleet, model) if one.revision and one.state != "draining"]
+    return all(one.revision == revision(config, one.pool) for one in found)
+
+
+def chosen(found: list[Ask], model: str, pool: str) -> Ask:
+    """The pool that is meant, or the whole model without pools."""
+    pools = [ask.pool for ask in found if ask.pool]
+    if pool and not pools:
+        raise PenstockError(f"`{model}` has no pools")
+    if pools and pool not in pools:
+        raise PenstockError(f"`{model}` has the pools {', '.join(pools)}; say which one with --pool NAME")
+    return next(ask for ask in found if ask.pool == pool)
+
+
+def with_replicas(record: ModelRecord, config: ModelConfig, count: int, pool: str) -> ModelRecord:
+    """A model with another number of replicas, of one of its pools if it has some."""
+    settings = engine_settings(record.description)
+    if not pool:
+        check_model({**settings, "replicas": count}, fleet=True)  # roles may need more
+        return msgspec.structs.replace(record, replicas=count)
+    pools = [{**one, "replicas": count} if one["name"] == pool else one for one in settings["pools"]]
+    check_model({**settings, "pools": pools}, fleet=True)
+    wish = msgspec.structs.replace(record.pools.get(pool, PoolWish()), replicas=count)
+    changed = msgspec.structs.replace(record, pools={**record.pools, pool: wish})
+    total = sum(ask.replicas for ask in asks(changed, config))
+    return msgspec.structs.replace(changed, replicas=max(total, 1))
+
+
+def with_limits(record: ModelRecord, minimum: int | None, maximum: int | None, pool: str = "") -> ModelRecord:
     """A model with other limits of automatic scaling."""
-    config = check_model(understood(record.description)).autoscale
-    if config is None:
-        raise PenstockError(f"`{record.name}` is not scaled automatically; `penstock scale` sets its replicas")
-    changed = msgspec.structs.replace(
-        record,
-        min=record.min if minimum is None else minimum,
-        max=record.max if maximum is None else maximum,
-    )
-    now = limited(config, changed)
+    model = engine_model(record.description)
+    found = asks(record, model)
+    targets = [Target(ask.model, ask.autoscale, ask.pool) for ask in found if ask.autoscale is not None]
+    if scaled_name(record.name, pool) not in {target.name for target in targets}:
+        raise PenstockError(not_scaled(record.name, pool, targets))
+    config = next(one.autoscale for one in model.pools if one.name == pool) if pool else model.autoscale
+    assert config is not None
+    old = record.pools.get(pool, PoolWish()) if pool else PoolWish(None, record.min, record.max)
+    wish = PoolWish(old.replicas, old.min if minimum is None else minimum, old.max if maximum is None else maximum)
+    now = limited(config, wish)
+    assert now is not None
     if (minimum, maximum) != (None, None) and (now.min, now.max) == (config.min, config.max):
-        low = config.min if changed.min is None else changed.min
-        high = config.max if changed.max is None else changed.max
+        low = config.min if wish.min is None else wish.min
+        high = config.max if wish.max is None else wish.max
         if low > high:
             raise PenstockError(f"min ({low}) must be at most max ({high})")
     if now.min == 0 and config.min > 0:
         raise PenstockError("scale to zero needs min: 0 in the configuration, where gateways also read hold_s")
-    return changed
+    if pool:
+        return msgspec.structs.replace(record, pools={**record.pools, pool: wish})
+    return msgspec.structs.replace(record, min=wish.min, max=wish.max)
 
 
 def _of(fleet: Fleet, model: str) -> list[EngineRecord]:

@@ -8,12 +8,45 @@ other.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
+from penstock.config.variants import PLAIN, Variant
 from penstock.protocol.control import Loads, ModelScaling
 from penstock.protocol.versions import PROTOCOL_VERSION
+
+VARIANTS = "variants"
+"""What a machine understands that can run replicas of certain variants, and change the settings of running ones."""
+
+
+class VariantCount(msgspec.Struct, frozen=True):
+    """Replicas of one variant of a model."""
+
+    model: str
+    variant: Variant
+    count: int
+
+
+Replicas: TypeAlias = Mapping[tuple[str, Variant], int]
+"""Counts by model and variant."""
+
+
+def plain_counts(replicas: Replicas) -> dict[str, int]:
+    """Of models whose replicas do not differ."""
+    return {model: count for (model, variant), count in replicas.items() if variant == PLAIN and count}
+
+
+def varied_counts(replicas: Replicas) -> list[VariantCount]:
+    """Of the others."""
+    return [VariantCount(*key, count) for key, count in sorted(replicas.items()) if key[1] != PLAIN and count]
+
+
+def together(plain: Mapping[str, int], varied: Iterable[VariantCount]) -> dict[tuple[str, Variant], int]:
+    """The counts that `plain_counts` and `varied_counts` have split."""
+    found = {(model, PLAIN): count for model, count in plain.items()}
+    return found | {(one.model, one.variant): one.count for one in varied}
 
 
 class EngineRecord(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
@@ -31,6 +64,10 @@ class EngineRecord(msgspec.Struct, frozen=True, tag="engine", kw_only=True):
     state: Literal["starting", "ready", "draining"] = "ready"
     role: str = "both"
     pool: str = ""
+    variant: Variant = PLAIN
+    """How it differs from other replicas; also its pool."""
+    revision: str = ""
+    """Of the settings that it was started with; empty: nobody but its owner changes them."""
     region: str = ""
     zone: str = ""
     protocol: int = PROTOCOL_VERSION
@@ -116,14 +153,32 @@ class MachineRecord(msgspec.Struct, frozen=True, tag="machine", kw_only=True):
     leaves_at: float | None = None
     """Unix time at which a leaving machine will be gone, when it is known."""
     version: str = ""
+    understands: list[str] = []
+    """What older versions do not; see `VARIANTS`."""
+    busy: float = 0.0
+    """How much of its processors or GPUs is in use, 0 to 1; coarse."""
     running: dict[str, int] = {}
-    """Replicas that it runs, by model."""
+    """Replicas that it runs, by model; without those in `variants`."""
+    variants: list[VariantCount] = []
     problems: dict[str, str] = {}
-    """Models that it cannot run, and why."""
+    """Slots (`config.variants.slot`) that it cannot run, and why."""
 
     @property
     def id(self) -> str:
         return self.name
+
+    @property
+    def replicas(self) -> dict[tuple[str, Variant], int]:
+        """What it runs."""
+        return together(self.running, self.variants)
+
+
+class PoolWish(msgspec.Struct, frozen=True):
+    """How many replicas a pool should have; what is None is as in the description."""
+
+    replicas: int | None = None
+    min: int | None = None
+    max: int | None = None
 
 
 class ModelRecord(msgspec.Struct, frozen=True, tag="model", kw_only=True):
@@ -139,6 +194,8 @@ class ModelRecord(msgspec.Struct, frozen=True, tag="model", kw_only=True):
     min: int | None = None
     """Limits of automatic scaling in place of those in the description."""
     max: int | None = None
+    pools: dict[str, PoolWish] = {}
+    """What was scaled since, by pool."""
 
     @property
     def id(self) -> str:
@@ -152,13 +209,21 @@ class Assignment(msgspec.Struct, frozen=True, tag="assignment", kw_only=True):
 
     machine: str
     models: dict[str, int]
-    """Replicas by model."""
+    """Replicas by model; without those in `variants`."""
+    variants: list[VariantCount] = []
+    revisions: dict[str, str] = {}
+    """Models of which the machine may replace running replicas by some with newer settings, and which settings
+    (`config.variants.whole_revision`)."""
     term: int = 0
     """Of the controller that wrote it."""
 
     @property
     def id(self) -> str:
         return self.machine
+
+    @property
+    def replicas(self) -> dict[tuple[str, Variant], int]:
+        return together(self.models, self.variants)
 
 
 class CommandRecord(msgspec.Struct, frozen=True, tag="command", kw_only=True):
@@ -201,6 +266,10 @@ class DecisionRecord(msgspec.Struct, frozen=True, tag="decision", kw_only=True):
     """How many replicas every model should have."""
     problems: dict[str, str] = {}
     """Models that have fewer replicas than that, and why."""
+    rollouts: dict[str, str] = {}
+    """Models whose replicas are being replaced by some with newer settings: how far that is."""
+    moves: list[str] = []
+    """Replicas that are being moved to another machine."""
 
     @property
     def id(self) -> str:

@@ -15,8 +15,10 @@ from types import TracebackType
 import msgspec
 
 import penstock
+from penstock.config.encoders import EncoderConfig
 from penstock.config.fleet import FleetConfig
 from penstock.config.models import ModelConfig
+from penstock.config.variants import Variant
 from penstock.engine.request import EngineInfo
 from penstock.errors import ConfigError, PenstockError
 from penstock.fleet.membership import advertised, described, listening, machine_name, open_registry, own_address
@@ -45,7 +47,9 @@ def check_fleet(config: FleetConfig, secret: FleetSecret) -> None:
 class FleetEngine:
     """An engine that a person, or another system than a supervisor, starts on a machine of a fleet."""
 
-    def __init__(self, config: FleetConfig, secret: FleetSecret, model: ModelConfig, pool: str = "") -> None:
+    def __init__(
+        self, config: FleetConfig, secret: FleetSecret, model: ModelConfig | EncoderConfig, pool: str = ""
+    ) -> None:
         self._config = config
         self._secret = secret
         self._model = model
@@ -85,6 +89,8 @@ class FleetEngine:
             memory=info.weight_bytes + info.kv_bytes,
             startup_s=round(sum(info.startup.values()), 2),
             description=described(self._model),
+            encoder=isinstance(self._model, EncoderConfig),
+            variant=Variant(self._pool),
         )
         with EngineRegistration(self._config, self._secret, record) as self._registration:
             yield

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from penstock.fleet.registry import Fleet
 from penstock.protocol.fleet_state import FleetEngine, FleetGateway, FleetModel, FleetState, MachineState
@@ -30,6 +32,7 @@ def fleet_state(name: str, fleet: Fleet) -> FleetState:
                 devices=[device.name for device in one.devices],
                 engines=running[one.name],
                 room=one.room,
+                busy=one.busy,
                 pinned=one.pinned,
                 problems=dict(one.problems),
                 version=one.version,
@@ -56,6 +59,7 @@ def fleet_state(name: str, fleet: Fleet) -> FleetState:
                 state=one.state,
                 role=one.role,
                 pool=one.pool,
+                variant=str(one.variant),
                 device=one.device,
                 region=one.region,
                 zone=one.zone,
@@ -69,9 +73,15 @@ def fleet_state(name: str, fleet: Fleet) -> FleetState:
                 name=one.name,
                 wanted=one.replicas if decision is None else decision.wanted.get(one.name, one.replicas),
                 ready=ready[one.name],
-                autoscaled=one.description.get("autoscale") is not None,
+                autoscaled=_autoscaled(one.description),
                 problem="" if decision is None else decision.problems.get(one.name, ""),
+                rollout="" if decision is None else decision.rollouts.get(one.name, ""),
             )
             for _, one in sorted(fleet.models.items())
         ],
+        moves=[] if decision is None else list(decision.moves),
     )
+
+
+def _autoscaled(description: Mapping[str, Any]) -> bool:
+    return any(one.get("autoscale") is not None for one in (description, *description.get("pools", ())))

@@ -7,8 +7,6 @@ that tenant alone, and for tenants whose own list names it in full: a pattern ne
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -72,16 +70,29 @@ def read_lists(text: str) -> AllowList:
 class _Names:
     """The entries of one list, prepared for look-ups."""
 
-    __slots__ = ("exact", "pattern")
+    __slots__ = ("_patterns", "exact", "patterns")
 
-    def __init__(self, entries: Iterable[str]) -> None:
-        entries = tuple(entries)
+    def __init__(self, entries: tuple[str, ...]) -> None:
         self.exact = frozenset(entry for entry in entries if "*" not in entry)
-        parts = [".*".join(map(re.escape, entry.split("*"))) for entry in entries if "*" in entry]
-        self.pattern = re.compile("|".join(parts), re.DOTALL) if parts else None
+        self.patterns = tuple(entry for entry in entries if "*" in entry)
+        self._patterns = [entry.split("*") for entry in self.patterns]
 
     def match(self, name: str) -> bool:
-        return name in self.exact or (self.pattern is not None and self.pattern.fullmatch(name) is not None)
+        return name in self.exact or any(_matches(parts, name) for parts in self._patterns)
+
+
+def _matches(parts: list[str], name: str) -> bool:
+    """Whether a name consists of these parts with anything between them, in time that grows with their lengths only."""
+    first, *middle, last = parts
+    at, end = len(first), len(name) - len(last)
+    if at > end or not name.startswith(first) or not name.endswith(last):
+        return False
+    for part in middle:
+        at = name.find(part, at, end)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
 
 
 class _Layer:
@@ -100,6 +111,13 @@ class _Layer:
         if known is None and kind in ("adapter", "remote") and not own:
             known = self.lists["model"]  # both are named where a model is
         return known is None or any(map(known.match, names))
+
+    def permits_part(self, kind: Kind, whole: str) -> bool:
+        """Whether it lists `whole`, or in full something of it."""
+        known = self.lists[kind]
+        if known is None or known.match(whole):
+            return True
+        return any(name.startswith(f"{whole}.") for name in (*known.exact, *known.patterns))
 
     def names(self, kind: Kind, names: tuple[str, ...]) -> bool:
         """Whether it lists one of these in full."""
@@ -139,6 +157,10 @@ class Access:
         if owner and not mine and (self.own is None or not self.own.names(kind, names)):
             return False
         return all(layer.permits(kind, names, own=mine) for layer in self.layers)
+
+    def allows_part(self, kind: Kind, whole: str) -> bool:
+        """Whether `whole` exists for the caller, or something of it, named `whole.PART`."""
+        return all(layer.permits_part(kind, whole) for layer in self.layers)
 
     @property
     def limited(self) -> bool:

@@ -127,6 +127,19 @@ class Demand(Struct, frozen=True):
 
 NO_DEMAND = Demand()
 
+
+def closest(demand: Demand, places: Iterable[Mapping[str, str]]) -> list[Requirement]:
+    """What the place that comes closest does not meet; empty: there is one that meets all of the demand."""
+    best = list(demand.requirements)
+    for labels in places:
+        missing = demand.unmet(labels)
+        if not missing:
+            return []
+        if len(missing) < len(best):
+            best = missing
+    return best
+
+
 RequireField = Annotated[dict[str, str | bool | list[str]], Meta(max_length=MOST_LABELS)]
 """A demand in the admin API: `{"region": ["eu", "ch"], "external": false}`."""
 

@@ -15,7 +15,7 @@ from penstock.identity.entities import SCOPES, ApiKey, Scope, Tenant
 from penstock.identity.key_marker import KeyMarker
 from penstock.identity.labels import NO_DEMAND, Demand, read_demand, stored_demand
 from penstock.identity.secrets import Minted, mint
-from penstock.storage import Database, DatabaseError, Row
+from penstock.storage import Database, DatabaseError, Row, Statement
 
 log = logging.getLogger(__name__)
 
@@ -122,19 +122,21 @@ class IdentityStore:
     ) -> Tenant:
         _check_name(id, "tenant")
         tenant = Tenant(id, name, tier, created_at=self._clock(), limits=limits, require=require, allow=allow)
-        made = await self._database.execute(
-            "INSERT INTO tenants (id, name, tier, disabled, created_at) VALUES (?, ?, ?, 0, ?) "
-            "ON CONFLICT (id) DO NOTHING",
-            tenant.id, tenant.name, tenant.tier, tenant.created_at,
-        )  # fmt: skip
-        if not made:
-            raise IdentityError(f"tenant {id!r} already exists")
+        statements: list[Statement] = [
+            (
+                "INSERT INTO tenants (id, name, tier, disabled, created_at) VALUES (?, ?, ?, 0, ?) "
+                "ON CONFLICT (id) DO NOTHING",
+                (tenant.id, tenant.name, tenant.tier, tenant.created_at),
+            )
+        ]
         if limits is not NO_ALLOWANCE:
-            await self._database.execute(_LIMIT, "tenant", id, stored(limits))
+            statements.append((_LIMIT, ("tenant", id, stored(limits))))
         if require:
-            await self._database.execute(_DEMAND, "tenant", id, stored_demand(require))
+            statements.append((_DEMAND, ("tenant", id, stored_demand(require))))
         if allow != UNLIMITED:
-            await self._database.execute(_ALLOW, "tenant", id, stored_lists(allow))
+            statements.append((_ALLOW, ("tenant", id, stored_lists(allow))))
+        if not (await self._database.transact(statements, guarded=True))[0]:
+            raise IdentityError(f"tenant {id!r} already exists")
         return tenant
 
     async def update_tenant(
@@ -152,17 +154,20 @@ class IdentityStore:
         known = await self.tenants(id)
         if not known:
             raise IdentityError(f"there is no tenant {id!r}")
-        await self._database.execute(
-            "UPDATE tenants SET name = COALESCE(?, name), tier = COALESCE(?, tier), "
-            "disabled = COALESCE(?, disabled) WHERE id = ?",
-            name, tier, None if disabled is None else int(disabled), id,
-        )  # fmt: skip
+        statements: list[Statement] = [
+            (
+                "UPDATE tenants SET name = COALESCE(?, name), tier = COALESCE(?, tier), "
+                "disabled = COALESCE(?, disabled) WHERE id = ?",
+                (name, tier, None if disabled is None else int(disabled), id),
+            )
+        ]
         if limits is not None:
-            await self._database.execute(_LIMIT, "tenant", id, stored(known[0].limits.changed(limits)))
+            statements.append((_LIMIT, ("tenant", id, stored(known[0].limits.changed(limits)))))
         if require is not None:
-            await self._database.execute(_DEMAND, "tenant", id, stored_demand(require))
+            statements.append((_DEMAND, ("tenant", id, stored_demand(require))))
         if allow is not None:
-            await self._database.execute(_ALLOW, "tenant", id, stored_lists(known[0].allow.changed(allow)))
+            statements.append((_ALLOW, ("tenant", id, stored_lists(known[0].allow.changed(allow)))))
+        await self._database.transact(statements)
         return (await self.tenants(id))[0]
 
     async def tenants(self, id: str | None = None) -> list[Tenant]:

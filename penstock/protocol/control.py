@@ -43,6 +43,10 @@ class Topology(msgspec.Struct, frozen=True, tag="topology"):
     loaded: dict[str, dict[str, Any]] = {}
     number: int = 0
     """Grows with every change."""
+    encoders: dict[str, list[Replica]] = {}
+    """Engines of encoders on other machines."""
+    loaded_encoders: dict[str, dict[str, Any]] = {}
+    """The configurations of these encoders."""
 
 
 class Following(msgspec.Struct, frozen=True, tag="following"):
@@ -72,8 +76,13 @@ class ModelLoad(msgspec.Struct, frozen=True):
     total_blocks: int = 0
 
 
+def scaled_name(model: str, pool: str = "") -> str:
+    """What automatic scaling calls a model, or a pool that is scaled on its own."""
+    return f"{model}#{pool}" if pool else model
+
+
 class Loads(msgspec.Struct, frozen=True, tag="loads"):
-    """The load of every model that is scaled automatically."""
+    """The load of every model and pool that is scaled automatically, by `scaled_name`."""
 
     models: dict[str, ModelLoad]
 
@@ -102,10 +111,13 @@ class ModelScaling(msgspec.Struct, frozen=True):
     failed_starts: int = 0
     problem: str = ""
     """Why the last start failed; empty after one that did not."""
+    model: str = ""
+    pool: str = ""
+    """What is scaled, if it is a pool."""
 
 
 class Scaling(msgspec.Struct, frozen=True, tag="scaling"):
-    """The state of automatic scaling, by model."""
+    """The state of automatic scaling, by `scaled_name`."""
 
     models: dict[str, ModelScaling]
 
@@ -117,6 +129,7 @@ class SetLimits(msgspec.Struct, frozen=True, tag="limits"):
     model: str
     min: int | None = None
     max: int | None = None
+    pool: str = ""
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):

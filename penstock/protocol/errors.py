@@ -198,6 +198,13 @@ def limit_headers(limit: str, scope: str) -> dict[str, str]:
     return {"x-penstock-limit": limit, "x-penstock-limit-scope": scope}
 
 
+class CostLimitExceeded(InvalidRequest):
+    """The request may cost more than it allows itself (`x-penstock-max-cost`)."""
+
+    status = 402
+    code = "max_cost_exceeded"
+
+
 class AuthenticationError(ApiError):
     """No key, or an unknown key."""
 
@@ -249,13 +256,16 @@ class ResumedElsewhere(ApiError):
 
 
 class ModelNotFound(NotFound):
-    """No such model; the message lists the ones there are."""
+    """No such model. The message lists those that exist for the caller, where the caller is known."""
 
     code = "model_not_found"
 
-    def __init__(self, model: str, available: list[str]) -> None:
-        names = ", ".join(f"`{name}`" for name in sorted(available)) or "none yet"
-        super().__init__(f"The model `{model}` does not exist here. Available: {names}.", param="model")
+    def __init__(self, model: str, available: list[str] | None = None) -> None:
+        message = f"The model `{model}` does not exist here."
+        if available is not None:
+            names = ", ".join(f"`{name}`" for name in sorted(available)) or "none yet"
+            message = f"{message} Available: {names}."
+        super().__init__(message, param="model")
 
 
 class MethodNotAllowed(InvalidRequest):

@@ -22,6 +22,8 @@ class MachineState(msgspec.Struct, frozen=True, kw_only=True):
     engines: int = 0
     room: int = 0
     """Engines that it can hold."""
+    busy: float = 0.0
+    """How much of its processors or GPUs is in use, 0 to 1."""
     pinned: bool = False
     problems: dict[str, str] = {}
     """Models that it could not start lately, and why."""
@@ -47,6 +49,8 @@ class FleetEngine(msgspec.Struct, frozen=True, kw_only=True):
     """starting, ready or draining."""
     role: str = ""
     pool: str = ""
+    variant: str = ""
+    """How it differs from other replicas of its model: pool, role, grid, device."""
     device: str = ""
     region: str = ""
     zone: str = ""
@@ -61,6 +65,8 @@ class FleetModel(msgspec.Struct, frozen=True, kw_only=True):
     autoscaled: bool = False
     problem: str = ""
     """Why there are fewer than wanted."""
+    rollout: str = ""
+    """How many replicas have the settings that the model was given while it ran; empty: all."""
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True, tag="fleet"):
@@ -72,3 +78,5 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True, tag="fleet"):
     gateways: list[FleetGateway] = []
     engines: list[FleetEngine] = []
     models: list[FleetModel] = []
+    moves: list[str] = []
+    """Replicas that are being moved to another machine."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -116,6 +117,8 @@ class Dispatcher:
         self._flights: dict[str, Flight] = {}
         self._started = 0
         """Requests so far, without probes; one with several answers counts once."""
+        self._pool_started: Counter[str] = Counter()
+        """The same, by the pool in which each was let in."""
         self._parked: dict[str, Flight] = {}
         self._rescuer: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -129,6 +132,22 @@ class Dispatcher:
         """Requests that have ended so far, and sequences that are in the engines now; probes do not count."""
         real = [flight for flight in self._flights.values() if flight.request.priority != PROBE_PRIORITY]
         return self._started - sum(not flight.index for flight in real), len(real) - len(self._parked)
+
+    def pool_progress(self, pool: str) -> tuple[int, int, int, int]:
+        """Requests that were let into a pool so far, those of them that have ended, sequences that are in the engines
+        now, and requests that wait for a replica of the pool."""
+        real = [
+            flight
+            for flight in self._flights.values()
+            if flight.request.pools[:1] == (pool,) and flight.request.priority != PROBE_PRIORITY
+        ]
+        parked = sum(flight.id in self._parked for flight in real)
+        started = self._pool_started[pool]
+        return started, started - sum(not flight.index for flight in real), len(real) - parked, parked
+
+    def change(self, handover: HandoverPolicy) -> None:
+        """Another policy from now on."""
+        self._handovers.policy = handover
 
     def watch(self) -> None:
         """Starts checking for stuck replicas."""
@@ -148,11 +167,14 @@ class Dispatcher:
         self.budget.began()
         flight = Flight(request, inbox, index, self._clock())
         self._flights[flight.id] = flight
-        self._started += not index and request.priority != PROBE_PRIORITY
+        if not index and request.priority != PROBE_PRIORITY:
+            self._started += 1
+            if request.pools:
+                self._pool_started[request.pools[0]] += 1
         try:
             name = self._launch(flight, first=True).name
         except EngineUnavailable:
-            if not request.patient or len(self._parked) >= MOST_PARKED:
+            if not (request.patient or inbox.committed) or len(self._parked) >= MOST_PARKED:
                 del self._flights[flight.id]
                 raise
             self._park(flight)
@@ -345,7 +367,7 @@ class Dispatcher:
         try:
             to = self._launch(flight, besides=(member,)).name
         except ApiError:
-            if not (flight.begun or flight.request.patient):
+            if not (flight.begun or flight.request.patient or flight.inbox.committed):
                 self._fail(flight, error)
                 return
             self._park(flight)

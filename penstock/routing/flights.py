@@ -119,6 +119,10 @@ class Leg:
             self.helper.meter.ended(self.flight.id, now)
             self.helper = None
 
+    @property
+    def committed(self) -> bool:
+        return self.flight.inbox.committed
+
     def put(self, index: int, delta: Delta) -> None:
         self._on_delta(self, delta)
 

@@ -37,7 +37,7 @@ class Handovers:
     """Assigns prefill replicas to requests."""
 
     def __init__(self, policy: HandoverPolicy) -> None:
-        self._policy = policy
+        self.policy = policy
         self._refused: set[tuple[str, str]] = set()
         """Pairs of instances with incompatible blocks, which are logged once."""
 
@@ -45,7 +45,7 @@ class Handovers:
         """The request to send to the replica of `leg`, with the address of a prefill replica if one is used; that
         replica becomes the leg's helper."""
         member, tokens = leg.member, len(request.prompt) + len(request.produced)
-        if member.role != "decode" or tokens < self._policy.least_tokens:
+        if member.role != "decode" or tokens < self.policy.least_tokens:
             return request
         helpers = [other for other in members if other.role == "prefill" and other.takes(request)]
         # Within a pool, so that one pool's prompts do not delay another's; blocks never travel between regions.
@@ -59,7 +59,7 @@ class Handovers:
             return request
         backend = helper.backend
         assert isinstance(backend, NativeBackend)
-        source = Handover(backend.endpoint, backend.public_key, self._policy.least_tokens, self._policy.wait_s)
+        source = Handover(backend.endpoint, backend.public_key, self.policy.least_tokens, self.policy.wait_s)
         leg.helper = helper
         helper.meter.sent(leg.flight.id, tokens, 0, now)
         return replace(request, handover=source)

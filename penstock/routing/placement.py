@@ -1,18 +1,18 @@
-"""Which pools and regions a request may run in: the first pool rule that matches, and the data rules of its caller.
+"""Which pools and regions a request may run in: the first pool rule that matches, and the labels that it demands.
 
-Pure. Invariant: a request never runs in a pool that its rule does not name, or in a region that a data rule excludes,
-whatever fails; it waits, and is refused in the end.
+Pure. Invariant: a request never runs in a pool that its rule does not name, or in a pool or region without the labels
+that it demands, whatever fails; it waits, and is refused in the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from penstock.config.pools import PoolConfig, PoolRuleConfig
-from penstock.config.routing import RegionRuleConfig
-from penstock.protocol.errors import InvalidRequest
+from penstock.identity.labels import NO_DEMAND, NO_LABELS, OF_OWN, REGION, Demand, Labels, Requirement, closest
+from penstock.protocol.errors import DataRuleForbids, InvalidRequest
 
 
 class PlacementFacts(msgspec.Struct, frozen=True):
@@ -28,6 +28,8 @@ class PlacementFacts(msgspec.Struct, frozen=True):
     batch_line: bool = False
     asked: str = ""
     """The pool that the request names (`x-penstock-pool`)."""
+    demand: Demand = NO_DEMAND
+    """The labels that it needs."""
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -53,23 +55,36 @@ class Placer:
         self,
         pools: Sequence[PoolConfig] = (),
         rules: Sequence[PoolRuleConfig] = (),
-        regions: Sequence[RegionRuleConfig] = (),
+        labels: Labels = NO_LABELS,
     ) -> None:
+        """`labels`: of the model, for data rules; not external unless they say otherwise."""
         self.pools = tuple(pool.name for pool in pools)
+        self.labels = labels.over(OF_OWN)
+        self._labels = {pool.name: Labels(pool.labels).over(self.labels) for pool in pools}
         self.reserves = {pool.name: pool.reserve for pool in pools if pool.reserve}
         self._rules = tuple(rules)
-        self._regions = tuple(regions)
 
     @property
     def trivial(self) -> bool:
-        """Whether every request may run anywhere."""
-        return not self.pools and not self._regions
+        """Whether every request that demands nothing may run anywhere."""
+        return not self.pools
+
+    def labels_of(self, pool: str, region: str = "") -> Labels:
+        """The labels of a replica in a pool; its own region, where it has one, replaces that of pool and model."""
+        labels = self._labels.get(pool, self.labels)
+        return Labels({REGION: region}).over(labels) if region else labels
+
+    def unmet(self, demand: Demand, places: Iterable[tuple[str, str]]) -> list[Requirement]:
+        """What of a demand is met nowhere. `places`: the pool and region of replicas, as far as known."""
+        known = {pool: self.labels_of(pool) for pool in self.pools or ("",)}
+        return closest(demand, [*known.values(), *(self.labels_of(pool, region) for pool, region in places)])
 
     def place(self, facts: PlacementFacts, windows: Mapping[str, int] | None = None) -> Placement:
         """`windows`: the context window of each pool, as far as known. A rule whose pool cannot hold the request is
         passed over, and so are pools to spill over to; `window` is then that of the largest one that was, too small
         for the request."""
-        regions = self._allowed_regions(facts)
+        regions = self._regions(facts.demand)
+        permitted = self._permitted(facts.demand)
         if facts.asked and not any(rule.asked and rule.pool == facts.asked for rule in self._rules):
             askable = sorted({rule.pool for rule in self._rules if rule.asked})
             raise InvalidRequest(
@@ -83,20 +98,21 @@ class Placer:
         too_small: tuple[str, int] | None = None
         for number, rule in enumerate(self._rules):
             why = _matches(rule, facts)
-            if why is None:
+            if why is None or rule.pool not in permitted:
                 continue
             window = windows.get(rule.pool)
             if window is not None and not _holds(window, facts):
                 if too_small is None or window > too_small[1]:
                     too_small = (rule.pool, window)
                 continue
-            spill = tuple(name for name in rule.spill if _holds(windows.get(name), facts))
+            spill = tuple(name for name in rule.spill if name in permitted and _holds(windows.get(name), facts))
             why = f"pool_rules[{number}]: {why}"
             return Placement((rule.pool, *spill), regions, self._join(why, regions), window)
         if too_small is not None:
             return Placement((too_small[0],), regions, "too long for every pool of its rules", too_small[1])
-        first = self.pools[0]
-        return Placement((first,), regions, self._join("no rule matches: the first pool", regions), windows.get(first))
+        first = permitted[0]
+        which = "the first pool" if first == self.pools[0] else "the first permitted pool"
+        return Placement((first,), regions, self._join(f"no rule matches: {which}", regions), windows.get(first))
 
     def reserve_of(self, pool: str, facts: PlacementFacts) -> str | None:
         """The reservation of a pool whose slots the request may use; None: none."""
@@ -105,11 +121,23 @@ class Placer:
                 return reserve.name
         return None
 
-    def _allowed_regions(self, facts: PlacementFacts) -> tuple[str, ...]:
-        for rule in self._regions:
-            if _listed(rule.tenants, facts.tenant) and _listed(rule.tiers, facts.tier):
-                return rule.regions
-        return ()
+    def _regions(self, demand: Demand) -> tuple[str, ...]:
+        """The regions that a demand permits; empty: any."""
+        found = demand.permitted(REGION)
+        if found == ():
+            raise DataRuleForbids(f"No region is permitted to this request: {demand}.")
+        return found or ()
+
+    def _permitted(self, demand: Demand) -> Sequence[str]:
+        """The pools whose labels meet a demand. Regions are left to the replicas, which may have their own."""
+        if not demand or not self.pools:
+            return self.pools
+        others = demand.without(REGION)
+        found = [pool for pool in self.pools if not others.unmet(self._labels[pool])]
+        if not found:
+            missing = closest(others, (self._labels[pool] for pool in self.pools))
+            raise DataRuleForbids(f"No pool of this model may get this request: {demand.why(missing)}.")
+        return found
 
     @staticmethod
     def _why_regions(regions: tuple[str, ...]) -> str:

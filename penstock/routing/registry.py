@@ -16,6 +16,7 @@ from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.sampling import UNSET_DEFAULTS, SamplingDefaults
 from penstock.errors import ConfigError
 from penstock.identity.access import Access
+from penstock.identity.labels import OF_OWN, Demand, Requirement
 from penstock.protocol.errors import InvalidRequest, ModelNotFound
 from penstock.routing.placement import ANYWHERE, Placement, PlacementFacts
 from penstock.routing.remotes import RemoteModel
@@ -42,6 +43,9 @@ class AnsweringModel(Protocol):
     @property
     def sampling(self) -> SamplingDefaults:
         """For requests that give no values; not set where another server decides."""
+
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        """What of a demand it meets nowhere; empty: somewhere it meets all of it."""
 
 
 @dataclass(slots=True)
@@ -75,6 +79,8 @@ class ServedModel:
     """Models that answer when this one cannot, in order."""
     autoscaled: bool = False
     """The supervisor changes the number of replicas with the load."""
+    autoscaled_pools: tuple[str, ...] = ()
+    """The same of its pools."""
     overflow_at: int | None = None
     """Requests in flight per replica from which the fallbacks are tried first."""
     adapter: str = ""
@@ -92,9 +98,16 @@ class ServedModel:
     def place(self, facts: PlacementFacts) -> Placement:
         """Where a request may run."""
         backend = self.backend
-        if not isinstance(backend, ReplicaSet) or (backend.placer.trivial and not facts.asked):
+        if not isinstance(backend, ReplicaSet) or (backend.placer.trivial and not facts.asked and not facts.demand):
             return ANYWHERE
         return backend.placer.place(facts, backend.windows)
+
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        """What of a demand it meets nowhere; empty: somewhere it meets all of it."""
+        if not demand:
+            return []
+        backend = self.backend
+        return backend.unmet(demand) if isinstance(backend, ReplicaSet) else demand.unmet(OF_OWN)
 
     def overflows(self, waiting: int) -> bool:
         """Whether it has so many requests that fallbacks should be tried first. `waiting`: those still queued in the
@@ -126,6 +139,11 @@ class ServedModel:
         return access.allows("adapter", self.adapter, self.adapter_owner(self.adapter)) and access.allows(
             "model", base[0], aliases=base[1:]
         )
+
+    def adapted(self, access: Access) -> list[ServedModel]:
+        """The same model with each of its adapters that exist for a caller."""
+        found = map(self.with_adapter, self.adapter_names)
+        return [model for model in found if model.allowed(access)]
 
     def with_adapter(self, name: str) -> ServedModel:
         """The same model, tokenizer and engine with an adapter."""
@@ -162,6 +180,10 @@ def _fingerprint(*parts: str) -> str:
     return "fp_" + hashlib.sha256("\0".join((penstock.__version__, *parts)).encode()).hexdigest()[:10]
 
 
+EXPERIMENT = "experiment"
+"""Why a model is found under the name of an experiment."""
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The model that answers, and why it was chosen (`x-penstock-route`)."""
@@ -174,6 +196,8 @@ class ModelRegistry:
     """Every served model, by name and alias."""
 
     def __init__(self, models: Iterable[ServedModel], remotes: Iterable[RemoteModel] = ()) -> None:
+        self.stand_ins: dict[str, str] = {}
+        """Names of experiments, each with the model that it stands for where no arm is chosen."""
         self._models: dict[str, ServedModel] = {}
         self._routes: dict[str, Route] = {}
         for model in models:
@@ -209,6 +233,15 @@ class ModelRegistry:
         self._routes |= {alias: Route(model, "alias") for alias in model.aliases}
         self._routes[model.name] = Route(model, "direct")
 
+    def rename(self, model: ServedModel, aliases: tuple[str, ...]) -> None:
+        """Gives a model other aliases; ConfigError when one is taken."""
+        taken = [name for name in aliases if name not in model.aliases and self.named(name)]
+        if taken:
+            raise ConfigError(f"two models are called `{taken[0]}`; names and aliases must differ")
+        for alias in model.aliases:
+            self._routes.pop(alias, None)
+        self._routes |= {alias: Route(model, "alias") for alias in aliases}
+
     def remove(self, name: str) -> ServedModel:
         """Removes a model for new requests; running ones may finish."""
         model = self._models.pop(name)
@@ -223,7 +256,11 @@ class ModelRegistry:
         for model in self._models.values():
             if name in model.adapter_names:
                 return Route(model.with_adapter(name), "adapter")
-        return self._remote_names.get(name)
+        found = self._remote_names.get(name)
+        if found is None and name in self.stand_ins:
+            control = self.find(self.stand_ins[name])
+            return Route(control.model, EXPERIMENT) if isinstance(control, Route) else control
+        return found
 
     def route(self, name: str) -> Route:
         """The model that runs here under `name`. For requests, `Permissions` has checked before that it exists for the
@@ -237,17 +274,13 @@ class ModelRegistry:
                 param="model",
                 code="remote_model",
             )
-        raise ModelNotFound(name[:256], self.names())
+        raise ModelNotFound(name[:256])
 
-    def names(self, access: Access | None = None) -> list[str]:
-        """Every name of a model, adapter or remote that exists for a caller; without `access`: for anyone."""
-        found = [name for name, route in self._routes.items() if access is None or route.model.allowed(access)]
-        found += [name for name, remote in self._remote_names.items() if access is None or remote.allowed(access)]
-        for model in self:
-            for name in model.adapter_names:
-                if access is None or model.with_adapter(name).allowed(access):
-                    found.append(name)
-        return found
+    def names(self, access: Access) -> list[str]:
+        """Every name of a model, adapter or remote that exists for a caller."""
+        found = [name for name, route in self._routes.items() if route.model.allowed(access)]
+        found += [name for name, remote in self._remote_names.items() if remote.allowed(access)]
+        return found + [adapter.name for model in self for adapter in model.adapted(access)]
 
     def allows(self, access: Access, name: str) -> bool:
         """Whether there is a model, adapter or remote called `name` that exists for a caller."""
@@ -258,7 +291,7 @@ class ModelRegistry:
 
     def remote(self, name: str) -> RemoteModel | None:
         """The remote model with this name or alias, if any."""
-        return self._remote_names.get(name)
+        return self._remote_names.get(self.stand_ins.get(name, name))
 
     def base_name(self, name: str) -> str:
         """The model behind a name: without its adapter, not an alias."""
@@ -268,8 +301,9 @@ class ModelRegistry:
     def chain(self, name: str, waiting: Callable[[ServedModel], int] = lambda model: 0) -> list[tuple[str, str]]:
         """The models to try for `name`, in order, each with the reason it was chosen (`x-penstock-route`; empty for the
         model itself). `waiting`: the number of requests queued for a model in the gateway."""
-        if name in self._remote_names:
-            return [(name, "")]
+        remote = self._remote_names.get(name)
+        if remote is not None:
+            return [(name, ""), *((other, "fallback") for other in remote.fallback if other != name)]
         model = self.route(name).model
         others = [other for other in model.fallback if other != name]
         if others and model.overflows(waiting(model)):
@@ -278,7 +312,7 @@ class ModelRegistry:
 
     def named(self, name: str) -> bool:
         """Whether a model or alias has this name; adapters do not count."""
-        return name in self._routes or name in self._remote_names
+        return name in self._routes or name in self._remote_names or name in self.stand_ins
 
     def _claim(self, name: str, route: Route) -> None:
         if name in self._routes:

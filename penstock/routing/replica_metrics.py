@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from penstock.routing.dispatch import Dispatcher
 from penstock.routing.registry import ModelRegistry as Models
+from penstock.routing.remotes import RemoteMember
 from penstock.routing.replicas import ReplicaSet
 from penstock.telemetry.exposition import MetricRegistry
 
@@ -56,21 +57,7 @@ def add_replica_metrics(registry: MetricRegistry, models: Models) -> None:
         lambda: list(breakers()),
     )
     _add_place_metrics(registry, models, sets)
-    registry.sampled(
-        "gauge",
-        "penstock_remote_up",
-        "1 while a remote server is reachable.",
-        ("model_name", "engine"),
-        lambda: [((r.name, m.server.name), float(m.reachable)) for r in models.remotes.values() for m in r.members],
-    )
-    registry.sampled(
-        "gauge",
-        "penstock_remote_requests_in_flight",
-        "Requests in flight on a remote server.",
-        ("model_name", "engine"),
-        lambda: [((r.name, m.server.name), m.server.in_flight) for r in models.remotes.values() for m in r.members],
-        merge="sum",
-    )
+    _add_remote_metrics(registry, models)
     registry.sampled(
         "gauge",
         "penstock_held_requests",
@@ -86,6 +73,78 @@ def add_replica_metrics(registry: MetricRegistry, models: Models) -> None:
         ("model_name",),
         lambda: [((model,), found.dispatcher.parked) for model, found in sets()],
         merge="sum",
+    )
+
+
+def _add_remote_metrics(registry: MetricRegistry, models: Models) -> None:
+    labels = ("model_name", "engine")
+
+    def each(read: Callable[[RemoteMember], float | None]) -> Callable[[], list[tuple[tuple[str, ...], float]]]:
+        """The figure of every remote server that has it."""
+
+        def sample() -> list[tuple[tuple[str, ...], float]]:
+            found = ((r.name, m.server.name, read(m)) for r in models.remotes.values() for m in r.members)
+            return [((name, server), value) for name, server, value in found if value is not None]
+
+        return sample
+
+    def remaining() -> list[tuple[tuple[str, ...], float]]:
+        return [
+            ((remote.name, member.server.name, kind), float(left))
+            for remote in models.remotes.values()
+            for member in remote.members
+            for kind, left in member.server.limits.remaining.items()
+        ]
+
+    registry.sampled(
+        "gauge",
+        "penstock_remote_up",
+        "1 while a remote server is reachable.",
+        labels,
+        each(lambda member: float(member.reachable)),
+    )
+    registry.sampled(
+        "gauge",
+        "penstock_remote_requests_in_flight",
+        "Requests in flight on a remote server.",
+        labels,
+        each(lambda member: member.server.in_flight),
+        merge="sum",
+    )
+    registry.sampled(
+        "gauge",
+        "penstock_remote_requests_running",
+        "Requests of all clients that a remote server runs, as it says.",
+        labels,
+        each(lambda member: None if member.server.load is None else member.server.load.running),
+    )
+    registry.sampled(
+        "gauge",
+        "penstock_remote_requests_waiting",
+        "Requests of all clients that wait at a remote server, as it says.",
+        labels,
+        each(lambda member: member.waiting),
+    )
+    registry.sampled(
+        "gauge",
+        "penstock_remote_kv_cache_usage",
+        "Share of a remote server's KV cache that is in use, as it says.",
+        labels,
+        each(lambda member: None if member.server.load is None else member.server.load.kv_usage),
+    )
+    registry.sampled(
+        "gauge",
+        "penstock_remote_limit_remaining",
+        "What a provider's rate limit left with its last answer.",
+        (*labels, "kind"),
+        remaining,
+    )
+    registry.sampled(
+        "gauge",
+        "penstock_remote_limit_wait_seconds",
+        "Seconds until a provider's rate limit allows the next request.",
+        labels,
+        each(lambda member: member.server.wait_s()),
     )
 
 

@@ -17,6 +17,7 @@ from penstock.backends.base import Backend, Clock, EngineClient, deltas_of, mono
 from penstock.backends.mailbox import DeltaSink
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.request import Delta, EngineInfo, EngineLoad, EngineState, Request
+from penstock.identity.labels import REGION, Demand, Requirement
 from penstock.protocol.errors import ApiError, EngineUnavailable
 from penstock.protocol.messages import Claimed, Produced
 from penstock.routing.dispatch import TICK_S, Dispatcher, Resilience
@@ -62,6 +63,8 @@ class ReplicaSet:
         self._resilience = resilience or Resilience()
         self._clock = clock
         self._members: list[Member] = []
+        self._places: set[tuple[str, str]] = set()
+        """Pool and region of every replica so far: one that is away may come back."""
         policy = policy or Predicted()
         self.dispatcher = Dispatcher(name, self._members, self._resilience, policy, clock, handover, shared, regions)
         places = places or {}
@@ -77,6 +80,10 @@ class ReplicaSet:
         self._equipper: asyncio.Task[None] | None = None
 
     @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
     def members(self) -> Sequence[Member]:
         return self._members
 
@@ -87,6 +94,16 @@ class ReplicaSet:
     def place_of(self, replica: str) -> ReplicaPlace:
         """Where a replica is; `NOWHERE` when it is not known."""
         return next((member.place for member in self._members if member.name == replica), NOWHERE)
+
+    def change(self, *, handover: HandoverPolicy, hold: HoldLimits | None) -> None:
+        """Other settings from now on."""
+        self.dispatcher.change(handover)
+        if hold is None:
+            self.hold = None
+        elif self.hold is None:
+            self.hold = HoldQueue(self.name, hold, self._clock)
+        else:
+            self.hold.limits = hold
 
     async def start(self) -> None:
         self._started = True
@@ -135,7 +152,15 @@ class ReplicaSet:
             self.dispatcher.forget(member.name)
         await member.backend.close()
 
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        """What of a demand none of its replicas meets, those that are away included."""
+        # As long as no replica has joined, nobody knows their regions.
+        return self.placer.unmet(demand if self._places else demand.without(REGION), self._places)
+
     def _member(self, backend: Backend, place: ReplicaPlace) -> Member:
+        if not place.region:
+            place = replace(place, region=self.placer.labels_of(place.pool).get(REGION, ""))
+        self._places.add((place.pool, place.region))
         member = Member(backend, self._resilience.breaker, self._resilience.stall_s, self._clock, place)
         if isinstance(backend, EngineClient):
             backend.on_placement = partial(self.dispatcher.heard, member)

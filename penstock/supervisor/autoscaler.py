@@ -13,14 +13,17 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.config import ModelConfig
 from penstock.config.autoscale import AutoscaleConfig
+from penstock.config.variants import Variant
 from penstock.errors import PenstockError
 from penstock.planning.autoscaling import Autoscaler, FleetLoad
-from penstock.protocol.control import Loads, ModelLoad, ModelScaling, Scaling
+from penstock.protocol.control import Loads, ModelLoad, ModelScaling, Scaling, scaled_name
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.reporter import Reporter
 
@@ -50,13 +53,34 @@ class ScaledReplica(Protocol):
 class ScaledReplicas(Protocol):
     """The replicas that are scaled: of one machine (`Replicas`) or of a fleet."""
 
-    on_start_failed: Callable[[str, str], None] | None
+    on_start_failed: Callable[[str, Variant, str], None] | None
 
     @property
     def stopping(self) -> bool: ...
-    def serving(self, model: str) -> Sequence[ScaledReplica]: ...
-    def leaving(self, model: str) -> int: ...
-    def adjust(self, model: str, count: int) -> None: ...
+    def serving(self, model: str, pool: str = "") -> Sequence[ScaledReplica]: ...
+    def leaving(self, model: str, pool: str = "") -> int: ...
+    def adjust(self, model: str, count: int, pool: str = "") -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is scaled: a model, or one of its pools."""
+
+    model: str
+    config: AutoscaleConfig
+    pool: str = ""
+
+    @property
+    def name(self) -> str:
+        return scaled_name(self.model, self.pool)
+
+
+def targets(models: Iterable[ModelConfig]) -> dict[str, Target]:
+    """What is scaled automatically, by name."""
+    found = [Target(model.name, model.autoscale) for model in models if model.autoscale is not None]
+    for model in models:
+        found += [Target(model.name, pool.autoscale, pool.name) for pool in model.pools if pool.autoscale is not None]
+    return {target.name: target for target in found}
 
 
 class ReplicaAutoscaler:
@@ -65,11 +89,11 @@ class ReplicaAutoscaler:
     def __init__(
         self,
         replicas: ScaledReplicas,
-        configs: Callable[[], Mapping[str, AutoscaleConfig]],
+        configs: Callable[[], Mapping[str, Target]],
         clock: Callable[[], float] = time.monotonic,
         reporter: Reporter | None = None,
     ) -> None:
-        """`configs`: the models to scale, which change when models are loaded and unloaded."""
+        """`configs`: what to scale, by name, which changes when models are loaded and unloaded."""
         self._replicas = replicas
         self._configs = configs
         self._clock = clock
@@ -83,8 +107,8 @@ class ReplicaAutoscaler:
         self._told = Scaling({})
         replicas.on_start_failed = self._start_failed
 
-    def governs(self, model: str) -> bool:
-        return model in self._configs()
+    def governs(self, model: str, pool: str = "") -> bool:
+        return scaled_name(model, pool) in self._configs()
 
     def heard(self, gateway: Hashable, loads: Loads) -> None:
         """A gateway reports."""
@@ -99,12 +123,13 @@ class ReplicaAutoscaler:
         """A gateway is gone."""
         self._loads.pop(gateway, None)
 
-    def set_limits(self, model: str, minimum: int | None, maximum: int | None) -> None:
-        """Changes the limits of a model until the server stops."""
-        configured = self._configs().get(model)
-        if configured is None:
-            raise PenstockError(f"`{model}` is not scaled automatically; `penstock scale` sets its replicas")
-        it = self._of(model, configured)
+    def set_limits(self, model: str, minimum: int | None, maximum: int | None, pool: str = "") -> None:
+        """Changes the limits of a model or pool until the server stops."""
+        target = self._configs().get(scaled_name(model, pool))
+        if target is None:
+            raise PenstockError(not_scaled(model, pool, self._configs().values()))
+        configured = target.config
+        it = self._of(target)
         old = it.policy.config
         config = dataclasses.replace(
             old, min=old.min if minimum is None else minimum, max=old.max if maximum is None else maximum
@@ -117,7 +142,7 @@ class ReplicaAutoscaler:
         self._poked.set()
 
     def state(self) -> Scaling:
-        return Scaling({name: it.state(self._replicas, name) for name, it in self._models.items()})
+        return Scaling({name: it.state(self._replicas) for name, it in self._models.items()})
 
     async def run(self) -> None:
         while True:
@@ -133,10 +158,10 @@ class ReplicaAutoscaler:
         configs = self._configs()
         for name in self._models.keys() - configs.keys():
             del self._models[name]
-        for name, config in configs.items():
+        for name, target in configs.items():
             try:
                 now = self._epoch + self._clock()
-                self._of(name, config).decide(name, now, self._loads, self._replicas, self._reporter)
+                self._of(target).decide(now, self._loads, self._replicas, self._reporter)
             except Exception:  # one model must not keep the others from being scaled
                 log.exception("automatic scaling of %r failed", name)
         state = self.state()
@@ -145,21 +170,36 @@ class ReplicaAutoscaler:
             if self.on_change is not None:
                 self.on_change(state)
 
-    def _of(self, model: str, config: AutoscaleConfig) -> _ScaledModel:
-        if model not in self._models:
-            self._models[model] = _ScaledModel(config, len(self._replicas.serving(model)))
-        return self._models[model]
+    def _of(self, target: Target) -> _ScaledModel:
+        if target.name not in self._models:
+            there = len(self._replicas.serving(target.model, target.pool))
+            self._models[target.name] = _ScaledModel(target, there)
+        it = self._models[target.name]
+        if it.target != target:  # it was configured anew
+            it.target, it.policy.config = target, target.config
+        return it
 
-    def _start_failed(self, model: str, problem: str) -> None:
-        if model in self._models:
-            self._models[model].start_failed(problem, self._epoch + self._clock())
+    def _start_failed(self, model: str, variant: Variant, problem: str) -> None:
+        it = self._models.get(scaled_name(model, variant.pool))
+        if it is not None:
+            it.start_failed(problem, self._epoch + self._clock())
+
+
+def not_scaled(model: str, pool: str, targets: Iterable[Target]) -> str:
+    """Why the limits of automatic scaling cannot be set."""
+    pools = [target.pool for target in targets if target.model == model and target.pool]
+    if pools and not pool:
+        return f"`{model}` has pools that are scaled on their own; say which one with --pool: {', '.join(pools)}"
+    what, how = (f"pool `{pool}` of `{model}`", f" --pool {pool}") if pool else (f"`{model}`", "")
+    return f"{what} is not scaled automatically; `penstock scale{how}` sets its replicas"
 
 
 class _ScaledModel:
     """The policy of one model and what it needs to know between two decisions."""
 
-    def __init__(self, config: AutoscaleConfig, count: int) -> None:
-        self.policy = Autoscaler(config)
+    def __init__(self, target: Target, count: int) -> None:
+        self.target = target
+        self.policy = Autoscaler(target.config)
         self.count = count
         """Replicas that there should be."""
         self._reported: dict[Hashable, ModelLoad] = {}
@@ -182,27 +222,25 @@ class _ScaledModel:
 
     def decide(
         self,
-        name: str,
         now: float,
         gateways: Mapping[Hashable, Mapping[str, ModelLoad]],
         replicas: ScaledReplicas,
         reporter: Reporter,
     ) -> None:
+        model, pool, name = self.target.model, self.target.pool, self.target.name
         reports = {gateway: loads[name] for gateway, loads in gateways.items() if name in loads}
         if not reports:
             return  # no gateway serves it yet
-        decision = self.policy.decide(self._load(now, reports, name, replicas))
+        decision = self.policy.decide(self._load(now, reports, replicas))
         if decision.desired != decision.before:
             self._changed_at = now
             self._changes[decision.reason] += 1
-            reporter.scaled(name, decision.before, decision.desired, decision.detail)
+            reporter.scaled(f"{model} ({pool})" if pool else model, decision.before, decision.desired, decision.detail)
         self.count = decision.desired
-        if self.count < len(replicas.serving(name)) or now >= self._retry_at:
-            replicas.adjust(name, self.count)
+        if self.count < len(replicas.serving(model, pool)) or now >= self._retry_at:
+            replicas.adjust(model, self.count, pool)
 
-    def _load(
-        self, now: float, reports: Mapping[Hashable, ModelLoad], name: str, replicas: ScaledReplicas
-    ) -> FleetLoad:
+    def _load(self, now: float, reports: Mapping[Hashable, ModelLoad], replicas: ScaledReplicas) -> FleetLoad:
         arrived = finished = refused = 0
         for gateway, report in reports.items():
             before = self._reported.get(gateway, ModelLoad() if self._at is not None else report)
@@ -212,7 +250,7 @@ class _ScaledModel:
         self._reported = dict(reports)
         elapsed = 1.0 if self._at is None else max(now - self._at, 0.001)
         self._at = now
-        units = replicas.serving(name)
+        units = replicas.serving(self.target.model, self.target.pool)
         up = [unit for unit in units if unit.up.is_set()]
         if up:
             newest = max(up, key=lambda unit: unit.ready_at or 0.0)
@@ -240,8 +278,9 @@ class _ScaledModel:
             cold_start_s=self._cold_start_s,
         )
 
-    def state(self, replicas: ScaledReplicas, name: str) -> ModelScaling:
-        units, last, config = replicas.serving(name), self.policy.last, self.policy.config
+    def state(self, replicas: ScaledReplicas) -> ModelScaling:
+        model, pool = self.target.model, self.target.pool
+        units, last, config = replicas.serving(model, pool), self.policy.last, self.policy.config
         ready = sum(unit.up.is_set() for unit in units)
         rate = self.policy.replica_rate
         return ModelScaling(
@@ -250,7 +289,7 @@ class _ScaledModel:
             desired=self.count,
             ready=ready,
             starting=len(units) - ready,
-            leaving=replicas.leaving(name),
+            leaving=replicas.leaving(model, pool),
             reason="" if last is None else last.reason,
             detail=self.policy.explain(),
             decided_at=self._changed_at,
@@ -260,6 +299,8 @@ class _ScaledModel:
             decisions=dict(self._changes),
             failed_starts=self._failed,
             problem=self._problem,
+            model=model,
+            pool=pool,
         )
 
 

@@ -67,10 +67,10 @@ class Scaler(Protocol):
 
     on_change: Callable[[Scaling], None] | None
 
-    def governs(self, model: str) -> bool: ...
+    def governs(self, model: str, pool: str = "") -> bool: ...
     def heard(self, gateway: Hashable, loads: Loads) -> None: ...
     def lost(self, gateway: Hashable) -> None: ...
-    def set_limits(self, model: str, minimum: int | None, maximum: int | None) -> None: ...
+    def set_limits(self, model: str, minimum: int | None, maximum: int | None, pool: str = "") -> None: ...
     def state(self) -> Scaling: ...
     async def run(self) -> None: ...
 
@@ -215,9 +215,10 @@ class ControlServer:
     async def _carry_out(self, operation: Operation) -> None:
         match operation:
             case Scale(_, model, count, pool):
-                if self._autoscaler is not None and self._autoscaler.governs(model):
+                if self._autoscaler is not None and self._autoscaler.governs(model, pool):
+                    which = f"{model} --pool {pool}" if pool else model
                     raise PenstockError(
-                        f"`{model}` is scaled automatically; `penstock autoscale {model} --min N --max N` changes its "
+                        f"`{model}` is scaled automatically; `penstock autoscale {which} --min N --max N` changes its "
                         "limits"
                     )
                 await self._operations.scale(model, count, pool)
@@ -225,10 +226,10 @@ class ControlServer:
                 await self._operations.restart(model, replica)
             case Drain(_, model, replica):
                 await self._operations.drain(model, replica)
-            case SetLimits(_, model, minimum, maximum):
+            case SetLimits(_, model, minimum, maximum, pool):
                 if self._autoscaler is None:
                     raise PenstockError("this server scales no model automatically")
-                self._autoscaler.set_limits(model, minimum, maximum)
+                self._autoscaler.set_limits(model, minimum, maximum, pool)
             case Notice(_, model, replica, seconds):
                 governed = self._autoscaler is not None and self._autoscaler.governs(model)
                 self._operations.replace(model, replica, seconds, refill=not governed)

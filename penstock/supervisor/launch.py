@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.config import Config, ModelConfig, dump
+from penstock.config.variants import Variant, variant_at
 from penstock.errors import ConfigError
 from penstock.gateway.workers.coordinator import WorkerCoordinator
 from penstock.interpreter import module
@@ -28,8 +29,8 @@ class Site(Protocol):
     def endpoints(self) -> tuple[str, str]:
         """Where the next engine listens, and where others reach it."""
 
-    def device(self, model: ModelConfig, index: int) -> str | None:
-        """The device of the next engine; None: as configured."""
+    def device(self, model: ModelConfig) -> str | None:
+        """The device of the next engine, a replica of this variant of the model; None: as configured."""
 
     def started(self, unit: Unit) -> None:
         """The engine that uses them."""
@@ -46,7 +47,7 @@ def units(config: Config, folder: RuntimeFolder) -> tuple[list[Unit], list[Unit]
     engines = []
     endpoints: dict[str, list[str]] = {}
     for model in config.models:
-        if model.pools and not model.replica_count:
+        if model.pools and not model.first_replicas:
             raise ConfigError(f"`{model.name}`: no pool has a replica; set replicas of at least one of its pools")
         replicas = [replica(config, folder, model.name, index) for index in range(model.first_replicas)]
         endpoints[model.name] = [
@@ -76,32 +77,34 @@ def replica(
     index: int,
     place: int | None = None,
     site: Site | None = None,
-    pool: str | None = None,
+    variant: Variant | None = None,
 ) -> Unit:
     """The engine process of replica `index` of a model. `place`: for a model loaded at run time, which has a `config`
     of its own, the number that keeps its endpoints and files apart. `site`: for engines that other machines use.
-    `pool`: if not the one of that number."""
+    `variant`: if not the one of that number."""
     position, whole = next((place, model) for place, model in enumerate(config.models) if model.name == name)
-    pool = whole.pool_of(index) if pool is None else pool
-    model, number = whole.in_pool(pool), whole.place_in_pool(index)
+    variant = variant_at(whole, index) if variant is None else variant
+    model = variant.of(whole)
     endpoint = listen = folder.endpoint(position if place is None else place, index)
-    device = model.replica_devices[number % len(model.replica_devices)] if model.replica_devices else None
+    device = variant.device or None
     if site is not None:
         listen, endpoint = site.endpoints()
-        device = device or site.device(model, index)
+        device = site.device(model)
     command = [*_run("engine", config, folder, place), model.name, "--endpoint", listen]
-    if pool:
-        command += ["--pool", pool]
+    if variant.pool:
+        command += ["--pool", variant.pool]
     if device is not None:
         command += ["--device", device]
-    if model.replica_grids:
-        tensor, pipeline = model.grid(number)
-        command += ["--tensor-parallel", str(tensor), "--pipeline-parallel", str(pipeline)]
+    if variant.grid:
+        command += ["--tensor-parallel", str(model.tensor_parallel)]
+        command += ["--pipeline-parallel", str(model.pipeline_parallel)]
     if model.placement is not None:
         command += ["--join-endpoint", model.placement.endpoint(index)]
-    if model.replica_roles:
-        command += ["--role", model.role(number)]
-    unit = Unit(engine_name(whole, index), command, model=model.name, replica=str(index), endpoint=endpoint, pool=pool)
+    if variant.role:
+        command += ["--role", variant.role]
+    unit = Unit(
+        engine_name(whole, index), command, model=model.name, replica=str(index), endpoint=endpoint, variant=variant
+    )
     if site is not None:
         site.started(unit)
     return unit

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
 
+from penstock.config.variants import Variant
 from penstock.errors import PenstockError
 from penstock.protocol.control import Replica, Topology
 from penstock.supervisor.catalogue import ModelCatalogue
@@ -31,6 +34,12 @@ NOTICE_MARGIN_S = 5.0
 log = logging.getLogger("penstock.supervisor")
 
 
+class Make(Protocol):
+    """Builds replica number `index` of a model, of the variant that this number has, or of another."""
+
+    def __call__(self, name: str, index: int, variant: Variant | None = None, /) -> Unit: ...
+
+
 class Replicas:
     """The engines of one supervisor, by model."""
 
@@ -38,14 +47,14 @@ class Replicas:
         self,
         supervisor: Supervisor,
         units: Iterable[Unit],
-        make: Callable[[str, int], Unit],
+        make: Make,
         catalogue: ModelCatalogue | None = None,
         saved: SavedModels | None = None,
         max_engines: int = MOST,
         others: Callable[[], Topology] | None = None,
         describe: Callable[[Unit], Replica] | None = None,
     ) -> None:
-        """`make`: builds replica number N of a model. `catalogue`: models loaded at run time. `saved`: the file that
+        """`make`: builds replicas. `catalogue`: models loaded at run time. `saved`: the file that
         keeps them for the next start. `max_engines`: maximum of engines, all models together. `others`: replicas on
         other machines, which gateways use too; `describe`: how gateways reach one of this machine."""
         self._others = others or (lambda: Topology({}))
@@ -62,8 +71,8 @@ class Replicas:
         self.on_change: Callable[[Topology], None] | None = None
         self.unserved: Callable[[str, int], Awaitable[str]] | None = None
         """Asks all gateways, once they know a topology, why they cannot serve a model; empty: they can."""
-        self.on_start_failed: Callable[[str, str], None] | None = None
-        """Called with the model and the problem when a replica that `adjust` or `replace` asked for cannot start."""
+        self.on_start_failed: Callable[[str, Variant, str], None] | None = None
+        """Called with the model and the problem when a replica that was asked for cannot start."""
         self._changes = 0
         self._leaving: list[Unit] = []
         """Replicas that a task drains; their endpoints are still in use."""
@@ -87,7 +96,9 @@ class Replicas:
         for model, replicas in others.models.items():
             models[model] = [*models.get(model, ()), *replicas]
         loaded = {} if self.catalogue is None else self.catalogue.loaded
-        return Topology(models, others.loaded | loaded, self._changes)
+        # A fleet also says what only gateways read.
+        loaded = loaded | others.loaded
+        return Topology(models, loaded, self._changes, others.encoders, others.loaded_encoders)
 
     def _here(self, unit: Unit) -> Replica:
         region, zone = ("", "") if self.catalogue is None else self.catalogue.place
@@ -195,31 +206,117 @@ class Replicas:
             self._changed()
             await asyncio.gather(*(self._supervisor.dismiss(unit) for unit in leaving))
 
-    def serving(self, model: str) -> list[Unit]:
-        """The replicas that take requests or start; none for a model that is gone."""
-        return [unit for unit in self._units.get(model, ()) if not unit.paused and not unit.noticed]
+    def serving(self, model: str, pool: str = "") -> list[Unit]:
+        """The replicas that take requests or start; none for a model that is gone. `pool`: only those of one."""
+        found = [unit for unit in self._units.get(model, ()) if not (unit.paused or unit.noticed or unit.superseded)]
+        return [unit for unit in found if not pool or unit.pool == pool]
 
-    def leaving(self, model: str) -> int:
+    def leaving(self, model: str, pool: str = "") -> int:
         """How many replicas finish their requests and stop."""
-        noticed = sum(unit.noticed for unit in self._units.get(model, ()))
-        return noticed + sum(unit.model == model for unit in self._leaving)
+        noticed = [unit for unit in self._units.get(model, ()) if unit.noticed]
+        found = [*noticed, *(unit for unit in self._leaving if unit.model == model)]
+        return sum(not pool or unit.pool == pool for unit in found)
 
     @property
     def room(self) -> int:
         """How many more engines may run."""
         return max(self._max_engines - self._running, 0)
 
-    def adjust(self, model: str, count: int) -> None:
-        """Starts or drains replicas until `count` are there or on their way; returns at once. Starts no more than there
-        is room for."""
-        serving = self.serving(model)
+    def adjust(self, model: str, count: int, pool: str = "") -> None:
+        """Starts or drains replicas of a model or pool until `count` are there or on their way; returns at once. Starts
+        no more than there is room for."""
+        serving = self.serving(model, pool)
         more = min(count - len(serving), self.room)
         if more > 0:
-            self._add(model, more)
-        elif count < len(serving):
-            # Those that do not serve yet cost no request; then the newest, as with `scale`.
-            by_cost = sorted(serving, key=lambda unit: (unit.up.is_set(), -int(unit.replica)))
-            self._remove(by_cost[: len(serving) - count])
+            self._add(model, more, *self._missing(model, pool, more))
+        else:
+            self._remove(_cheapest(serving, len(serving) - count))
+
+    def settle(self, model: str, wanted: Mapping[Variant, int]) -> None:
+        """Like `adjust`, for each variant of a model's replicas; those that are not wanted go first."""
+        serving, there = self.serving(model), self.present(model)
+        for variant in there:
+            surplus = there[variant] - wanted.get(variant, 0)
+            self._remove(_cheapest([unit for unit in serving if unit.variant == variant], surplus))
+        for variant, count in wanted.items():
+            for _ in range(min(count - there[variant], self.room)):
+                self._add(model, 1, variant)
+
+    def present(self, model: str) -> Counter[Variant]:
+        """How many replicas serve or will. One that is being replaced and its successor are one."""
+        replaced = [unit for unit in self._units.get(model, ()) if unit.superseded and unit.successor is None]
+        return Counter(unit.variant for unit in [*self.serving(model), *replaced])
+
+    def stale(self, model: str) -> list[Unit]:
+        """Replicas that were started with other settings than the model has now."""
+        return [unit for unit in self.serving(model) if not self.is_current(unit)]
+
+    def is_current(self, unit: Unit) -> bool:
+        """Whether a replica has the settings of now."""
+        return unit.revision == self.revision(unit)
+
+    def revision(self, unit: Unit) -> str:
+        """Of the settings that the replica would get now."""
+        return self._catalogue().revision(unit.model, unit.pool)
+
+    def whole_revision(self, model: str) -> str:
+        return self._catalogue().whole_revision(model)
+
+    @property
+    def renewing(self) -> set[str]:
+        """Models of which a replica is being replaced by one with newer settings."""
+        return {unit.model for units in self._units.values() for unit in units if unit.superseded}
+
+    def supersede(self, unit: Unit) -> None:
+        """Replaces a replica by one with the settings of now; returns at once. The new one starts first where there is
+        room, and the old one drains when it is ready. Without room the old one drains first. If the new one cannot
+        start, the old one goes on."""
+        unit.superseded = True
+        self._begin(self._supersede(unit), f"replace {unit.name}")
+
+    async def _supersede(self, unit: Unit) -> None:
+        fresh: Unit | None = None
+        try:
+            if self.room:
+                with suppress(PenstockError):  # no free device: the old one makes room
+                    fresh = self._prepare(unit)
+            if fresh is None:
+                unit.gave_way_to = self.revision(unit)
+                await self._supervisor.pause(unit)
+                fresh = self._prepare(unit)
+            await self._supervisor.add(fresh)
+        except PenstockError as problem:
+            await self._keep(unit, fresh, str(problem))
+        else:
+            if unit in self._units.get(unit.model, ()):
+                self._remove([unit])
+
+    def _prepare(self, old: Unit) -> Unit:
+        (fresh,) = self._fresh(old.model, self._of(old.model), 1, old.variant)
+        self._of(old.model).append(fresh)
+        old.successor = fresh
+        self._changed()
+        return fresh
+
+    async def _keep(self, unit: Unit, fresh: Unit | None, problem: str) -> None:
+        """Its replacement could not start."""
+        units = self._units.get(unit.model, [])
+        unit.successor = None
+        if fresh is not None and fresh in units:
+            units.remove(fresh)
+            self._changed()
+        if self.stopping or unit not in units:
+            return
+        log.error("a replica of %r could not be replaced; the old one stays: %s", unit.model, problem)
+        if self.on_start_failed is not None:
+            self.on_start_failed(unit.model, unit.variant, f"with its new settings: {problem}")
+        try:
+            if unit.paused:
+                await self._supervisor.renew(unit)
+        except PenstockError as error:
+            log.error("%s could not be started again: %s", unit.name, error)
+        finally:
+            unit.superseded = False
 
     def replace(self, model: str, replica: str, within_s: float, *, refill: bool = True) -> None:
         """Starts a replacement for a replica (empty: for each) whose machine goes away after `within_s`, and drains it
@@ -230,17 +327,17 @@ class Replicas:
             unit.noticed = True
         fresh: list[Unit] = []
         for unit in noticed[: self.room]:
-            fresh += self._add(model, 1, unit.pool)
+            fresh += self._add(model, 1, unit.variant)
         if len(fresh) < len(noticed):
             log.warning("no room for the replacement of %d replicas of %r", len(noticed) - len(fresh), model)
         patience = max(within_s - self._supervisor.drain_s - NOTICE_MARGIN_S, 0.0)
-        missing = [unit.pool for unit in noticed[len(fresh) :]] if refill else []
+        missing = [unit.variant for unit in noticed[len(fresh) :]] if refill else []
         self._begin(self._take_over(model, noticed, fresh, patience, missing), f"replace {model}")
 
     async def _take_over(
-        self, model: str, noticed: list[Unit], fresh: list[Unit], patience: float, missing: list[str]
+        self, model: str, noticed: list[Unit], fresh: list[Unit], patience: float, missing: list[Variant]
     ) -> None:
-        """`missing`: the pools of further replacements, for which there was no room."""
+        """`missing`: further replacements, for which there was no room."""
         ups = [asyncio.create_task(unit.up.wait(), name=unit.name) for unit in fresh]
         try:
             if ups:
@@ -255,12 +352,12 @@ class Replicas:
                 self._add(model, 1, missing.pop())
             await asyncio.sleep(ROOM_S)
 
-    def _add(self, model: str, count: int, pool: str = "") -> list[Unit]:
-        """Adds replicas, whose start a task waits for."""
+    def _add(self, model: str, count: int, *variants: Variant) -> list[Unit]:
+        """Adds replicas, whose start a task waits for. `variants`: if not those of their numbers."""
         if count <= 0:
             return []
         units = self._of(model)
-        fresh = self._fresh(model, units, count, pool)
+        fresh = self._fresh(model, units, count, *variants)
         units += fresh
         self._changed()
         for unit in fresh:
@@ -278,7 +375,7 @@ class Replicas:
             self._changed()
             log.error("a replica of %r could not be started: %s", unit.model, problem)
             if self.on_start_failed is not None:
-                self.on_start_failed(unit.model, str(problem))
+                self.on_start_failed(unit.model, unit.variant, str(problem))
 
     def _remove(self, leaving: list[Unit]) -> None:
         """Removes replicas, which a task drains."""
@@ -336,7 +433,7 @@ class Replicas:
             )
 
     async def _grow(self, model: str, units: list[Unit], more: int, pool: str) -> None:
-        fresh = self._fresh(model, units, more, pool)
+        fresh = self._fresh(model, units, more, *self._missing(model, pool, more))
         units += fresh
         self._changed()
         try:
@@ -352,13 +449,23 @@ class Replicas:
     def _running(self) -> int:
         return sum(map(len, self._units.values())) + len(self._leaving)
 
-    def _fresh(self, model: str, units: list[Unit], count: int, pool: str = "") -> list[Unit]:
-        """New replicas with the lowest free numbers."""
+    def _missing(self, model: str, pool: str, more: int) -> list[Variant]:
+        """The variants of further replicas of a pool; none without pools: their numbers say."""
+        if not pool:
+            return []
+        present = [unit.variant for unit in self._of(model) if unit.pool == pool]
+        return self._catalogue().missing(model, pool, present, more)
+
+    def _catalogue(self) -> ModelCatalogue:
+        assert self.catalogue is not None, "only a catalogue knows settings"
+        return self.catalogue
+
+    def _fresh(self, model: str, units: list[Unit], count: int, *variants: Variant) -> list[Unit]:
+        """New replicas with the lowest free numbers, and these variants if there are any."""
         taken = {unit.replica for unit in [*units, *self._leaving] if unit.model == model}
         numbers = [number for number in range(2 * MOST) if str(number) not in taken][:count]
-        if pool:
-            assert self.catalogue is not None, "only a catalogue knows pools"
-            return [self.catalogue.unit(model, number, pool) for number in numbers]
+        if variants:
+            return [self._make(model, number, one) for number, one in zip(numbers, variants, strict=True)]
         return [self._make(model, number) for number in numbers]
 
     async def _start(self, units: Iterable[Unit]) -> None:
@@ -386,3 +493,9 @@ class Replicas:
         self._changes += 1
         if self.on_change is not None:
             self.on_change(self.topology())
+
+
+def _cheapest(serving: Sequence[Unit], count: int) -> list[Unit]:
+    """Those to remove first: which do not serve yet cost no request; then the newest, as with `scale`."""
+    by_cost = sorted(serving, key=lambda unit: (unit.up.is_set(), -int(unit.replica)))
+    return by_cost[: max(count, 0)]

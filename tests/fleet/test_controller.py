@@ -4,21 +4,32 @@ started here."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
-from penstock.config import Config, ModelConfig
-from penstock.config.load import check_model
+from penstock.config import Config
+from penstock.config.fleet import FleetConfig
+from penstock.config.variants import Variant, variant_at
 from penstock.errors import PenstockError
 from penstock.fleet.controller import Controller
 from penstock.fleet.gateway_side import FleetScaler
 from penstock.fleet.machine import Machine
 from penstock.fleet.machine_process import beside, restore_models
 from penstock.fleet.operations import FleetOperations
-from penstock.fleet.records import Assignment, CommandRecord, LoadRecord, MachineRecord, ModelRecord, key
+from penstock.fleet.records import (
+    VARIANTS,
+    Assignment,
+    CommandRecord,
+    Device,
+    LoadRecord,
+    MachineRecord,
+    ModelRecord,
+    key,
+)
 from penstock.fleet.registry import MemoryFleet, MemoryRegistry
 from penstock.fleet.topology import topology
 from penstock.fleet.view import FleetView
@@ -32,6 +43,7 @@ from tests.virtual_time import run_in_virtual_time
 
 LEASE_S = 10.0
 COLD_START_S = 3.0
+REBALANCE_S = 30.0
 
 
 class Processes:
@@ -42,6 +54,7 @@ class Processes:
     def __init__(self) -> None:
         self.stopping = False
         self.broken = False
+        self.paused = 0
 
     def stop(self) -> None:
         self.stopping = True
@@ -60,6 +73,7 @@ class Processes:
         await asyncio.sleep(1.0)
 
     async def pause(self, unit: Unit) -> None:
+        self.paused += 1
         unit.paused = True
         unit.up.clear()
 
@@ -71,13 +85,20 @@ class Processes:
 
 
 class Known(ModelCatalogue):
-    """Fetches nothing."""
+    """Fetches nothing, and builds engines without a command."""
 
     def __init__(self) -> None:
-        super().__init__(Config(), cast(RuntimeFolder, None))
+        fleet = FleetConfig(url="redis://fleet")
+        super().__init__(replace(Config(), models=(), fleet=fleet), cast(RuntimeFolder, None))
 
-    async def add(self, description: Mapping[str, Any], check_room: Callable[[int], None]) -> ModelConfig:
-        return check_model(description)
+    async def _fetch(self, name: str, source: str) -> str:
+        return source
+
+    def unit(self, name: str, index: int, variant: Variant | None = None) -> Unit:
+        variant = variant_at(self.model(name), index) if variant is None else variant
+        unit = Unit(f"{name}/{index}", [], model=name, replica=str(index), endpoint="tcp://x:1", variant=variant)
+        unit.revision = self.revision(name, variant.pool)
+        return unit
 
 
 class Node:
@@ -89,13 +110,16 @@ class Node:
         self.view = FleetView(self.registry, clock)
         self.processes = Processes()
         supervisor = cast(Supervisor, self.processes)
-        make = lambda model, index: Unit(f"{model}/{index}", [], model=model, replica=str(index), endpoint="tcp://x:1")  # noqa: E731
-        self.replicas = Replicas(supervisor, [], make, Known())
-        record = MachineRecord(name=name, address="10.0.0.1", **({"room": 2} | more))
+        known = Known()
+        more = {"room": 2, "understands": [VARIANTS]} | more
+        self.replicas = Replicas(supervisor, [], known.unit, known, max_engines=more["room"])
+        record = MachineRecord(name=name, address="10.0.0.1", **more)
         self.machine = Machine(
             self.registry, self.view, supervisor, self.replicas, record, public_key="", descriptions={}, clock=clock
         )
-        self.controller = Controller(self.registry, self.view, name, lease_s=LEASE_S, clock=clock)
+        self.controller = Controller(
+            self.registry, self.view, name, lease_s=LEASE_S, rebalance_s=REBALANCE_S, clock=clock
+        )
         self.operations = FleetOperations(self.registry, self.view, clock=clock)
         self._tasks: list[asyncio.Task[None]] = []
         for work in (self.view.run(), self.machine.run(), self.controller.run()):
@@ -125,8 +149,8 @@ class World:
         await asyncio.sleep(LEASE_S)
         self.memory.lose(node.registry)
 
-    async def want(self, replicas: int, **description: Any) -> None:
-        await self.client.publish(ModelRecord(name="m", description={"name": "m", **description}, replicas=replicas))
+    async def want(self, count: int, /, **description: Any) -> None:
+        await self.client.publish(ModelRecord(name="m", description={"name": "m", **description}, replicas=count))
 
     def ready(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -167,7 +191,7 @@ def test_a_lost_machine_is_replaced_and_is_not_doubled_when_it_comes_back() -> N
             assert "b" not in it.ready()
             # It comes back with the engine that it still runs, as after a cut of its network.
             back = it.join("b")
-            back.replicas.know("m")
+            await back.replicas.take_on({"name": "m"})
             back.replicas.adjust("m", 1)
             await it.until(lambda: it.ready() == {"a": 1, "b": 1, "c": 1})
             await asyncio.sleep(LEASE_S)
@@ -337,5 +361,173 @@ def test_gateways_get_the_engines_of_other_machines() -> None:
             found = topology(it.memory.snapshot(), besides="a")
             assert [replica.name for replica in found.models["m"]] == ["b.0"]
             assert found.loaded["m"]["name"] == "m"
+
+    run_in_virtual_time(run())
+
+
+def slots(it: World) -> dict[str, int]:
+    """Ready replicas by machine and variant."""
+    found: dict[str, int] = {}
+    for engine in it.memory.snapshot().engines.values():
+        if engine.state == "ready":
+            where = f"{engine.machine}: {engine.variant}"
+            found[where] = found.get(where, 0) + 1
+    return found
+
+
+def test_the_replicas_of_pools_are_placed_scaled_and_replaced() -> None:
+    async def run() -> None:
+        async with world("a", "b", room=3) as it:
+            pools = [{"name": "chat", "replicas": 2}, {"name": "batch", "replicas": 1, "max_running": 4}]
+            rules = [{"pool": "chat"}, {"pool": "batch", "tiers": ["a tier that machines do not know"]}]
+            await it.want(3, pools=pools, pool_rules=rules, fallback=["somewhere"])
+            await it.until(lambda: sum(it.ready().values()) == 3)
+            assert slots(it)["a: pool chat"] == slots(it)["b: pool chat"] == 1
+            operations = it.nodes["a"].operations
+            with pytest.raises(PenstockError, match="has the pools chat, batch"):
+                await operations.scale("m", 4)
+            await operations.scale("m", 3, "batch")
+            assert {where.partition(": ")[2] for where in slots(it)} == {"pool chat", "pool batch"}
+            assert sum(it.ready().values()) == 5
+            found = topology(it.memory.snapshot())
+            assert sorted(replica.pool for replica in found.models["m"]) == ["batch"] * 3 + ["chat"] * 2
+            await operations.scale("m", 1, "batch")
+            await it.kill("b")
+            await it.until(lambda: slots(it) == {"a: pool chat": 2, "a: pool batch": 1})
+
+    run_in_virtual_time(run())
+
+
+def test_roles_grids_and_devices_go_to_machines_that_have_them() -> None:
+    async def run() -> None:
+        gpu = Device("gpu", 80)
+        async with world(room=4) as it:
+            it.join("big", room=4, devices=[gpu] * 4)
+            it.join("small", room=4, devices=[gpu])
+            it.join("cpu", room=4)
+            roles = {"replica_grids": ["4x1", "1x1"], "replica_roles": ["prefill", "decode"]}
+            await it.want(2, replicas=2, device="cuda", **roles)
+            await it.until(lambda: slots(it) == {"big: prefill, 4x1": 1, "small: decode, 1x1": 1})
+            with pytest.raises(PenstockError, match="prefill and decode need each other"):
+                await it.nodes["big"].operations.scale("m", 1)
+            await it.want(2, replica_devices=["cuda:3", "cuda:0"])
+            await it.until(lambda: len(slots(it)) == 2 and "big: cuda:3" in slots(it))
+            # One more of the device that only one machine has.
+            await it.want(3, replica_devices=["cuda:3", "cuda:0"])
+            await asyncio.sleep(5.0)
+            decision = it.memory.snapshot().decisions[it.memory.snapshot().controller]
+            assert "no machine has room for 1 more replica" in decision.problems["m"]
+
+    run_in_virtual_time(run())
+
+
+def test_models_that_take_turns_share_a_machine() -> None:
+    async def run() -> None:
+        async with world(room=3) as it:
+            it.join("a", room=1, devices=[Device("gpu", 80)])
+            it.join("b", room=3, devices=[Device("gpu", 80)])
+            for name in ("m", "n"):
+                await it.client.publish(
+                    ModelRecord(name=name, description={"name": name, "time_slice": "gpu0", "device": "cuda"})
+                )
+            await it.until(lambda: it.ready() == {"b": 2})
+
+    run_in_virtual_time(run())
+
+
+def test_changed_settings_reach_running_replicas_one_at_a_time() -> None:
+    async def run() -> None:
+        async with world("a", "b") as it:
+            await it.want(3)
+            await it.until(lambda: sum(it.ready().values()) == 3)
+            old = {engine.revision for engine in it.memory.snapshot().engines.values()}
+            await it.want(3, max_running=7, aliases=["mm"])
+            least, changing, said = 3, 0, set()
+            while {engine.revision for engine in it.memory.snapshot().engines.values()} & old:
+                engines = it.memory.snapshot().engines.values()
+                least = min(least, sum(engine.state == "ready" for engine in engines))
+                changing = max(changing, sum(engine.state == "starting" for engine in engines))
+                said |= set(it.memory.snapshot().decisions[it.memory.snapshot().controller].rollouts.values())
+                await asyncio.sleep(0.1)
+                assert asyncio.get_running_loop().time() < 120
+            assert changing == 1, "one at a time"
+            assert least == 2, "a full machine stops one first"
+            assert "2 of 3 replicas have the new settings" in said
+            await it.until(lambda: sum(it.ready().values()) == 3)
+            assert topology(it.memory.snapshot()).loaded["m"]["max_running"] == 7
+            # What no engine reads changes no engine.
+            ids = {id(unit) for node in it.nodes.values() for unit, _ in node.replicas.units}
+            await it.want(3, max_running=7, aliases=["other"], input_price=3.0)
+            await asyncio.sleep(30.0)
+            assert ids == {id(unit) for node in it.nodes.values() for unit, _ in node.replicas.units}
+
+    run_in_virtual_time(run())
+
+
+@pytest.mark.parametrize("room", [2, 4])
+def test_settings_that_cannot_start_stop_nothing(room: int) -> None:
+    async def run() -> None:
+        async with world("a", "b", room=room) as it:
+            await it.want(4)
+            await it.until(lambda: it.ready() == {"a": 2, "b": 2})
+            old = {engine.revision for engine in it.memory.snapshot().engines.values()}
+            for node in it.nodes.values():
+                node.processes.broken = True
+            await it.want(4, max_running=7)
+            await asyncio.sleep(60.0)
+            await it.until(lambda: sum(it.ready().values()) == 4)
+            assert {engine.revision for engine in it.memory.snapshot().engines.values()} == old
+            problems = [machine.problems for machine in it.memory.snapshot().machines.values()]
+            assert sum(map(bool, problems)) <= 1, "no further machine begins"
+            stopped = sum(node.processes.paused for node in it.nodes.values())
+            assert stopped <= (2 if room == 2 else 0), "none is stopped in vain again and again"
+            # The old settings again: nothing is left to do.
+            for node in it.nodes.values():
+                node.processes.broken = False
+            await it.want(4)
+            await asyncio.sleep(30.0)
+            decision = it.memory.snapshot().decisions[it.memory.snapshot().controller]
+            assert sum(it.ready().values()) == 4 and not decision.rollouts
+
+    run_in_virtual_time(run())
+
+
+def test_a_machine_that_joins_takes_replicas_over_one_at_a_time() -> None:
+    async def run() -> None:
+        async with world("a", room=8) as it:
+            await it.want(6)
+            await it.until(lambda: it.ready() == {"a": 6})
+            it.join("b", room=8)
+            it.join("c", room=8)
+            least, most, begun = 6, 6, asyncio.get_running_loop().time()
+            while it.ready() != {"a": 2, "b": 2, "c": 2}:
+                least, most = min(least, sum(it.ready().values())), max(most, sum(it.ready().values()))
+                await asyncio.sleep(0.1)
+                assert asyncio.get_running_loop().time() < begun + 400, it.ready()
+            assert (least, most) == (6, 7), "the new one first, then the old one"
+            assert asyncio.get_running_loop().time() - begun >= 4 * REBALANCE_S, "at a bounded rate"
+            await asyncio.sleep(5 * REBALANCE_S)
+            assert it.ready() == {"a": 2, "b": 2, "c": 2} and len(it.memory.snapshot().engines) == 6, "and then no more"
+
+    run_in_virtual_time(run())
+
+
+def test_a_move_whose_target_or_controller_is_lost_costs_no_replica() -> None:
+    async def run() -> None:
+        async with world("a", room=8) as it:
+            await it.want(4)
+            await it.until(lambda: it.ready() == {"a": 4})
+            it.join("b", room=8)
+            decided = lambda: it.memory.snapshot().decisions.get(it.memory.snapshot().controller)  # noqa: E731
+            await it.until(lambda: bool(decided() and decided().moves), 120)
+            await it.kill("b")
+            await it.until(lambda: it.ready() == {"a": 4})
+            least = 4
+            broken = it.join("b", room=8)
+            broken.processes.broken = True
+            for _ in range(1200):
+                least = min(least, sum(it.ready().values()))
+                await asyncio.sleep(0.1)
+            assert least == 4 and it.ready() == {"a": 4}
 
     run_in_virtual_time(run())

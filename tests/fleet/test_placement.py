@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.fleet.placement import SPOT, Host, Need, Placement, place
+from penstock.fleet.rebalance import next_move
 
 MODELS = ("m", "n")
 
@@ -80,8 +81,8 @@ hosts_of = st.lists(
     unique_by=lambda host: host.name,
 )
 needs_of = st.tuples(
-    st.builds(Need, model=st.just("m"), replicas=st.integers(0, 6), spot=st.integers(0, 2)),
-    st.builds(Need, model=st.just("n"), replicas=st.integers(0, 6), devices=st.integers(0, 1)),
+    st.builds(Need, slot=st.just("m"), replicas=st.integers(0, 6), spot=st.integers(0, 2)),
+    st.builds(Need, slot=st.just("n"), replicas=st.integers(0, 6), devices=st.integers(0, 1)),
 )
 
 
@@ -95,7 +96,7 @@ def test_in_any_fleet(hosts: list[Host], needs: tuple[Need, ...], lost: str) -> 
         assert counts.get("n", 0) * needs[1].devices <= host.devices
         assert not (counts.get("m") and "m" in host.unable)
     for need in needs:
-        assert total(first, need.model) + first.missing.get(need.model, 0) == need.replicas
+        assert total(first, need.slot) + first.missing.get(need.slot, 0) == need.replicas
     assert place(hosts, needs, first.counts, first.counts) == first, "it is stable"
 
     rest = [host for host in hosts if host.name != lost]
@@ -108,4 +109,37 @@ def test_in_any_fleet(hosts: list[Host], needs: tuple[Need, ...], lost: str) -> 
         for model in MODELS:
             assert back.counts[host.name].get(model, 0) >= after.counts[host.name].get(model, 0)
     for need in needs:
-        assert total(back, need.model) <= need.replicas, "a machine that comes back is not doubled"
+        assert total(back, need.slot) <= need.replicas, "a machine that comes back is not doubled"
+
+
+@settings(max_examples=30, deadline=None)
+@given(hosts=hosts_of, needs=needs_of)
+def test_moves_come_to_an_end_and_keep_every_replica(hosts: list[Host], needs: tuple[Need, ...]) -> None:
+    counts = place(hosts, needs, {}, {}).counts
+    totals = {need.slot: total(Placement(counts), need.slot) for need in needs}
+    for _ in range(60):
+        move = next_move(hosts, needs, counts)
+        if move is None:
+            break
+        counts[move.source][move.slot] -= 1
+        counts[move.target][move.slot] = counts[move.target].get(move.slot, 0) + 1
+        again = place(hosts, needs, counts, counts)
+        assert {need.slot: total(again, need.slot) for need in needs} == totals
+        counts = again.counts
+    else:
+        raise AssertionError("it never ends")
+
+
+def test_replicas_move_to_where_fewer_are() -> None:
+    hosts = [Host("a", 8, cpus=4), Host("b", 8, cpus=4)]
+    needs = [Need("m", 1), Need("n", 1), Need("o", 1), Need("p", 2)]
+    crowded = {"a": {"m": 1, "n": 1, "o": 1, "p": 2}, "b": {}}
+    first = next_move(hosts, needs, crowded)
+    assert first is not None and (first.slot, first.source, first.target) == ("p", "a", "b")
+    fuller = next_move(hosts, needs, {"a": {"m": 1, "n": 1, "o": 1, "p": 1}, "b": {"p": 1}})
+    assert fuller is not None and fuller.slot in ("m", "n", "o") and "more engines" in fuller.why
+    even = {"a": {"m": 1, "n": 1, "p": 1}, "b": {"o": 1, "p": 1}}
+    assert next_move(hosts, needs, even) is None
+    uneven = [Host("a", 8, cpus=4, busy=0.9), Host("b", 8, cpus=4, busy=0.1)]
+    assert "busier" in str(next_move(uneven, needs, even))
+    assert next_move(uneven, [Need("m", 1), Need("p", 1, labels=frozenset(["x"]))], {"a": {"p": 1}, "b": {}}) is None

@@ -16,6 +16,7 @@ from penstock.config.placement import PlacementConfig
 from penstock.config.pools import PoolConfig
 from penstock.config.resources import ResourcesConfig
 from penstock.config.schema import CountersConfig, ServerConfig, StoreConfig
+from penstock.config.variants import variant, variant_at
 from penstock.errors import ConfigError
 from penstock.fleet.ray import cluster
 from penstock.fleet.ray.bundle import (
@@ -26,7 +27,6 @@ from penstock.fleet.ray.bundle import (
     gateway_bundle,
     placed,
     problems,
-    replica_settings,
     without_room,
 )
 from penstock.fleet.ray.choice import Reserved, preferred_node
@@ -35,8 +35,12 @@ CPU = [Node("a", "a", "10.0.0.1", {"CPU": 8, "memory": 2**34}), Node("b", "b", "
 GPU = [Node("g", "g", "10.0.0.3", {"CPU": 32, "GPU": 8})]
 
 
+def settings_of(model: ModelConfig, replica: int) -> ModelConfig:
+    return variant_at(model, replica).of(model)
+
+
 def bundle(nodes: list[Node], replica: int = 0, **settings: object) -> Bundle:
-    return engine_bundle(Config(), replica_settings(replace(ModelConfig(name="m"), **settings), replica), nodes)
+    return engine_bundle(Config(), settings_of(replace(ModelConfig(name="m"), **settings), replica), nodes)
 
 
 def test_a_grid_is_one_bundle() -> None:
@@ -72,11 +76,11 @@ def test_a_replica_on_cpu_leaves_room_for_a_gateway_and_uses_what_it_reserves() 
 def test_each_replica_gets_the_settings_of_its_pool_and_its_turn() -> None:
     pools = (PoolConfig(name="chat", replicas=2, threads=3), PoolConfig(name="batch", replica_grids=("2x1", "1x1")))
     model = replace(ModelConfig(name="m"), pools=pools, threads=1, device="cpu")
-    found = [replica_settings(model, replica) for replica in range(3)]
+    found = [settings_of(model, replica) for replica in range(3)]
     assert [engine_bundle(Config(), each, CPU).cpus for each in found] == [3.0, 3.0, 2.0]
-    assert replica_settings(model, 7, "chat").threads == 3
+    assert variant(model, "chat", 7).of(model).threads == 3
     roles = replace(ModelConfig(name="m"), replica_roles=("prefill", "decode"))
-    assert [replica_settings(roles, replica).role(0) for replica in range(3)] == ["prefill", "decode", "prefill"]
+    assert [variant_at(roles, replica).role for replica in range(3)] == ["prefill", "decode", "prefill"]
     # What an engine is started with is a valid configuration, also where models refer to each other.
     other = ModelConfig(name="other", fallback=("m",))
     config = engine_config(Config(models=(model, other)), placed(found[2], Bundle(2.0)))

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from penstock.config.pools import PoolConfig, PoolRuleConfig, ReserveConfig
 from penstock.config.routing import RegionRuleConfig
 from penstock.errors import ConfigError
-from penstock.protocol.errors import InvalidRequest
+from penstock.identity import Caller
+from penstock.identity.data_rules import DataRules
+from penstock.identity.labels import Labels, demand_of
+from penstock.protocol.errors import DataRuleForbids, InvalidRequest
 from penstock.routing.admission.fair_queue import FairQueue
 from penstock.routing.admission.lanes import COMMON, LaneLoad, lanes_of
 from penstock.routing.admission.queue import Capacity, QueueEntry
@@ -41,8 +44,8 @@ facts = st.builds(
 )
 
 
-def placer(*rules: PoolRuleConfig, regions: tuple[RegionRuleConfig, ...] = ()) -> Placer:
-    return Placer([PoolConfig(name=name) for name in POOLS], rules, regions)
+def placer(*rules: PoolRuleConfig, labels: dict[str, tuple[tuple[str, str], ...]] | None = None) -> Placer:
+    return Placer([PoolConfig(name=name, labels=(labels or {}).get(name, ())) for name in POOLS], rules)
 
 
 def holds(rule: PoolRuleConfig, about: PlacementFacts) -> bool:
@@ -75,13 +78,40 @@ def test_a_request_is_placed_by_the_first_rule_whose_pool_can_hold_it(
     assert placed.why
 
 
+def demands(**labels: str) -> PlacementFacts:
+    return PlacementFacts(demand=demand_of(labels.items(), "tenant acme"))
+
+
 def test_the_data_rule_of_a_tenant_counts_whatever_the_pool() -> None:
-    found = placer(regions=(RegionRuleConfig(tenants=("acme",), regions=("eu",)),))
-    assert found.place(PlacementFacts("acme")).regions == ("eu",)
-    assert found.place(PlacementFacts("other")).regions == ()
-    assert Placer(regions=(RegionRuleConfig(regions=("eu", "ch")),)).place(PlacementFacts()) == Placement(
-        (), ("eu", "ch"), "only in eu, ch"
+    rules = DataRules(regions=(RegionRuleConfig(tenants=("acme",), regions=("eu",)),))
+    acme, other = (rules.demand(Caller(tenant)) for tenant in ("acme", "other"))
+    assert placer().place(PlacementFacts(demand=acme)).regions == ("eu",)
+    assert placer().place(PlacementFacts(demand=other)).regions == ()
+    assert Placer().place(demands(region="eu|ch")) == Placement((), ("eu", "ch"), "only in eu, ch")
+    with pytest.raises(DataRuleForbids, match="No region"):
+        Placer().place(PlacementFacts(demand=acme.narrowed(demands(region="us").demand)))
+
+
+def test_pools_without_a_demanded_label_are_passed_over() -> None:
+    found = placer(
+        PoolRuleConfig(pool="batch", tiers=("free",), spill=("interactive",)),
+        labels={"batch": (("certified", "yes"),), "long": (("certified", "yes"),)},
     )
+    facts = demands(certified="yes")
+    assert found.place(facts).pools == ("batch",), "the first one that is certified"
+    assert found.place(PlacementFacts(tier="free", demand=facts.demand)).pools == ("batch",), "and no spill"
+    assert found.place(demands(external="false")).pools == ("interactive",), "what runs here is not external"
+    with pytest.raises(DataRuleForbids, match="certified=no"):
+        found.place(demands(certified="no"))
+
+
+def test_a_model_meets_a_demand_if_one_of_its_places_does() -> None:
+    found = Placer([PoolConfig(name="a", labels=(("region", "eu"),)), PoolConfig(name="b")], (), Labels({"gpu": "own"}))
+    demand = demands(region="us", gpu="own", external="false").demand
+    assert [one.label for one in found.unmet(demand, [("a", "eu")])] == ["region"]
+    assert not found.unmet(demand, [("b", "us")])
+    assert found.labels_of("a") == {"region": "eu", "gpu": "own", "external": "false"}
+    assert found.labels_of("a", "us")["region"] == "us", "where a replica says its region, that counts"
 
 
 def test_only_a_pool_with_such_a_rule_can_be_asked_for() -> None:

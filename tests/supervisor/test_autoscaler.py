@@ -11,14 +11,19 @@ from typing import cast
 
 import pytest
 
+from penstock.config import Config, ModelConfig
 from penstock.config.autoscale import AutoscaleConfig
+from penstock.config.pools import PoolConfig, PoolRuleConfig
+from penstock.config.variants import Variant, variant_at
 from penstock.errors import PenstockError
 from penstock.gateway.process.supervisor_link import SupervisorLink
-from penstock.protocol.control import Loads, ModelLoad, Notice, Scale, Scaling, SetLimits, Topology
+from penstock.protocol.control import Loads, ModelLoad, Notice, Scale, Scaling, SetLimits, Topology, scaled_name
 from penstock.protocol.errors import InvalidRequest
-from penstock.supervisor.autoscaler import ReplicaAutoscaler
+from penstock.supervisor.autoscaler import ReplicaAutoscaler, Target
+from penstock.supervisor.catalogue import ModelCatalogue
 from penstock.supervisor.control import ControlServer
 from penstock.supervisor.replicas import Replicas
+from penstock.supervisor.runtime import RuntimeFolder
 from penstock.supervisor.supervisor import StartFailed, Supervisor
 from penstock.supervisor.unit import Unit
 from tests.gateway.conftest import eventually
@@ -85,12 +90,12 @@ async def world(most_engines: int = 8, **settings: float) -> AsyncIterator[World
     first.up.set()
     first.spawned_at, first.ready_at = 100.0, 102.0
 
-    def make(model: str, index: int) -> Unit:
+    def make(model: str, index: int, variant: Variant | None = None) -> Unit:
         return Unit(f"engine m/{index}", [], model=model, replica=str(index), endpoint=f"ipc://{index}")
 
     replicas = Replicas(cast(Supervisor, processes), [first], make, max_engines=most_engines)
     it = World(processes, replicas)
-    it.scaler = ReplicaAutoscaler(replicas, lambda: {"m": config}, clock=lambda: it.now)
+    it.scaler = ReplicaAutoscaler(replicas, lambda: {"m": Target("m", config)}, clock=lambda: it.now)
     try:
         yield it
     finally:
@@ -268,3 +273,51 @@ async def test_nothing_is_started_while_the_server_stops() -> None:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert it.names == ["0"]
+
+
+async def test_each_pool_is_scaled_by_its_own_load() -> None:
+    config = AutoscaleConfig(max=3, stabilisation_s=20.0, scale_down_cooldown_s=0.0)
+    pools = (PoolConfig(name="chat", autoscale=config), PoolConfig(name="batch"))
+    model = ModelConfig(name="m", pools=pools, pool_rules=(PoolRuleConfig("chat"), PoolRuleConfig("batch")))
+
+    class Catalogue(ModelCatalogue):
+        def unit(self, name: str, index: int, variant: Variant | None = None) -> Unit:
+            variant = variant_at(model, index) if variant is None else variant
+            return Unit(f"engine m/{index}", [], model=name, replica=str(index), variant=variant)
+
+    catalogue = Catalogue(Config(models=(model,)), cast(RuntimeFolder, None))
+    first = [catalogue.unit("m", index) for index in range(2)]
+    assert [unit.pool for unit in first] == ["chat", "batch"]
+    for unit in first:
+        unit.up.set()
+    now = 1000.0
+    replicas = Replicas(cast(Supervisor, Processes()), first, catalogue.unit, catalogue, max_engines=8)
+    scaler = ReplicaAutoscaler(replicas, lambda: catalogue.autoscaled, clock=lambda: now)
+
+    async def tick(chat: int) -> None:
+        nonlocal now
+        now += 5.0
+        busy = ModelLoad(slots=8 * len(replicas.serving("m", "chat")), in_flight=min(chat, 8), queued=max(chat - 8, 0))
+        scaler.heard("gateway", Loads({scaled_name("m", "chat"): busy, "m": ModelLoad(queued=100)}))
+        scaler.decide()
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    try:
+        await tick(40)
+        assert sorted(unit.pool for unit in replicas.serving("m")) == ["batch", "chat", "chat", "chat"]
+        state = scaler.state().models["m#chat"]
+        assert (state.model, state.pool, state.desired) == ("m", "chat", 3)
+        for _ in range(8):
+            await tick(0)
+        assert sorted(unit.pool for unit in replicas.serving("m")) == ["batch", "chat"]
+        scaler.set_limits("m", 2, None, "chat")
+        await tick(0)
+        assert len(replicas.serving("m", "chat")) == 2
+        with pytest.raises(PenstockError, match="say which one with --pool: chat"):
+            scaler.set_limits("m", 2, None)
+        with pytest.raises(PenstockError, match="pool `batch` of `m` is not scaled automatically"):
+            scaler.set_limits("m", 2, None, "batch")
+        assert scaler.governs("m", "chat") and not scaler.governs("m") and not scaler.governs("m", "batch")
+    finally:
+        await replicas.close()

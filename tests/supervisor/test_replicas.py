@@ -14,6 +14,7 @@ import pytest
 
 from penstock.config import Config, ModelConfig
 from penstock.config.load import check_model
+from penstock.config.variants import Variant
 from penstock.errors import PenstockError
 from penstock.gateway.process.supervisor_link import SupervisorLink
 from penstock.protocol.control import Drain, LoadModel, Restart, Scale, Stop, Topology, UnloadModel
@@ -72,7 +73,7 @@ async def world(
         engine.model, engine.replica, engine.endpoint = "m", "0", f"ipc://{folder}/engine"
         kinds: dict[int, str] = {}
 
-        def make(model: str, index: int) -> Unit:
+        def make(model: str, index: int, variant: Variant | None = None) -> Unit:
             run = [sys.executable, "-m", "tests.supervisor.fakes", "engine"]
             endpoint = f"ipc://{folder}/{model}-{index}"
             command = [*run, endpoint, STATUS_FD, kinds.get(index, "good")]

@@ -89,6 +89,13 @@ class EmbeddingBatch(msgspec.Struct, frozen=True):
     prompt_tokens: int
 
 
+class RerankScores(msgspec.Struct, frozen=True):
+    """A score per document, in their order; larger is better."""
+
+    scores: list[float]
+    prompt_tokens: int
+
+
 class TokenCount(msgspec.Struct, frozen=True):
     """How many tokens a server says a text has, and which, where it tells."""
 

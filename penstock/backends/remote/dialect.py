@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from penstock.backends.remote.chunk import Chunk, EmbeddingBatch, TokenCount
+from penstock.backends.remote.chunk import Chunk, EmbeddingBatch, RerankScores, TokenCount
 from penstock.backends.remote.credentials import Key
-from penstock.backends.remote.failure import garbage, refusal
+from penstock.backends.remote.failure import error_details, failed_stream, garbage, refusal
 from penstock.backends.remote.features import Feature, Fit, Operation, fit
 from penstock.backends.remote.frames import Event, Frames, SseFrames
 from penstock.backends.remote.load import ServerLoad
@@ -99,8 +99,13 @@ class Dialect(ABC):
         """The request for an answer, streamed."""
 
     @abstractmethod
-    def reader(self, operation: Operation) -> Reader:
+    def reader(self, operation: Operation, body: Mapping[str, Any]) -> Reader:
         """Reads the answer to `call`."""
+
+    def whole(self, operation: Operation, body: Mapping[str, Any], data: bytes) -> Iterator[Chunk]:
+        """Reads an answer that should have been streamed and is one JSON object: an error, as a rule."""
+        said, kind = error_details(data)
+        raise failed_stream(kind or "", said or "") if said else garbage()
 
     def refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> ApiError:
         """The error for a reply other than 200."""
@@ -111,6 +116,13 @@ class Dialect(ABC):
 
     def embeddings(self, data: bytes) -> EmbeddingBatch:
         raise self._missing("embeddings")
+
+    def rerank_call(self, query: str, documents: Sequence[str]) -> Call:
+        raise self._missing("rerank")
+
+    def scores(self, data: bytes, documents: int) -> RerankScores:
+        """What the answer to `rerank_call` says about so many documents."""
+        raise self._missing("rerank")
 
     def count_call(self, body: Mapping[str, Any]) -> Call:
         """The request that counts the tokens of `prompt` or `messages`."""

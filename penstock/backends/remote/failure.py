@@ -48,11 +48,16 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 def refusal(status: int, headers: Mapping[str, str], body: bytes) -> ApiError:
     """The error for a reply other than 200."""
-    said, code = message(body)
+    said, code = error_details(body)
     if code == "content_filter" or code == "ResponsibleAIPolicyViolation":
         return ContentBlocked(said or "The remote server of this model refused the content of the request.")
+    if code in ("insufficient_quota", "billing_error") or (said and "credit balance" in said):
+        return _ours(status, code or "credit balance")  # of the operator's account, none of a client's business
     if status in (400, 413, 422):
-        return InvalidRequest(said or f"The remote server of this model refused the request ({status}).")
+        return InvalidRequest(
+            said or f"The remote server of this model refused the request ({status}).",
+            code=code if code == "context_length_exceeded" else None,
+        )
     if status in (429, 529) or (status == 503 and "retry-after" in headers):
         wait = retry_after(headers)
         return ServerOverloaded(
@@ -60,9 +65,14 @@ def refusal(status: int, headers: Mapping[str, str], body: bytes) -> ApiError:
             retry_after=DEFAULT_WAIT_S if wait is None else wait,
         )
     if status in (401, 403, 404):
-        log.warning("remote server refuses us", extra={"status": status, "why": (said or "")[:200]})
-        return ServerRefused(f"The remote server of this model returned {status}; try again.", retry_after=5.0)
+        return _ours(status, said or "")
     return EngineUnavailable(f"The remote server of this model returned {status}; try again.")
+
+
+def _ours(status: int, why: str) -> ServerRefused:
+    """An error that an operator has to remedy, whose reason is in the log only."""
+    log.warning("remote server refuses us", extra={"status": status, "why": why[:200]})
+    return ServerRefused(f"The remote server of this model returned {status}; try again.", retry_after=5.0)
 
 
 def failed_stream(kind: str, said: str = "") -> ApiError:
@@ -80,7 +90,7 @@ def garbage() -> EngineLost:
     return EngineLost("The remote server of this model sent an invalid chunk.")
 
 
-def message(body: bytes) -> tuple[str | None, str | None]:
+def error_details(body: bytes) -> tuple[str | None, str | None]:
     """The message and code in an error's body, in any of the shapes in use: `{"error": {"message", "code"}}`,
     `{"error": "..."}`, `{"message": "..."}`, `{"detail": ...}`."""
     try:
@@ -96,7 +106,7 @@ def message(body: bytes) -> tuple[str | None, str | None]:
     if not isinstance(inner, dict):
         return None, None
     said = inner.get("message", inner.get("Message", inner.get("detail")))
-    code = inner.get("code")
+    code = inner.get("code") if isinstance(inner.get("code"), str) else inner.get("type")
     deeper = inner.get("innererror")
     if isinstance(deeper, dict) and isinstance(deeper.get("code"), str):
         code = deeper["code"]

@@ -14,7 +14,9 @@ Feature = Literal[
     "chat",
     "completions",
     "embeddings",
+    "rerank",
     "tokenize",
+    "tokenize_chat",
     "tools",
     "tool_choice",
     "parallel_tool_calls",
@@ -29,7 +31,8 @@ Feature = Literal[
     "token_prompt",
     "echo",
 ]
-"""`token_prompt`: the prompt of a completion may be token ids. `echo`: it may be given back with the completion."""
+"""`tokenize`: it counts the tokens of a text; `tokenize_chat`: of messages. `token_prompt`: the prompt of a completion
+may be token ids. `echo`: it may be given back with the completion."""
 Operation = Literal["chat", "completions"]
 
 ENVELOPE = frozenset(
@@ -107,7 +110,7 @@ def fit(body: Mapping[str, Any], known: frozenset[str] | None) -> Fit:
     for name, value in body.items():
         if name in ENVELOPE or name in known:
             kept[name] = value
-        elif value is None:
+        elif value is None or (name == "add_generation_prompt" and body.get("continue_final_message")):
             continue
         elif name in ADVICE or _is_neutral(name, value):
             ignored.append(name)

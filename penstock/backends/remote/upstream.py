@@ -30,6 +30,8 @@ class Upstream:
     """Azure: the value of `api-version`; Anthropic: of the header `anthropic-version`."""
     aws_region: str = ""
     """Bedrock: part of what is signed; empty: from the url."""
+    streamed: bool = True
+    """Bedrock: false for models that cannot stream."""
     max_tokens: int = 4096
     """Limit of an answer for dialects that demand one, where the request has none."""
 

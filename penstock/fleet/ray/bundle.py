@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock.config import Config, ModelConfig
 from penstock.config.resources import ResourcesConfig
+from penstock.config.variants import variant_at
 
 MOST_CPUS = 8
 """Cores that a rank on CPU reserves when nothing is configured and nodes are large."""
@@ -58,18 +59,6 @@ class Bundle:
     def __str__(self) -> str:
         named = {"CPU": "CPUs", "GPU": "GPUs", "memory": "bytes of memory"}
         return ", ".join(f"{amount:g} {named.get(name, name)}" for name, amount in self.resources.items())
-
-
-def replica_settings(model: ModelConfig, replica: int, pool: str | None = None) -> ModelConfig:
-    """The settings of replica number `replica`: those of its pool, and its own grid and role. `pool`: if not the one of
-    that number."""
-    number = model.place_in_pool(replica)
-    own = model.in_pool(model.pool_of(replica) if pool is None else pool)
-    tensor, pipeline = own.grid(number)
-    roles = (own.role(number),) if own.replica_roles else ()
-    return dataclasses.replace(
-        own, tensor_parallel=tensor, pipeline_parallel=pipeline, replica_grids=(), replica_roles=roles
-    )
 
 
 def engine_bundle(config: Config, model: ModelConfig, nodes: Sequence[Node]) -> Bundle:
@@ -124,7 +113,7 @@ def without_room(config: Config, nodes: Sequence[Node]) -> list[str]:
     found = []
     for model in config.models:
         for replica in range(model.first_replicas):
-            bundle = engine_bundle(config, replica_settings(model, replica), nodes)
+            bundle = engine_bundle(config, variant_at(model, replica).of(model), nodes)
             if not any(bundle.fits(node) for node in nodes):
                 found.append(f"no node has room for a replica of {model.name} ({bundle})")
                 break

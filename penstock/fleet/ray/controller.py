@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock import __version__
 from penstock.config import Config, ModelConfig
+from penstock.config.variants import Variant, variant_at
 from penstock.errors import PenstockError
 from penstock.fleet.ray import cluster
 from penstock.fleet.ray.bundle import (
@@ -25,7 +26,6 @@ from penstock.fleet.ray.bundle import (
     gateway_bundle,
     placed,
     problems,
-    replica_settings,
 )
 from penstock.fleet.ray.choice import Reserved, preferred_node
 from penstock.fleet.ray.control_tunnel import ControlEnds
@@ -57,19 +57,14 @@ class RayCatalogue(ModelCatalogue):
     async def _fetch(self, name: str, source: str) -> str:
         return source
 
-    def model(self, name: str) -> ModelConfig:
-        if name in self._added:
-            return self._added[name].model
-        return next(model for model in self._config.models if model.name == name)
-
-    def unit(self, name: str, index: int, pool: str | None = None) -> Unit:
+    def unit(self, name: str, index: int, variant: Variant | None = None) -> Unit:
         model = self.model(name)
-        pool = model.pool_of(index) if pool is None else pool
-        return Unit(engine_name(model, index), [], model=name, replica=str(index), pool=pool)
+        variant = variant_at(model, index) if variant is None else variant
+        return Unit(engine_name(model, index), [], model=name, replica=str(index), variant=variant)
 
     def settings(self, unit: Unit) -> ModelConfig:
         """Of one replica."""
-        return replica_settings(self.model(unit.model), int(unit.replica), unit.pool)
+        return unit.variant.of(self.model(unit.model))
 
 
 class Controller:
@@ -256,7 +251,7 @@ class Controller:
     def _engine_order(self, unit: Unit, reservation: Reservation) -> Order:
         settings = self._catalogue.settings(unit)
         config = engine_config(self._config, placed(settings, reservation.bundle))
-        arguments = ["--role", settings.role(0)] if settings.replica_roles else []
+        arguments = ["--role", unit.variant.role] if unit.variant.role else []
         return Order(dataclasses.asdict(config), list(self._secret.secrets), unit.model, arguments)
 
     def _describe(self, unit: Unit) -> Replica:

@@ -10,14 +10,14 @@ from msgspec import Struct
 from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
 from penstock.gateway.accounting.batch_line import batch_line
-from penstock.gateway.accounting.objectives import longest_wait
 from penstock.gateway.accounting.quotas import Reservation
+from penstock.gateway.accounting.targets import ttft_target
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.admission.admission import Admission
+from penstock.routing.admission.admission import Admission, ModelAdmission
 from penstock.routing.admission.controller import Ticket
-from penstock.routing.admission.pools import PoolTicket
+from penstock.routing.admission.pools import PooledAdmission, PoolTicket
 from penstock.routing.admission.queue import BATCH, CLASSES, PREMIUM
 from penstock.routing.admission.triage import AdmissionRequest
 from penstock.routing.placement import ANYWHERE, Placement, PlacementFacts
@@ -28,6 +28,8 @@ DOWNGRADE = "downgrade"
 """Why another model answers (`x-penstock-route`)."""
 LINE_PRIORITY = 2
 """Priority in the engine of lines of batches: after every request that a client waits for."""
+SHADOW_PRIORITY = LINE_PRIORITY + 1
+"""Of shadow requests: after batches too."""
 MOST_LATER = 16
 """How far the `priority` of a request can lower it: each step is as if it had arrived half a minute later."""
 _NO_TIER = TierConfig()
@@ -88,6 +90,14 @@ class Admissions:
         if self._admission is not None:
             await self._admission.add(model)
 
+    async def change(self, model: ServedModel, smaller: str, *, pools: bool) -> ModelAdmission | None:
+        """A model has other settings; `pools`: also other pools. Returns queues that are to be closed once they are
+        empty."""
+        self.smaller.pop(model.name, None)
+        if smaller:
+            self.smaller[model.name] = smaller
+        return await self._admission.renew(model) if pools and self._admission is not None else None
+
     async def remove(self, model: ServedModel) -> None:
         self.smaller.pop(model.name, None)
         if self._admission is not None:
@@ -96,6 +106,8 @@ class Admissions:
     def priority(self, exchange: Exchange, service_tier: str | None, asked: int | None = None) -> int:
         """Priority in the engine, smaller first: the class of the caller's tier, or a lower one that the request asks
         for. `asked`: the request's `priority`, 0 for the usual one; a smaller one counts only without keys."""
+        if exchange.shadow:
+            return SHADOW_PRIORITY
         later = min(max(asked or 0, 0), MOST_LATER)
         if batch_line(exchange) is not None:
             return LINE_PRIORITY + later
@@ -135,6 +147,7 @@ class Admissions:
                 tokens=prompt_tokens + (max_tokens or 0),
                 batch_line=batch_line(exchange) is not None,
                 asked="" if asked is None else asked.decode("latin-1").strip(),
+                demand=exchange.demand,
             )
         )
 
@@ -158,7 +171,7 @@ class Admissions:
                 budget_left=1.0 if reservation is None else reservation.left,
                 tier=caller.tier,
                 placement=demand.placement,
-                max_wait_s=longest_wait(exchange),
+                max_wait_s=ttft_target(exchange),
             )
         )
 
@@ -177,6 +190,13 @@ class Admissions:
         if self._admission is None:
             return 0, 0.0, False
         return self._admission.controller(model).load()
+
+    def pool_load(self, model: ServedModel, pool: str) -> tuple[int, float, bool]:
+        """The same of one of its pools."""
+        found = None if self._admission is None else self._admission.controller(model)
+        if not isinstance(found, PooledAdmission) or pool not in found.pools:
+            return 0, 0.0, False
+        return found.pools[pool].common.load()
 
     def reroute(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from penstock.gateway.app.exchange import Exchange
-from penstock.routing.registry import ModelRegistry, ServedModel
 
 
 def identify(exchange: Exchange, user: str | None, metadata: dict[str, str] | None) -> None:
@@ -20,7 +19,9 @@ def route_name(why: str) -> str:
 
 def route_arm(why: str) -> str:
     """Of a request that named a route: `control` if it is in the control group, `off` if the route is switched off,
-    otherwise `routed`. Empty for all others."""
+    otherwise `routed`. Of one whose model an experiment chose: its arm. Empty for all others."""
+    if arm := why.partition("; arm=")[2]:
+        return arm
     rule = why.partition("; rule=")[2].partition(";")[0]
     return "" if not rule else rule if rule in ("control", "off") else "routed"
 
@@ -35,11 +36,3 @@ def note_model(exchange: Exchange, asked: str, name: str, why: str, *, base_name
         (b"x-penstock-model", name.encode("latin-1", "replace")),
         (b"x-penstock-route", why.encode()),
     ]
-
-
-def find_model(registry: ModelRegistry, exchange: Exchange, name: str) -> ServedModel:
-    """The model that is served under `name`."""
-    route = registry.route(name)
-    model = route.model
-    note_model(exchange, name, model.name, route.why, base_name=model.base_name, adapter=model.adapter)
-    return model

@@ -47,6 +47,9 @@ RETRY_S = 1.0
 """How soon a heartbeat that failed is tried again."""
 MOST_ASKED = 500
 _FEATURE_LENGTH = 64
+SHADOW = "shadow"
+SHADOW_TENANT = "(shadow)"
+"""Who the ledger charges for shadow requests: no tenant can have this name."""
 _USER_LENGTH = 256
 
 
@@ -74,6 +77,16 @@ class AccountBook(Protocol):
 
     def open(self, exchange: Exchange, generation: Metered, *, feature: str = "") -> OpenAccount:
         """`feature`: what the work is for; by default what the client says."""
+
+
+class HeldStreams(Protocol):
+    """Streams that this gateway itself keeps for clients that may come back."""
+
+    def holds(self, charge: str) -> bool:
+        """Whether the client of a charge may still come back, or has."""
+
+    def used(self, charge: str) -> Usage | None:
+        """What a stream took for which nobody came back; None: it is not known. It is told once."""
 
 
 class NoAccount:
@@ -255,6 +268,8 @@ class Accounts:
         self._keeper: asyncio.Task[None] | None = None
         self._beats = True
         """Whether the last heartbeat was written."""
+        self.streams: HeldStreams | None = None
+        """Those of models that other servers run."""
         self._left: dict[str, OpenCharge] = {}
         """Charges of streams whose clients are gone and may come back."""
 
@@ -291,10 +306,10 @@ class Accounts:
             request_id=exchange.request_id,
             gateway=self.gateway,
             opened_at=time.time(),
-            tenant=caller.tenant,
-            user=_storable(record.user_id or ""),
-            key=caller.key,
-            feature=_storable(feature or named)[:_FEATURE_LENGTH],
+            tenant=SHADOW_TENANT if exchange.shadow else caller.tenant,
+            user="" if exchange.shadow else _storable(record.user_id or ""),
+            key="" if exchange.shadow else caller.key,
+            feature=SHADOW if exchange.shadow else _storable(feature or named)[:_FEATURE_LENGTH],
             model=model.base_name,
             adapter=model.adapter,
             tier=caller.tier,
@@ -304,6 +319,7 @@ class Accounts:
             price_cached=price.cached,
             price_output=price.output,
             selection=_storable(f"{route_name(why)}/{route_arm(why)}"),
+            experiment=_storable(record.experiment or ""),
         )
         if in_batch:
             return LineAccount(self.journal, charge, generation, self._metrics)
@@ -319,6 +335,8 @@ class Accounts:
         abandoned += self._left.values()
         by_model: defaultdict[str, list[OpenCharge]] = defaultdict(list)
         for entry in abandoned:
+            if self.streams is not None and self.streams.holds(entry.charge.id):
+                continue
             by_model[entry.charge.model].append(entry)
         for model, entries in by_model.items():
             for start in range(0, len(entries), MOST_ASKED):
@@ -358,6 +376,9 @@ class Accounts:
             max(entry.cached_tokens, counted.cached),
             max(entry.completion_tokens, counted.completion),
         )
+        if (told := None if self.streams is None else self.streams.used(charge.id)) is not None:
+            used = told
+            charge = msgspec.structs.replace(charge, prompt_tokens=told.prompt)
         ended = bool(produced) and all(run.finish_reason not in ("abort", "error") for run in produced)
         cost = cost_of(charge, used.cached, used.completion) if used.completion or ended else 0
         # A stream that was resumed has been settled by the gateway that resumed it, and the first settlement stands.

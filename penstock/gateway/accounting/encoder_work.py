@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
 from penstock.protocol.errors import ContextQuotaExceeded, ModelNotFound, TimeLimitReached
 from penstock.routing.encoders import Encoders
+from penstock.routing.remote_embedder import RemoteEmbedder
 from penstock.telemetry.encoder_metrics import EncoderMetrics
 
 T = TypeVar("T")
@@ -41,26 +42,34 @@ class EncoderWork:
         self._metrics = metrics
         self._background = background
 
-    @property
-    def default(self) -> str:
-        """The name of the first encoder, for requests that name none."""
-        found = self._encoders.default
-        if found is None:
-            raise ModelNotFound("", [])
-        return found.name
-
-    def find(self, exchange: Exchange, name: str) -> Embedder:
-        embedder = self._encoders.find(name)
+    def find(self, exchange: Exchange, name: str | None) -> Embedder:
+        """The encoder of this name that exists for the caller; None: the first one."""
+        access = exchange.caller.access
+        if name is None:
+            first = self._encoders.first(access)
+            if first is None:
+                raise ModelNotFound("", [])
+            name = first.name
+        embedder = self._encoders.find(name, access)
         note_model(exchange, name, embedder.name, "direct" if name == embedder.name else "alias")
         return embedder
 
+    def remote(self, exchange: Exchange, name: str) -> RemoteEmbedder | None:
+        """The encoder under `name`, if another server runs it."""
+        found = self._encoders.remote(name, exchange.caller.access)
+        if found is not None:
+            note_model(exchange, name, found.name, "direct" if name == found.name else "alias")
+        return found
+
     def text_work(
-        self, exchange: Exchange, embedder: Embedder, characters: int
+        self, exchange: Exchange, embedder: Embedder | RemoteEmbedder, characters: int
     ) -> AbstractAsyncContextManager[TextWork]:
         """Tokenizing before the work itself; see `Quotas.text_work`."""
         return self._quotas.text_work(exchange, embedder.name, characters)
 
-    def check_context(self, exchange: Exchange, embedder: Embedder, lengths: Iterable[int], param: str) -> None:
+    def check_context(
+        self, exchange: Exchange, embedder: Embedder | RemoteEmbedder, lengths: Iterable[int], param: str
+    ) -> None:
         """Texts of so many tokens must be within what the caller may send."""
         cap = self._quotas.requests.cap(exchange.caller, "context_tokens", embedder.name)
         if cap is not None and (longest := max(lengths, default=0)) > cap.most:
@@ -69,9 +78,16 @@ class EncoderWork:
             )
 
     async def run(
-        self, exchange: Exchange, embedder: Embedder, texts: int, tokens: int, work: Coroutine[Any, Any, T]
+        self,
+        exchange: Exchange,
+        embedder: Embedder | RemoteEmbedder,
+        texts: int,
+        tokens: int,
+        work: Coroutine[Any, Any, T],
+        told: Callable[[T], int] | None = None,
     ) -> T:
-        """Run `work`, which encodes `texts` of `tokens` together; the client pays when it succeeds."""
+        """Run `work`, which encodes `texts` of `tokens` together; the client pays when it succeeds. `told`: what the
+        result says about the tokens, where they were only estimated."""
         counted = FixedWork(ModelName(embedder.name), tokens, id=AnswerIds(exchange).next())
         begin = time.monotonic()
         exchange.timeline.follow("prepare")
@@ -105,6 +121,8 @@ class EncoderWork:
                     if left:
                         raise ClientDisconnected from None
                     raise
+            if told is not None:
+                tokens = counted.prompt_tokens = told(result)
             counted.billable = True
             exchange.record.prompt_tokens = tokens
             exchange.record.finish_reason = "stop"

@@ -13,7 +13,7 @@ from penstock.gateway.api.admin.identity import described_key, guard
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import NoQuery
-from penstock.identity import IdentityStore
+from penstock.identity import ApiKey, Caller, IdentityStore
 from penstock.metering.ledger import Ledger
 from penstock.metering.spend import NOTHING, spent, spent_by_key
 
@@ -54,8 +54,16 @@ class AccountEndpoints:
         keys = await guard(self._store.keys(tenant))
         costs = await guard(spent_by_key(self._ledger, tenant))
         data = [
-            {**described_key(key), "spent": costs.get(key.id, NOTHING)}
+            {**_shown(exchange.caller, key), "spent": costs.get(key.id, NOTHING)}
             for key in keys
             if user is None or key.user == user
         ]
         await exchange.reply_json({"object": "list", "data": data})
+
+
+def _shown(caller: Caller, key: ApiKey) -> dict[str, Any]:
+    """A key of the tenant. The lists of another key may name what does not exist for the caller."""
+    shown = described_key(key)
+    if caller.access.limited and key.id != caller.key:
+        del shown["allow"]
+    return shown

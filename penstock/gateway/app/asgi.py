@@ -14,12 +14,16 @@ from urllib.parse import quote
 from penstock.gateway.app.authentication import OpenAuthentication
 from penstock.gateway.app.bodies import Bodies
 from penstock.gateway.app.cors import Cors
+from penstock.gateway.app.data_rules import request_demand
+from penstock.gateway.app.decisions import audit_entries
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.endpoint import BoundEndpoint
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange, Receive, Send, StalledReader
 from penstock.gateway.app.router import Router
 from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.http.request import Message, Scope
+from penstock.identity.data_rules import NO_RULES, DataRules
+from penstock.metering.audit import AuditEntry
 from penstock.protocol.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, ServerError
 from penstock.telemetry.context import current
 from penstock.telemetry.logging import RequestRecord, log_request
@@ -49,8 +53,11 @@ class App:
         receive_s: float,
         bodies: Bodies,
         refuses_unknown: bool = False,
+        data_rules: DataRules = NO_RULES,
+        audit: Callable[[AuditEntry], None] | None = None,
     ) -> None:
-        """`record` takes the record of every logged request to the request log."""
+        """`record` takes the record of every logged request to the request log; `audit` takes decisions of data rules
+        to the audit log."""
         self._router = Router(endpoints)
         self._fixed = self._router.fixed
         self._posted = {bound.endpoint.path: bound for bound in endpoints if bound.endpoint.method == "POST"}
@@ -64,6 +71,8 @@ class App:
         self._receive_s = receive_s
         self._bodies = bodies
         self._refuses_unknown = refuses_unknown
+        self._data_rules = data_rules
+        self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -148,6 +157,7 @@ class App:
             caller = exchange.caller = await self._authentication.caller(exchange, bound.endpoint)
             exchange.record.tenant, exchange.record.user_id = caller.tenant, caller.user or None
             exchange.timeline.follow("authenticate")
+        exchange.demand = exchange.demand.narrowed(request_demand(exchange, self._data_rules))
         await bound.handle(exchange)
 
     async def _guarded(self, exchange: Exchange, work: Awaitable[None]) -> None:
@@ -187,6 +197,9 @@ class App:
         status = exchange.status or CLIENT_CLOSED
         method = exchange.method if exchange.method in METHODS else "other"  # a label must not grow with its users
         self._metrics.answered(exchange.route, method, status, seconds)
+        if exchange.decisions and self._audit is not None:
+            for entry in audit_entries(exchange):
+                self._audit(entry)
         if logged:
             exchange.record.status = status
             exchange.record.total_latency_ms = round(seconds * 1000, 3)

@@ -13,7 +13,7 @@ from penstock.gateway.app.endpoint import Endpoint
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import OPEN_CALLER, Caller, KeyRing
 from penstock.identity.access import UNLIMITED, Access, AllowList
-from penstock.protocol.errors import PermissionDenied
+from penstock.protocol.errors import AuthenticationError, KeyStoreUnavailable, PermissionDenied
 
 
 class OpenAuthentication:
@@ -29,6 +29,10 @@ class OpenAuthentication:
     async def caller(self, exchange: Exchange, endpoint: Endpoint) -> Caller:
         """The caller of a request, if it may use the endpoint; raises otherwise."""
         self._guard.check(exchange, json_only=endpoint.form is None and not endpoint.untyped)
+        return self._open_caller
+
+    async def identified(self, exchange: Exchange) -> Caller | None:
+        """Who sends a request that needs no key; None: somebody without a key that works."""
         return self._open_caller
 
     async def holder(self, tenant: str, key: str) -> Caller:
@@ -54,6 +58,14 @@ class Authentication(OpenAuthentication):
         if endpoint.scope not in caller.scopes:
             raise PermissionDenied(f"The API key {caller.key} lacks the scope `{endpoint.scope}`.")
         return caller
+
+    async def identified(self, exchange: Exchange) -> Caller | None:
+        sent = exchange.header(b"authorization") or exchange.header(b"x-api-key")
+        try:
+            caller = await self._keyring.caller(None if sent is None else sent.decode("latin-1"))
+        except (AuthenticationError, KeyStoreUnavailable):
+            return None
+        return self._open_caller if caller is OPEN_CALLER else caller
 
     async def holder(self, tenant: str, key: str) -> Caller:
         if not key:

@@ -24,6 +24,7 @@ from penstock.gateway.app.unknown_fields import ignored_header
 from penstock.gateway.http.request import ON_DISCONNECT, Message, Scope
 from penstock.identity import OPEN_CALLER, Caller
 from penstock.identity.labels import NO_DEMAND, Demand
+from penstock.metering.audit import Outcome
 from penstock.protocol.errors import ApiError, PayloadTooLarge, RequestTimeout
 from penstock.telemetry.logging import RequestRecord
 from penstock.telemetry.timeline import Timeline
@@ -42,6 +43,8 @@ UPLOAD_IN_MEMORY = 2**20
 """Bytes of an upload that stay in memory while it arrives."""
 SLOWEST_UPLOAD = 64 * 1024
 """Bytes a second with which an upload must arrive after its first `receive_s`."""
+MOST_DECISIONS = 128
+"""Decisions of data rules that are noted for one request; a tool loop could go on for long."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
 encode_json = msgspec.json.Encoder().encode
@@ -65,9 +68,12 @@ class Exchange:
         "_receive",
         "_send",
         "_watcher",
+        "arms",
         "body_read",
         "body_size",
         "caller",
+        "continues",
+        "decisions",
         "demand",
         "dialect",
         "extra_headers",
@@ -82,6 +88,8 @@ class Exchange:
         "request_id",
         "route",
         "scope",
+        "session",
+        "shadow",
         "stalled_reader_s",
         "started_at",
         "status",
@@ -117,6 +125,8 @@ class Exchange:
         self.caller: Caller = OPEN_CALLER
         self.demand: Demand = NO_DEMAND
         """The labels that whatever gets data of this request must have; only ever narrowed."""
+        self.decisions: dict[tuple[Outcome, str, str], tuple[str, float]] = {}
+        """For the audit log: what data rules decided about what, with the rule and the time."""
         self.dialect: Dialect = OPENAI
         self.stalled_reader_s = stalled_reader_s
         self.receive_s = receive_s
@@ -126,10 +136,40 @@ class Exchange:
         self.ignored: list[str] = []
         """Parameters that were ignored; those beyond are counted in `ignored_more`."""
         self.ignored_more = 0
+        self.session = (self.header(b"x-session-id") or b"").decode("latin-1")[:256]
+        """The session or stored conversation that the request belongs to, if it says so."""
+        self.arms: dict[str, str] = {}
+        """By experiment, the arm of that conversation."""
+        self.continues = ""
+        """The id of an earlier response that the request goes on with."""
+        self.shadow = False
+        """A copy of a client's request, whose answer nobody sees and nobody pays for."""
         self.limit_scopes: dict[str, str] = {}
         """Whose the limits are that may end the answer: `x-penstock-limit-scope` by `x-penstock-limit`."""
         self.record = RequestRecord(self.request_id, self.path, time.time())
         self.timeline = Timeline(self.record, self.started_at)
+
+    def copied(self) -> Exchange:
+        """A shadow of this request: the same caller and headers, and nobody who reads the answer."""
+        kept = ("type", "http_version", "method", "path", "path_params", "query_string", "headers")
+        scope = {name: self.scope[name] for name in kept if name in self.scope}
+        scope[ON_DISCONNECT] = lambda callback: None
+        copy = Exchange(
+            scope,
+            _nothing,
+            _discarded,
+            stalled_reader_s=self.stalled_reader_s,
+            receive_s=self.receive_s,
+            bodies=self._bodies,
+            refuses_unknown=False,
+        )
+        copy.shadow = copy.body_read = True
+        copy.demand = self.demand
+        copy.caller, copy.route, copy.dialect, copy.body_size = self.caller, self.route, self.dialect, self.body_size
+        copy.request_id = copy.record.request_id = self.request_id
+        copy.record.route, copy.record.tenant = self.record.route, self.record.tenant
+        copy.record.user_id, copy.record.metadata = self.record.user_id, self.record.metadata
+        return copy
 
     def header(self, name: bytes) -> bytes | None:
         return self._given.get(name)
@@ -137,6 +177,11 @@ class Exchange:
     def headers(self, name: bytes) -> list[bytes]:
         """Every value of a header that may be repeated."""
         return [value for given, value in self.scope["headers"] if given == name]
+
+    def decide(self, outcome: Outcome, kind: str, name: str, rule: str) -> None:
+        """Note a decision for the audit log, once."""
+        if len(self.decisions) < MOST_DECISIONS:
+            self.decisions.setdefault((outcome, kind, name), (rule, time.time()))
 
     @property
     def elapsed_s(self) -> float:
@@ -328,6 +373,14 @@ class Exchange:
 
 class StalledReader(ClientDisconnected):
     """The client keeps its connection open but has not read anything for too long."""
+
+
+async def _nothing() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+async def _discarded(message: Message) -> None:
+    return
 
 
 async def _within(seconds: float, work: Awaitable[T]) -> T:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 
+from penstock.gateway.app.data_rules import sent_require
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import NoQuery, page
@@ -73,6 +74,7 @@ class BatchEndpoints:
                 window=request.completion_window,
                 window_s=window_s,
                 metadata=request.metadata or {},
+                require=sent_require(exchange),
             )
         except DatabaseError as error:
             raise away() from error

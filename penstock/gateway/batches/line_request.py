@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from penstock.gateway.accounting.batch_line import BATCH_LINE, BatchLine
 from penstock.gateway.app.bodies import Bodies
+from penstock.gateway.app.data_rules import REQUIRE
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.http.request import ON_DISCONNECT, Callback, Message
 from penstock.identity import Caller
@@ -30,19 +31,25 @@ class Reply:
 class LineRequest:
     """One request. Setting `aborted` acts like a disconnect of the client."""
 
-    def __init__(self, path: str, body: bytes, line: BatchLine, caller: Caller, aborted: asyncio.Event) -> None:
+    def __init__(
+        self, path: str, body: bytes, line: BatchLine, caller: Caller, aborted: asyncio.Event, require: str = ""
+    ) -> None:
+        """`require`: the labels that the request which made the batch demands."""
         self._body: bytes | None = body
         self._aborted = aborted
         self._parts: list[bytes] = []
         self._watcher: asyncio.Task[None] | None = None
         request_id = f"req_{uuid.uuid4().hex}"
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
+        if require:
+            headers.append((REQUIRE.encode(), require.encode("latin-1")))
         scope = {
             "type": "http",
             "http_version": "1.1",
             "method": "POST",
             "path": path,
             "query_string": b"",
-            "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
+            "headers": headers,
             ON_DISCONNECT: self._on_disconnect,
             BATCH_LINE: line,
         }

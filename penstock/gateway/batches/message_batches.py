@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from penstock.config.batches import BatchesConfig
+from penstock.gateway.app.data_rules import sent_require
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import listed
@@ -94,6 +95,7 @@ class MessageBatchEndpoints:
                     metadata={},
                     total=total,
                     kind="msgbatch",
+                    require=sent_require(exchange),
                 )
             except DatabaseError as error:
                 raise away() from error

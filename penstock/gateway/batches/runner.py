@@ -288,7 +288,7 @@ class BatchRunner:
             return Reply(id, error.status, {}, encode_json(dialect.error(error, id)))
         except ApiError as error:  # the key store is unavailable
             return Reply("", error.status, dict(error.headers()))
-        request = LineRequest(batch.endpoint, body, BatchLine(batch.id, number), caller, stop.now)
+        request = LineRequest(batch.endpoint, body, BatchLine(batch.id, number), caller, stop.now, batch.require)
         await self._answer(request.exchange)
         return request.reply
 

@@ -37,11 +37,12 @@ _VERSIONS = (
         "content TEXT NOT NULL, PRIMARY KEY (batch_id, line))",
     ),
     ("ALTER TABLE batches ADD COLUMN unanswered BIGINT NOT NULL DEFAULT 0",),
+    ("ALTER TABLE batches ADD COLUMN require TEXT NOT NULL DEFAULT ''",),
 )
 _COLUMNS = (
     "id", "tenant", "user_id", "key_id", "endpoint", "input_file_id", "completion_window", "metadata", "status",
     "created_at", *_TIMES, "total", "completed", "failed", "errors", "output_file_id", "error_file_id",
-    "unanswered",
+    "unanswered", "require",
 )  # fmt: skip
 _LISTED = ", ".join(_COLUMNS)
 _IN_ACTIVE = ", ".join(f"'{status}'" for status in ACTIVE)
@@ -76,6 +77,8 @@ class Batch(msgspec.Struct, frozen=True):
     error_file_id: str | None = None
     unanswered: int = 0
     """Of those that failed: how many had no answer when the batch was cancelled or expired."""
+    require: str = ""
+    """The labels that the request which made it demands, for each of its lines."""
 
     def shown(self) -> dict[str, Any]:
         """The batch as clients see it."""
@@ -136,12 +139,15 @@ class BatchStore:
         metadata: dict[str, str],
         total: int = 0,
         kind: str = "batch",
+        require: str = "",
     ) -> Batch:
-        """`total`: the number of requests, where it is known already. `kind`: how its id begins."""
+        """`total`: the number of requests, where it is known already. `kind`: how its id begins. `require`: the labels
+        that its lines demand."""
         now = self.clock()
         batch = Batch(
             f"{kind}_{uuid.uuid4().hex}", tenant, user, key, endpoint, input_file_id, window,
             msgspec.json.encode(metadata).decode(), "validating", now, expires_at=now + window_s, total=total,
+            require=require,
         )  # fmt: skip
         values = [getattr(batch, field) for field in Batch.__struct_fields__]
         await self._database.execute(

@@ -193,7 +193,7 @@ class Summariser:
                 started_at=exchange.started_at,
                 prompt_tokens=await chat.measured(messages),
                 time_limit_s=settings.time_limit(exchange, chat.model.base_name),
-                caller=(caller.tenant, caller.tier),
+                demand=exchange.demand,
             )
             return RemoteGeneration(call, self._metrics)
         model = chat.model
@@ -208,5 +208,6 @@ class Summariser:
             cache_salt=settings.cache_salt(caller),
             time_limit_s=settings.time_limit(exchange, model.base_name),
             caller=(caller.tenant, caller.tier),
+            demand=exchange.demand,
         )
         return EngineGeneration(spec, self._metrics)

@@ -12,18 +12,20 @@ from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.attribution import note_model
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.resumption import Resumption
+from penstock.gateway.generation.trial import Trial
 from penstock.routing.registry import AnsweringModel
 
 
 class Attempt:
     """See above. `model`: the name of the model that is asked. `reason`: why it is asked, when it is not simply the
     one that the client named. `is_fallback`: another model failed before. `has_fallback`: if this model cannot answer
-    now another one is asked, so there is no need to wait for it. `route`: why the model that answers was taken, once
+    now another one is asked, so there is no need to wait for it. `committed`: tools have run, and would run again if
+    another model began anew. `route`: why the model that answers was taken, once
     that is known."""
 
     __slots__ = (
         *("_headers", "_release", "exchange", "has_fallback", "ids", "is_fallback", "model", "reason"),
-        *("resumption", "route"),
+        *("committed", "resumption", "route", "trial"),
     )
 
     def __init__(
@@ -35,6 +37,7 @@ class Attempt:
         reason: str = "",
         is_fallback: bool = False,
         has_fallback: bool = False,
+        trial: Trial | None = None,
     ) -> None:
         self.exchange = exchange
         self.model = model
@@ -43,10 +46,18 @@ class Attempt:
         self.route = ""
         self.resumption: Resumption | None = None
         """Set where the client may resume the stream, or does."""
+        self.trial = trial
+        """Its part in an experiment; none where it is not the arm that answers."""
         self.is_fallback = is_fallback
         self.has_fallback = has_fallback
+        self.committed = False
         self._headers = len(exchange.extra_headers)
         self._release: Callable[[], None] | None = None
+
+    @property
+    def patient(self) -> bool:
+        """Whether to wait for an engine that is away: nobody else can give this answer, or the rest of it."""
+        return not self.has_fallback or self.committed or self.exchange.response_started
 
     def hold(self, release: Callable[[], None] | None) -> None:
         """Call `release` when the attempt ends, or before the next step of its answer."""

@@ -17,6 +17,7 @@ from penstock.gateway.generation.choice import TIME_LIMIT, Piece, TextGuard
 from penstock.gateway.generation.sources import Sources
 from penstock.gateway.generation.spec import CacheFacts
 from penstock.metering.prices import Usage
+from penstock.protocol.errors import NotFound
 from penstock.routing.registry import AnsweringModel
 from penstock.telemetry.context import sampled_trace
 from penstock.telemetry.metrics import Metrics, RequestMetrics
@@ -107,6 +108,10 @@ class Generation(ABC):
     async def next(self, within: float | None = None) -> list[Piece]:
         """New pieces of text; empty when `within` seconds pass without any."""
 
+    def commit(self) -> None:
+        """The answer's status line goes out: no other model can answer any more, so wait where that helps."""
+        return
+
     @abstractmethod
     def fail(self, error: Exception) -> None:
         """End now: nothing more is generated, and `next` raises `error`."""
@@ -164,6 +169,10 @@ class Generation(ABC):
     def from_cache(self) -> bool:
         """Whether the answer comes from the response cache."""
         return False
+
+    async def claim(self) -> None:
+        """Take over the stream that the client resumes; `NotFound` if there is none."""
+        raise NotFound("This stream cannot be resumed; send the request without `Last-Event-ID`.")
 
     def cache_facts(self) -> CacheFacts | None:
         """What the response cache compares; None: its answer is never cached."""

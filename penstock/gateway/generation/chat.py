@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 
-from penstock.gateway.accounting.objectives import check_objectives
 from penstock.gateway.accounting.request_limits import Cap
+from penstock.gateway.accounting.targets import check_targets
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import Message, template_messages
+from penstock.gateway.generation.cost_limit import within_cost
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt import ChatPrompt
@@ -73,8 +74,13 @@ class ChatGenerations(GenerationFactory):
 
         `following`: what the assistant and tools have said since the request's messages.
         """
+        if attempt.trial is not None and attempt.trial.wants_again:
+            asked = request
+            attempt.trial.again = lambda other: self.make(
+                other, msgspec.structs.replace(asked, model=other.model), limit, turn.replayed(), following
+            )
         request = with_response_format(request)
-        check_objectives(attempt.exchange)
+        check_targets(attempt.exchange)
         check_tools(request)
         name = self.registry.base_name(request.model)
         exchange = attempt.exchange
@@ -125,7 +131,7 @@ class ChatGenerations(GenerationFactory):
         following = await self._filtered(attempt, following)
         if request.rag is None:
             return await self._local(attempt, request, limit, messages, turn, following)
-        sources = self.source_search.begin(exchange.caller.tenant, request.rag, [*turn.history, *messages])
+        sources = self.source_search.begin(exchange.caller, request.rag, [*turn.history, *messages])
         try:
             return await self._local(attempt, request, limit, messages, turn, following, sources)
         finally:
@@ -204,13 +210,15 @@ class ChatGenerations(GenerationFactory):
             bare = await prompt.tokens(pending.instructed([*messages, *following]))
             room = room_for_sources(window, len(bare), limit)
             with exchange.timeline.phase("retrieve"):
-                sources = await pending.result(
+                sources = found = await pending.result(
                     lambda text: len(model.text.encode(text, special=False)), turn.source_room(room, window)
                 )
+            await self.content_filter.mark(exchange, lambda: list(found.texts().values()))
         tokens = await turn.tokens(attempt, prompt, TurnInput(messages, following, window, limit, sources))
         check_prompt_scores(request, len(tokens), 1)
         placement = self.place(exchange, model, priority, len(tokens), limit)
         context = placement.window or info.max_model_len
+        limit = within_cost(self.quotas, exchange, model, len(tokens), limit, request.n or 1)
         params = fit(params, len(tokens), limit, context, "messages", quota)
         if request.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=request.prompt_logprobs)
@@ -239,7 +247,7 @@ class ChatGenerations(GenerationFactory):
             # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
             plain = request.response_format is None or isinstance(request.response_format, TextFormat)
             generation.cite(sources, attribute=plain and toolbox is None and not request.logprobs)
-        self.grader.sample(generation, messages)
+        self.grader.sample(attempt, generation, messages)
         return generation
 
 

@@ -191,6 +191,9 @@ class EngineGeneration(Generation):
         for index, request in enumerate(self._requests):
             self.mailbox.cached[index] = len(request.prompt)
 
+    def commit(self) -> None:
+        self.mailbox.committed = True
+
     async def claim(self) -> None:
         """Take over the stream that the client resumes; `NotFound` if there is none."""
         resumption = self.spec.resumption

@@ -14,6 +14,7 @@ from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.permissions import Permissions
 from penstock.routing.admission.controller import Ticket
 from penstock.routing.admission.pools import PoolTicket
 
@@ -31,6 +32,7 @@ class GenerationLifecycle:
         accounts: AccountBook,
         drain: Drain,
         background: BackgroundTasks,
+        permissions: Permissions,
         *,
         record_text: bool,
     ) -> None:
@@ -39,6 +41,7 @@ class GenerationLifecycle:
         self._accounts = accounts
         self._drain = drain
         self._background = background
+        self._permissions = permissions
         self._record_text = record_text
 
     @asynccontextmanager
@@ -52,6 +55,7 @@ class GenerationLifecycle:
         an answer: no request of its own either, but part of what the client asked for.
         """
         exchange = attempt.exchange
+        self._permissions.gate(exchange, generation.model, feature or "model")
         timeline = exchange.timeline
         timeline.follow("prepare")
         try:
@@ -87,6 +91,8 @@ class GenerationLifecycle:
                 if ticket is not None:
                     _leave(ticket, generation)
                 _record(exchange, generation, feature)
+                if attempt.trial is not None and not feature:
+                    attempt.trial.ran(exchange.caller.tier, generation)
                 if self._record_text and (texts := generation.texts(RECORDED_CHARACTERS)) is not None:
                     timeline.texts = [*(timeline.texts or ()), *texts]
                 if account is not None and generation.left:

@@ -1,25 +1,32 @@
 """May this request reach this model? The one place that answers, for every path that leads to one: the name in the
 request, routes, fallbacks, overflow, downgrades, guardrails, the judge, summaries, tools, batches.
 
-Invariant: what a caller may not use does not exist for it. The error for such a name is made by the same code as that
-for a name nobody has, and lists only what the caller may use.
+Invariants: what a caller may not use does not exist for it. The error for such a name is made by the same code as that
+for a name nobody has, and lists only what the caller may use. What exists but lacks a label that the request demands
+never gets the request's data: that is a 403 with the rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from penstock.gateway.accounting.attribution import note_model
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
-from penstock.protocol.errors import ModelNotFound
-from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.identity.access import Kind
+from penstock.identity.labels import Requirement
+from penstock.protocol.errors import DataRuleForbids, ModelNotFound
+from penstock.routing.encoders import Encoders
+from penstock.routing.registry import AnsweringModel, ModelRegistry, ServedModel
+from penstock.routing.remotes import RemoteModel
 
 
 class Permissions:
     """What exists for the callers of a gateway."""
 
-    def __init__(self, registry: ModelRegistry) -> None:
+    def __init__(self, registry: ModelRegistry, encoders: Encoders | None = None) -> None:
         self._registry = registry
+        self._encoders = encoders
         self._routes: dict[str, tuple[str, ...]] = {}
 
     def add_route(self, name: str, models: Sequence[str]) -> None:
@@ -34,17 +41,93 @@ class Permissions:
         return caller.access.allows("model", name) and any(self.exists(caller, model) for model in models)
 
     def check(self, exchange: Exchange, name: str) -> None:
-        """Raises `ModelNotFound` unless a request may reach what is called `name`."""
+        """Raises `ModelNotFound` or `DataRuleForbids` unless a request may reach what is called `name`."""
+        self.check_exists(exchange, name)
+        if unmet := self.unmet(exchange, name):
+            raise self.forbidden(exchange, name, unmet)
+
+    def check_exists(self, exchange: Exchange, name: str) -> None:
+        """Raises `ModelNotFound` unless what is called `name` exists for the caller. Who answers is not decided yet."""
         if not self.exists(exchange.caller, name):
             raise self.unknown(exchange.caller, name)
 
+    def unmet(self, exchange: Exchange, name: str) -> list[Requirement]:
+        """What the request demands and what is called `name` meets nowhere; empty: it may get the request."""
+        demand = exchange.demand
+        if not demand:
+            return []
+        models = self._routes.get(name)
+        if models is not None:
+            return min((self.unmet(exchange, model) for model in models), key=len)
+        found = self._registry.find(name)
+        if found is None:
+            return list(demand.requirements)
+        return (found if isinstance(found, RemoteModel) else found.model).unmet(demand)
+
+    def forbidden(
+        self, exchange: Exchange, name: str, unmet: Sequence[Requirement], kind: str = "model"
+    ) -> DataRuleForbids:
+        """The error for what may not get the request, which is noted."""
+        why = exchange.demand.why(unmet)
+        exchange.decide("refused", kind, name, why)
+        return DataRuleForbids(f"`{name[:256]}` may not get this request: {why}.")
+
+    def gate(self, exchange: Exchange, model: AnsweringModel, kind: str = "model") -> None:
+        """Called right before a model gets data of the request, which guardrails may have marked since it was
+        chosen."""
+        if not exchange.demand:
+            return
+        if unmet := model.unmet(exchange.demand):
+            raise self.forbidden(exchange, model.name, unmet, kind)
+        exchange.decide("permitted", kind, model.name, exchange.demand.why(exchange.demand.requirements))
+
     def unknown(self, caller: Caller, name: str) -> ModelNotFound:
         """The error for a name that does not exist for a caller."""
-        return ModelNotFound(name[:256], self._registry.names(caller.access))
+        routes = [route for route in self._routes if self.exists(caller, route)]
+        return ModelNotFound(name[:256], [*self._registry.names(caller.access), *routes])
 
-    def allows(self, exchange: Exchange, name: str) -> bool:
-        """Whether `check` passes."""
-        return self.exists(exchange.caller, name)
+    def sees(self, caller: Caller, name: str) -> bool:
+        """Whether a caller may be shown the name of a model that answered once, which may be gone since."""
+        if not name:
+            return True
+        if self._registry.find(name) is not None or name in self._routes:
+            return self.exists(caller, name)
+        if self._encoders is not None and name in self._encoders:
+            return self._encoders.allows(caller.access, name)
+        kinds: tuple[Kind, ...] = ("model", "adapter", "remote")
+        return any(caller.access.allows(kind, name) for kind in kinds)
+
+    def sees_answer(self, caller: Caller, model: str | None, adapter: str | None) -> bool:
+        """The same for what answered a request, as records name it. Operators see everything."""
+        return "admin" in caller.scopes or self.sees(caller, adapter or model or "")
+
+    def remote(self, exchange: Exchange, name: str) -> RemoteModel | None:
+        """The model that other servers run under `name`, if it exists for the caller; None: there is none."""
+        remote = self._registry.remote(name)
+        if remote is None or not self.exists(exchange.caller, name):
+            return None
+        note_model(exchange, name, remote.name, "direct" if name == remote.name else "alias")
+        return remote
+
+    def find(self, exchange: Exchange, name: str) -> ServedModel:
+        """The model that runs here under `name`, for a request that needs its tokenizer only."""
+        if name in self._routes:
+            raise self.unknown(exchange.caller, name)
+        self.check_exists(exchange, name)
+        route = self._registry.route(name)
+        model = route.model
+        note_model(exchange, name, model.name, route.why, base_name=model.base_name, adapter=model.adapter)
+        return model
+
+    def allows(self, exchange: Exchange, name: str, *, for_all: bool = False) -> bool:
+        """Whether a request may reach what is called `name`. `for_all`: the operator has it read what any caller
+        sends, whether or not they may use it themselves. What a data rule leaves out is noted."""
+        if not for_all and not self.exists(exchange.caller, name):
+            return False
+        if unmet := self.unmet(exchange, name):
+            exchange.decide("withheld", "model", name, exchange.demand.why(unmet))
+            return False
+        return True
 
     def allowed(self, exchange: Exchange, names: Iterable[str]) -> list[str]:
         """Those of `names` that a request may reach, in the same order."""

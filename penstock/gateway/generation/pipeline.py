@@ -9,28 +9,34 @@ from __future__ import annotations
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.background import BackgroundTasks
+from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat import ChatGenerations
+from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.completion import CompletionGenerations
-from penstock.gateway.generation.engine import EngineGeneration
+from penstock.gateway.generation.experiments import Experiments
 from penstock.gateway.generation.fallback import FallbackChain
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_access import ModelAccess
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
+from penstock.gateway.generation.remote_count import RemoteCount, count_remote
 from penstock.gateway.generation.remote_generations import RemoteGenerations
+from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.renderer import Renderer
 from penstock.gateway.generation.response import send_stream, send_whole
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.resumption import EventNumbers
+from penstock.gateway.generation.schemas import ChatRequest
 from penstock.gateway.generation.settings import GenerationSettings
+from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.sources import SourceSearch
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.generation.watermarks import Watermarks
-from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry
+from penstock.routing.remotes import RemoteModel
 from penstock.routing.time_slice_groups import TimeSlices
 from penstock.telemetry.metrics import Metrics
 
@@ -45,6 +51,8 @@ class GenerationPipeline:
         registry: ModelRegistry,
         permissions: Permissions,
         routes: Routes,
+        experiments: Experiments,
+        shadows: Shadows,
         slices: TimeSlices,
         admissions: Admissions,
         quotas: Quotas,
@@ -58,7 +66,9 @@ class GenerationPipeline:
         cache: AnswerCache,
         grader: AnswerGrader,
         watermarks: Watermarks,
+        streams: RemoteStreams,
     ) -> None:
+        """`streams`: keeps streams of remote models that can be resumed."""
         self.settings = settings
         self.registry = registry
         self.permissions = permissions
@@ -71,7 +81,17 @@ class GenerationPipeline:
         self.grader = grader
         self._background = background
         models = ModelAccess(registry, permissions, admissions, slices, settings.engine_wait_s)
-        self.answer = FallbackChain(registry, permissions, routes, admissions, metrics).answer
+        self.answer = FallbackChain(
+            registry,
+            permissions,
+            routes,
+            experiments,
+            shadows,
+            admissions,
+            content_filter,
+            metrics,
+            settings.engine_wait_s,
+        ).answer
         remotes = RemoteGenerations(
             settings=settings,
             tokenization=tokenization,
@@ -82,6 +102,7 @@ class GenerationPipeline:
             source_search=source_search,
             cache=cache,
             grader=grader,
+            streams=streams,
         )
         self.chat = ChatGenerations(
             settings=settings,
@@ -113,6 +134,20 @@ class GenerationPipeline:
             remotes=remotes,
         ).make
 
+    async def count_remote(
+        self, exchange: Exchange, model: RemoteModel, chat: ChatRequest, messages: list[Message]
+    ) -> RemoteCount:
+        """The length of the prompt of a conversation for a remote model."""
+        tools = chat.tools if chat.tools and chat.tool_choice != "none" else ()
+        async with self.quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
+            found = (
+                await count_remote(exchange, model, self.tokenization, messages=messages, tools=tools)
+                if messages
+                else RemoteCount(0)
+            )
+            work.tokens = found.count
+        return found
+
     async def respond(self, attempt: Attempt, generation: Generation, renderer: Renderer, *, stream: bool) -> None:
         """Run a generation and send what it says."""
         exchange = attempt.exchange
@@ -120,12 +155,6 @@ class GenerationPipeline:
         exchange.timeline.response_id = renderer.response_id
         numbers: EventNumbers | None = None
         if (resumption := attempt.resumption) is not None:
-            if not isinstance(generation, EngineGeneration):
-                raise InvalidRequest(
-                    f"`Last-Event-ID` is for models that run here; another server runs `{generation.model.name}`.",
-                    param="Last-Event-ID",
-                    code="remote_model",
-                )
             # Before anything is reserved or charged under the id that the client gave.
             await generation.claim()
             numbers = EventNumbers(generation.id, resumption.seen)

@@ -15,14 +15,19 @@ import msgspec
 from msgspec import Struct
 
 from penstock.backends.remote.chunk import Chunk, ChunkUsage
+from penstock.gateway.app.exchange import ClientDisconnected
 from penstock.gateway.generation.base import Gate, Generation
 from penstock.gateway.generation.choice import CONTENT_FILTER, TIME_LIMIT, Piece, TextGuard
 from penstock.gateway.generation.remote_answer import RecordedAnswer, record_choice, replayed_chunks
 from penstock.gateway.generation.remote_choice import RemoteChoice, tokens_in
 from penstock.gateway.generation.remote_source import Arrived, ChunkSource, RemoteCall
+from penstock.gateway.generation.remote_streams import RemoteStreams
+from penstock.gateway.generation.resumption import Resumption
 from penstock.gateway.generation.sources import Sources
 from penstock.gateway.generation.spec import CacheFacts, CacheQuestion
-from penstock.protocol.errors import EngineLost, InvalidRequest, RequestTimeout
+from penstock.identity.labels import Demand
+from penstock.metering.prices import Usage
+from penstock.protocol.errors import EngineLost, InvalidRequest, RequestTimeout, ResumedElsewhere
 from penstock.routing.remotes import RemoteMember, RemoteModel
 from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.timeline import EngineRun
@@ -51,8 +56,8 @@ class RemoteSpec(Struct, frozen=True, kw_only=True):
     time_limit_s: float | None = None
     length_limit: str = ""
     """See `Generation`."""
-    regions: tuple[str, ...] = ()
-    """Where it must be answered; empty: anywhere."""
+    demand: Demand
+    """The labels that its server must have."""
     stops: Sequence[str] = ()
     """Stop strings that are looked for here."""
     include_stop: bool = False
@@ -64,6 +69,10 @@ class RemoteSpec(Struct, frozen=True, kw_only=True):
     """The answer is the same every time, as far as the server keeps its promises."""
     cache_salt: str = ""
     cache_question: CacheQuestion | None = None
+    resumption: Resumption | None = None
+    """Set where the client may resume the stream, or does."""
+    streams: RemoteStreams | None = None
+    """Keeps streams that can be resumed."""
     missing: Callable[[str], None] | None = None
     """Told of a parameter that the server accepted and did not follow."""
 
@@ -93,7 +102,10 @@ class RemoteGeneration(Generation):
             for index in range(spec.choices)
         ]
         about = {"id": spec.id, "request_id": spec.request_id, "model": spec.model.name}
-        self._source = ChunkSource(spec.calls, about)
+        self.resumable = spec.resumption is not None and spec.streams is not None
+        self._source = ChunkSource(spec.calls, about, keep=self.resumable)
+        self._source.reader = self
+        self._claimed = False
         self._deadline: float | None = None
         self._ends: list[Piece] = []
         """The last pieces of choices, held back until the servers' streams are over."""
@@ -113,14 +125,38 @@ class RemoteGeneration(Generation):
         self._submitted_at = time.monotonic()
         if spec.time_limit_s is not None:
             self._deadline = self._submitted_at + spec.time_limit_s
-        member = model.choose(regions=spec.regions)
+        if self.resumable:
+            assert spec.streams is not None and spec.resumption is not None
+            spec.streams.begin(spec.resumption, self, self._source)
+        if self._claimed:
+            self._began(self.replica)
+            return
+        member = model.choose(spec.demand, tokens=spec.prompt_tokens)
         self._began(member.server.name)
         self._source.start(lambda number: self._chunks(number, member))
 
+    async def claim(self) -> None:
+        """Take over the stream that the client resumes; `NotFound` if there is none."""
+        spec = self.spec
+        if spec.resumption is None or not spec.resumption.id:
+            return
+        assert spec.streams is not None
+        self._source = spec.streams.claim(spec.resumption, self._source)
+        self._source.reader = self
+        self._claimed = True
+        usage = self._usage()
+        produced = sum(tokens_in(sent) for _, sent in self._source.all())
+        self.before = Usage(
+            spec.prompt_tokens if usage is None else usage.prompt_tokens,
+            self.cached_tokens,
+            produced if usage is None else usage.completion_tokens,
+        )
+        self._source.rewind()
+
     def _chunks(self, number: int, member: RemoteMember) -> AsyncGenerator[Chunk, None]:
         call, spec = self.spec.calls[number], self.spec
-        first = member if not number else self.model.choose(regions=spec.regions)
-        return self.model.answer(call.body, spec.request_id, first, spec.regions, call.kind)
+        first = member if not number else self.model.choose(spec.demand, tokens=spec.prompt_tokens)
+        return self.model.answer(call.body, spec.request_id, first, spec.demand, call.kind)
 
     async def next(self, within: float | None = None) -> list[Piece]:
         if self._answer is not None:
@@ -129,7 +165,7 @@ class RemoteGeneration(Generation):
             left = max(self._deadline - time.monotonic(), 0.0)
             within = left if within is None else min(within, left)
         pieces: list[Piece] = []
-        for arrived in await self._source.take(within):
+        for arrived in await self._source.take(self, within):
             pieces += self._take(arrived)
         if self.complete and not self._source.over and self._cut_here:
             self._source.end()
@@ -137,7 +173,7 @@ class RemoteGeneration(Generation):
             self._expire()
         if self._source.exhausted and not self._over:
             pieces += self._finish()
-        if not pieces and self._error is not None:
+        if self._error is not None and (not pieces or self.left):
             raise self._error
         return pieces
 
@@ -153,10 +189,30 @@ class RemoteGeneration(Generation):
 
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
-        self._source.end(error)
+        if self.left:
+            self._source.stir()  # what reads it ends; it goes on by itself
+        else:
+            self._source.end(error)
+
+    @property
+    def left(self) -> bool:
+        return self.resumable and self._source.kept and isinstance(self._error, ClientDisconnected | ResumedElsewhere)
 
     def close(self) -> None:
-        self._source.close()
+        streams = self.spec.streams if self.resumable else None
+        if streams is None:
+            self._source.close()
+        elif self.left or (self._over and self._error is None):
+            streams.rest(self)
+        else:
+            streams.forget(self)
+            self._source.close()
+
+    def caught_up(self) -> None:
+        """Nobody came back: what arrived since is counted."""
+        for arrived in self._source.drained():
+            self._take(arrived)
+        self._count()
 
     async def settled(self) -> None:
         """A server reports nothing about an answer that was cut off."""
@@ -264,7 +320,9 @@ class RemoteGeneration(Generation):
             return usage.completion_tokens
         if self._counted is not None:
             return self._counted
-        unread = sum(tokens_in(sent) for index, sent in self._source.unread() if not self._finished(index))
+        unread = 0
+        if self._source.reader is self:
+            unread = sum(tokens_in(sent) for index, sent in self._source.unread() if not self._finished(index))
         return sum(choice.completion_tokens for choice in self.choices) + unread
 
     @property

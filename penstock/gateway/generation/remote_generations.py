@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from penstock.gateway.accounting.objectives import check_objectives
 from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.accounting.targets import check_targets
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import Message
+from penstock.gateway.generation.cost_limit import within_cost
 from penstock.gateway.generation.prompt import MessagePrompt
 from penstock.gateway.generation.prompt_options import prompt_options
 from penstock.gateway.generation.remote import RemoteGeneration, RemoteSpec
@@ -25,8 +26,8 @@ from penstock.gateway.generation.remote_request import (
     chat_body,
     fitted,
     passed_on,
-    regions_of,
 )
+from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.sampling import (
     TokenLimit,
@@ -81,6 +82,7 @@ class RemoteGenerations:
     source_search: SourceSearch
     cache: AnswerCache
     grader: AnswerGrader
+    streams: RemoteStreams
 
     async def chat(
         self,
@@ -94,6 +96,7 @@ class RemoteGenerations:
     ) -> RemoteGeneration:
         """`messages` and `following` have passed the content filter."""
         exchange = attempt.exchange
+        attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         self._check(attempt, request, model)
         prompt_options(request, allow_template=self.settings.request_templates)
         size = messages_size(messages) + messages_size(following) + tools_size(request.tools)
@@ -101,7 +104,7 @@ class RemoteGenerations:
         async with self.quotas.text_work(exchange, model.base_name, size):
             if request.rag is None:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, None)
-            pending = self.source_search.begin(exchange.caller.tenant, request.rag, [*turn.history, *messages])
+            pending = self.source_search.begin(exchange.caller, request.rag, [*turn.history, *messages])
             try:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, pending)
             finally:
@@ -127,9 +130,12 @@ class RemoteGenerations:
             answer = limit.max_tokens or min(limit.default or DEFAULT_ANSWER, window // 4)
             room = window - bare - answer - TEMPLATE_TOKENS
             with exchange.timeline.phase("retrieve"):
-                sources = await pending.result(prompt.count, turn.source_room(room, window))
+                sources = found = await pending.result(prompt.count, turn.source_room(room, window))
+            await self.content_filter.mark(exchange, lambda: list(found.texts().values()))
         said = await turn.messages(attempt, prompt, TurnInput(messages, following, window, limit, sources))
-        fits = self._room(attempt, model, await prompt.measured(said), limit, "messages", exact=prompt.exact)
+        length = await prompt.measured(said)
+        limit = within_cost(self.quotas, exchange, model, length, limit, request.n or 1)
+        fits = self._room(attempt, model, length, limit, "messages", exact=prompt.exact)
         body = chat_body(exchange, request, said)
         stops, here = self._stops(request)
         comparable = not (turn.stored or following or sources or request.return_token_ids)
@@ -145,13 +151,12 @@ class RemoteGenerations:
             logprobs=bool(request.logprobs),
             question=self.cache.question(request, messages) if comparable else None,
         )
-        attempt.note_model(request.model, model, "direct" if request.model == model.name else "alias")
         generation = RemoteGeneration(spec, self.metrics)
         if sources is not None:
             # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
             plain = request.response_format is None or isinstance(request.response_format, TextFormat)
             generation.cite(sources, attribute=plain and not tools and not request.logprobs)
-        self.grader.sample(generation, messages)
+        self.grader.sample(attempt, generation, messages)
         return generation
 
     async def completion(
@@ -166,6 +171,7 @@ class RemoteGenerations:
     ) -> RemoteGeneration:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
         exchange = attempt.exchange
+        attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         self._check(attempt, request, model)
         if attempt.is_fallback and not all(isinstance(prompt, str) for prompt in prompts):
             raise InvalidRequest("Token ids are those of the model that was asked for.", param="prompt")
@@ -187,6 +193,7 @@ class RemoteGenerations:
                 base["suffix"] = await self.content_filter.prompt(exchange, request.suffix)
             for prompt in prompts:
                 given, text, length = await self._given(attempt, model, counter, prompt)
+                within_cost(self.quotas, exchange, model, total + length, limit, made * len(prompts))
                 fits = self._room(attempt, model, length, limit, "prompt", exact=counter.exact)
                 total += fits.prompt
                 most = 0 if prompt_only else fits.answer
@@ -206,7 +213,6 @@ class RemoteGenerations:
             logprobs=request.logprobs is not None or made > (request.n or 1),
             prompts=shown,
         )
-        attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         return RemoteGeneration(spec, self.metrics)
 
     async def _given(
@@ -245,7 +251,7 @@ class RemoteGenerations:
 
     def _check(self, attempt: Attempt, request: ChatRequest | CompletionRequest, model: RemoteModel) -> None:
         check_stream_options(request)
-        check_objectives(attempt.exchange, followed=False)
+        check_targets(attempt.exchange, followed=False)
         self.watermarks.check_remote(attempt.exchange, request.watermark, model.name)
         if attempt.is_fallback:
             check_foreign_tokens(request)
@@ -338,7 +344,7 @@ class RemoteGenerations:
             prompts=prompts,
             time_limit_s=settings.time_limit(exchange, model.name),
             length_limit=fits.limit,
-            regions=regions_of(model, caller.tenant, caller.tier),
+            demand=exchange.demand,
             stops=stops,
             include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
             logprobs=logprobs,
@@ -346,5 +352,7 @@ class RemoteGenerations:
             repeatable=request.seed is not None or request.temperature == 0,
             cache_salt=settings.cache_salt(caller, request.cache_salt),
             cache_question=question,
+            resumption=resumption,
+            streams=self.streams,
             missing=partial(ignore_advice, exchange),
         )

@@ -18,8 +18,8 @@ from penstock.gateway.generation.remote import RemoteSpec
 from penstock.gateway.generation.remote_source import RemoteCall
 from penstock.gateway.generation.request_decoder import ignore_advice
 from penstock.gateway.generation.schemas import CHAT_UNSUPPORTED, ChatRequest, CompletionRequest
+from penstock.identity.labels import Demand
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.placement import PlacementFacts
 from penstock.routing.remotes import RemoteModel
 
 OWN_OPTIONS = (
@@ -58,6 +58,11 @@ def chat_body(exchange: Exchange, request: ChatRequest, messages: Sequence[Mappi
 
 def fitted(exchange: Exchange, model: RemoteModel, body: Mapping[str, Any], operation: Operation) -> dict[str, Any]:
     """The body as far as the dialect of the servers can express it."""
+    if model.kind != "chat":
+        what, path = ("vectors", "embeddings") if model.kind == "embedding" else ("scores", "rerank")
+        raise InvalidRequest(
+            f"`{model.name}` is not a chat model: it makes {what} of texts (/v1/{path}).", param="model"
+        )
     if not model.supports(operation):
         wanted = "the chat API" if operation == "chat" else "text completions"
         raise InvalidRequest(
@@ -108,12 +113,11 @@ def internal_call(
     started_at: float,
     prompt_tokens: int,
     time_limit_s: float | None,
-    caller: tuple[str, str],
+    demand: Demand,
     n: int = 1,
 ) -> RemoteSpec:
-    """The spec of a question that the gateway itself asks a model. `caller`: the tenant and tier for whose request it
-    asks. `tokens`: the most of an answer."""
-    tenant, tier = caller
+    """The spec of a question that the gateway itself asks a model. `demand`: the labels that the request for which it
+    asks needs. `tokens`: the most of an answer."""
     body = {
         **options,
         "messages": list(messages),
@@ -130,10 +134,5 @@ def internal_call(
         prompt_tokens=prompt_tokens,
         most_tokens=tokens * n,
         time_limit_s=time_limit_s,
-        regions=regions_of(model, tenant, tier),
+        demand=demand,
     )
-
-
-def regions_of(model: RemoteModel, tenant: str, tier: str) -> tuple[str, ...]:
-    """Where a request of this tenant must be answered."""
-    return model.placer.place(PlacementFacts(tenant, tier)).regions

@@ -63,6 +63,8 @@ class ChunkSource:
         self.error: Exception | None = None
         self.over = False
         """Nothing more will arrive."""
+        self.reader: object = None
+        """Who reads it; another one may take over."""
         self._about = about
         self._unread: deque[Arrived] = deque()
         self._kept: list[Arrived] | None = [] if keep else None
@@ -85,17 +87,34 @@ class ChunkSource:
         self._unread = deque(self._kept)
         self._arrived.set()
 
-    async def take(self, within: float | None) -> list[Arrived]:
-        """What has arrived; empty when `within` seconds pass without anything, or all is over."""
+    def all(self) -> Iterator[tuple[int, ChunkChoice]]:
+        """The choices in everything that has arrived, as in `unread`."""
+        for arrived in self._kept or ():
+            first = self.calls[arrived.call].first
+            yield from ((first + choice.index, choice) for choice in arrived.chunk.choices)
+
+    def stir(self) -> None:
+        """Let `take` return."""
+        self._arrived.set()
+        self._room.set()
+
+    def drained(self) -> list[Arrived]:
+        """What nobody has read yet."""
+        taken = list(self._unread)
+        self._unread.clear()
+        return taken
+
+    async def take(self, reader: object, within: float | None) -> list[Arrived]:
+        """What has arrived; empty when `within` seconds pass without anything, all is over, or another one reads."""
         if not self._unread and not self.over:
             self._arrived.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(within):
                     await self._arrived.wait()
-        taken = list(self._unread)
-        self._unread.clear()
+        if reader is not self.reader:
+            return []
         self._room.set()
-        return taken
+        return self.drained()
 
     @property
     def exhausted(self) -> bool:

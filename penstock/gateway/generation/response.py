@@ -68,6 +68,7 @@ async def send_stream(
 ) -> None:
     """`numbers`: of the events of a stream that can be resumed."""
     pieces = await generation.shown(settings.hold_status_s)
+    generation.commit()
     await account.opened()
     begun = monotonic()
     await exchange.start_stream(renderer.content_type)

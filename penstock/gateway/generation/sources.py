@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.schemas import RagRequest
+from penstock.identity import Caller
 from penstock.knowledge.citations import Citation, Citer
 
 
@@ -48,4 +49,7 @@ class PendingSources(Protocol):
 class SourceSearch(Protocol):
     """Searches collections for sources."""
 
-    def begin(self, tenant: str, wanted: RagRequest, messages: Sequence[Message]) -> PendingSources: ...
+    async def expected_tokens(self, caller: Caller, wanted: RagRequest) -> int:
+        """About how many tokens of sources a search would add to the prompt."""
+
+    def begin(self, caller: Caller, wanted: RagRequest, messages: Sequence[Message]) -> PendingSources: ...

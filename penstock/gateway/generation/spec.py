@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from penstock.engine.request import Request, SamplingParams
-from penstock.gateway.accounting.objectives import longest_gap
+from penstock.gateway.accounting.targets import gap_target
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.resumption import Resumption
 from penstock.gateway.generation.schemas import TokenDetails
 from penstock.gateway.generation.settings import GenerationSettings
+from penstock.identity.labels import Demand
 from penstock.metering.engine_counts import engine_id
+from penstock.protocol.errors import DataRuleForbids
 from penstock.routing.admission.queue import CLASSES
 from penstock.routing.placement import ANYWHERE, Placement, PlacementFacts
 from penstock.routing.registry import ServedModel
@@ -71,8 +73,6 @@ class GenerationSpec(Struct, frozen=True):
     patient: bool = True
     """Whether to wait for an engine that is away."""
     speculation: bool = True
-    max_gap_s: float | None = None
-    """See `Request`."""
     time_limit_s: float | None = None
     length_limit: str = ""
     """See `Generation`."""
@@ -98,6 +98,8 @@ class GenerationSpec(Struct, frozen=True):
     seeded: bool = False
     """The client chose the seed, so the answer is the same every time."""
     cache_question: CacheQuestion | None = None
+    target_gap_s: float | None = None
+    """Seconds between tokens that prompts of other requests may not exceed; None: the engine's own target."""
     placement: Placement = ANYWHERE
     """The pools and regions that it may run in."""
 
@@ -128,8 +130,8 @@ class GenerationSpec(Struct, frozen=True):
                 affinity=self.affinity,
                 patient=self.patient,
                 timeout_s=self.time_limit_s,
+                target_gap_s=self.target_gap_s,
                 speculation=self.speculation,
-                max_gap_s=self.max_gap_s,
                 adapter=self.model.adapter,
                 resumable_by="" if self.resumption is None else self.resumption.client,
             )
@@ -167,10 +169,10 @@ def request_spec(
         owner=exchange.caller.tenant,
         cache_salt=settings.cache_salt(exchange.caller, request.cache_salt),
         affinity=attempt.affinity(request.prompt_cache_key),
-        patient=not attempt.has_fallback,
+        patient=attempt.patient,
         speculation=request.speculation is not False,
-        max_gap_s=longest_gap(exchange),
         time_limit_s=settings.time_limit(exchange, model.base_name),
+        target_gap_s=gap_target(exchange),
         length_limit=length_limit,
         stops=stops,
         logprobs=logprobs,
@@ -199,14 +201,17 @@ def internal_spec(
     cache_salt: str,
     time_limit_s: float | None,
     caller: tuple[str, str],
+    demand: Demand,
     counted: bool = True,
 ) -> GenerationSpec:
     """The spec of a question that the gateway itself asks a model. `caller`: the tenant and tier for whose request it
-    asks. `counted`: its tokens belong to a charge."""
+    asks. `demand`: the labels that this request needs. `counted`: its tokens belong to a charge."""
     tenant, tier = caller
     rank = min(max(priority + 1, 0), len(CLASSES) - 1)
     longest = max((one.max_tokens for one in params), default=0)
-    facts = PlacementFacts(tenant, tier, CLASSES[rank], len(tokens), len(tokens) + longest)
+    facts = PlacementFacts(tenant, tier, CLASSES[rank], len(tokens), len(tokens) + longest, demand=demand)
+    if demand and (missing := model.unmet(demand)):
+        raise DataRuleForbids(f"`{model.name}` may not get this request: {demand.why(missing)}.")
     return GenerationSpec(
         id=id,
         model=model,

@@ -5,7 +5,7 @@ Generation knows features only through these interfaces. A feature that is switc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from penstock.gateway.app.exchange import Exchange
@@ -22,6 +22,10 @@ class ContentFilter(Protocol):
     @property
     def checks_input(self) -> bool:
         """Whether any input is checked at all."""
+
+    async def mark(self, exchange: Exchange, texts: Callable[[], Sequence[str]]) -> None:
+        """Narrow the demand of a request by its content, before it is decided who gets it. `texts`: all that a model
+        will read, as far as it is known."""
 
     async def messages(self, exchange: Exchange, messages: list[Message]) -> list[Message]:
         """The conversation as a model may see it; raises when it is refused."""
@@ -57,7 +61,7 @@ class AnswerCache(Protocol):
 class AnswerGrader(Protocol):
     """Grades a sample of answers after the client has got them."""
 
-    def sample(self, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
+    def sample(self, attempt: Attempt, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
         """Perhaps mark an answer that is about to be generated."""
 
     def submit(self, attempt: Attempt, generation: Generation) -> None:

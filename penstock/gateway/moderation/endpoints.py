@@ -57,7 +57,7 @@ class ModerationEndpoints:
     async def moderations(self, exchange: Exchange) -> None:
         request = _decoder(exchange, await exchange.body(self._body_limit))
         texts = _texts(request)
-        names = self._guardrails.judges(exchange.caller)
+        names = self._guardrails.judges(exchange)
         if not names:
             raise NotFound("No guardrail of this server applies to you; see `guardrails` in its configuration.")
         if request.model is not None and request.model not in ALL:

@@ -1,8 +1,10 @@
 """Guardrails: the configured rules for what may go into a model and come out of it, per tenant and tier.
 
-Patterns apply in the order of the configuration, each to what the ones before it left; then moderation models check the
-rest. Input is refused with 400 or rewritten before a model sees it; output is filtered as it streams, and a refused
-answer ends where the match begins, or with the last window that passed.
+Patterns that demand labels look at all that a model would read before it is decided which one gets it. Patterns that
+refuse or redact apply in the order of the configuration, each to what the ones before it left; then moderation models
+check the rest, if the request's demand permits that they see it. Input is refused with 400 or rewritten before a model
+sees it; output is filtered as it streams, and a refused answer ends where the match begins, or with the last window
+that passed.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from penstock.config.guardrails import GuardrailConfig
 from penstock.errors import ConfigError
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.moderation.moderators import ModerationBackends, moderator
-from penstock.gateway.moderation.rule import ModerationRule, Stage
+from penstock.gateway.moderation.rule import ModerationRule, Stage, Verdict
 from penstock.gateway.moderation.stream import ModeratedStream
 from penstock.identity import Caller
-from penstock.protocol.errors import ContentBlocked, ServiceUnavailable
+from penstock.identity.labels import Requirement, demand_of
+from penstock.protocol.errors import ContentBlocked, DataRuleForbids, ServiceUnavailable
 from penstock.telemetry.metrics import Metrics
 from penstock.text.pattern_filter import (
     INLINE_S,
@@ -96,11 +100,24 @@ class OutputGuard:
 class Guardrails:
     """All rules of a gateway. Without any it does nothing."""
 
-    def __init__(self, configured: Sequence[GuardrailConfig], metrics: Metrics, backends: ModerationBackends) -> None:
-        rules = [_compiled(config) for config in configured if config.kind == "patterns"]
+    def __init__(
+        self,
+        configured: Sequence[GuardrailConfig],
+        metrics: Metrics,
+        backends: ModerationBackends,
+        permissions: Permissions,
+    ) -> None:
+        self._permissions = permissions
+        compiled = [_compiled(config) for config in configured if config.kind == "patterns"]
+        self._marks = [
+            (rule, demand_of(rule.config.require, f"guardrail {rule.name}"))
+            for rule in compiled
+            if rule.config.action == "require"
+        ]
+        rules = [rule for rule in compiled if rule.config.action != "require"]
         self._input = [rule for rule in rules if rule.config.stage != "output"]
         self._output = [rule for rule in rules if rule.config.stage != "input"]
-        self._patterns = rules
+        self._patterns = compiled
         self._configured = {config.name: config for config in configured}
         self._metrics = metrics
         self._moderations = [
@@ -108,16 +125,51 @@ class Guardrails:
             for config in configured
             if config.kind == "model"
         ]
-        self.checks_input = bool(self._input) or any(rule.config.stage != "output" for rule in self._moderations)
+        self.checks_input = bool(self._input or self._marks) or any(
+            rule.config.stage != "output" for rule in self._moderations
+        )
 
     async def close(self) -> None:
         for moderation in self._moderations:
             await moderation.close()
 
+    async def mark(self, exchange: Exchange, texts: Callable[[], Sequence[str]]) -> None:
+        """Narrow the demand of a request that matches a pattern."""
+        open_marks = [
+            (rule, demand)
+            for rule, demand in self._marks
+            if rule.applies(exchange.caller) and not set(demand.requirements) <= set(exchange.demand.requirements)
+        ]
+        if not open_marks:
+            return
+        found = list(texts())
+        for rule, demand in open_marks:
+            if await self._any(rule, found):
+                exchange.demand = exchange.demand.narrowed(demand)
+                exchange.decide("marked", "guardrail", rule.name, exchange.demand.why(demand.requirements))
+                self._metrics.guardrail(rule.name, "input", "require")
+
+    async def _any(self, rule: PatternRule, texts: Sequence[str]) -> bool:
+        size = sum(map(len, texts))
+        if size <= INLINE_CHARACTERS:
+            try:
+                deadline = Deadline(INLINE_S, thread_time)
+                return any(pattern.found(text, deadline) for text in texts for pattern in rule.patterns)
+            except TooSlow:
+                pass  # on a thread it may take longer
+        deadline = Deadline(WHOLE_S + WHOLE_S_PER_CHARACTER * size)
+        try:
+            return await asyncio.to_thread(
+                lambda: any(pattern.found(text, deadline) for text in texts for pattern in rule.patterns)
+            )
+        except TooSlow:
+            return True  # what could not be checked is treated as a match
+
     async def messages(self, exchange: Exchange, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation as a model may see it."""
         if not self.checks_input:
             return messages
+        await self.mark(exchange, lambda: list(_texts(messages)))
         rules = [rule for rule in self._input if rule.applies(exchange.caller)]
         messages = await self._checked(rules, messages, "messages") if rules else messages
         await self._moderate(exchange, messages, "messages")
@@ -127,24 +179,35 @@ class Guardrails:
         """Text as a model may see it."""
         if not self.checks_input:
             return text
+        await self.mark(exchange, lambda: [text])
         rules = [rule for rule in self._input if rule.applies(exchange.caller)]
         text = await self._checked(rules, text, "prompt") if rules else text
         await self._moderate(exchange, [text], "prompt")
         return text
 
-    def judges(self, caller: Caller) -> list[str]:
-        """The names of the rules that apply to the caller, for prompts or for answers."""
-        return [name for name, config in self._configured.items() if _applies(config, caller)]
+    def judges(self, exchange: Exchange) -> list[str]:
+        """The names of the rules that apply to the caller, for prompts or for answers. A rule whose model the caller
+        may not use is none of them."""
+        hidden = {rule.config.name for rule in self._moderations if not self._permits(rule, exchange)}
+        return [
+            name
+            for name, config in self._configured.items()
+            if _applies(config, exchange.caller) and name not in hidden
+        ]
 
     async def judgement(self, exchange: Exchange, text: str, names: Collection[str]) -> list[Judgement]:
         """What each of the named rules says about a text; raises one of `FAILURES` when a moderator fails."""
+        await self.mark(exchange, lambda: [text])
         found = []
         for rule in self._patterns:
             if rule.name in names:
                 matches = await self._matches(rule, text)
-                found.append(Judgement(rule.name, float(matches), matches, matches and rule.replacement is None))
+                refuses = rule.config.action == "refuse"
+                found.append(Judgement(rule.name, float(matches), matches, matches and refuses))
         for moderation in self._moderations:
             if moderation.config.name in names:
+                if unmet := moderation.unmet(exchange.demand):
+                    raise _forbidden(exchange, moderation, unmet)
                 score = await moderation.probability(exchange, text)
                 flagged = score >= moderation.threshold
                 found.append(Judgement(moderation.config.name, score, flagged, flagged))
@@ -174,18 +237,37 @@ class Guardrails:
             return
 
         async def check(text: str) -> bool:
-            verdicts = await asyncio.gather(*(each.verdict(exchange, [text], "output") for each in asked))
+            verdicts = await asyncio.gather(*(self._verdict(each, exchange, [text], "output") for each in asked))
             return all(verdict == "passed" for verdict in verdicts)
 
         window = min(moderation.config.window for moderation in asked)
         generation.moderated = ModeratedStream(generation, check, window)
 
     def _asked(self, exchange: Exchange, stage: Stage) -> list[ModerationRule]:
-        return [
-            moderation
-            for moderation in self._moderations
-            if moderation.config.stage in (stage, "both") and _applies(moderation.config, exchange.caller)
-        ]
+        """The moderation rules that check a request. One whose model may not see it counts as one that fails."""
+        found = []
+        for moderation in self._moderations:
+            if moderation.config.stage not in (stage, "both") or not _applies(moderation.config, exchange.caller):
+                continue
+            if not (unmet := moderation.unmet(exchange.demand)):
+                found.append(moderation)
+            elif moderation.config.on_error == "refuse":
+                raise _forbidden(exchange, moderation, unmet)
+            else:
+                exchange.decide("withheld", "moderator", moderation.config.name, exchange.demand.why(unmet))
+        return found
+
+    async def _verdict(
+        self, moderation: ModerationRule, exchange: Exchange, texts: Sequence[str], stage: Stage
+    ) -> Verdict:
+        """A text never reaches a model that its sender may not use: such a rule cannot be checked."""
+        if self._permits(moderation, exchange):
+            return await moderation.verdict(exchange, texts, stage)
+        return moderation.unchecked(stage)
+
+    def _permits(self, moderation: ModerationRule, exchange: Exchange) -> bool:
+        config = moderation.config
+        return bool(config.url) or config.for_all_callers or self._permissions.exists(exchange.caller, config.model)
 
     async def _moderate(self, exchange: Exchange, values: Sequence[Any], param: str) -> None:
         """Have the moderation models check each of `values`, messages or prompts; raises when one does not pass."""
@@ -194,7 +276,7 @@ class Guardrails:
             return
         texts = ["\n".join(_texts(value)) for value in values]
         for moderation in asked:
-            verdict = await moderation.verdict(exchange, texts, "input")
+            verdict = await self._verdict(moderation, exchange, texts, "input")
             if verdict == "flagged":
                 raise _blocked(moderation.config.name, param)
             if verdict == "failed":
@@ -257,6 +339,12 @@ class Guardrails:
 def _applies(config: GuardrailConfig, caller: Caller) -> bool:
     tenants, tiers = config.tenants, config.tiers
     return not (tenants or tiers) or caller.tenant in tenants or caller.tier in tiers
+
+
+def _forbidden(exchange: Exchange, moderation: ModerationRule, unmet: Sequence[Requirement]) -> DataRuleForbids:
+    name, why = moderation.config.name, exchange.demand.why(unmet)
+    exchange.decide("refused", "moderator", name, why)
+    return DataRuleForbids(f"The model of the rule `{name}`, which must check this request, may not get it: {why}.")
 
 
 def _blocked(rule: str, param: str) -> ContentBlocked:

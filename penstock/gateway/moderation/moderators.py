@@ -30,8 +30,8 @@ from penstock.gateway.generation.schemas import ChoiceFormat
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.spec import internal_spec
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.identity.labels import OF_REMOTES, Demand, Labels, Requirement
 from penstock.protocol.errors import ApiError
-from penstock.routing.placement import PlacementFacts
 from penstock.routing.registry import ModelRegistry, ServedModel
 from penstock.routing.remotes import RemoteModel
 
@@ -64,6 +64,10 @@ class Moderator(ABC):
     @abstractmethod
     async def probability(self, exchange: Exchange, text: str) -> float:
         """That `text` breaks the rules. `exchange`: for whom it is asked."""
+
+    @abstractmethod
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        """What of a demand it does not meet; empty: it may see the request."""
 
     async def close(self) -> None:
         return
@@ -103,6 +107,7 @@ class ModerationEndpoint(Moderator):
         self._config = config
         if config.threshold is not None:
             self.threshold = config.threshold
+        self._labels = Labels(config.labels).over(OF_REMOTES)
         self._client = httpx.AsyncClient(
             headers=authorization(config.key_env, config.url),
             timeout=config.timeout_s,
@@ -117,6 +122,9 @@ class ModerationEndpoint(Moderator):
         if not results:
             raise UnclearVerdict("no result")
         return max(map(self._of, results))
+
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        return demand.unmet(self._labels)
 
     def _of(self, result: ModerationResult) -> float:
         wanted = self._config.categories
@@ -180,6 +188,9 @@ class LocalModerator(ChatModerator):
         self._model = model
         self._backends = backends
 
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        return self._model.unmet(demand)
+
     async def probability(self, exchange: Exchange, text: str) -> float:
         backends, model = self._backends, self._model
         settings = backends.settings
@@ -211,6 +222,7 @@ class LocalModerator(ChatModerator):
             cache_salt=settings.cache_salt(exchange.caller),
             time_limit_s=None,
             caller=(exchange.caller.tenant, exchange.caller.tier),
+            demand=exchange.demand,
             counted=False,
         )
         (request,) = spec.requests()
@@ -233,6 +245,9 @@ class RemoteModerator(ChatModerator):
         super().__init__(config, accounts)
         self._model = model
 
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        return self._model.unmet(demand)
+
     async def probability(self, exchange: Exchange, text: str) -> float:
         model = self._model
         body = {
@@ -246,10 +261,8 @@ class RemoteModerator(ChatModerator):
         }
         odds: dict[str, float] = {}
         used = ChunkUsage()
-        caller = exchange.caller
-        regions = model.placer.place(PlacementFacts(caller.tenant, caller.tier)).regions
-        first = model.choose(regions=regions)
-        async with aclosing(model.answer(body, exchange.request_id, first, regions)) as chunks:
+        first = model.choose(exchange.demand)
+        async with aclosing(model.answer(body, exchange.request_id, first, exchange.demand)) as chunks:
             async for chunk in chunks:
                 used = chunk.usage or used
                 odds |= _odds(chunk)

@@ -18,6 +18,7 @@ from typing import Literal
 from penstock.config.guardrails import GuardrailConfig
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.moderation.moderators import FAILURES, Moderator
+from penstock.identity.labels import Demand, Requirement
 from penstock.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,10 @@ class ModerationRule:
 
     async def close(self) -> None:
         await self._moderator.close()
+
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        """What of a demand its moderator does not meet."""
+        return self._moderator.unmet(demand)
 
     @property
     def refuses_all(self) -> bool:
@@ -92,6 +97,15 @@ class ModerationRule:
                 self._metrics.guardrail(self.config.name, stage, "refuse")
                 return verdict
         return "passed"
+
+    def unchecked(self, stage: Stage) -> Verdict:
+        """The verdict on texts that the moderator must not see."""
+        refused = self.config.on_error == "refuse"
+        self._metrics.context.moderated(self.config.name, stage, "failed", 0.0)
+        if refused:
+            self._metrics.guardrail(self.config.name, stage, "refuse")
+            log.warning("guardrail %r is refused to a caller who may not use its model", self.config.name)
+        return "failed" if refused else "passed"
 
     async def _part(self, exchange: Exchange, part: str, stage: Stage) -> Verdict:
         said = f"{exchange.caller.tenant}\0{part}".encode("utf-8", "surrogatepass")

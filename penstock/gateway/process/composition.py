@@ -20,6 +20,7 @@ from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.account import AccountEndpoints
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
+from penstock.gateway.api.admin.experiments import ExperimentEndpoints
 from penstock.gateway.api.admin.fleet import FleetEndpoints
 from penstock.gateway.api.admin.identity import IdentityEndpoints
 from penstock.gateway.api.admin.models import ModelAdminEndpoints
@@ -66,19 +67,24 @@ from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
+from penstock.gateway.generation.constraints import ModelConstraints
+from penstock.gateway.generation.experiments import Experiments
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.pipeline import GenerationPipeline
+from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.response_format import GrammarCache
+from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.generation.watermarks import Watermarks
 from penstock.gateway.moderation.endpoints import ModerationEndpoints
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process import implementations
+from penstock.gateway.process.encoder_follower import EncoderFollower
 from penstock.gateway.process.load_reporter import LoadReporter
-from penstock.gateway.process.model_follower import ModelFollower
+from penstock.gateway.process.model_follower import ModelFollower, curve_of
 from penstock.gateway.process.request_log import RequestLogOff, charge_entry, open_request_log
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.process.stores import Stores, open_stores
@@ -94,6 +100,8 @@ from penstock.gateway.response_cache.endpoints import CacheEndpoints
 from penstock.gateway.server_tools.endpoints import ToolEndpoints
 from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.workers.group import WorkerGroup
+from penstock.identity.data_rules import DataRules
+from penstock.metering.audit import AuditLog
 from penstock.metering.log_entries import CHARGES
 from penstock.metering.request_log import RequestLog
 from penstock.metering.request_store import RequestStore
@@ -108,6 +116,7 @@ from penstock.storage import Database, open_database
 from penstock.storage.watch import DatabaseWatch
 from penstock.telemetry.autoscale_metrics import add_autoscale_metrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
+from penstock.telemetry.experiment_metrics import ExperimentMetrics
 from penstock.telemetry.fleet_metrics import add_fleet_metrics
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
@@ -140,6 +149,8 @@ class Gateway:
     responses: ResponseStore | NoResponseStore
     knowledge: KnowledgeLibrary
     batch_runner: BatchRunner | None
+    data_rules: DataRules
+    audit: AuditLog | None
     endpoints: Sequence[object]
     """The objects whose methods answer requests."""
 
@@ -180,6 +191,11 @@ async def compose(
             checks["store"] = watch.check
         tracing = RequestTracing(settings.telemetry, metrics)
         closing(tracing.close)
+        audit = None
+        if stores is not None and settings.audit.enabled:
+            audit = AuditLog(stores.audit, metrics.registry)
+            audit.start()
+            closing(audit.close)
         request_log = open_request_log(settings, database, metrics)
         request_log.start()
         closing(request_log.close)
@@ -213,7 +229,7 @@ async def compose(
         checks |= {"ledger": accounts.problem, "limits": quotas.problem}
 
         # What answers.
-        permissions = Permissions(registry)
+        permissions = Permissions(registry, encoders)
         for embedder in encoders:
             embedder.threads = text_threads
         closing(encoders.close)
@@ -233,7 +249,7 @@ async def compose(
         for model in registry:
             await model.backend.start()
         moderators = ModerationBackends(registry, tokenization, grammars, accounts, settings.generation)
-        guardrails = Guardrails(settings.guardrails, metrics, moderators)
+        guardrails = Guardrails(settings.guardrails, metrics, moderators, permissions)
         closing(guardrails.close)
         checks["guardrails"] = guardrails.problem
         tools = ToolRegistry(
@@ -244,11 +260,12 @@ async def compose(
         )
         closing(tools.close)
         judge: Judge | NoJudge = NoJudge()
-        if settings.judge.rate:
+        if settings.judge.rate or any(experiment.judge for experiment in settings.experiments):
             judge = Judge(
                 settings.judge,
                 settings.generation,
                 registry,
+                permissions,
                 tokenization,
                 grammars,
                 metrics.context,
@@ -263,14 +280,24 @@ async def compose(
         for remote in registry.remotes.values():
             await remote.start()
             closing(remote.close)
-        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry), permissions)
-        await routes.start(database)
         downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
         admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
         metrics.waiting.add(admissions.depths, "capacity", shared=bool(settings.admission.url))
         metrics.waiting.add(partial(_without_replica, registry), "deferred")
         await admissions.start()
         closing(admissions.close)
+        source_search = CollectionSearch(knowledge)
+        constraints = ModelConstraints(registry, quotas, admissions, tokenization, source_search)
+        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry), permissions, constraints)
+        await routes.start(database)
+        experiment_metrics = ExperimentMetrics(metrics.registry)
+        experiments = Experiments(settings.experiments, registry, routes, prices, experiment_metrics, permissions)
+        await experiments.start(database)
+        closing(experiments.close)
+        if stores is not None:
+            stores.feedback.on_arm = experiments.voted
+        if isinstance(judge, Judge):
+            judge.on_arm = experiments.graded
         slices = TimeSlices(registry, settings.time_slice_s)
         slices.start()
         closing(slices.close)
@@ -289,7 +316,16 @@ async def compose(
             closing(runner.close)
         supervisor: Supervisor = NoSupervisor()
         if supervisor_socket is not None or fleet is not None:
-            follower = ModelFollower(settings, registry, admissions, prices, forget_answers, background, secret)
+            follow_encoders = EncoderFollower(
+                encoders,
+                {encoder.name: encoder for encoder in settings.encoders},
+                registry,
+                lambda replica: curve_of(replica, secret),
+                text_threads,
+            ).follow
+            follower = ModelFollower(
+                settings, registry, admissions, prices, forget_answers, background, secret, follow_encoders
+            )
             link: Link
             if supervisor_socket is not None:
                 link = SupervisorLink(supervisor_socket, follower.follow, follower.scaled)
@@ -307,16 +343,28 @@ async def compose(
         add_autoscale_metrics(metrics.registry, lambda: supervisor.scaling)
         add_fleet_metrics(metrics.registry, lambda: supervisor.fleet)
 
+        streams = RemoteStreams()
+        closing(streams.close)
+        if isinstance(accounts, Accounts):
+            accounts.streams = streams
+
         # The generation pipeline with its stages.
         lifecycle = GenerationLifecycle(
-            quotas, admissions, accounts, drain, background, record_text=settings.generation.record_text
+            quotas, admissions, accounts, drain, background, permissions, record_text=settings.generation.record_text
         )
+        shadows = Shadows(
+            settings.experiments, registry, permissions, admissions, accounts, judge, experiments, experiment_metrics
+        )
+        shadows.start()
+        closing(shadows.close)
         pipeline = GenerationPipeline(
             settings.generation,
             registry=registry,
             permissions=permissions,
             watermarks=watermarks,
             routes=routes,
+            experiments=experiments,
+            shadows=shadows,
             slices=slices,
             admissions=admissions,
             quotas=quotas,
@@ -326,9 +374,10 @@ async def compose(
             metrics=metrics,
             background=background,
             content_filter=guardrails,
-            source_search=CollectionSearch(knowledge),
+            source_search=source_search,
             cache=cache,
             grader=judge,
+            streams=streams,
         )
         conversations: StoredConversations | StatelessConversations = StatelessConversations()
         if sessions is not None:
@@ -345,22 +394,22 @@ async def compose(
         limit, uploads = settings.body_limit, UploadSlots()
         encoder_metrics = EncoderMetrics(metrics.registry, lambda: encoders)
         encoder_work = EncoderWork(encoders, quotas, accounts, encoder_metrics, background)
-        models = ModelEndpoints(registry, encoders, routes, quotas, settings.max_tokens)
+        models = ModelEndpoints(registry, permissions, encoders, routes, quotas, settings.max_tokens)
         embeddings = EmbeddingEndpoints(encoders, encoder_work, guardrails, limit)
-        catalogue = Catalogue(registry, encoders, routes)
+        catalogue = Catalogue(registry, permissions, encoders, routes)
         endpoints: list[object] = [
             ChatEndpoints(pipeline, conversations, server_tools, chats),
-            _stored_chats(chats, limit),
+            _stored_chats(chats, permissions, limit),
             CompletionEndpoints(pipeline),
             ResponseEndpoints(pipeline, conversations, responses),
-            StoredResponseEndpoints(responses),
+            StoredResponseEndpoints(responses, permissions),
             MessageEndpoints(pipeline),
             embeddings,
             OllamaEndpoints(pipeline, catalogue, embeddings),
             OllamaPullEndpoints(catalogue, supervisor, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
-            TokenEndpoints(registry, tokenization, quotas, limit, request_templates=settings.request_templates),
-            WatermarkEndpoints(registry, permissions, tokenization, quotas, watermarks, limit),
+            TokenEndpoints(permissions, tokenization, quotas, limit, request_templates=settings.request_templates),
+            WatermarkEndpoints(permissions, tokenization, quotas, watermarks, limit),
             ScoreEndpoints(encoders, encoder_work, guardrails, limit),
             ModerationEndpoints(guardrails, quotas, limit),
             models,
@@ -369,8 +418,10 @@ async def compose(
             CollectionEndpoints(knowledge, encoder_work, limit),
             DocumentEndpoints(knowledge, uploads),
             ToolEndpoints(tools, limit),
-            _cache_endpoints(cache),
-            TraceEndpoints(workers, settings.telemetry.recent_requests, None if stores is None else stores.ledger),
+            _cache_endpoints(cache, permissions),
+            TraceEndpoints(
+                workers, permissions, settings.telemetry.recent_requests, None if stores is None else stores.ledger
+            ),
             AdapterEndpoints(registry, forget_answers, settings.engine_wait_s, limit),
             ModelAdminEndpoints(registry, models, routes, admissions, supervisor, settings.engine_wait_s, limit),
             ReplicaEndpoints(registry, supervisor, limit),
@@ -378,9 +429,10 @@ async def compose(
             PlanEndpoints(registry, workers, settings.admission),
             WhatIfEndpoints(registry, limit),
             RouteEndpoints(routes, limit),
+            ExperimentEndpoints(experiments, limit),
             SleepEndpoints(registry),
-            _request_log_endpoints(request_log),
-            HealthEndpoints(registry, drain, checks),
+            _request_log_endpoints(request_log, permissions),
+            HealthEndpoints(registry, authentication, drain, checks),
             MetricsEndpoints(workers),
         ]
         if stores is None or runner is None:
@@ -390,8 +442,8 @@ async def compose(
                 FileEndpoints(stores.files, stores.batches, settings.batches, uploads),
                 BatchEndpoints(stores.batches, stores.files, runner, limit),
                 MessageBatchEndpoints(stores.batches, stores.files, runner, settings.batches, uploads),
-                FeedbackEndpoints(stores.feedback, cache.suspect, limit),
-                UsageEndpoints(stores.ledger),
+                FeedbackEndpoints(stores.feedback, permissions, cache.suspect, limit),
+                UsageEndpoints(stores.ledger, permissions),
                 _identity_endpoints(settings, stores, quotas, workers),
                 AccountEndpoints(stores.identities, stores.ledger, quotas),
             ]
@@ -416,6 +468,8 @@ async def compose(
             responses=responses,
             knowledge=knowledge,
             batch_runner=runner,
+            data_rules=DataRules({tier.name: tier.require for tier in settings.tiers}, settings.routing.regions),
+            audit=audit,
             endpoints=endpoints,
         )
 
@@ -434,9 +488,9 @@ def _identity_endpoints(
     )
 
 
-def _stored_chats(store: ChatStore | None, limit: int) -> StoredChatEndpoints | Unavailable:
+def _stored_chats(store: ChatStore | None, permissions: Permissions, limit: int) -> StoredChatEndpoints | Unavailable:
     if store is not None:
-        return StoredChatEndpoints(store, limit)
+        return StoredChatEndpoints(store, permissions, limit)
     return Unavailable(StoredChatEndpoints, NotFound, "This gateway stores no chat completions.")
 
 
@@ -448,16 +502,20 @@ def _conversation_items(
     return Unavailable(ConversationItemEndpoints, ServiceUnavailable, "This gateway stores no conversations.")
 
 
-def _cache_endpoints(cache: ResponseCache | ResponseCacheOff) -> CacheEndpoints | Unavailable:
+def _cache_endpoints(cache: ResponseCache | ResponseCacheOff, permissions: Permissions) -> CacheEndpoints | Unavailable:
     if isinstance(cache, ResponseCache):
-        return CacheEndpoints(cache)
+        return CacheEndpoints(cache, permissions)
     message = "This server has no response cache; `cache.exact` and `cache.semantic` are off."
     return Unavailable(CacheEndpoints, NotFound, message)
 
 
-def _request_log_endpoints(log: RequestLog | RequestLogOff) -> RequestLogEndpoints | Unavailable:
+def _request_log_endpoints(
+    log: RequestLog | RequestLogOff, permissions: Permissions
+) -> RequestLogEndpoints | Unavailable:
     if isinstance(log.sink, RequestStore):
-        return RequestLogEndpoints(log.sink, [endpoint.path for endpoint in ENDPOINTS if endpoint.serves_tokens])
+        return RequestLogEndpoints(
+            log.sink, permissions, [endpoint.path for endpoint in ENDPOINTS if endpoint.serves_tokens]
+        )
     message = "This gateway has no request log that it could read; see `request_log.url`."
     return Unavailable(RequestLogEndpoints, ServiceUnavailable, message)
 

@@ -65,7 +65,7 @@ def response_cache(config: CacheConfig, encoders: Encoders, metrics: Metrics) ->
         return ResponseCacheOff()
     encoder = None
     if config.semantic != "off":
-        encoder = encoders.find(config.encoder) if config.encoder else encoders.default
+        encoder = encoders.any(config.encoder) if config.encoder else encoders.default
     return ResponseCache(config, open_store(config), encoder, CacheMetrics(metrics.registry))
 
 

@@ -14,13 +14,14 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import uvloop
 
-from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
+from penstock.backends.encoder_set import EncoderSet
 from penstock.backends.remote.server import RemoteServer
-from penstock.backends.remote.upstream import Upstream
+from penstock.backends.remote.upstream import DialectName, Upstream
 from penstock.config.encoders import EncoderConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.schema import Config
@@ -35,19 +36,22 @@ from penstock.gateway.http.listener import Listener
 from penstock.gateway.http.port import check_port
 from penstock.gateway.process import garbage_collection
 from penstock.gateway.process.composition import Gateway, compose
+from penstock.gateway.process.encoder_follower import encoder_backend, served_encoder
 from penstock.gateway.process.limits import MOST_CONNECTIONS, connections
 from penstock.gateway.process.model_follower import served
 from penstock.gateway.process.settings import GatewaySettings, Worker
 from penstock.gateway.process.supervisor_link import Follow, Link, Scaled
 from penstock.identity.exposure import check_exposure
+from penstock.identity.labels import Labels
 from penstock.protocol.fleet_secret import FleetSecret
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
-from penstock.routing.placement import Placer
 from penstock.routing.regions import RegionChoice
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
+from penstock.sources.resolve import resolve
 from penstock.telemetry import logging as telemetry_logging
+from penstock.text import TextModel, load_text
 
 log = logging.getLogger("penstock.gateway")
 
@@ -115,11 +119,12 @@ async def _run(
     )
     encoders = Encoders(
         (
-            served_encoder(encoder, endpoints[encoder.name][0], curve.get(encoder.name), ask)
+            served_encoder(encoder, EncoderSet(_own(encoder, endpoints, curve)), ask)
             for encoder in settings.encoders
             if encoder.name in endpoints
         ),
         settings.encoders,
+        registry.remotes.values(),
     )
     garbage_collection.tune()
     stop = asyncio.Event()
@@ -145,34 +150,62 @@ async def _run(
 
 def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
     resilience = settings.how_resilient()
-    upstreams = [Upstream(url, remote.model, remote.key_env, remote.timeout_s) for url in remote.urls]
-    return RemoteModel(
+    upstreams = [
+        Upstream(
+            url,
+            remote.model,
+            remote.key_env,
+            remote.timeout_s,
+            dialect=cast(DialectName, remote.dialect),
+            key_file=remote.key_file,
+            api_version=remote.api_version,
+            aws_region=remote.aws_region,
+            streamed=remote.streamed,
+            max_tokens=remote.default_max_tokens,
+        )
+        for url in remote.urls
+    ]
+    model = RemoteModel(
         remote.name,
         [RemoteServer(str(index), upstream) for index, upstream in enumerate(upstreams)],
         aliases=remote.aliases,
         input_price=remote.input_price,
         output_price=remote.output_price,
         max_in_flight=remote.max_in_flight,
+        max_waiting=remote.max_waiting,
+        metrics_s=remote.metrics_s,
         context_window=remote.context_window,
         check_s=remote.check_s,
         limit_field=remote.max_tokens_field,
         breaker=resilience.breaker,
         retry_share=resilience.retry_share,
         regions=remote.regions,
-        placer=Placer(regions=settings.routing.regions),
+        labels=Labels(remote.labels),
         choice=RegionChoice(settings.region, settings.routing.region_gain_s, settings.routing.region_return_s),
     )
+    model.kind, model.dimensions = remote.kind, remote.dimensions
+    model.texts_per_request, model.fallback = remote.texts_per_request, remote.fallback
+    if remote.tokenizer:
+        model.text = tokenizer(remote)
+    return model
 
 
-def served_encoder(
-    encoder: EncoderConfig, endpoint: str, curve: CurveClient | None = None, ask: Callable[[str], None] | None = None
-) -> Embedder:
-    backend = EncoderBackend(
-        endpoint, curve=curve, silence_s=encoder.watchdog_s + 15.0, max_in_flight=encoder.max_waiting
-    )
-    return Embedder(
-        encoder.name, encoder.source, backend, ask=ask, wait_s=encoder.wait_s, input_price=encoder.input_price
-    )
+def tokenizer(remote: RemoteConfig) -> TextModel:
+    """The configured tokenizer of a remote model."""
+    source = Path(remote.tokenizer)
+    if source.name == "tokenizer.json":
+        return load_text(source.parent)
+    try:
+        return load_text(resolve(remote.tokenizer, weights=False))
+    except PenstockError as error:
+        raise ConfigError(f"remotes: {remote.name}: tokenizer: {error}") from error
+
+
+def _own(
+    encoder: EncoderConfig, endpoints: Mapping[str, Sequence[str]], curve: Mapping[str, CurveClient]
+) -> EncoderBackend:
+    """The engine that was named for an encoder."""
+    return encoder_backend(encoder, endpoints[encoder.name][0], curve.get(encoder.name))
 
 
 async def serve(
@@ -187,7 +220,9 @@ async def serve(
     fleet: Callable[[Follow, Scaled], Link] | None = None,
 ) -> None:
     """Listen until `stop` is set, then drain. `listening` is called once connections are accepted."""
-    async with compose(settings, registry, encoders or Encoders((), ()), control, secret, fleet) as gateway:
+    async with compose(
+        settings, registry, encoders or Encoders((), (), registry.remotes.values()), control, secret, fleet
+    ) as gateway:
         room = min(connections(), settings.max_connections or MOST_CONNECTIONS)
         doors: list[tuple[Door, str, int]] = [("all", settings.host, settings.port)]
         if settings.admin_port is not None:
@@ -254,6 +289,8 @@ def application(gateway: Gateway, door: Door) -> App:
         receive_s=gateway.settings.receive_s,
         bodies=gateway.bodies,
         refuses_unknown=gateway.settings.refuses_unknown,
+        data_rules=gateway.data_rules,
+        audit=None if gateway.audit is None else gateway.audit.put,
     )
 
 

@@ -11,18 +11,21 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from penstock.backends.native import NativeBackend
-from penstock.config.load import check_model
+from penstock.config.load import read_model
 from penstock.config.sampling import SamplingDefaults
 from penstock.errors import PenstockError
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.process.settings import GatewaySettings, ModelSettings
+from penstock.identity.labels import Labels
 from penstock.metering.prices import PriceBook
 from penstock.protocol.control import ModelScaling, Replica, Topology
 from penstock.protocol.fleet_secret import FleetSecret
 from penstock.protocol.transport import CurveClient
+from penstock.routing.admission.admission import ModelAdmission
 from penstock.routing.place import ReplicaPlace, split_endpoint
 from penstock.routing.placement import Placer
 from penstock.routing.policies import make_policy
@@ -58,25 +61,33 @@ def served(
             handover=model.handover,
             hold=model.hold,
             places={str(index): place for index, (_, place) in enumerate(labelled)},
-            placer=Placer(model.pools, model.pool_rules, routing.regions),
+            placer=Placer(model.pools, model.pool_rules, Labels(model.labels)),
             regions=RegionChoice(settings.region, routing.region_gain_s, routing.region_return_s),
             shared=settings.shares_engines,
         ),
-        aliases=model.aliases,
         time_slice=model.time_slice,
-        adapters=model.adapters,
-        adapter_owners=dict(model.adapter_owners),
-        input_price=model.input_price,
-        output_price=model.output_price,
-        cost_per_hour=model.cost_per_hour,
         source=model.source,
-        autoscale=model.autoscale,
-        tool_format=model.tool_format,
-        sampling=sampling_defaults(model, text),
-        fallback=model.fallback,
-        overflow_at=model.overflow_at,
-        autoscaled=model.autoscaled,
+        **client_settings(model, text),
     )
+
+
+def client_settings(model: ModelSettings, text: TextModel) -> dict[str, Any]:
+    """The settings of a served model that may change while it is served."""
+    return {
+        "aliases": model.aliases,
+        "adapters": model.adapters,
+        "adapter_owners": dict(model.adapter_owners),
+        "input_price": model.input_price,
+        "output_price": model.output_price,
+        "cost_per_hour": model.cost_per_hour,
+        "autoscale": model.autoscale,
+        "tool_format": model.tool_format,
+        "sampling": sampling_defaults(model, text),
+        "fallback": model.fallback,
+        "overflow_at": model.overflow_at,
+        "autoscaled": model.autoscaled,
+        "autoscaled_pools": tuple(pool.name for pool in model.pools if pool.autoscale is not None),
+    }
 
 
 def sampling_defaults(model: ModelSettings, text: TextModel) -> SamplingDefaults:
@@ -90,6 +101,15 @@ def sampling_defaults(model: ModelSettings, text: TextModel) -> SamplingDefaults
 def native(model: ModelSettings, name: str, endpoint: str, curve: CurveClient | None = None) -> NativeBackend:
     """The client of one replica's engine."""
     return NativeBackend(endpoint, name=name, curve=curve, silence_s=model.silence_s, max_in_flight=model.max_in_flight)
+
+
+def curve_of(replica: Replica, secret: FleetSecret | None) -> CurveClient | None:
+    """The keys for an engine of a fleet."""
+    if not replica.public_key:
+        return None
+    if secret is None:
+        raise PenstockError(f"the engine at {replica.endpoint} has a key of a fleet, but this gateway has no secret")
+    return secret.gateway(replica.public_key)
 
 
 def place_of(replica: Replica) -> ReplicaPlace:
@@ -108,9 +128,11 @@ class ModelFollower:
         forget_answers: Callable[[str], Awaitable[None]],
         background: BackgroundTasks,
         secret: FleetSecret | None = None,
+        encoders: Callable[[Topology], Awaitable[None]] | None = None,
     ) -> None:
         """`forget_answers` evicts a model's answers from the response cache. `secret`: gives the keys of engines on
-        other machines."""
+        other machines. `encoders`: what follows the engines of encoders."""
+        self._encoders = encoders
         self._settings = settings
         self._registry = registry
         self._admissions = admissions
@@ -119,10 +141,14 @@ class ModelFollower:
         self._background = background
         self._secret = secret
         self._models = {model.name: model for model in settings.models}
+        self._described: dict[str, Mapping[str, Any]] = {}
+        """How the fleet last described each model."""
 
     async def follow(self, topology: Topology) -> dict[str, str]:
         """Returns the models that cannot be served, and why."""
         problems: dict[str, str] = {}
+        if self._encoders is not None:
+            await self._encoders(topology)
         for name in [*self._models, *(name for name in topology.models if name not in self._models)]:
             try:
                 await self._follow(name, topology)
@@ -141,9 +167,41 @@ class ModelFollower:
         if name not in topology.models:
             await self._remove(name)
         elif name in self._models:
+            described = topology.loaded.get(name)
+            if described is not None and self._described.setdefault(name, described) != described:
+                await self._change(name, ModelSettings.of(read_model(described)))
+                self._described[name] = described
             await self._update(self._models[name], topology.models[name])
         elif name in topology.loaded:
-            await self._add(ModelSettings.of(check_model(topology.loaded[name])), topology.models[name])
+            await self._add(ModelSettings.of(read_model(topology.loaded[name])), topology.models[name])
+            self._described[name] = topology.loaded[name]
+
+    async def _change(self, name: str, settings: ModelSettings) -> None:
+        """A model gets other settings while it is served. Its files and its time-slice group stay."""
+        old = self._models[name]
+        settings = dataclasses.replace(settings, source=old.source, time_slice=old.time_slice)
+        model = self._registry.route(name).model
+        backend = model.backend
+        if settings == old or not isinstance(backend, ReplicaSet):
+            return
+        self._registry.rename(model, settings.aliases)
+        for name_of, value in client_settings(settings, model.text).items():
+            setattr(model, name_of, value)
+        backend.placer = Placer(settings.pools, settings.pool_rules, Labels(settings.labels))
+        backend.change(handover=settings.handover, hold=settings.hold)
+        self._prices.remove(old.price)
+        self._prices.add(settings.price)
+        self._models[name] = settings
+        pools = [(pool.name, pool.reserve) for pool in settings.pools] != [(one.name, one.reserve) for one in old.pools]
+        queues = await self._admissions.change(model, settings.downgrade_to, pools=pools)
+        if queues is not None:
+            self._background.start(self._close_when_empty(queues))
+        log.info("a model has new settings", extra={"model": name})
+
+    async def _close_when_empty(self, queues: ModelAdmission) -> None:
+        while sum(queues.depths()):  # noqa: ASYNC110 (requests leave a queue in many ways)
+            await asyncio.sleep(IDLE_CHECK_S)
+        await queues.close()
 
     async def _update(self, model: ModelSettings, replicas: Sequence[Replica]) -> None:
         """New replicas join; those that are no longer listed get no new requests. One that has moved to another
@@ -175,18 +233,13 @@ class ModelFollower:
         return "; ".join(problems)
 
     def _native(self, model: ModelSettings, replica: Replica) -> NativeBackend:
-        return native(model, replica.name, replica.endpoint, self._curve(replica))
-
-    def _curve(self, replica: Replica) -> CurveClient | None:
-        if not replica.public_key:
-            return None
-        if self._secret is None:
-            raise PenstockError(
-                f"the engine at {replica.endpoint} has a key of a fleet, but this gateway has no secret"
-            )
-        return self._secret.gateway(replica.public_key)
+        return native(model, replica.name, replica.endpoint, curve_of(replica, self._secret))
 
     async def _add(self, settings: ModelSettings, replicas: Sequence[Replica]) -> None:
+        if settings.time_slice:
+            raise PenstockError(
+                "it takes turns with others (time_slice), which the gateway that has it in its configuration decides"
+            )
         model = await asyncio.to_thread(served, self._settings, settings, [])
         assert isinstance(model.backend, ReplicaSet)
         try:
@@ -203,6 +256,7 @@ class ModelFollower:
             raise PenstockError(problem)
 
     async def _remove(self, name: str) -> None:
+        self._described.pop(name, None)
         self._prices.remove(self._models.pop(name).price)
         model = self._registry.remove(name)
         await self._forget_answers(name)

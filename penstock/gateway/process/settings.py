@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.config.audit import AuditConfig
 from penstock.config.autoscale import AutoscaleConfig
 from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.encoders import EncoderConfig
+from penstock.config.experiments import ExperimentConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.models import ModelConfig
@@ -75,6 +77,8 @@ class ModelSettings:
     """Set for a model that is scaled to zero while idle."""
     pools: tuple[PoolConfig, ...] = ()
     pool_rules: tuple[PoolRuleConfig, ...] = ()
+    labels: tuple[tuple[str, str], ...] = ()
+    """For data rules."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelSettings:
@@ -105,6 +109,7 @@ class ModelSettings:
             else HoldLimits(model.autoscale.hold_s, model.autoscale.hold),
             pools=model.pools,
             pool_rules=model.pool_rules,
+            labels=model.labels,
         )
 
     @property
@@ -189,6 +194,7 @@ class GatewaySettings:
     region: str = ""
     """Of this gateway."""
     routes: tuple[RouteConfig, ...] = ()
+    experiments: tuple[ExperimentConfig, ...] = ()
     resilience: ResilienceConfig = ResilienceConfig()  # noqa: RUF009
     admission: AdmissionConfig = AdmissionConfig()  # noqa: RUF009
     remotes: tuple[RemoteConfig, ...] = ()
@@ -201,6 +207,7 @@ class GatewaySettings:
     judge: JudgeConfig = JudgeConfig()  # noqa: RUF009
     watermark: WatermarkConfig = WatermarkConfig()  # noqa: RUF009
     request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
+    audit: AuditConfig = AuditConfig()  # noqa: RUF009
     cache: CacheConfig = CacheConfig()  # noqa: RUF009
     telemetry: TelemetryConfig = TelemetryConfig()  # noqa: RUF009
     batches: BatchesConfig = BatchesConfig()  # noqa: RUF009
@@ -306,6 +313,7 @@ class GatewaySettings:
             region=config.fleet.region,
             routing=config.routing,
             routes=config.routes,
+            experiments=config.experiments,
             resilience=config.resilience,
             admission=config.admission,
             remotes=config.remotes,
@@ -318,6 +326,7 @@ class GatewaySettings:
             judge=config.judge,
             watermark=config.watermark,
             request_log=config.request_log,
+            audit=config.audit,
             cache=config.cache,
             telemetry=config.telemetry,
             batches=config.batches,

@@ -11,6 +11,7 @@ from penstock.gateway.batches.store import BatchStore
 from penstock.gateway.process.settings import GatewaySettings
 from penstock.gateway.quality.feedback import Feedback
 from penstock.identity import IdentityStore
+from penstock.metering.audit import AuditStore
 from penstock.metering.ledger import Ledger
 from penstock.storage import Database
 from penstock.telemetry.exposition import MetricRegistry
@@ -27,6 +28,7 @@ class Stores:
     batches: BatchStore
     tools: ToolSpecStore
     ledger: Ledger
+    audit: AuditStore
 
 
 async def open_stores(database: Database, settings: GatewaySettings, metrics: MetricRegistry) -> Stores:
@@ -43,6 +45,11 @@ async def open_stores(database: Database, settings: GatewaySettings, metrics: Me
         batches=BatchStore(database),
         tools=ToolSpecStore(database),
         ledger=Ledger(database, durable=settings.durable_charges),
+        audit=AuditStore(
+            database,
+            retention_s=None if settings.audit.retention_days is None else settings.audit.retention_days * 86400,
+            most=settings.audit.max_entries,
+        ),
     )
     await stores.identities.prepare()
     if isinstance(stores.responses, ResponseStore):
@@ -53,4 +60,5 @@ async def open_stores(database: Database, settings: GatewaySettings, metrics: Me
     await stores.files.prepare()
     await stores.batches.prepare()
     await stores.tools.prepare()
+    await stores.audit.prepare()
     return stores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.app.decoding import decode, decode_query
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.quality.feedback import Feedback, Rating, Selection
 from penstock.metering.ledger import LedgerError
 from penstock.metering.reports import moment
@@ -46,8 +48,15 @@ _decoder = msgspec.json.Decoder(FeedbackRequest)
 class FeedbackEndpoints:
     """Votes on answers."""
 
-    def __init__(self, feedback: Feedback, suspect: Callable[[str, str], Awaitable[object]], body_limit: int) -> None:
+    def __init__(
+        self,
+        feedback: Feedback,
+        permissions: Permissions,
+        suspect: Callable[[str, str], Awaitable[object]],
+        body_limit: int,
+    ) -> None:
         self._feedback = feedback
+        self._permissions = permissions
         self._suspect = suspect
         self._body_limit = body_limit
 
@@ -63,6 +72,7 @@ class FeedbackEndpoints:
                 request.rating,
                 comment,
                 only_user=exchange.caller.only_user,
+                sees=partial(self._permissions.sees_answer, exchange.caller),
             )
         except DatabaseError as error:
             raise _away() from error

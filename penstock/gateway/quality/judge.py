@@ -13,7 +13,7 @@ import logging
 import random
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from time import monotonic, time
 from typing import Any, Literal
@@ -24,14 +24,18 @@ from penstock.gateway.accounting.attribution import route_name
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
+from penstock.gateway.generation.permissions import Permissions
+from penstock.gateway.generation.remote_request import internal_call
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.schemas import ChoiceFormat
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.spec import internal_spec
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.identity.labels import NO_DEMAND, Demand
 from penstock.metering.log_entries import GradeEntry
 from penstock.protocol.errors import ApiError, ServerError
 from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.routing.remotes import RemoteModel
 from penstock.telemetry.context_metrics import ContextMetrics
 
 log = logging.getLogger(__name__)
@@ -44,6 +48,10 @@ MOST_CHARACTERS = 6000
 """Of a question, an answer, or all sources: what the judge gets to read."""
 WINDOW_SHARE = 0.6
 """Share of the judge's window that texts are estimated to fill; the rest is a margin for other languages."""
+REMOTE_WINDOW = 8192
+"""Of a remote judge, where the configuration names none."""
+REMOTE_TOKENS = 8
+"""What a remote judge may say: its tokens are its own, and a word may be several."""
 PRIORITY = 3
 """After everything that a client waits for, batches included."""
 _LIMIT_S = 60.0
@@ -65,12 +73,15 @@ class SampledAnswer:
     tenant: str
     request_id: str
     tier: str = ""
+    demand: Demand = NO_DEMAND
+    arm: str = ""
+    """The experiment and arm that it belongs to."""
 
 
 class NoJudge:
     """A gateway that grades no answers."""
 
-    def sample(self, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
+    def sample(self, attempt: Attempt, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
         return
 
     def submit(self, attempt: Attempt, generation: Generation) -> None:
@@ -85,6 +96,7 @@ class Judge:
         config: JudgeConfig,
         settings: GenerationSettings,
         registry: ModelRegistry,
+        permissions: Permissions,
         tokenization: Tokenization,
         grammars: GrammarCache,
         metrics: ContextMetrics,
@@ -94,9 +106,12 @@ class Judge:
     ) -> None:
         """`announce` is told of every grade, for the request log."""
         self._announce = announce
+        self.on_arm: Callable[[str, float], None] | None = None
+        """Told of every grade of an answer of an experiment: its arm, and how relevant the answer is."""
         self._config = config
         self._settings = settings
         self._registry = registry
+        self._permissions = permissions
         self._tokenization = tokenization
         self._grammars = grammars
         self._metrics = metrics
@@ -113,9 +128,10 @@ class Judge:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    def sample(self, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
+    def sample(self, attempt: Attempt, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
         """Perhaps mark an answer that is about to be generated."""
-        if self._draw() >= self._config.rate:
+        rate = self._config.rate if attempt.trial is None else max(self._config.rate, attempt.trial.graded)
+        if self._draw() >= rate:
             return
         asked = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
         if asked:
@@ -125,6 +141,9 @@ class Judge:
     def submit(self, attempt: Attempt, generation: Generation) -> None:
         """Take an answer, if it was marked and is complete. Never waits."""
         if generation.question is None or not generation.done:
+            return
+        judge = self._config.model
+        if judge and not self._permissions.allows(attempt.exchange, judge, for_all=self._config.for_all_callers):
             return
         texts = generation.texts(MOST_CHARACTERS)
         if not texts or not texts[0][1].strip():
@@ -139,6 +158,8 @@ class Judge:
             attempt.exchange.caller.tenant,
             attempt.exchange.request_id,
             attempt.exchange.caller.tier,
+            attempt.exchange.demand,
+            "" if attempt.trial is None else attempt.trial.label,
         )
         try:
             self._queue.put_nowait(sample)
@@ -161,6 +182,8 @@ class Judge:
     async def _judge(self, sample: SampledAnswer) -> None:
         relevance = await self._grade(sample, _RELEVANCE, question=sample.question, answer=sample.answer)
         self._metrics.relevance(sample.model, sample.route, relevance)
+        if sample.arm and self.on_arm is not None:
+            self.on_arm(sample.arm, relevance)
         groundedness = None
         if sample.sources:
             sources = "\n\n".join(sample.sources)
@@ -176,6 +199,9 @@ class Judge:
 
     async def _grade(self, sample: SampledAnswer, form: str, **texts: str) -> float:
         """How often the judge says yes, from 0 to 1; it can say nothing but yes or no."""
+        remote = self._registry.remote(self._config.model or sample.model)
+        if remote is not None:
+            return await self._grade_remotely(remote, sample, form, texts)
         model = self._registry.route(self._config.model or sample.model).model
         info = await model.backend.wait_ready(self._settings.engine_wait_s)
         most = min(MOST_CHARACTERS, int(info.max_model_len * WINDOW_SHARE * CHARACTERS_PER_TOKEN / len(texts)))
@@ -196,10 +222,46 @@ class Judge:
             cache_salt=sample.cache_salt,
             time_limit_s=_LIMIT_S,
             caller=(sample.tenant, sample.tier),
+            demand=sample.demand,
             counted=False,
         )
         said = await asyncio.gather(*(_word(model, request) for request in spec.requests()))
         return said.count(YES) / SAMPLES
+
+    async def _grade_remotely(
+        self, model: RemoteModel, sample: SampledAnswer, form: str, texts: Mapping[str, str]
+    ) -> float:
+        """The same by a model that another server runs. Nothing restricts it to the two words where the server knows no
+        `choice`; an answer that begins with neither is left out, and no grade is given when none is left."""
+        window = model.context_window or REMOTE_WINDOW
+        most = min(MOST_CHARACTERS, int(window * WINDOW_SHARE * CHARACTERS_PER_TOKEN / len(texts)))
+        question = form.format(**{name: text[:most] for name, text in texts.items()})
+        spec = internal_call(
+            "judge",
+            model,
+            [{"role": "system", "content": _TASK}, {"role": "user", "content": question}],
+            {"temperature": 1},
+            REMOTE_TOKENS,
+            request_id=sample.request_id,
+            started_at=monotonic(),
+            prompt_tokens=0,
+            time_limit_s=_LIMIT_S,
+            demand=sample.demand,
+            n=SAMPLES,
+        )
+        first = model.choose(spec.demand)
+        said = [""] * SAMPLES
+        for call in spec.calls:
+            async with aclosing(model.answer(call.body, sample.request_id, first, spec.demand)) as chunks:
+                async for chunk in chunks:
+                    for choice in chunk.choices:
+                        if 0 <= choice.index < call.choices:
+                            said[call.first + choice.index] += choice.delta.content or ""
+        words = [text.strip(" \n\t.*\"'").lower() for text in said]
+        clear = [word for word in words if word.startswith((YES, NO))]
+        if not clear:
+            raise ServerError(f"The judge said {said[0][:16]!r}, which is neither yes nor no.")
+        return sum(word.startswith(YES) for word in clear) / len(clear)
 
 
 async def _word(model: ServedModel, request: Request) -> str:

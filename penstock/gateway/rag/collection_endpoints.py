@@ -17,15 +17,17 @@ from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import listed
 from penstock.gateway.generation.schemas import Metadata
 from penstock.gateway.rag.library import KnowledgeLibrary
-from penstock.gateway.rag.retrieval import find_collection, guard, passage_body, search
+from penstock.gateway.rag.retrieval import allowed, find_collection, guard, passage_body, search
 from penstock.gateway.rag.schemas import SearchRequest
+from penstock.identity import Caller
 from penstock.knowledge.entities import (
     STATUSES,
     Collection,
     CollectionExists,
     TooMany,
 )
-from penstock.protocol.errors import InvalidRequest, RateLimitExceeded
+from penstock.protocol.errors import InvalidRequest, PermissionDenied, RateLimitExceeded
+from penstock.routing.remote_embedder import RemoteEmbedder, estimate
 
 PREFIX = "/v1/collections/"
 PAGE = 100
@@ -68,6 +70,9 @@ class CollectionEndpoints:
         if overlap * 2 > chunk:
             raise InvalidRequest("`overlap_tokens` is at most half of `chunk_tokens`.", param="overlap_tokens")
         library = await self._knowledge.library()
+        if not exchange.caller.access.allows("collection", request.name, exchange.caller.tenant):
+            # Whether one of this name exists already must not show.
+            raise PermissionDenied(f"You may not create a collection called `{request.name}`.", param="name")
         made = await guarded(
             library.create_collection(
                 exchange.caller.tenant,
@@ -78,16 +83,22 @@ class CollectionEndpoints:
                 overlap_tokens=overlap,
             )
         )
-        await exchange.reply_json(_collection(made))
+        await exchange.reply_json(self._described(exchange.caller, made))
 
     async def list_collections(self, exchange: Exchange) -> None:
         asked = decode_query(PageQuery, exchange.scope)
         catalogue = (await self._knowledge.library()).catalogue
-        tenant, limit, after = exchange.caller.tenant, asked.limit, storable(asked.after)
-        if after and (known := await guard(catalogue.collection(tenant, after))) is not None:
+        caller, limit, after = exchange.caller, asked.limit, storable(asked.after)
+        if after and (known := await guard(catalogue.collection(caller.tenant, after))) is not None:
             after = known.name
-        found = await guard(catalogue.collections(tenant, limit=limit + 1, after=after))
-        await exchange.reply_json(listed([_collection(one) for one in found], limit))
+        found: list[Collection] = []
+        while len(found) <= limit:
+            page = await guard(catalogue.collections(caller.tenant, limit=PAGE + 1, after=after))
+            found += [one for one in page if allowed(caller, one)]
+            if len(page) <= PAGE:
+                break
+            after = page[-1].name
+        await exchange.reply_json(listed([self._described(caller, one) for one in found[: limit + 1]], limit))
 
     async def get_collection(self, exchange: Exchange) -> None:
         collection, _ = await named_collection(self._knowledge, exchange)
@@ -95,7 +106,7 @@ class CollectionEndpoints:
         documents = {status: counts.get(status, 0) for status in STATUSES}
         await exchange.reply_json(
             {
-                **_collection(collection),
+                **self._described(exchange.caller, collection),
                 "documents": {**documents, "total": sum(documents.values())},
                 "chunks": chunks,
                 "tokens": tokens,
@@ -111,8 +122,11 @@ class CollectionEndpoints:
         request = decode(_search_request, await exchange.body(self._body_limit))
         collection, _ = await named_collection(self._knowledge, exchange)
         encoder = self._knowledge.encoder()
-        most = (await encoder.open()).max_model_len
-        tokens = sum(map(len, await encoder.tokenize([request.query], most, tenant=exchange.caller.tenant)))
+        if isinstance(encoder, RemoteEmbedder):
+            tokens = estimate([request.query])
+        else:
+            most = (await encoder.open()).max_model_len
+            tokens = sum(map(len, await encoder.tokenize([request.query], most, tenant=exchange.caller.tenant)))
         work = search(self._knowledge, collection, request.query, request)
         found = await self._encoder_work.run(exchange, encoder, 1, tokens, work)
         await exchange.reply_json(
@@ -124,11 +138,27 @@ class CollectionEndpoints:
             }
         )
 
+    def _described(self, caller: Caller, collection: Collection) -> dict[str, Any]:
+        """A collection. The encoder serves it whether or not the caller may use it by itself, but has no name then."""
+        encoder = collection.embedding_model
+        return {
+            "id": collection.id,
+            "object": "collection",
+            "name": collection.name,
+            "description": collection.description,
+            "metadata": collection.metadata,
+            "embedding_model": encoder if self._knowledge.names_encoder(caller, encoder) else None,
+            "dimensions": collection.dimensions,
+            "chunk_tokens": collection.chunk_tokens,
+            "overlap_tokens": collection.overlap_tokens,
+            "created_at": int(collection.created_at),
+        }
+
 
 async def named_collection(knowledge: KnowledgeLibrary, exchange: Exchange) -> tuple[Collection, list[str]]:
     """The collection of the path, and the ids that follow it."""
     name, *rest = exchange.path.removeprefix(PREFIX).split("/")
-    return await find_collection(knowledge, exchange.caller.tenant, name), rest[1:2]
+    return await find_collection(knowledge, exchange.caller, name), rest[1:2]
 
 
 async def guarded(work: Any) -> Any:
@@ -145,18 +175,3 @@ async def guarded(work: Any) -> Any:
 def storable(text: str) -> str:
     """The text without what some stores cannot hold: NUL and lone surrogates."""
     return text.replace("\0", "").encode("utf-8", "replace").decode()
-
-
-def _collection(collection: Collection) -> dict[str, Any]:
-    return {
-        "id": collection.id,
-        "object": "collection",
-        "name": collection.name,
-        "description": collection.description,
-        "metadata": collection.metadata,
-        "embedding_model": collection.embedding_model,
-        "dimensions": collection.dimensions,
-        "chunk_tokens": collection.chunk_tokens,
-        "overlap_tokens": collection.overlap_tokens,
-        "created_at": int(collection.created_at),
-    }

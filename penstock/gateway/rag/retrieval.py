@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, Literal, TypeVar
 from penstock.gateway.generation.schemas import QUERY_CHARACTERS, RagRequest
 from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.schemas import SearchRequest
+from penstock.identity import Caller
 from penstock.knowledge.citations import Citation, Citer
 from penstock.knowledge.entities import Chunk, Collection, KnowledgeError, Passage
 from penstock.knowledge.passage_prompt import INSTRUCTIONS, Context, Count, framed, question
@@ -28,6 +30,10 @@ from penstock.storage import DatabaseError
 T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+SIZE_FRESH_S = 5.0
+"""How long the size of a collection is taken as known."""
+MOST_SIZES = 1024
+"""Collections whose size is remembered."""
 TELLING_WORDS = 3
 """A question with fewer (`and in Spain?`) is searched together with the one before it."""
 
@@ -81,26 +87,50 @@ class RetrievedSources:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Of a collection, when it was last asked for."""
+
+    chunks: int
+    tokens: int
+    read_at: float
+
+
 class CollectionSearch:
     """Searches the collections of a tenant."""
 
     def __init__(self, library: KnowledgeLibrary) -> None:
         self._library = library
+        self._sizes: dict[str, _Size] = {}
 
-    def begin(self, tenant: str, wanted: RagRequest, messages: Sequence[dict[str, Any]]) -> Retrieval:
-        return Retrieval(self._library, tenant, wanted, messages)
+    async def expected_tokens(self, caller: Caller, wanted: RagRequest) -> int:
+        """As many chunks of the usual size as are kept, if there are so many."""
+        collection = await find_collection(self._library, caller, wanted.collection, param="rag.collection")
+        size, now = self._sizes.get(collection.id), time.monotonic()
+        if size is None or size.read_at + SIZE_FRESH_S < now:
+            _, chunks, tokens = await guard((await self._library.library()).catalogue.counts(collection.id))
+            if len(self._sizes) >= MOST_SIZES:
+                self._sizes.clear()
+            size = self._sizes[collection.id] = _Size(chunks, tokens, now)
+        config = self._library.config
+        kept = min(wanted.top_k or config.passages, size.chunks)
+        most = min(config.context_tokens, wanted.context_tokens or config.context_tokens)
+        return min(kept * size.tokens // max(size.chunks, 1), most)
+
+    def begin(self, caller: Caller, wanted: RagRequest, messages: Sequence[dict[str, Any]]) -> Retrieval:
+        return Retrieval(self._library, caller, wanted, messages)
 
 
 class Retrieval:
     """A search that runs while the rest of a request is prepared. It must be closed."""
 
     def __init__(
-        self, library: KnowledgeLibrary, tenant: str, wanted: RagRequest, messages: Sequence[dict[str, Any]]
+        self, library: KnowledgeLibrary, caller: Caller, wanted: RagRequest, messages: Sequence[dict[str, Any]]
     ) -> None:
         self._query = wanted.query or query_of(messages)
         self._wanted = wanted
         self._most = library.config.context_tokens
-        self._task = asyncio.create_task(self._search(library, tenant, self._query), name="retrieval of a request")
+        self._task = asyncio.create_task(self._search(library, caller, self._query), name="retrieval of a request")
 
     def instructed(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return with_instructions(messages)
@@ -124,8 +154,8 @@ class Retrieval:
         with suppress(asyncio.CancelledError, Exception):  # `result` has raised it already
             await self._task
 
-    async def _search(self, library: KnowledgeLibrary, tenant: str, query: str) -> tuple[Collection, Found]:
-        collection = await find_collection(library, tenant, self._wanted.collection, param="rag.collection")
+    async def _search(self, library: KnowledgeLibrary, caller: Caller, query: str) -> tuple[Collection, Found]:
+        collection = await find_collection(library, caller, self._wanted.collection, param="rag.collection")
         return collection, await search(library, collection, query, self._wanted)
 
 
@@ -149,13 +179,19 @@ async def search(
 
 
 async def find_collection(
-    knowledge: KnowledgeLibrary, tenant: str, name: str, *, param: str | None = None
+    knowledge: KnowledgeLibrary, caller: Caller, name: str, *, param: str | None = None
 ) -> Collection:
+    """A collection of the caller's tenant that exists for the caller, by id or name."""
     library = await knowledge.library()
-    found = await guard(library.catalogue.collection(tenant, name)) if _NAME.fullmatch(name) else None
-    if found is None:
+    found = await guard(library.catalogue.collection(caller.tenant, name)) if _NAME.fullmatch(name) else None
+    if found is None or not allowed(caller, found):
         raise NotFound(f"There is no collection `{name[:128]}`.", param=param, code="collection_not_found")
     return found
+
+
+def allowed(caller: Caller, collection: Collection) -> bool:
+    """Whether a collection exists for a caller."""
+    return caller.access.allows("collection", collection.name, collection.tenant, (collection.id,))
 
 
 async def guard(work: Awaitable[T]) -> T:

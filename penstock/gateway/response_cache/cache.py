@@ -12,12 +12,11 @@ import asyncio
 import hashlib
 import logging
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
-from penstock.backends.embedder import Embedder
-from penstock.caching.semantic import SearchResult, SemanticIndex
+from penstock.caching.semantic import Embeds, SearchResult, SemanticIndex
 from penstock.caching.store import NOTES, AnswerStore, CacheKey, MemoryStore
 from penstock.config.cache import CacheConfig
 from penstock.gateway.app.exchange import Exchange
@@ -35,6 +34,16 @@ LONGEST_QUESTION = 1000
 CacheMode = Literal["off", "refresh", "exact", "semantic"]
 _MODES = ("off", "refresh", "exact", "semantic")
 _encode = msgspec.msgpack.Encoder().encode
+
+
+class QuestionEncoder(Embeds, Protocol):
+    """An encoder, here or elsewhere, that compares questions."""
+
+    @property
+    def up(self) -> bool: ...
+
+    async def open(self) -> object:
+        """Starts it, if that is needed."""
 
 
 @dataclass(slots=True)
@@ -85,7 +94,7 @@ class ResponseCache:
     """Exact and semantic cache of one gateway process."""
 
     def __init__(
-        self, config: CacheConfig, store: AnswerStore, embedder: Embedder | None, metrics: CacheMetrics
+        self, config: CacheConfig, store: AnswerStore, embedder: QuestionEncoder | None, metrics: CacheMetrics
     ) -> None:
         self.config = config
         self.store = store
@@ -238,7 +247,7 @@ class ResponseCache:
             self._opening = asyncio.create_task(self._open(self._embedder), name="encoder of the semantic cache")
         return self._embedder.up
 
-    async def _open(self, embedder: Embedder) -> None:
+    async def _open(self, embedder: QuestionEncoder) -> None:
         try:
             await embedder.open()
         except ApiError as error:

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.response_cache.cache import ResponseCache
 from penstock.protocol.errors import InvalidRequest
 
@@ -25,14 +26,18 @@ class AdminCacheQuery(Struct, forbid_unknown_fields=True):
 class CacheEndpoints:
     """The cached answers of a tenant, and of all tenants."""
 
-    def __init__(self, cache: ResponseCache) -> None:
+    def __init__(self, cache: ResponseCache, permissions: Permissions) -> None:
         self._cache = cache
+        self._permissions = permissions
 
     async def show_cache(self, exchange: Exchange) -> None:
         await exchange.reply_json(await _described(self._cache, exchange.caller.tenant))
 
     async def evict_cache(self, exchange: Exchange) -> None:
         asked = decode_query(CacheQuery, exchange.scope)
+        if asked.model is not None and not self._permissions.sees(exchange.caller, asked.model):
+            await exchange.reply_json({"object": "cache.evicted", "answers": 0})
+            return
         await self._evict(exchange, exchange.caller.tenant, asked.model)
 
     async def show_all_caches(self, exchange: Exchange) -> None:

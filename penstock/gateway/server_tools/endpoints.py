@@ -27,7 +27,7 @@ class ToolEndpoints:
         self._body_limit = body_limit
 
     async def list_tools(self, exchange: Exchange) -> None:
-        found = await self._registry.available(exchange.caller.tenant)
+        found = await self._registry.available(exchange.caller.access)
         data = [
             {"object": "tool_server", "name": name, "functions": [_described(function) for function in functions]}
             for name, functions in found.items()

@@ -94,7 +94,7 @@ class ServerTools:
         if (request.n or 1) > 1:
             raise InvalidRequest("With `server_tools` there is one answer; `n` must be 1.", param="n")
         try:
-            return await self.registry.offers(exchange.caller.tenant, request.server_tools or ())
+            return await self.registry.offers(exchange.caller.access, request.server_tools or ())
         except ToolError as error:
             message = str(error)
             raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="server_tools") from error
@@ -253,6 +253,7 @@ class _ToolLoop:
                 self._said.append(said)
                 return
             self._said.append(said)
+            self._attempt.committed = True
             self._exchange.record.finish_reason = None
             async with aclosing(self._call(step.calls, number, generation)) as running_calls:
                 async for event in running_calls:
@@ -298,6 +299,7 @@ class _ToolLoop:
                     pieces = await generation.shown(wait)
                     wait = settings.keep_alive_s
                     if not opened:
+                        generation.commit()
                         await account.opened()
                         opened = True
                     account.note()

@@ -46,6 +46,13 @@ class Admission:
         controller = self._controllers[model.name] = _controller(model, self._config, self.metrics)
         await controller.start()
 
+    async def renew(self, model: ServedModel) -> ModelAdmission | None:
+        """The model has other pools. New requests get queues for these; the old queues are returned, and must be closed
+        when nobody waits there any more."""
+        old = self._controllers.get(model.name)
+        await self.add(model)
+        return old
+
     async def remove(self, model: ServedModel) -> None:
         """Removes a model; the requests waiting for it fail."""
         controller = self._controllers.pop(model.name, None)

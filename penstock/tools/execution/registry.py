@@ -1,7 +1,7 @@
 """All tool servers, and the functions that a request may offer its model.
 
-A tenant may use the servers that name it, and those that name nobody. Servers from the configuration are fixed; those
-in the store are read again on use after `fresh_s`, so that all gateways soon agree.
+A tenant may use the servers that name it, and those that name nobody, as far as its access allows. Servers from the
+configuration are fixed; those in the store are read again on use after `fresh_s`, so that all gateways soon agree.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from penstock.config.context import ToolServerConfig
 from penstock.engine.grammar.interface import GrammarError
 from penstock.errors import ConfigError
+from penstock.identity.access import Access
 from penstock.storage import DatabaseError
 from penstock.text import grammars
 from penstock.tools.execution.addresses import Addresses
@@ -49,11 +50,23 @@ class _Registered:
     server: ToolServer
     stored: bool
 
-    def open_to(self, tenant: str) -> bool:
-        return not self.spec.tenants or tenant in self.spec.tenants
+    def open_to(self, access: Access) -> bool:
+        """Whether the server exists for a caller: all of it, or some of its functions."""
+        if self.spec.tenants and access.tenant not in self.spec.tenants:
+            return False
+        return access.allows_part("tool", self.spec.name)
 
     def allows(self, function: str) -> bool:
         return not self.spec.allow or function in self.spec.allow
+
+    async def functions(self, access: Access) -> tuple[Function, ...]:
+        """Those that exist for a caller."""
+        return tuple(
+            function
+            for function in await self.server.functions()
+            if self.allows(function.name)
+            and access.allows("tool", f"{self.spec.name}.{function.name}", aliases=(self.spec.name,))
+        )
 
 
 class ToolRegistry:
@@ -90,24 +103,25 @@ class ToolRegistry:
         await self._refresh()
         return [(entry.spec, entry.stored) for entry in self._servers.values()]
 
-    async def available(self, tenant: str) -> dict[str, tuple[Function, ...]]:
-        """The functions that a tenant may use, by server; an unreachable server has none."""
+    async def available(self, access: Access) -> dict[str, tuple[Function, ...]]:
+        """The functions that a caller may use, by server; an unreachable server has none."""
         await self._refresh()
-        found = {name: entry for name, entry in self._servers.items() if entry.open_to(tenant)}
-        lists = await asyncio.gather(*(_functions(entry) for entry in found.values()), return_exceptions=True)
+        found = {name: entry for name, entry in self._servers.items() if entry.open_to(access)}
+        lists = await asyncio.gather(*(entry.functions(access) for entry in found.values()), return_exceptions=True)
         for name, given in zip(found, lists, strict=True):
             if isinstance(given, BaseException):
                 log.warning("functions of a tool server cannot be listed", extra={"server": name, "why": str(given)})
-        return {
+        shown = {
             name: () if isinstance(given, BaseException) else given for name, given in zip(found, lists, strict=True)
         }
+        return {name: given for name, given in shown.items() if given or access.allows("tool", name)}
 
-    async def offers(self, tenant: str, wanted: Sequence[str]) -> dict[str, Offer]:
+    async def offers(self, access: Access, wanted: Sequence[str]) -> dict[str, Offer]:
         """The functions that a request names (`server`, `server.function` or `*`), by their names for the model."""
         await self._refresh()
         chosen: dict[tuple[str, str], Function] = {}
         for name in wanted:
-            for server, function in await self._named(tenant, name):
+            for server, function in await self._named(access, name):
                 chosen[server, function.name] = function
         if len(chosen) > MOST_OFFERS:
             raise ToolError(f"{len(chosen)} functions are offered; the maximum is {MOST_OFFERS}")
@@ -154,16 +168,18 @@ class ToolRegistry:
         await self._refresh(now=True)
         return removed
 
-    async def _named(self, tenant: str, name: str) -> Iterable[tuple[str, Function]]:
+    async def _named(self, access: Access, name: str) -> Iterable[tuple[str, Function]]:
         if name == "*":
-            available = await self.available(tenant)
+            available = await self.available(access)
             return [(server, function) for server, functions in available.items() for function in functions]
         server, _, wanted = name.partition(".")
         entry = self._servers.get(server)
-        if entry is None or not entry.open_to(tenant):
+        if entry is None or not entry.open_to(access):
             raise ToolError(f"there is no tool server `{server[:64]}`")
-        functions = await _functions(entry)
+        functions = await entry.functions(access)
         found = [(server, function) for function in functions if wanted in ("", function.name)]
+        if not functions and not access.allows("tool", server):
+            raise ToolError(f"there is no tool server `{server[:64]}`")
         if not found:
             raise ToolError(f"`{server}` has no function `{wanted[:64]}`")
         return found
@@ -208,7 +224,3 @@ class ToolRegistry:
                         self._servers[name] = _Registered(spec, spec.server(self.addresses), stored=True)
                     except (ToolError, ConfigError) as error:
                         log.warning("tool server cannot be used", extra={"server": name, "why": str(error)})
-
-
-async def _functions(entry: _Registered) -> tuple[Function, ...]:
-    return tuple(function for function in await entry.server.functions() if entry.allows(function.name))

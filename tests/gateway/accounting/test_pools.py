@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from penstock.config.pools import PoolConfig, PoolRuleConfig, ReserveConfig
-from penstock.config.routing import AdmissionConfig, RegionRuleConfig
+from penstock.config.routing import AdmissionConfig, RegionRuleConfig, RoutingConfig
 from penstock.gateway.process.composition import Gateway
 from penstock.gateway.process.settings import ModelSettings
 from penstock.protocol.errors import EngineLost
@@ -78,13 +78,14 @@ async def world(
         "tiny",
         [InProcessBackend(engine, name=f"{name}-0") for name, engine in engines.items()],
         places={f"{name}-0": ReplicaPlace(name, "eu" if name == "interactive" else "us") for name in engines},
-        placer=Placer(pools, rules, regions),
+        placer=Placer(pools, rules),
         resilience=Resilience(park_s=0.3),
     )
     async with gateway(
         ModelRegistry([ServedModel("tiny", text, backend)]),
         models=(ModelSettings("tiny", ""),),
         admission=admission or one_at_a_time(),
+        routing=RoutingConfig(regions=tuple(regions)),
     ) as (client, parts):
         yield World(client, parts, engines)
 
@@ -162,7 +163,8 @@ async def test_a_data_rule_holds_even_if_nothing_else_works(text: TextModel) -> 
     async with world(text, POOLS[:1], (), regions=pinned) as it:
         it.go_on()
         refused = await it.ask()
-        assert refused.status_code == 503 and "in pool interactive, region us" in refused.json()["error"]["message"]
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "data_rule"
+        assert "routing.regions[0] requires region=us" in refused.json()["error"]["message"]
         assert not it.engines["interactive"].seen
 
 

@@ -26,6 +26,7 @@ import sys, xllamacpp
 params = xllamacpp.CommonParams()
 params.model.path = sys.argv[1]
 params.n_parallel, params.n_ctx, params.n_gpu_layers = 2, 4096, 0
+params.endpoint_metrics = True
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
 server = xllamacpp.Server(params)
 print("listening on", server.listening_address, flush=True)
@@ -88,3 +89,34 @@ async def test_it_answers_streams_counts_and_stops_when_the_client_leaves(servin
         refused = await running.chat(model="llama", messages=[{"role": "user", "content": "word " * 9000}])
         assert refused.status_code == 400, refused.text
         assert far.members[0].breaker.state == "closed", "a request that is too long is nobody's failure"
+
+
+@pytest.mark.slow
+async def test_its_own_dialect(serving: Serving, url: str) -> None:
+    upstream = Upstream(url, "smollm2", dialect="llama.cpp")
+    far = RemoteModel("llama", [RemoteServer("0", upstream)], metrics_s=0.2)
+    async with serving(others=[far], time_limit_s=None) as running:
+        await eventually(lambda: far.members[0].server.load is not None)
+        load = far.members[0].server.load
+        assert load is not None and load.running == 0 and load.waiting == 0
+
+        chat = (await running.chat(model="llama", logprobs=True, top_logprobs=2, **ASKED)).json()
+        odds = chat["choices"][0]["logprobs"]["content"]
+        assert "".join(odd["token"] for odd in odds).startswith(chat["choices"][0]["message"]["content"][:20])
+        assert all(odd["logprob"] <= 0 and len(odd["top_logprobs"]) == 2 for odd in odds)
+
+        said = {"model": "llama", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+        text = (await running.client.post("/v1/completions", json=said)).json()
+        assert "Paris" in text["choices"][0]["text"]
+        odd = (await running.client.post("/v1/completions", json={**said, "repetition_penalty": 1.3, "seed": 4})).json()
+        assert odd["choices"][0]["finish_reason"] == "length" and odd["usage"]["completion_tokens"] == 4
+
+        server = far.members[0].server
+        counted = await server.count({"prompt": "The capital of France is"}, "r")
+        assert counted.count == text["usage"]["prompt_tokens"] == len(counted.tokens or ())
+
+        schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        formed = (await running.chat(model="llama", response_format=wanted, **{**ASKED, "max_tokens": 60})).json()
+        assert isinstance(json.loads(formed["choices"][0]["message"]["content"])["city"], str)
+        await server.check()

@@ -11,6 +11,7 @@ from penstock.gateway.generation.choice import CallPiece, Piece
 from penstock.gateway.generation.replay import EVENT_TOKENS, AnswerRecord, replayed
 from penstock.gateway.generation.sampling import choice_params
 from penstock.gateway.generation.spec import GenerationSpec, TokenPrompt, internal_spec
+from penstock.identity.labels import NO_DEMAND
 from penstock.metering.engine_counts import usage_of
 from penstock.protocol.messages import Produced
 from penstock.routing.placement import ANYWHERE
@@ -35,7 +36,8 @@ def test_tokens_of_an_uncounted_question_belong_to_no_charge() -> None:
     def completion_tokens(counted: bool) -> int:
         spec = internal_spec(
             "a", MODEL, [1], [SamplingParams(max_tokens=4)], started_at=0.0, priority=0, cache_salt="",
-            time_limit_s=None, caller=("t", "standard"), counted=counted,
+            time_limit_s=None, caller=("t", "standard"), demand=NO_DEMAND,
+            counted=counted,
         )  # fmt: skip
         (request,) = spec.requests()
         return usage_of([Produced(request.request_id, 4, 0, "stop")]).completion

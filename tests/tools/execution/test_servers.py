@@ -16,6 +16,7 @@ import pytest
 
 from penstock.config.context import ToolServerConfig
 from penstock.errors import ConfigError
+from penstock.identity.access import Access
 from penstock.storage import open_database
 from penstock.tools.execution import ToolError, ToolRegistry
 from penstock.tools.execution.mcp import RETRY_S
@@ -25,7 +26,7 @@ from tests.tools.execution.parts import LOOPBACK, MCP_SERVER, WEATHER_API, Weath
 
 
 async def call(registry: ToolRegistry, name: str, **arguments: Any) -> tuple[str, bool]:
-    (offer,) = (await registry.offers("acme", [name])).values()
+    (offer,) = (await registry.offers(Access("acme"), [name])).values()
     outcome = await registry.call(offer, arguments)
     return outcome.text, outcome.ok
 
@@ -108,15 +109,19 @@ async def test_tenants_see_their_own_servers_and_allowed_functions(api: WeatherS
     theirs = api.config(name="theirs", tenants=("rival",))
     everybody = api.config(name="everybody", allow=("get_weather", "add_note"))
     registry = ToolRegistry([mine, theirs, everybody], networks=LOOPBACK)
-    available = await registry.available("acme")
+    available = await registry.available(Access("acme"))
     assert {name: [f.name for f in functions] for name, functions in available.items()} == {
         "weather": ["get_weather"],
         "everybody": ["get_weather", "add_note"],
     }
-    assert set(await registry.offers("acme", ["*"])) == {"weather.get_weather", "everybody.get_weather", "add_note"}
+    assert set(await registry.offers(Access("acme"), ["*"])) == {
+        "weather.get_weather",
+        "everybody.get_weather",
+        "add_note",
+    }
     for name in ("theirs", "theirs.get_weather", "nowhere", "weather.add_note", "weather.nothing"):
         with pytest.raises(ToolError):
-            await registry.offers("acme", [name])
+            await registry.offers(Access("acme"), [name])
     await registry.close()
 
 
@@ -172,7 +177,7 @@ async def test_an_mcp_server_over_standard_streams(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HIDDEN", "must not be seen")
     registry = ToolRegistry([desk(env=("DESK_TOKEN",), timeout_s=1)])
     try:
-        functions = {function.name: function for function in (await registry.available("acme"))["desk"]}
+        functions = {function.name: function for function in (await registry.available(Access("acme")))["desk"]}
         assert set(functions) == {"add", "sleep", "fail", "crash", "big", "secret"}
         assert functions["add"].description == "Add two numbers." and functions["add"].parameters
         assert await call(registry, "desk.add", a=2, b=3) == ("5", True)
@@ -192,7 +197,7 @@ async def test_an_mcp_server_that_dies_is_started_again() -> None:
     registry = ToolRegistry([desk()])
     try:
         assert await call(registry, "desk.add", a=2, b=3) == ("5", True)
-        (offer,) = (await registry.offers("acme", ["desk.crash"])).values()
+        (offer,) = (await registry.offers(Access("acme"), ["desk.crash"])).values()
         assert not (await registry.call(offer, {})).ok
         await asyncio.sleep(RETRY_S)
         assert await call(registry, "desk.add", a=3, b=3) == ("6", True), "it is started again"
@@ -203,8 +208,8 @@ async def test_an_mcp_server_that_dies_is_started_again() -> None:
 async def test_an_mcp_server_that_does_not_start_is_an_error_of_its_own() -> None:
     registry = ToolRegistry([desk(command=(sys.executable, "-c", "raise SystemExit(3)"))])
     with pytest.raises(ToolError, match="desk"):
-        await registry.offers("acme", ["desk"])
-    assert await registry.available("acme") == {"desk": ()}
+        await registry.offers(Access("acme"), ["desk"])
+    assert await registry.available(Access("acme")) == {"desk": ()}
     await registry.close()
 
 
@@ -233,7 +238,7 @@ async def test_an_mcp_server_over_http_at_a_checked_address() -> None:
         await asyncio.sleep(RETRY_S)
         assert await call(allowed, "desk.add", a=1, b=1) == ("2", True)
         with pytest.raises(ToolError):
-            await refused.offers("acme", ["desk"])
+            await refused.offers(Access("acme"), ["desk"])
         await allowed.close()
         await refused.close()
     finally:
@@ -259,7 +264,7 @@ async def test_servers_in_the_store_are_seen_by_every_gateway(tmp_path: Path, ap
             await here.register(wrong)
     assert await here.remove("weather") and not await here.remove("weather")
     with pytest.raises(ToolError):
-        await there.offers("acme", ["weather"])
+        await there.offers(Access("acme"), ["weather"])
     for registry in (here, there):
         await registry.close()
     await database.close()

@@ -53,7 +53,8 @@ export default {
       <data-table label="Replicas" :columns="replicaColumns" :rows="replicas">
         <template #state="{ row }"><q-badge :color="row.ready ? 'positive' : 'warning'" :label="row.leaving ? 'draining' : row.state" /></template>
         <template #breaker="{ row }"><q-badge :color="row.breaker === 'closed' ? 'positive' : 'negative'" outline :label="row.breaker" /></template>
-        <template #role="{ row }">{{ row.remote ? 'remote' : row.role || '–' }}</template>
+        <template #role="{ row }">{{ row.remote ? 'remote, ' + row.dialect : row.role || '–' }}</template>
+        <template #waiting="{ row }">{{ row.waiting }}{{ row.limits?.wait_s ? ', limited for ' + Math.ceil(row.limits.wait_s) + ' s' : row.saturated ? ', full' : '' }}</template>
         <template #empty>{{ admin ? 'No replicas.' : 'Replicas are shown to keys with the scope admin.' }}</template>
       </data-table>
       <h2>Latest requests</h2>

@@ -18,6 +18,7 @@ const MODELS = [
   { name: "name", label: "Model", main: true },
   { name: "ready", label: "Ready", number: true },
   { name: "wanted", label: "Wanted", number: true },
+  { name: "rollout", label: "New settings", text: true },
   { name: "problem", label: "Problem", text: true },
 ];
 const ENGINES = [

@@ -87,7 +87,7 @@ export default {
           <data-table class="q-mt-xs" :label="'Replicas of ' + model.id" :columns="columns" :rows="replicas[model.id]">
             <template #state="{ row }"><q-badge :color="row.ready ? 'positive' : 'grey'" :label="row.leaving ? 'draining' : row.state" /></template>
             <template #breaker="{ row }"><q-badge :color="row.breaker === 'closed' ? 'positive' : 'negative'" outline :label="row.breaker" :title="row.breaker === 'closed' ? 'Requests pass' : 'It failed too often; requests go elsewhere until it answers again'" /></template>
-            <template #load="{ row }">{{ row.running }} / {{ row.waiting }}</template>
+            <template #load="{ row }">{{ row.running }} / {{ row.waiting }}{{ row.kv_usage == null ? '' : ', KV ' + percent(row.kv_usage) }}</template>
             <template #device="{ row }">{{ row.memory?.product || row.device || '–' }}</template>
             <template #memory="{ row }">{{ row.state === 'sleeping' && row.memory ? 'when awake: ' : '' }}{{ held(row.memory) }}</template>
             <template #actions="{ row }"><q-btn v-if="!row.remote && replicas[model.id].length > 1" flat dense no-caps size="sm" color="negative" label="Drain" @click="drain(model, row)" /></template>
@@ -125,7 +125,7 @@ export default {
       this.models = models.data.length ? models.data : running.data.filter((one) => one.state !== "loading");
       this.pending = running.data.filter((one) => one.state === "loading");
       this.replicas = Object.groupBy(replicas.data, (one) => one.model);
-      this.autoscale = Object.fromEntries(replicas.autoscale.map((one) => [one.id, one]));
+      this.autoscale = Object.fromEntries(replicas.autoscale.filter((one) => !one.pool).map((one) => [one.id, one]));
     },
     async order(model, verb, body) {
       this.busy = model.id;

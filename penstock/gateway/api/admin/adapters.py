@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus, name_problem
 from penstock.gateway.app.decoding import decode
@@ -25,6 +25,8 @@ class AdapterLoadRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     model: Name | None = None
     """The model it adapts; required where several models are served."""
     pinned: bool = False
+    owner: Annotated[str, Meta(max_length=128)] | UnsetType = UNSET
+    """The tenant that alone may use it, by default that of the caller's key; empty: all tenants."""
 
 
 class AdapterPinRequest(Struct, forbid_unknown_fields=True):
@@ -64,27 +66,39 @@ class AdapterEndpoints:
         if problem is not None:
             raise InvalidRequest(f"Invalid `name`: {problem}.", param="name")
         model = self._base(request.model)
-        owner = next((other for other in self._registry if request.name in other.adapter_names), model)
-        if self._registry.named(request.name) or owner is not model:
+        base = next((other for other in self._registry if request.name in other.adapter_names), model)
+        if self._registry.named(request.name) or base is not model:
             raise InvalidRequest(
                 f"`{request.name}` is already the name of another model.", param="name", code="name_taken"
             )
         await model.backend.wait_ready(self._engine_wait_s)
-        spec = AdapterSpec(request.name, request.source, request.pinned)
+        spec = AdapterSpec(request.name, request.source, request.pinned, self._owner_of(exchange, model, request))
         status = await model.backend.load_adapter(spec)
         await self._forget_answers(request.name)
         await exchange.reply_json(describe(model, status))
 
     async def pin_adapter(self, exchange: Exchange) -> None:
         request = decode(_pin, await exchange.body(self._body_limit))
-        model, name = self._owner(exchange)
+        model, name = self._adapted(exchange)
         await exchange.reply_json(describe(model, await model.backend.pin_adapter(name, request.pinned)))
 
     async def unload_adapter(self, exchange: Exchange) -> None:
-        model, name = self._owner(exchange)
+        model, name = self._adapted(exchange)
         await model.backend.unload_adapter(name)
         await self._forget_answers(name)
         await exchange.reply_json({"id": name, "object": "adapter", "deleted": True})
+
+    def _owner_of(self, exchange: Exchange, model: ServedModel, request: AdapterLoadRequest) -> str:
+        """What the configuration says, or the request; a reload that says nothing keeps the owner."""
+        known = model.adapter_owner(request.name)
+        configured = model.adapter_owners.get(request.name)
+        if configured and request.owner not in (UNSET, configured):
+            raise InvalidRequest(
+                f"The configuration says that `{request.name}` belongs to `{configured}`.", param="owner"
+            )
+        if isinstance(request.owner, str):
+            return request.owner
+        return known if request.name in model.adapter_names else exchange.caller.tenant if exchange.caller.key else ""
 
     def _base(self, name: str | None) -> ServedModel:
         if name is not None:
@@ -99,7 +113,7 @@ class AdapterEndpoints:
             )
         return models[0]
 
-    def _owner(self, exchange: Exchange) -> tuple[ServedModel, str]:
+    def _adapted(self, exchange: Exchange) -> tuple[ServedModel, str]:
         name = exchange.path.removeprefix("/v1/admin/adapters/")
         for model in self._registry:
             if name in model.adapter_names:
@@ -109,4 +123,5 @@ class AdapterEndpoints:
 
 def describe(model: ServedModel, status: AdapterStatus) -> dict[str, Any]:
     fields = dataclasses.asdict(status)
-    return {"id": fields.pop("name"), "object": "adapter", "model": model.name, **fields}
+    name = fields.pop("name")
+    return {"id": name, "object": "adapter", "model": model.name, **fields, "owner": model.adapter_owner(name) or None}

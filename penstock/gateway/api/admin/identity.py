@@ -13,6 +13,7 @@ from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import ApiKey, IdentityStore, Scope, Tenant
+from penstock.identity.access import UNLIMITED, AllowList, AllowListChange
 from penstock.identity.allowance import NO_ALLOWANCE, Allowance, AllowanceChange
 from penstock.identity.labels import NO_DEMAND, Demand, LabelError, RequireField, demand_of
 from penstock.identity.store import IdentityError
@@ -33,6 +34,8 @@ class TenantRequest(msgspec.Struct, forbid_unknown_fields=True):
     """Override the limits of the tier."""
     require: RequireField | None = None
     """Labels that whatever gets its requests' data must have."""
+    allow: AllowList = UNLIMITED
+    """What it may use of what its tier may use."""
 
 
 class TenantChange(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,6 +45,7 @@ class TenantChange(msgspec.Struct, forbid_unknown_fields=True):
     limits: AllowanceChange | None = None
     require: RequireField | None = None
     """Replaces the demand before; `{}`: none."""
+    allow: AllowListChange | None = None
 
 
 class KeyRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -55,6 +59,8 @@ class KeyRequest(msgspec.Struct, forbid_unknown_fields=True):
     """In addition to those of its tenant."""
     require: RequireField | None = None
     """In addition to the demand of its tenant."""
+    allow: AllowList = UNLIMITED
+    """What it may use of what its tenant may use."""
 
 
 class KeyChange(msgspec.Struct, forbid_unknown_fields=True):
@@ -62,6 +68,7 @@ class KeyChange(msgspec.Struct, forbid_unknown_fields=True):
     limits: AllowanceChange | None = None
     require: RequireField | None = None
     """Replaces the demand before; `{}`: none."""
+    allow: AllowListChange | None = None
 
 
 _tenant_request = msgspec.json.Decoder(TenantRequest)
@@ -101,7 +108,12 @@ class IdentityEndpoints:
         require = required(request.require, f"tenant {request.id}") or NO_DEMAND
         made = await guard(
             self._store.create_tenant(
-                request.id, name=request.name, tier=request.tier, limits=request.limits, require=require
+                request.id,
+                name=request.name,
+                tier=request.tier,
+                limits=request.limits,
+                require=require,
+                allow=request.allow,
             )
         )
         await self._changed()
@@ -118,6 +130,7 @@ class IdentityEndpoints:
             disabled=request.disabled,
             limits=request.limits,
             require=required(request.require, f"tenant {known.id}"),
+            allow=request.allow,
         )
         changed = await guard(work)
         await self._changed()
@@ -160,6 +173,7 @@ class IdentityEndpoints:
                 expires_at=request.expires_at,
                 limits=request.limits,
                 require=required(request.require, "key") or NO_DEMAND,
+                allow=request.allow,
             )
         )
         await self._changed()
@@ -172,7 +186,8 @@ class IdentityEndpoints:
         if found is None or found.key.revoked_at is not None:
             raise NotFound(f"There is no key `{id[:128]}` that still works.")
         require = required(request.require, f"key {id}")
-        changed = await guard(store.update_key(id, name=request.name, limits=request.limits, require=require))
+        work = store.update_key(id, name=request.name, limits=request.limits, require=require, allow=request.allow)
+        changed = await guard(work)
         await self._changed()
         await exchange.reply_json(described_key(changed))
 

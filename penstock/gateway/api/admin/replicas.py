@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.backends.base import EngineClient
+from penstock.backends.remote.load import ServerLoad
 from penstock.engine.request import EngineInfo
 from penstock.gateway.api.admin.supervisor import Supervisor
 from penstock.gateway.app.decoding import decode
@@ -20,7 +21,7 @@ from penstock.protocol.control import Drain, Notice, Restart, Scale, SetLimits, 
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.place import NOWHERE, ReplicaPlace
 from penstock.routing.registry import ModelRegistry, ServedModel
-from penstock.routing.remotes import RemoteModel
+from penstock.routing.remotes import RemoteMember, RemoteModel
 from penstock.routing.replicas import ReplicaSet
 
 
@@ -37,6 +38,8 @@ class AutoscaleRequest(Struct, forbid_unknown_fields=True):
 
     min: Annotated[int, Meta(ge=0, le=256)] | None = None
     max: Annotated[int, Meta(ge=1, le=256)] | None = None
+    pool: Annotated[str, Meta(max_length=64)] | None = None
+    """Which pool, if pools of the model are scaled."""
 
 
 class NoticeRequest(Struct, forbid_unknown_fields=True):
@@ -89,8 +92,11 @@ class ReplicaEndpoints:
         model = self._model(exchange, "/autoscale")
         if request.min is None and request.max is None:
             raise InvalidRequest("Give `min`, `max` or both.", param="min")
-        await self._supervisor.ask(lambda number: SetLimits(number, model.name, request.min, request.max))
-        await exchange.reply_json({"id": model.name, "object": "model", "min": request.min, "max": request.max})
+        await self._supervisor.ask(
+            lambda number: SetLimits(number, model.name, request.min, request.max, request.pool or "")
+        )
+        reply = {"id": model.name, "object": "model", "min": request.min, "max": request.max}
+        await exchange.reply_json(reply | ({"pool": request.pool} if request.pool else {}))
 
     async def notice_replica(self, exchange: Exchange) -> None:
         request = decode(_notice, await exchange.body(self._body_limit) or b"{}")
@@ -103,7 +109,7 @@ class ReplicaEndpoints:
     def _scaled(self) -> list[dict[str, Any]]:
         """The models that are scaled automatically: their limits, their replicas, and the last decision."""
         return [
-            {"id": name, "object": "autoscale", **msgspec.structs.asdict(scaling)}
+            {"object": "autoscale", **msgspec.structs.asdict(scaling), "id": scaling.model or name}
             for name, scaling in self._supervisor.scaling.items()
         ]
 
@@ -200,28 +206,35 @@ def _memory(info: EngineInfo) -> dict[str, Any]:
 
 
 def describe_remote(model: RemoteModel) -> list[dict[str, Any]]:
-    """The servers that run a model elsewhere."""
-    return [
-        {
-            "id": f"{model.name}/{member.server.name}",
-            "object": "replica",
-            "model": model.name,
-            "replica": member.server.name,
-            "remote": True,
-            "ready": member.reachable,
-            "state": "awake" if member.reachable else "away",
-            "leaving": False,
-            "breaker": member.breaker.state,
-            "in_flight": member.server.in_flight,
-            "running": member.server.in_flight,
-            "waiting": 0,
-            "stalled_s": 0.0,
-            "instance": None,
-            "device": member.server.upstream.url,
-            "role": "both",
-            **_where(ReplicaPlace(region=member.region)),
-            "round_trip_ms": _milliseconds(member.server.round_trip.seconds),
-            "memory": None,
-        }
-        for member in model.members
-    ]
+    """The servers that run a model elsewhere. `running` and `waiting`: of all clients, where a server tells."""
+    return [_describe_member(model, member) for member in model.members]
+
+
+def _describe_member(model: RemoteModel, member: RemoteMember) -> dict[str, Any]:
+    server, load = member.server, member.server.load or ServerLoad()
+    return {
+        "id": f"{model.name}/{server.name}",
+        "object": "replica",
+        "model": model.name,
+        "replica": server.name,
+        "remote": True,
+        "dialect": model.dialect,
+        "ready": member.reachable,
+        "state": "awake" if member.reachable else "away",
+        "leaving": False,
+        "breaker": member.breaker.state,
+        "in_flight": server.in_flight,
+        "running": server.in_flight if load.running is None else load.running,
+        "waiting": load.waiting or 0,
+        "kv_usage": load.kv_usage,
+        "loaded": load.loaded,
+        "saturated": model.saturated(member),
+        "limits": {"remaining": server.limits.remaining, "wait_s": round(server.wait_s(), 3)},
+        "stalled_s": 0.0,
+        "instance": None,
+        "device": server.upstream.url,
+        "role": "both",
+        **_where(ReplicaPlace(region=member.region)),
+        "round_trip_ms": _milliseconds(server.round_trip.seconds),
+        "memory": None,
+    }

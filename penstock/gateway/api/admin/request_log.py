@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.permissions import Permissions
 from penstock.metering.ledger import LedgerError
 from penstock.metering.reports import moment
 from penstock.metering.request_store import RequestStore
@@ -38,19 +39,22 @@ class RequestsQuery(OwnRequestsQuery, forbid_unknown_fields=True, kw_only=True):
 class RequestLogEndpoints:
     """The request log. `inference`: the paths that serve tokens."""
 
-    def __init__(self, store: RequestStore, inference: Sequence[str]) -> None:
+    def __init__(self, store: RequestStore, permissions: Permissions, inference: Sequence[str]) -> None:
         self._store = store
+        self._permissions = permissions
         self._inference = inference
 
     async def list_requests(self, exchange: Exchange) -> None:
         asked = decode_query(RequestsQuery, exchange.scope)
-        await self._reply(exchange, asked, asked.tenant, None)
+        await self._reply(exchange, asked, asked.tenant, None, own=False)
 
     async def list_own_requests(self, exchange: Exchange) -> None:
         asked = decode_query(OwnRequestsQuery, exchange.scope)
-        await self._reply(exchange, asked, exchange.caller.tenant, exchange.caller.only_user)
+        await self._reply(exchange, asked, exchange.caller.tenant, exchange.caller.only_user, own=True)
 
-    async def _reply(self, exchange: Exchange, asked: OwnRequestsQuery, tenant: str | None, user: str | None) -> None:
+    async def _reply(
+        self, exchange: Exchange, asked: OwnRequestsQuery, tenant: str | None, user: str | None, *, own: bool
+    ) -> None:
         try:
             entries = await self._store.read(
                 since=moment(asked.since),
@@ -68,4 +72,7 @@ class RequestLogEndpoints:
             raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="since") from error
         except DatabaseError as error:
             raise ServiceUnavailable("The request log cannot be read at the moment.") from error
+        if own:
+            sees = self._permissions.sees_answer
+            entries = [one for one in entries if sees(exchange.caller, one.model_version, one.adapter_id)]
         await exchange.reply_json({"object": "list", "data": [msgspec.to_builtins(entry) for entry in entries]})

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.workers.group import WorkerGroup
 from penstock.metering.ledger import Ledger
 from penstock.metering.prices import dollars
@@ -32,26 +33,32 @@ class TracesQuery(msgspec.Struct, forbid_unknown_fields=True):
 class TraceEndpoints:
     """Timelines of recent requests."""
 
-    def __init__(self, workers: WorkerGroup, kept: int, ledger: Ledger | None = None) -> None:
+    def __init__(self, workers: WorkerGroup, permissions: Permissions, kept: int, ledger: Ledger | None = None) -> None:
         """`ledger`: where the price of a request is looked up; None: there is none."""
         self._workers = workers
+        self._permissions = permissions
         self._kept = kept
         self._ledger = ledger
 
     async def list_traces(self, exchange: Exchange) -> None:
         asked = decode_query(TracesQuery, exchange.scope)
         found = await self._workers.traces(_query(exchange, asked.limit))
-        await exchange.reply_json({"object": "list", "data": found})
+        await exchange.reply_json({"object": "list", "data": self._visible(exchange, found)})
 
     async def get_trace(self, exchange: Exchange) -> None:
         request_id: str = exchange.scope["path_params"]["request"]
-        found = await self._workers.traces(_query(exchange, 1, request_id))
+        found = self._visible(exchange, await self._workers.traces(_query(exchange, 1, request_id)))
         if not found:
             raise NotFound(
                 f"No timeline of a request `{request_id[:128]}` is kept here; the newest "
                 f"{self._kept} are (`telemetry.recent_requests`)."
             )
         await exchange.reply_json({**found[0], "charge": await self._charge(found[0])})
+
+    def _visible(self, exchange: Exchange, found: list[Shown]) -> list[Shown]:
+        """Those that name no model that does not exist for the caller."""
+        sees = self._permissions.sees_answer
+        return [trace for trace in found if sees(exchange.caller, trace["model_version"], trace["adapter_id"])]
 
     async def _charge(self, trace: Shown) -> dict[str, Any] | None:
         """What the answer cost and whom it was charged to; None while that is not known."""

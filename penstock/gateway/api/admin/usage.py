@@ -3,14 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import msgspec
 
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
-from penstock.metering.ledger import Ledger, LedgerError
+from penstock.gateway.generation.permissions import Permissions
+from penstock.identity import Caller
+from penstock.metering.ledger import Dimension, Ledger, LedgerError, Total
 from penstock.metering.reports import dimensions, moment, rows
 from penstock.protocol.errors import InvalidRequest, ServiceUnavailable
 from penstock.storage import DatabaseError
+
+OTHER = "other"
+"""Stands for models that a caller may not use (any more)."""
 
 
 class UsageQuery(msgspec.Struct, forbid_unknown_fields=True):
@@ -23,8 +31,9 @@ class UsageQuery(msgspec.Struct, forbid_unknown_fields=True):
 class UsageEndpoints:
     """Usage reports."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, permissions: Permissions) -> None:
         self._ledger = ledger
+        self._permissions = permissions
 
     async def usage(self, exchange: Exchange) -> None:
         asked = decode_query(UsageQuery, exchange.scope)
@@ -44,4 +53,20 @@ class UsageEndpoints:
             raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.") from error
         except DatabaseError as error:
             raise ServiceUnavailable("The ledger cannot be read at the moment.") from error
+        totals = self._visible(exchange.caller, by, totals)
         await exchange.reply_json({"object": "list", "by": by, "data": rows(by, totals)})
+
+    def _visible(self, caller: Caller, by: Sequence[Dimension], totals: list[Total]) -> list[Total]:
+        """The same sums. What was used of models that do not exist for the caller is added up under `OTHER`."""
+        named = [index for index, name in enumerate(by) if name in ("model", "adapter")]
+        if not named or "admin" in caller.scopes:
+            return totals
+        sums: dict[tuple[str | int, ...], Total] = {}
+        for total in totals:
+            group = list(total.group)
+            for index in named:
+                if not self._permissions.sees(caller, str(group[index])):
+                    group[index] = OTHER
+            key = tuple(group)
+            sums[key] = replace(total, group=key) if key not in sums else sums[key].plus(total)
+        return list(sums.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.gateway.accounting.attribution import find_model, identify
+from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.api.anthropic.chat_request import NAMES, chat_request, thinking
 from penstock.gateway.api.anthropic.renderer import MessageRenderer
 from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
@@ -65,7 +65,13 @@ class MessageEndpoints:
             chat = chat_request(exchange, request)
             check_tools(chat)
             messages = template_messages(chat.messages)
-            model = find_model(pipeline.registry, exchange, request.model)
+            remote = pipeline.permissions.remote(exchange, request.model)
+            if remote is not None:
+                found = await pipeline.count_remote(exchange, remote, chat, messages)
+                more = {"estimated": True} if found.estimated else {}
+                await exchange.reply_json({"input_tokens": found.count, **more})
+                return
+            model = pipeline.permissions.find(exchange, request.model)
             toolbox = toolbox_of(chat, model)
             tools, most = () if toolbox is None else toolbox.tools, most_counted(model)
             chat.chat_template_kwargs = thinking(exchange, request, model.text.template_source)

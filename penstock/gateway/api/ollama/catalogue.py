@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PenstockError
 from penstock.gateway.generation.model_routes import Routes
-from penstock.protocol.errors import ModelNotFound
+from penstock.gateway.generation.permissions import Permissions
+from penstock.identity import Caller
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry, ServedModel
 
@@ -24,43 +25,47 @@ NEVER = "9999-12-31T23:59:59Z"
 class Catalogue:
     """The models, adapters, remotes, routes and encoders under Ollama's names."""
 
-    def __init__(self, registry: ModelRegistry, encoders: Encoders, routes: Routes) -> None:
+    def __init__(self, registry: ModelRegistry, permissions: Permissions, encoders: Encoders, routes: Routes) -> None:
         self._registry = registry
+        self._permissions = permissions
         self._encoders = encoders
         self._routes = routes
         self._shapes: dict[str, ModelShape | None] = {}
 
-    def resolve(self, name: str) -> str:
+    def resolve(self, caller: Caller, name: str) -> str:
         """A name as this server knows it: `:latest`, which clients add by themselves, may be left out."""
         short = name.removesuffix(LATEST)
-        return short if short != name and not self.knows(name) else name
+        return short if short != name and not self.knows(caller, name) else name
 
-    def knows(self, name: str) -> bool:
-        adapters = (adapter for model in self._registry for adapter in model.adapter_names)
-        return self._registry.named(name) or name in self._routes.rules or name in self._encoders or name in adapters
+    def knows(self, caller: Caller, name: str) -> bool:
+        """Whether anything of this name exists for a caller."""
+        return self._permissions.exists(caller, name) or self._encoders.allows(caller.access, name)
 
-    async def tags(self) -> list[dict[str, Any]]:
+    async def tags(self, caller: Caller) -> list[dict[str, Any]]:
         """Everything a client can name."""
         found = []
         for model in self._registry:
-            for each in (model, *map(model.with_adapter, model.adapter_names)):
-                found.append(self._entry(each.name, each.created, await self._details(each), _size(model)))
+            for each in (model, *model.adapted(caller.access)):
+                if each.allowed(caller.access):
+                    found.append(self._entry(each.name, each.created, await self._details(each), _size(model)))
         for remote in self._registry.remotes.values():
-            found.append(self._entry(remote.name, remote.created, _details("remote")))
+            if remote.allowed(caller.access):
+                found.append(self._entry(remote.name, remote.created, _details("remote")))
         for rules in self._routes.rules.values():
-            found.append(self._entry(rules.name, self._encoders.created, _details("route")))
-        for embedder in self._encoders:
+            if self._permissions.exists(caller, rules.name):
+                found.append(self._entry(rules.name, self._encoders.created, _details("route")))
+        for embedder in self._encoders.allowed(caller.access):
             info = embedder.backend.info
             size = 0 if info is None else info.weight_bytes
             found.append(self._entry(embedder.name, self._encoders.created, _details("bert"), size))
         return found
 
-    async def running(self) -> list[dict[str, Any]]:
+    async def running(self, caller: Caller) -> list[dict[str, Any]]:
         """The models that are in memory."""
         found = []
         for model in self._registry:
             info = model.backend.info
-            if info is None or not model.backend.ready:
+            if info is None or not model.backend.ready or not model.allowed(caller.access):
                 continue
             size = _size(model)
             entry = self._entry(model.name, model.created, await self._details(model), size)
@@ -74,11 +79,13 @@ class Catalogue:
             found.append(entry)
         return found
 
-    async def show(self, name: str) -> dict[str, Any]:
+    async def show(self, caller: Caller, name: str) -> dict[str, Any]:
         """One model in detail."""
-        name = self.resolve(name)
+        name = self.resolve(caller, name)
         about: dict[str, Any]
-        if name in self._encoders:
+        if not self.knows(caller, name):
+            raise self._permissions.unknown(caller, name)
+        if self._encoders.allows(caller.access, name):
             embedder = self._encoders.find(name)
             info = embedder.backend.info
             about = {"general.architecture": "bert"}
@@ -113,12 +120,12 @@ class Catalogue:
         shown["template"] = model.text.template_source
         return shown
 
-    def model(self, name: str) -> ServedModel | None:
+    def model(self, caller: Caller, name: str) -> ServedModel | None:
         """A model that runs here, by its resolved name; None: it runs elsewhere, or is a route."""
+        if not self._permissions.exists(caller, name):
+            raise self._permissions.unknown(caller, name)
         if name in self._routes.rules or self._registry.remote(name) is not None:
             return None
-        if name in self._encoders:
-            raise ModelNotFound(name, [model.name for model in self._registry])
         return self._registry.route(name).model
 
     def _entry(self, name: str, created: int, details: dict[str, Any], size: int = 0) -> dict[str, Any]:

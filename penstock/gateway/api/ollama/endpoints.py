@@ -59,7 +59,7 @@ class OllamaEndpoints:
 
     async def ollama_chat(self, exchange: Exchange) -> None:
         request = _chat(exchange, await exchange.body(self._pipeline.settings.body_limit))
-        name = self._catalogue.resolve(request.model)
+        name = self._catalogue.resolve(exchange.caller, request.model)
         if not request.messages:
             await self._load(exchange, request, name, chat=True)
             return
@@ -67,11 +67,11 @@ class OllamaEndpoints:
 
     async def ollama_generate(self, exchange: Exchange) -> None:
         request = _generate(exchange, await exchange.body(self._pipeline.settings.body_limit))
-        name = self._catalogue.resolve(request.model)
+        name = self._catalogue.resolve(exchange.caller, request.model)
         if not request.prompt and not request.images:
             await self._load(exchange, request, name, chat=False)
             return
-        model = self._catalogue.model(name)
+        model = self._catalogue.model(exchange.caller, name)
         if request.raw or (model is not None and not model.text.has_chat_template):
             await self._continue(exchange, request, name, model)
         else:
@@ -82,7 +82,7 @@ class OllamaEndpoints:
     ) -> None:
         pipeline = self._pipeline
         limit = self._limit(request)
-        model = self._catalogue.model(name)
+        model = self._catalogue.model(exchange.caller, name)
         if request.think is False and model is not None and THINKING in model.text.template_source:
             asked.chat_template_kwargs = {THINKING: False}
 
@@ -133,7 +133,7 @@ class OllamaEndpoints:
     async def _load(self, exchange: Exchange, request: Answered, name: str, *, chat: bool) -> None:
         """A request without a prompt only has the model loaded."""
         note_advice(exchange, request)
-        model = self._catalogue.model(name)
+        model = self._catalogue.model(exchange.caller, name)
         if model is not None:
             await model.backend.wait_ready(self._pipeline.settings.engine_wait_s)
         said: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
@@ -170,7 +170,7 @@ class OllamaEndpoints:
         self, exchange: Exchange, model: str, texts: list[str], truncate: bool | None, dimensions: int | None
     ) -> Encoded:
         asked = EmbeddingsRequest(
-            model=self._catalogue.resolve(model),
+            model=self._catalogue.resolve(exchange.caller, model),
             input=list(texts),
             truncate_prompt_tokens=None if truncate is False else -1,
             dimensions=dimensions or None,
@@ -178,17 +178,17 @@ class OllamaEndpoints:
         return await self._embeddings.encode(exchange, asked)
 
     async def ollama_tags(self, exchange: Exchange) -> None:
-        await exchange.reply_json({"models": await self._catalogue.tags()})
+        await exchange.reply_json({"models": await self._catalogue.tags(exchange.caller)})
 
     async def ollama_ps(self, exchange: Exchange) -> None:
-        await exchange.reply_json({"models": await self._catalogue.running()})
+        await exchange.reply_json({"models": await self._catalogue.running(exchange.caller)})
 
     async def ollama_show(self, exchange: Exchange) -> None:
         request = _named(exchange, await exchange.body(self._pipeline.settings.body_limit))
         name = request.model or request.name
         if not name:
             raise InvalidRequest("Missing required parameter: `model`.", param="model", code="missing_parameter")
-        await exchange.reply_json(await self._catalogue.show(name))
+        await exchange.reply_json(await self._catalogue.show(exchange.caller, name))
 
     async def ollama_version(self, exchange: Exchange) -> None:
         await exchange.reply_json({"version": API_VERSION, "penstock": penstock.__version__})

@@ -37,7 +37,7 @@ class OllamaPullEndpoints:
         if not asked:
             raise InvalidRequest("Missing required parameter: `model`.", param="model", code="missing_parameter")
         streams = request.stream is not False
-        if self._catalogue.knows(self._catalogue.resolve(asked)):
+        if self._catalogue.knows(exchange.caller, self._catalogue.resolve(exchange.caller, asked)):
             await exchange.reply(200, _line("success"), NDJSON if streams else b"application/json")
             return
         source = asked.removesuffix(LATEST)

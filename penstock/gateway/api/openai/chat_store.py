@@ -32,12 +32,18 @@ _list = msgspec.json.Decoder(list[dict[str, Any]])
 _metadata = msgspec.json.Decoder(dict[str, str])
 
 
+def anything(model: str) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
     """Who asks. `user`: only what is theirs is found; None: everything of the tenant."""
 
     tenant: str
     user: str | None = None
+    sees: Callable[[str], bool] = anything
+    """Whether answers of a model are found."""
 
 
 class ChatStore:
@@ -78,17 +84,17 @@ class ChatStore:
     async def get(self, id: str, reader: Reader) -> dict[str, Any] | None:
         where, values = self._whose(reader)
         rows = await self._database.fetch(
-            f"SELECT completion, metadata FROM chat_completions WHERE id = ? AND {where}", id, *values
+            f"SELECT completion, metadata, model FROM chat_completions WHERE id = ? AND {where}", id, *values
         )
-        return _shown(rows[0]) if rows else None
+        return _shown(rows[0]) if rows and reader.sees(str(rows[0][2])) else None
 
     async def messages(self, id: str, reader: Reader) -> list[dict[str, Any]] | None:
         """The messages that it answers, oldest first."""
         where, values = self._whose(reader)
         rows = await self._database.fetch(
-            f"SELECT messages FROM chat_completions WHERE id = ? AND {where}", id, *values
+            f"SELECT messages, model FROM chat_completions WHERE id = ? AND {where}", id, *values
         )
-        return _list.decode(str(rows[0][0])) if rows else None
+        return _list.decode(str(rows[0][0])) if rows and reader.sees(str(rows[0][1])) else None
 
     async def list(
         self,
@@ -106,9 +112,9 @@ class ChatStore:
             where, values = f"{where} AND model = ?", [*values, model]
         if after is not None:
             rows = await self._database.fetch(
-                f"SELECT created_at FROM chat_completions WHERE id = ? AND {where}", after, *values
+                f"SELECT created_at, model FROM chat_completions WHERE id = ? AND {where}", after, *values
             )
-            if not rows:
+            if not rows or not reader.sees(str(rows[0][1])):
                 return None
             sign = "<" if newest_first else ">"
             at = float(str(rows[0][0]))
@@ -116,16 +122,19 @@ class ChatStore:
             values = [*values, at, at, after]
         order = "DESC" if newest_first else "ASC"
         rows = await self._database.fetch(
-            f"SELECT completion, metadata FROM chat_completions WHERE {where} ORDER BY created_at {order}, id {order} "
-            "LIMIT ?",
+            f"SELECT completion, metadata, model FROM chat_completions WHERE {where} "
+            f"ORDER BY created_at {order}, id {order} LIMIT ?",
             *values,
-            _SCANNED if metadata else limit,
+            _SCANNED if metadata or reader.sees is not anything else limit,
         )
         wanted = set((metadata or {}).items())
-        found = (row for row in rows if not wanted or wanted <= _metadata.decode(str(row[1])).items())
+        seen = (row for row in rows if reader.sees(str(row[2])))
+        found = (row for row in seen if not wanted or wanted <= _metadata.decode(str(row[1])).items())
         return [_shown(row) for _, row in zip(range(limit), found, strict=False)]
 
     async def update(self, id: str, metadata: Mapping[str, str], reader: Reader) -> bool:
+        if await self.messages(id, reader) is None:
+            return False
         where, values = self._whose(reader)
         return (
             await self._database.execute(
@@ -135,6 +144,8 @@ class ChatStore:
         )
 
     async def delete(self, id: str, reader: Reader) -> bool:
+        if await self.messages(id, reader) is None:
+            return False
         where, values = self._whose(reader)
         return await self._database.execute(f"DELETE FROM chat_completions WHERE id = ? AND {where}", id, *values) > 0
 

@@ -13,6 +13,7 @@ from penstock.engine.request import EngineInfo
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.encoder_work import EncoderWork
+from penstock.gateway.api.openai.remote_encodings import RemoteEncodings
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.sampling import check_token_ids
@@ -20,6 +21,7 @@ from penstock.gateway.generation.schemas import EmbeddingsRequest, PoolingReques
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.protocol.errors import ContextLengthExceeded, InvalidRequest
 from penstock.routing.encoders import Encoders
+from penstock.routing.remote_embedder import RemoteEmbedder
 
 _decoder = RequestDecoder(EmbeddingsRequest)
 _pooling = RequestDecoder(PoolingRequest)
@@ -43,6 +45,7 @@ class EmbeddingEndpoints:
         self._encoder_work = encoder_work
         self._guardrails = guardrails
         self._body_limit = body_limit
+        self._remotes = RemoteEncodings(encoder_work, guardrails)
 
     async def embeddings(self, exchange: Exchange) -> None:
         request = _decoder(exchange, await exchange.body(self._body_limit))
@@ -57,6 +60,10 @@ class EmbeddingEndpoints:
     async def encode(self, exchange: Exchange, request: EmbeddingsRequest) -> Encoded:
         """The vectors of a request, limited and charged."""
         inputs = _inputs(request)
+        remote = self._remotes.find(exchange, request.model)
+        if remote is not None:
+            rows, tokens = await self._remotes.vectors(exchange, request, remote, inputs)
+            return Encoded(remote.name, [_written(row, request.encoding_format) for row in rows], tokens)
         embedder = self._encoder_work.find(exchange, request.model)
         info = await embedder.open()
         ids = await self._prepared(exchange, request, embedder, info, inputs)
@@ -70,7 +77,11 @@ class EmbeddingEndpoints:
         request = _pooling(exchange, await exchange.body(self._body_limit))
         identify(exchange, request.user, None)
         inputs = _inputs(request)
-        embedder = self._encoder_work.find(exchange, request.model or self._encoder_work.default)
+        remote = self._remotes.find(exchange, request.model)
+        if remote is not None:
+            await self._pool_remote(exchange, request, remote, inputs)
+            return
+        embedder = self._encoder_work.find(exchange, request.model or None)
         info = await embedder.open()
         ids = await self._prepared(exchange, request, embedder, info, inputs)
         each = request.task == "token_embed"
@@ -87,12 +98,31 @@ class EmbeddingEndpoints:
             else:
                 value = [_written(vector, "float") for vector in vectors] if each else _written(vectors[0], "float")
             data.append({"index": index, "object": "pooling", "data": value})
+        await self._pooled(exchange, embedder.name, data, tokens)
+
+    async def _pool_remote(
+        self, exchange: Exchange, request: PoolingRequest, remote: RemoteEmbedder, inputs: list[str | list[int]]
+    ) -> None:
+        if request.task == "token_embed":
+            raise InvalidRequest(
+                f"`{remote.name}` runs on another server, which gives one vector per text.",
+                param="task",
+                code="remote_model",
+            )
+        rows, tokens = await self._remotes.vectors(exchange, request, remote, inputs)
+        data = [
+            {"index": index, "object": "pooling", "data": _written(row, request.encoding_format)}
+            for index, row in enumerate(rows)
+        ]
+        await self._pooled(exchange, remote.name, data, tokens)
+
+    async def _pooled(self, exchange: Exchange, model: str, data: list[dict[str, Any]], tokens: int) -> None:
         await exchange.reply_json(
             {
                 "id": f"pool-{uuid.uuid4().hex}",
                 "object": "list",
                 "created": int(time.time()),
-                "model": embedder.name,
+                "model": model,
                 "data": data,
                 "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
             }

@@ -9,6 +9,7 @@ from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.accounting.request_limits import CapName
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.model_routes import Routes
+from penstock.gateway.generation.permissions import Permissions
 from penstock.identity import Caller
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -20,35 +21,60 @@ class ModelEndpoints:
     """Describes models, encoders and routes."""
 
     def __init__(
-        self, registry: ModelRegistry, encoders: Encoders, routes: Routes, quotas: Quotas, max_tokens: int | None
+        self,
+        registry: ModelRegistry,
+        permissions: Permissions,
+        encoders: Encoders,
+        routes: Routes,
+        quotas: Quotas,
+        max_tokens: int | None,
     ) -> None:
         self._registry = registry
+        self._permissions = permissions
         self._encoders = encoders
         self._routes = routes
         self._quotas = quotas
         self._max_tokens = max_tokens
 
     async def list_models(self, exchange: Exchange) -> None:
-        adapted = (model.with_adapter(name) for model in self._registry for name in model.adapter_names)
-        data = [self.describe(exchange.caller, model) for model in (*self._registry, *adapted)]
-        data += [self.describe_remote(exchange.caller, remote) for remote in self._registry.remotes.values()]
-        data += [self.describe_encoder(exchange.caller, embedder) for embedder in self._encoders]
-        data += [self.describe_route(rules) for rules in self._routes.rules.values()]
+        caller, permissions = exchange.caller, self._permissions
+        here = [model for model in self._registry if model.allowed(caller.access)]
+        adapted = [adapter for model in self._registry for adapter in model.adapted(caller.access)]
+        data = [self.describe(caller, model) for model in (*here, *adapted)]
+        data += [
+            self.describe_remote(caller, remote)
+            for remote in self._registry.remotes.values()
+            if remote.allowed(caller.access)
+        ]
+        data += [self.describe_encoder(caller, encoder) for encoder in self._encoders.allowed(caller.access)]
+        data += [
+            self.describe_route(caller, rules)
+            for rules in self._routes.rules.values()
+            if permissions.exists(caller, rules.name)
+        ]
+        data += [
+            self.describe_stand_in(caller, name)
+            for name in self._registry.stand_ins
+            if permissions.exists(caller, name)
+        ]
         await exchange.reply_json({"object": "list", "data": data})
 
     async def get_model(self, exchange: Exchange) -> None:
-        name = exchange.path.removeprefix("/v1/models/")
-        if name in self._encoders:
-            await exchange.reply_json(self.describe_encoder(exchange.caller, self._encoders.find(name)))
-            return
+        await exchange.reply_json(self._described(exchange.caller, exchange.path.removeprefix("/v1/models/")))
+
+    def _described(self, caller: Caller, name: str) -> dict[str, Any]:
+        if name in self._encoders and self._encoders.allows(caller.access, name):
+            return self.describe_encoder(caller, self._encoders.find(name))
+        if not self._permissions.exists(caller, name):
+            raise self._permissions.unknown(caller, name)
+        if name in self._routes.rules:
+            return self.describe_route(caller, self._routes.rules[name])
+        if name in self._registry.stand_ins:
+            return self.describe_stand_in(caller, name)
         remote = self._registry.remote(name)
         if remote is not None:
-            await exchange.reply_json(self.describe_remote(exchange.caller, remote))
-            return
-        if name in self._routes.rules:
-            await exchange.reply_json(self.describe_route(self._routes.rules[name]))
-            return
-        await exchange.reply_json(self.describe(exchange.caller, self._registry.route(name).model))
+            return self.describe_remote(caller, remote)
+        return self.describe(caller, self._registry.route(name).model)
 
     def describe(self, caller: Caller, model: ServedModel) -> dict[str, Any]:
         """`context_window` is the model's; the part that the caller may use is in `limits` and `max_output_tokens`."""
@@ -104,15 +130,10 @@ class ModelEndpoints:
             "max_output_tokens": min(caps, default=None),
             "limits": self._quotas.describe(caller),
             "ready": model.ready,
+            "saturated": all(model.saturated(member) for member in model.members),
             "state": "awake" if model.ready else "away",
-            "capabilities": {
-                "chat": True,
-                "completions": False,
-                "streaming": True,
-                "logprobs": False,
-                "tools": True,
-                "structured_output": True,
-            },
+            "capabilities": _abilities(model),
+            "tokenizer": "configured" if model.text else "server" if model.supports("tokenize") else "estimate",
             "pricing": self._quotas.pricing(caller, model.name),
         }
 
@@ -135,22 +156,45 @@ class ModelEndpoints:
             "pricing": {"input_per_million": config.input_price},
         }
 
-    def describe_route(self, rules: RouteRules) -> dict[str, Any]:
-        """A route: a name that stands for one of two models."""
-        here = [
-            self._registry.route(name).model
-            for name in (rules.small, rules.large)
-            if self._registry.remote(name) is None
-        ]
-        windows = [model.context_window for model in here if model.context_window is not None]
+    def describe_stand_in(self, caller: Caller, name: str) -> dict[str, Any]:
+        """The name of an experiment, described as its control; clients do not see its arms."""
+        remote = self._registry.remote(name)
+        if remote is not None:
+            return {**self.describe_remote(caller, remote), "id": name, "aliases": []}
+        return {**self.describe(caller, self._registry.route(name).model), "id": name, "aliases": []}
+
+    def describe_route(self, caller: Caller, rules: RouteRules) -> dict[str, Any]:
+        """A route: a name that stands for one of two models, or for the one that exists for the caller."""
+        models = [name for name in (rules.small, rules.large) if self._permissions.exists(caller, name)]
+        here = [self._registry.route(name).model for name in models if self._registry.remote(name) is None]
+        there = [remote for name in models if (remote := self._registry.remote(name)) is not None]
+        known = [model.context_window for model in here] + [remote.context_window for remote in there]
+        windows = [window for window in known if window is not None]
         return {
             "id": rules.name,
             "object": "model",
             "created": here[0].created if here else 0,
             "owned_by": "penstock",
-            "routes_to": [rules.small, rules.large],
+            "routes_to": models,
             "context_window": min(windows, default=None),
-            "ready": all(model.backend.ready for model in here),
+            "ready": all(model.backend.ready for model in here) and all(remote.ready for remote in there),
             "state": "on" if rules.enabled else "off",
-            "capabilities": {"chat": all(model.text.has_chat_template for model in here), "completions": bool(here)},
+            "capabilities": {
+                "chat": all(model.text.has_chat_template for model in here),
+                "completions": all(remote.supports("completions") for remote in there),
+            },
         }
+
+
+def _abilities(model: RemoteModel) -> dict[str, bool]:
+    """What a remote model can do, as far as the API of its servers goes."""
+    if model.kind != "chat":
+        return {"embeddings": model.kind == "embedding", "rerank": True}
+    return {
+        "chat": model.supports("chat"),
+        "completions": model.supports("completions"),
+        "streaming": True,
+        "logprobs": model.supports("logprobs"),
+        "tools": model.supports("tools"),
+        "structured_output": model.supports("response_format"),
+    }

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.encoder_work import EncoderWork
+from penstock.gateway.api.openai.remote_encodings import RemoteEncodings
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.schemas import RerankRequest
@@ -27,6 +28,7 @@ class RerankEndpoints:
         self._encoder_work = encoder_work
         self._guardrails = guardrails
         self._body_limit = body_limit
+        self._remotes = RemoteEncodings(encoder_work, guardrails)
 
     async def rerank(self, exchange: Exchange) -> None:
         request = _decoder(exchange, await exchange.body(self._body_limit))
@@ -36,6 +38,11 @@ class RerankEndpoints:
         if not request.documents:
             raise InvalidRequest("`documents` is empty.", param="documents")
         texts = [document if isinstance(document, str) else document.text for document in request.documents]
+        remote = self._remotes.find(exchange, request.model)
+        if remote is not None:
+            found_there = await self._remotes.scores(exchange, remote, [request.query], texts)
+            await self._reply(exchange, request, remote.name, texts, found_there.values, found_there.tokens)
+            return
         embedder = self._encoder_work.find(exchange, request.model)
         most = self._encoders.configs[embedder.name].max_texts
         if len(texts) > most:
@@ -61,18 +68,29 @@ class RerankEndpoints:
         work = embedder.rerank(query, texts, tenant=tenant)
         values = (await self._encoder_work.run(exchange, embedder, len(texts), tokens, work)).values
         scores = [share(value) for value in values] if info.scores else values
+        await self._reply(exchange, request, embedder.name, whole, scores, tokens)
+
+    async def _reply(
+        self,
+        exchange: Exchange,
+        request: RerankRequest,
+        model: str,
+        texts: list[str],
+        scores: list[float],
+        tokens: int,
+    ) -> None:
         order = sorted(range(len(texts)), key=lambda index: -scores[index])
         results: list[dict[str, Any]] = []
         for index in order[: request.top_n or None]:
             result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
             if request.return_documents:
-                result["document"] = {"text": whole[index]}
+                result["document"] = {"text": texts[index]}
             results.append(result)
         await exchange.reply_json(
             {
                 "id": f"rerank-{uuid.uuid4().hex}",
                 "object": "list",
-                "model": embedder.name,
+                "model": model,
                 "results": results,
                 "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
                 "meta": {"billed_units": {"input_tokens": tokens}},

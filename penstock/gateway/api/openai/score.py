@@ -8,6 +8,7 @@ import uuid
 
 from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.accounting.encoder_work import EncoderWork
+from penstock.gateway.api.openai.remote_encodings import RemoteEncodings
 from penstock.gateway.api.openai.rerank import share
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.request_decoder import RequestDecoder
@@ -29,21 +30,24 @@ class ScoreEndpoints:
         self._encoder_work = encoder_work
         self._guardrails = guardrails
         self._body_limit = body_limit
+        self._remotes = RemoteEncodings(encoder_work, guardrails)
 
     async def score(self, exchange: Exchange) -> None:
         request = _decoder(exchange, await exchange.body(self._body_limit))
         identify(exchange, request.user, None)
         queries, left = _side(request, _LEFT)
         documents, right = _side(request, _RIGHT)
-        embedder = self._encoder_work.find(exchange, request.model or self._encoder_work.default)
+        remote = self._remotes.find(exchange, request.model)
+        if remote is not None:
+            _check_sides(queries, left, documents, right)
+            found_there = await self._remotes.scores(exchange, remote, queries, documents)
+            await self._reply(exchange, remote.name, found_there.values, found_there.tokens)
+            return
+        embedder = self._encoder_work.find(exchange, request.model or None)
         most = self._encoders.configs[embedder.name].max_texts
         if max(len(queries), len(documents)) > most:
             raise InvalidRequest(f"At most {most} pairs go in one request.", param=right)
-        if len(queries) not in (1, len(documents)):
-            raise InvalidRequest(
-                f"`{left}` has {len(queries)} texts and `{right}` {len(documents)}; send one, or as many as the other.",
-                param=left,
-            )
+        _check_sides(queries, left, documents, right)
         queries = [await self._guardrails.prompt(exchange, text) for text in queries]
         documents = [await self._guardrails.prompt(exchange, text) for text in documents]
         info = await embedder.open()
@@ -61,19 +65,27 @@ class ScoreEndpoints:
         tokens = sum(lengths) if not info.scores or len(asked) > 1 else sum(lengths[1:]) + asked[0] * len(documents)
         work = embedder.score_pairs(queries, documents, tenant=tenant)
         values = (await self._encoder_work.run(exchange, embedder, len(documents), tokens, work)).values
-        data = [
-            {"index": index, "object": "score", "score": share(value) if info.scores else value}
-            for index, value in enumerate(values)
-        ]
+        await self._reply(exchange, embedder.name, [share(each) if info.scores else each for each in values], tokens)
+
+    async def _reply(self, exchange: Exchange, model: str, scores: list[float], tokens: int) -> None:
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         await exchange.reply_json(
             {
                 "id": f"score-{uuid.uuid4().hex}",
                 "object": "list",
                 "created": int(time.time()),
-                "model": embedder.name,
+                "model": model,
                 "data": data,
                 "usage": {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens},
             }
+        )
+
+
+def _check_sides(queries: list[str], left: str, documents: list[str], right: str) -> None:
+    if len(queries) not in (1, len(documents)):
+        raise InvalidRequest(
+            f"`{left}` has {len(queries)} texts and `{right}` {len(documents)}; send one, or as many as the other.",
+            param=left,
         )
 
 

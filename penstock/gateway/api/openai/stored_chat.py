@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import Meta, Struct
 
-from penstock.gateway.api.openai.chat_store import ChatStore, Reader
+from penstock.gateway.api.openai.chat_store import ChatStore, Reader, anything
 from penstock.gateway.app.decoding import convert_query, decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import listed
 from penstock.gateway.generation.choice import Piece
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.schemas import ChatRequest, Metadata
 from penstock.gateway.server_tools.steps import StepsRenderer
@@ -53,8 +55,9 @@ _update = RequestDecoder(CompletionUpdate)
 
 
 class StoredChatEndpoints:
-    def __init__(self, store: ChatStore, body_limit: int) -> None:
+    def __init__(self, store: ChatStore, permissions: Permissions, body_limit: int) -> None:
         self._store = store
+        self._permissions = permissions
         self._limit = body_limit
 
     async def list_chat_completions(self, exchange: Exchange) -> None:
@@ -64,7 +67,7 @@ class StoredChatEndpoints:
         asked = convert_query(CompletionsQuery, given)
         found = await store_reached(
             self._store.list(
-                _reader(exchange),
+                self._reader(exchange),
                 limit=asked.limit + 1,
                 newest_first=asked.order == "desc",
                 after=asked.after,
@@ -81,19 +84,19 @@ class StoredChatEndpoints:
 
     async def update_chat_completion(self, exchange: Exchange) -> None:
         request = _update(exchange, await exchange.body(self._limit))
-        await store_reached(self._store.update(_id(exchange), request.metadata or {}, _reader(exchange)))
+        await store_reached(self._store.update(_id(exchange), request.metadata or {}, self._reader(exchange)))
         await exchange.reply_json(await self._found(exchange))
 
     async def delete_chat_completion(self, exchange: Exchange) -> None:
         id = _id(exchange)
-        if not await store_reached(self._store.delete(id, _reader(exchange))):
+        if not await store_reached(self._store.delete(id, self._reader(exchange))):
             raise _unknown(id)
         await exchange.reply_json({"id": id, "object": "chat.completion.deleted", "deleted": True})
 
     async def list_chat_completion_messages(self, exchange: Exchange) -> None:
         asked = decode_query(MessagesQuery, exchange.scope)
         id = _id(exchange)
-        found = await store_reached(self._store.messages(id, _reader(exchange)))
+        found = await store_reached(self._store.messages(id, self._reader(exchange)))
         if found is None:
             raise _unknown(id)
         messages = [{"id": f"{id}-{index}", **message} for index, message in enumerate(found)]
@@ -106,9 +109,14 @@ class StoredChatEndpoints:
             messages = messages[ids.index(asked.after) + 1 :]
         await exchange.reply_json(listed(messages, asked.limit))
 
+    def _reader(self, exchange: Exchange) -> Reader:
+        caller = exchange.caller
+        sees = partial(self._permissions.sees, caller) if caller.access.limited else anything
+        return Reader(caller.tenant, caller.only_user, sees)
+
     async def _found(self, exchange: Exchange) -> dict[str, Any]:
         id = _id(exchange)
-        found = await store_reached(self._store.get(id, _reader(exchange)))
+        found = await store_reached(self._store.get(id, self._reader(exchange)))
         if found is None:
             raise _unknown(id)
         return found
@@ -179,10 +187,6 @@ def keeper(store: ChatStore, exchange: Exchange, request: ChatRequest) -> Keep:
 
 def _is_metadata(name: str) -> bool:
     return name.startswith("metadata[") and name.endswith("]")
-
-
-def _reader(exchange: Exchange) -> Reader:
-    return Reader(exchange.caller.tenant, exchange.caller.only_user)
 
 
 def _id(exchange: Exchange) -> str:

@@ -7,16 +7,18 @@ from typing import Any
 
 from msgspec import Struct
 
-from penstock.gateway.accounting.attribution import find_model
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import strip_parts, template_messages
+from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.prompt_options import prompt_options
+from penstock.gateway.generation.remote_count import count_remote
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.sampling import check_token_ids
 from penstock.gateway.generation.schemas import DetokenizeRequest, TokenizeRequest
 from penstock.gateway.generation.tokenization import (
+    MOST_COUNTED,
     Tokenization,
     check_counted,
     check_size,
@@ -24,9 +26,11 @@ from penstock.gateway.generation.tokenization import (
     most_counted,
     tools_size,
 )
+from penstock.gateway.generation.tokenized_model import TokenizedModel, remote_text
 from penstock.gateway.generation.tool_choice import tool_of
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import ModelRegistry, ServedModel
+from penstock.routing.registry import ServedModel
+from penstock.routing.remotes import RemoteModel
 
 _tokenize = RequestDecoder(TokenizeRequest, strip_parts)
 CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "documents")
@@ -43,7 +47,7 @@ class TokenEndpoints:
 
     def __init__(
         self,
-        registry: ModelRegistry,
+        permissions: Permissions,
         tokenization: Tokenization,
         quotas: Quotas,
         body_limit: int,
@@ -52,7 +56,7 @@ class TokenEndpoints:
     ) -> None:
         """`request_templates`: whether requests may bring a chat template."""
         self._request_templates = request_templates
-        self._registry = registry
+        self._permissions = permissions
         self._tokenization = tokenization
         self._quotas = quotas
         self._body_limit = body_limit
@@ -70,17 +74,62 @@ class TokenEndpoints:
                 raise InvalidRequest(f"`{name}` goes with `messages`.", param=name)
         if request.tools and request.messages is None:
             raise InvalidRequest("`tools` go with `messages`.", param="tools")
-        model = find_model(self._registry, exchange, request.model or self._registry.first.name)
+        if request.model is not None:
+            remote = self._permissions.remote(exchange, request.model)
+            if remote is not None:
+                await self._tokenize_remote(exchange, request, remote)
+                return
+        model = self._model(exchange, request.model)
         async with self._quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
             tokens = await self._tokens(exchange, request, model)
             work.tokens = len(tokens)
-        count, window = len(tokens), model.context_window
+        spelled = [model.text.token_spelling(token) for token in tokens] if request.return_token_strs else None
+        await self._reply(exchange, request, model, tokens, len(tokens), spelled)
+
+    async def _tokenize_remote(self, exchange: Exchange, request: TokenizeRequest, model: RemoteModel) -> None:
+        """For a model that another server runs. `estimated` is true where the count is an estimate; `tokens` are there
+        where they are known."""
+        async with self._quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:
+            found = await count_remote(
+                exchange,
+                model,
+                self._tokenization,
+                text=request.prompt or "",
+                messages=None if request.messages is None else template_messages(request.messages),
+                tools=request.tools or (),
+                options=prompt_options(request, allow_template=self._request_templates),
+                add_special_tokens=request.add_special_tokens is not False,
+            )
+            work.tokens = found.count
+            check_counted(
+                found.count,
+                max(model.context_window or 0, MOST_COUNTED),
+                "prompt" if request.messages is None else "messages",
+            )
+        spelled = None
+        if request.return_token_strs and model.text is not None and found.tokens is not None:
+            spelled = [model.text.token_spelling(token) for token in found.tokens]
+        more = {"estimated": True} if found.estimated else {}
+        await self._reply(exchange, request, model, found.tokens or [], found.count, spelled, **more)
+
+    async def _reply(
+        self,
+        exchange: Exchange,
+        request: TokenizeRequest,
+        model: ServedModel | RemoteModel,
+        tokens: list[int],
+        count: int,
+        spelled: list[str] | None,
+        **more: bool,
+    ) -> None:
+        window = model.context_window
+        if isinstance(model, RemoteModel) and window is None and model.text is not None:
+            window = model.text.context_length
         estimate: dict[str, Any] = {
             "input": count * model.input_price / 1e6,
             "output": (request.max_tokens or 0) * model.output_price / 1e6,
         }
         estimate["total"] = estimate["input"] + estimate["output"]
-        spelled = [model.text.token_spelling(token) for token in tokens] if request.return_token_strs else None
         await exchange.reply_json(
             {
                 "object": "tokenization",
@@ -91,8 +140,13 @@ class TokenEndpoints:
                 "max_model_len": window,
                 "fits": window is None or count + (request.max_tokens or 1) <= window,
                 "estimated_cost": estimate,
+                **more,
             }
         )
+
+    def _model(self, exchange: Exchange, name: str | None) -> ServedModel:
+        permissions = self._permissions
+        return permissions.find(exchange, name or permissions.first(exchange).name)
 
     async def _tokens(self, exchange: Exchange, request: TokenizeRequest, model: ServedModel) -> list[int]:
         most, tenant = most_counted(model), exchange.caller.tenant
@@ -116,9 +170,24 @@ class TokenEndpoints:
         check_counted(len(tokens), most, "prompt" if request.messages is None else "messages")
         return tokens
 
+    def _tokenized(self, exchange: Exchange, name: str | None) -> TokenizedModel:
+        """The model, whose tokenizer must be known here."""
+        remote = None if name is None else self._permissions.remote(exchange, name)
+        if remote is None:
+            return self._model(exchange, name)
+        text = remote_text(remote)
+        if text is None:
+            raise InvalidRequest(
+                f"`{remote.name}` runs on another server, and its tokenizer is not known here (`remotes[].tokenizer` "
+                "names it).",
+                param="model",
+                code="remote_model",
+            )
+        return text
+
     async def tokenizer_info(self, exchange: Exchange) -> None:
         asked = decode_query(TokenizerQuery, exchange.scope)
-        model = find_model(self._registry, exchange, asked.model or self._registry.first.name)
+        model = self._tokenized(exchange, asked.model)
         text = model.text
         await exchange.reply_json(
             {
@@ -133,9 +202,9 @@ class TokenEndpoints:
 
     async def detokenize(self, exchange: Exchange) -> None:
         request = _detokenize(exchange, await exchange.body(self._body_limit))
-        model = find_model(self._registry, exchange, request.model or self._registry.first.name)
+        model = self._tokenized(exchange, request.model)
         count, most = len(request.tokens), most_counted(model)
-        async with self._quotas.text_work(exchange, model.base_name, count, only=True) as work:
+        async with self._quotas.text_work(exchange, model.name, count, only=True) as work:
             work.tokens = count
             check_counted(count, most, "tokens")
             check_token_ids(request.tokens, model.text.vocab_size, "tokens")

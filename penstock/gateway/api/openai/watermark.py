@@ -6,7 +6,6 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from penstock.gateway.accounting.attribution import find_model
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.permissions import Permissions
@@ -14,7 +13,6 @@ from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.tokenization import Tokenization, check_counted, check_size
 from penstock.gateway.generation.watermarks import Watermarks
 from penstock.protocol.errors import InvalidRequest
-from penstock.routing.registry import ModelRegistry
 from penstock.text.watermark import detect
 
 MOST_TOKENS = 16_384
@@ -36,14 +34,12 @@ class WatermarkEndpoints:
 
     def __init__(
         self,
-        registry: ModelRegistry,
         permissions: Permissions,
         tokenization: Tokenization,
         quotas: Quotas,
         watermarks: Watermarks,
         body_limit: int,
     ) -> None:
-        self._registry = registry
         self._permissions = permissions
         self._tokenization = tokenization
         self._quotas = quotas
@@ -59,9 +55,8 @@ class WatermarkEndpoints:
             )
         if not request.text.strip():
             raise InvalidRequest("`text` is empty.", param="text")
-        name = request.model or self._permissions.first(exchange).name
-        self._permissions.check(exchange, name)
-        model = find_model(self._registry, exchange, name)
+        permissions = self._permissions
+        model = permissions.find(exchange, request.model or permissions.first(exchange).name)
         tenant = exchange.caller.tenant
         check_size(model, len(request.text), MOST_TOKENS, "text")
         async with self._quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:

@@ -4,7 +4,8 @@ servers ask for.
 Live: this process answers, and no engine has had work for a long time without completing a step (its own watchdog
 should have restarted it by then, so only a restart of everything can help). Ready: each model has produced a token
 within the last seconds, for a client or, when there was no request, for a probe of one token, and nothing else refuses
-every request: the database, the ledger, the limits, a guardrail. The short ones name no model: anybody may ask.
+every request: the database, the ledger, the limits, a guardrail. Anybody may ask, so models are named only to callers
+for whom they exist: where there are keys, to nobody without one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import penstock
 from penstock.gateway.api.operations.readiness import Readiness
+from penstock.gateway.app.authentication import OpenAuthentication
 from penstock.gateway.app.drain import Drain
 from penstock.gateway.app.exchange import Exchange, encode_json
 from penstock.protocol.errors import Draining
@@ -29,16 +31,24 @@ Check = Callable[[], Awaitable[str | None]]
 class HealthEndpoints:
     """Health checks."""
 
-    def __init__(self, registry: ModelRegistry, drain: Drain, checks: Mapping[str, Check]) -> None:
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        authentication: OpenAuthentication,
+        drain: Drain,
+        checks: Mapping[str, Check],
+    ) -> None:
         """`checks`: what else every request needs, by name."""
         self._registry = registry
+        self._authentication = authentication
         self._drain = drain
         self._checks = {**checks, "models": self._all_asleep}
         self._readiness = Readiness()
 
     async def live(self, exchange: Exchange) -> None:
-        models = {model.name: {"stalled_s": round(model.backend.stalled_s, 3)} for model in self._registry}
-        stuck = [model.name for model in self._registry if model.backend.stalled_s > STUCK_S]
+        shown = await self._shown(exchange)
+        models = {model.name: {"stalled_s": round(model.backend.stalled_s, 3)} for model in shown}
+        stuck = any(model.backend.stalled_s > STUCK_S for model in self._registry)
         body = {"status": "stuck" if stuck else "ok", "models": models}
         await exchange.reply(503 if stuck else 200, encode_json(body))
 
@@ -50,13 +60,24 @@ class HealthEndpoints:
             *(check() for check in self._checks.values()), *(self._readiness.problem(model) for model in models)
         )
         problems = found[len(self._checks) :]
+        shown = await self._shown(exchange)
+        states = {model.name: _state(model, problem) for model, problem in zip(models, problems, strict=True)}
         body = {
             "status": "unavailable" if any(found) else "ok",
             "checks": dict(zip(self._checks, found, strict=False)),
-            "models": {model.name: _state(model, problem) for model, problem in zip(models, problems, strict=True)},
+            "models": {model.name: states[model.name] for model in shown if model.name in states},
+            "ready_models": sum(problem is None for problem in problems),
         }
         headers = [(b"retry-after", b"1")] if any(found) else []
         await exchange.reply(503 if any(found) else 200, encode_json(body), headers=headers)
+
+    async def _shown(self, exchange: Exchange) -> list[ServedModel]:
+        """The models that exist for whoever asks."""
+        caller = await self._authentication.identified(exchange)
+        if caller is None:
+            return []
+        operator = "admin" in caller.scopes
+        return [model for model in self._registry if operator or model.allowed(caller.access)]
 
     async def health(self, exchange: Exchange) -> None:
         """200 when this server takes requests and at least one model can answer; cheap, so it may be asked often."""

@@ -4,7 +4,8 @@ The job of `prefill` for head dimension 128 and a 16-bit cache, written in Gluon
 (consecutive tokens times the query heads of one KV head) in two warpgroups of 64 rows. A producer warp fetches key and
 value tiles with TMA, one 16-token cache block per copy, into a ring of `STAGES` shared-memory tiles; each consumer
 warpgroup multiplies the next keys while it still accumulates the last values, so its softmax runs beside its own
-products and beside the other warpgroup's.
+products and beside the other warpgroup's. Exponentials stay in float32 until they are multiplied, and each thread sums
+its own part of a row, so that nothing is exchanged or packed between a product and the next.
 
 Tiles run from the diagonal down to key 0: only the first ones need a mask. Slots past the end of a sequence may hold
 anything, NaN included: scores there are masked, and the rows of the value tile are cleared before they are multiplied.
@@ -119,12 +120,36 @@ def _mask(
 
 
 @gluon.jit
+def _partial_sums(e: gl.tensor) -> gl.tensor:
+    """Sums of those numbers of each row that one thread holds: [64, 4], without an exchange between threads."""
+    return gl.sum(gl.sum(gl.reshape(e, [64, 16, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _ahead_of_wait(sums: gl.tensor) -> gl.tensor:
+    """Keeps the exponentials that `sums` is made of ahead of the wait that follows.
+
+    ptxas would move them behind it, where they run beside no product of this warpgroup. The store never happens, since
+    no sum of exponentials is negative; a branch would make ptxas serialize the products.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; .reg .b32 at; mov.b32 at, 0; setp.lt.f32 never, $1, 0f00000000; "
+        "@never st.shared.f32 [at], $1; mov.b32 $0, $1; }",
+        "=f,f",
+        [sums],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _steps(
     begin: gl.tensor,
     end: gl.tensor,
     tiles: gl.tensor,
     o: gl.tensor,
-    p: gl.tensor,
+    e: gl.tensor,
     peak: gl.tensor,
     total: gl.tensor,
     q_tile: gl.shared_memory_descriptor,
@@ -142,13 +167,14 @@ def _steps(
     STAGES: gl.constexpr,
     MASKED: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
-    """Tiles `begin..end` in the order of the ring; on entry `p` holds the probabilities of tile `begin - 1`."""
+    """Tiles `begin..end` in the order of the ring; on entry `e` holds the exponentials of tile `begin - 1`."""
     for i in range(begin, end):
         stage = i % STAGES
         mbarrier.wait(k_ready.index(stage), (i // STAGES) & 1)
         s_next = _scores(q_tile, k_tiles.index(stage), S_LAYOUT)
         before = (i - 1) % STAGES
         mbarrier.wait(v_ready.index(before), ((i - 1) // STAGES) & 1)
+        p = gl.convert_layout(e.to(v_tiles.dtype), P_LAYOUT)
         o_next = warpgroup_mma(p, v_tiles.index(before), o, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=1, deps=[s_next])
         mbarrier.arrive(k_free.index(stage), count=1)
@@ -157,13 +183,13 @@ def _steps(
         new_peak = gl.maximum(peak, gl.max(s, 1) * factor)
         e = gl.exp2(s * factor - new_peak[:, None])
         decay = gl.exp2(peak - new_peak)
-        total = total * decay + gl.sum(e, 1)
+        sums = _partial_sums(e)
+        total = _ahead_of_wait(total * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + sums)
         peak = new_peak
         o = warpgroup_mma_wait(num_outstanding=0, deps=[o_next])
         mbarrier.arrive(v_free.index(before), count=1)
         o = o * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        p = gl.convert_layout(e.to(q_tile.dtype), P_LAYOUT)
-    return o, p, peak, total
+    return o, e, peak, total
 
 
 @gluon.jit
@@ -208,8 +234,7 @@ def _consumer(
     s = _mask(s, position, (tiles - 1) * 128, S_LAYOUT)
     peak = gl.max(s, 1) * factor
     e = gl.exp2(s * factor - peak[:, None])
-    total = gl.sum(e, 1)
-    p = gl.convert_layout(e.to(q_tile.dtype), P_LAYOUT)
+    total = _partial_sums(e)
     if tiles * 128 > context:
         mbarrier.wait(v_ready.index(0), 0)
         rows = (tiles - 1) * 128 + gl.arange(0, 128, layout=gl.SliceLayout(1, V_LAYOUT))
@@ -218,19 +243,20 @@ def _consumer(
         v_tile.store(gl.where(rows[:, None] < context, v, gl.zeros([128, 128], v.dtype, layout=V_LAYOUT)))
         fence_async_shared()
     o = gl.zeros([64, 128], gl.float32, layout=O_LAYOUT)
-    o, p, peak, total = _steps(
-        1, masked, tiles, o, p, peak, total, q_tile, position, factor,
+    o, e, peak, total = _steps(
+        1, masked, tiles, o, e, peak, total, q_tile, position, factor,
         k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, S_LAYOUT, O_LAYOUT, P_LAYOUT, STAGES, True,
     )  # fmt: skip
-    o, p, peak, total = _steps(
-        masked, tiles, tiles, o, p, peak, total, q_tile, position, factor,
+    o, e, peak, total = _steps(
+        masked, tiles, tiles, o, e, peak, total, q_tile, position, factor,
         k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, S_LAYOUT, O_LAYOUT, P_LAYOUT, STAGES, False,
     )  # fmt: skip
     last = (tiles - 1) % STAGES
     mbarrier.wait(v_ready.index(last), ((tiles - 1) // STAGES) & 1)
+    p = gl.convert_layout(e.to(v_tiles.dtype), P_LAYOUT)
     o_last = warpgroup_mma(p, v_tiles.index(last), o, is_async=True)
     o = warpgroup_mma_wait(num_outstanding=0, deps=[o_last])
-    o = o * gl.convert_layout(1.0 / total, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    o = o * gl.convert_layout(1.0 / gl.sum(total, 1), gl.SliceLayout(1, O_LAYOUT))[:, None]
     d = gl.arange(0, 128, layout=gl.SliceLayout(0, O_LAYOUT))
     rows = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, O_LAYOUT))
     tokens = offset + rows // GROUP
@@ -240,7 +266,7 @@ def _consumer(
     gl.store(target, o.to(out_ptr.dtype.element_ty), mask=written[:, None])
 
 
-@gluon.jit(do_not_specialize=["first_seq", "num_seqs"])
+@gluon.jit(do_not_specialize=["first_seq", "num_seqs", "num_tiles", "longest_first"])
 def _hopper_prefill_kernel(
     k_desc: tma.tensor_descriptor,
     v_desc: tma.tensor_descriptor,
@@ -255,6 +281,8 @@ def _hopper_prefill_kernel(
     scale: gl.tensor,
     first_seq: gl.tensor,
     num_seqs: gl.tensor,
+    num_tiles: gl.tensor,
+    longest_first: gl.tensor,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     BLOCK_Q: gl.constexpr,
@@ -267,8 +295,11 @@ def _hopper_prefill_kernel(
     LOADED: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     FLAT: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    tile = gl.program_id(0)
-    kv_head = gl.program_id(1)
+    # Longest first: the longest tiles of all heads before shorter ones. Otherwise head after head, which shares more
+    # keys in the L2 cache.
+    program = gl.program_id(0)
+    kv_head = gl.where(longest_first != 0, program % KV_HEADS, program // num_tiles)
+    tile = gl.where(longest_first != 0, program // KV_HEADS, program % num_tiles)
 
     # Which sequence: the last one whose first tile number is at or below ours.
     origin = gl.load(starts_ptr + first_seq)
@@ -366,9 +397,10 @@ def prefill_attention(
     block_q = BLOCK_M // group
     sequences = batch.context_lens.shape[0] - batch.num_decodes
     tokens = q.shape[0] - batch.num_decodes
+    tiles = tokens // block_q + sequences
     launch(
         _hopper_prefill_kernel,
-        (tokens // block_q + sequences, layout.kv_heads),
+        (tiles * layout.kv_heads,),
         _boxes_of(k_cache),
         _boxes_of(v_cache),
         q,
@@ -382,6 +414,8 @@ def prefill_attention(
         layout.scale,
         batch.num_decodes,
         sequences,
+        tiles,
+        int(batch.max_context < 2 * batch.max_query),
         KV_HEADS=layout.kv_heads,
         GROUP=group,
         BLOCK_Q=block_q,

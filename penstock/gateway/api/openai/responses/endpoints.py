@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from penstock.gateway.accounting.attribution import find_model, identify
+from penstock.gateway.accounting.attribution import identify
 from penstock.gateway.api.openai.responses import item_ids
 from penstock.gateway.api.openai.responses.input_items import (
     REFERENCE,
@@ -18,7 +19,7 @@ from penstock.gateway.api.openai.responses.input_items import (
 )
 from penstock.gateway.api.openai.responses.renderer import ResponseRenderer, StoreResponse
 from penstock.gateway.api.openai.responses.schemas import LOGPROBS, UNSUPPORTED, InputTokensRequest, ResponsesRequest
-from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore, Sees
 from penstock.gateway.api.openai.responses.stored import store_reached
 from penstock.gateway.api.openai.responses.tools import OfferedTools
 from penstock.gateway.app.decoding import given, not_supported
@@ -43,6 +44,7 @@ from penstock.gateway.generation.tokenization import (
 )
 from penstock.gateway.generation.tool_choice import check_tools, toolbox_of
 from penstock.gateway.generation.turn import Conversations, Turn
+from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
 
 _decoder = RequestDecoder(ResponsesRequest)
@@ -79,6 +81,7 @@ class ResponseEndpoints:
         tools = OfferedTools(exchange, request.tools)
         # Instructions are for one answer: they are no part of a conversation.
         async with self._conversations.open(exchange, request.conversation, keep_system=False) as turn:
+            exchange.continues = request.previous_response_id or ""
             if turn.stored:
                 earlier = msgspec.convert(turn.history, list[ChatMessage])
             else:
@@ -123,7 +126,13 @@ class ResponseEndpoints:
             chat = chat_request(asked.request(), conversation, tools)
             check_tools(chat)
             messages = template_messages(chat.messages)
-            model = find_model(pipeline.registry, exchange, chat.model)
+            remote = pipeline.permissions.remote(exchange, chat.model)
+            if remote is not None:
+                found = await pipeline.count_remote(exchange, remote, chat, messages)
+                more = {"estimated": True} if found.estimated else {}
+                await exchange.reply_json({"object": "response.input_tokens", "input_tokens": found.count, **more})
+                return
+            model = pipeline.permissions.find(exchange, chat.model)
             toolbox = toolbox_of(chat, model)
             offered, most = () if toolbox is None else toolbox.tools, most_counted(model)
             prompt = ChatPrompt(pipeline.tokenization, model, offered, exchange.caller.tenant, most)
@@ -134,12 +143,17 @@ class ResponseEndpoints:
                 check_counted(len(tokens), most, "messages")
         await exchange.reply_json({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
+    def _sees(self, caller: Caller) -> Sees:
+        return functools.partial(self._pipeline.permissions.sees, caller)
+
     async def _earlier(self, exchange: Exchange, previous: str | None) -> list[ChatMessage]:
         """The conversation of an earlier response."""
         if previous is None:
             return []
         caller = exchange.caller
-        found = await store_reached(self._store.conversation(previous, caller.tenant, caller.only_user))
+        found = await store_reached(
+            self._store.conversation(previous, caller.tenant, caller.only_user, self._sees(caller))
+        )
         if found is None:
             raise InvalidRequest(
                 f"There is no stored response `{previous}`.",
@@ -160,7 +174,9 @@ class ResponseEndpoints:
                 continue
             id = reference_of(exchange, raw, at)
             if id not in known and (response := item_ids.response_of(id)) is not None:
-                found = await store_reached(self._store.all_items(response, caller.tenant, caller.only_user))
+                found = await store_reached(
+                    self._store.all_items(response, caller.tenant, caller.only_user, self._sees(caller))
+                )
                 known |= {item["id"]: item for item in found}
             if id not in known:
                 raise InvalidRequest(
@@ -191,7 +207,9 @@ class ResponseEndpoints:
         caller, user = exchange.caller, exchange.record.user_id or ""
         before: list[dict[str, Any]] = []
         if previous is not None:
-            before = await store_reached(self._store.all_items(previous, caller.tenant, caller.only_user))
+            before = await store_reached(
+                self._store.all_items(previous, caller.tenant, caller.only_user, self._sees(caller))
+            )
 
         async def store(id: str, response: bytes, said: list[ChatMessage]) -> None:
             given = [*before, *item_ids.input_items(id, items)]

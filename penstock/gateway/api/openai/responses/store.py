@@ -29,6 +29,18 @@ _VERSIONS = (
     ("ALTER TABLE responses ADD COLUMN user_id TEXT NOT NULL DEFAULT ''",),
     ("ALTER TABLE responses ADD COLUMN input_items TEXT NOT NULL DEFAULT '[]'",),
 )
+Sees = Callable[[str], bool]
+
+
+class _Answered(msgspec.Struct):
+    model: str = ""
+
+
+def anything(model: str) -> bool:
+    return True
+
+
+_model = msgspec.json.Decoder(_Answered)
 _messages = msgspec.json.Decoder(list[ChatMessage])
 _items = msgspec.json.Decoder(list[Item])
 _output = msgspec.json.Decoder(dict[str, Any])
@@ -51,19 +63,23 @@ class NoResponseStore:
     ) -> None:
         return
 
-    async def response(self, id: str, tenant: str, user: str | None = None) -> bytes | None:
+    async def response(self, id: str, tenant: str, user: str | None = None, sees: Sees = anything) -> bytes | None:
         return None
 
-    async def conversation(self, id: str, tenant: str, user: str | None = None) -> list[ChatMessage] | None:
+    async def conversation(
+        self, id: str, tenant: str, user: str | None = None, sees: Sees = anything
+    ) -> list[ChatMessage] | None:
         return None
 
-    async def input_items(self, id: str, tenant: str, user: str | None = None) -> list[Item] | None:
+    async def input_items(
+        self, id: str, tenant: str, user: str | None = None, sees: Sees = anything
+    ) -> list[Item] | None:
         return None
 
-    async def all_items(self, id: str, tenant: str, user: str | None = None) -> list[Item]:
+    async def all_items(self, id: str, tenant: str, user: str | None = None, sees: Sees = anything) -> list[Item]:
         return []
 
-    async def delete(self, id: str, tenant: str, user: str | None = None) -> bool:
+    async def delete(self, id: str, tenant: str, user: str | None = None, sees: Sees = anything) -> bool:
         return False
 
 
@@ -111,34 +127,43 @@ class ResponseStore:
             ]
         )
 
-    async def response(self, id: str, tenant: str, user: str | None = None) -> bytes | None:
-        """The object as it was answered; None when this tenant has none with this id."""
-        found = await self._columns("response", id, tenant, user)
+    async def response(self, id: str, tenant: str, user: str | None = None, sees: Sees = anything) -> bytes | None:
+        """The object as it was answered; None when this tenant has none with this id. `sees`: whether the reader may
+        see answers of a model."""
+        found = await self._columns("response", id, tenant, user, sees)
         return None if found is None else found[0].encode()
 
-    async def conversation(self, id: str, tenant: str, user: str | None = None) -> list[ChatMessage] | None:
+    async def conversation(
+        self, id: str, tenant: str, user: str | None = None, sees: Sees = anything
+    ) -> list[ChatMessage] | None:
         """Everything said up to and with this response."""
-        found = await self._columns("conversation", id, tenant, user)
+        found = await self._columns("conversation", id, tenant, user, sees)
         return None if found is None else _messages.decode(found[0])
 
-    async def input_items(self, id: str, tenant: str, user: str | None = None) -> list[Item] | None:
+    async def input_items(
+        self, id: str, tenant: str, user: str | None = None, sees: Sees = anything
+    ) -> list[Item] | None:
         """Everything that the response answers, oldest first."""
-        found = await self._columns("input_items", id, tenant, user)
+        found = await self._columns("input_items", id, tenant, user, sees)
         return None if found is None else _items.decode(found[0])
 
-    async def all_items(self, id: str, tenant: str, user: str | None = None) -> list[Item]:
+    async def all_items(self, id: str, tenant: str, user: str | None = None, sees: Sees = anything) -> list[Item]:
         """The same and the response's own output; nothing when there is no such response."""
-        found = await self._columns("input_items, response", id, tenant, user)
+        found = await self._columns("input_items, response", id, tenant, user, sees)
         return [] if found is None else [*_items.decode(found[0]), *_output.decode(found[1])["output"]]
 
-    async def delete(self, id: str, tenant: str, user: str | None = None) -> bool:
+    async def delete(self, id: str, tenant: str, user: str | None = None, sees: Sees = anything) -> bool:
+        if await self._columns("id", id, tenant, user, sees) is None:
+            return False
         where, values = self._which(id, tenant, user)
         return await self._database.execute(f"DELETE FROM responses WHERE {where}", *values) > 0
 
-    async def _columns(self, names: str, id: str, tenant: str, user: str | None) -> list[str] | None:
+    async def _columns(self, names: str, id: str, tenant: str, user: str | None, sees: Sees) -> list[str] | None:
         where, values = self._which(id, tenant, user)
-        rows = await self._database.fetch(f"SELECT {names} FROM responses WHERE {where}", *values)
-        return [str(value) for value in rows[0]] if rows else None
+        rows = await self._database.fetch(f"SELECT {names}, response FROM responses WHERE {where}", *values)
+        if not rows or not sees(_model.decode(str(rows[0][-1])).model):
+            return None
+        return [str(value) for value in rows[0][:-1]]
 
     def _which(self, id: str, tenant: str, user: str | None) -> tuple[str, list[str | float]]:
         where, values = "id = ? AND tenant = ? AND expires_at > ?", list[str | float]((id, tenant, self._clock()))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from penstock.gateway.api.openai.responses.replay import replayed
-from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
+from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore, Sees
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.app.pagination import listed
+from penstock.gateway.generation.permissions import Permissions
 from penstock.protocol.errors import InvalidRequest, NotFound, ServiceUnavailable
 from penstock.storage import DatabaseError
 
@@ -42,8 +44,9 @@ class ItemsQuery(msgspec.Struct, forbid_unknown_fields=True, rename={"include_li
 
 
 class StoredResponseEndpoints:
-    def __init__(self, store: ResponseStore | NoResponseStore) -> None:
+    def __init__(self, store: ResponseStore | NoResponseStore, permissions: Permissions) -> None:
         self._store = store
+        self._permissions = permissions
 
     async def get_response(self, exchange: Exchange) -> None:
         asked = decode_query(ResponseQuery, exchange.scope)
@@ -60,15 +63,14 @@ class StoredResponseEndpoints:
 
     async def delete_response(self, exchange: Exchange) -> None:
         id = exchange.path.split("/")[3]
-        if not await store_reached(self._store.delete(id, exchange.caller.tenant, exchange.caller.only_user)):
+        if not await store_reached(self._store.delete(id, *self._reader(exchange))):
             raise _unknown(id)
         await exchange.reply_json({"id": id, "object": "response", "deleted": True})
 
     async def list_input_items(self, exchange: Exchange) -> None:
         asked = decode_query(ItemsQuery, exchange.scope)
         id = exchange.path.split("/")[3]
-        caller = exchange.caller
-        items = await store_reached(self._store.input_items(id, caller.tenant, caller.only_user))
+        items = await store_reached(self._store.input_items(id, *self._reader(exchange)))
         if items is None:
             raise _unknown(id)
         await exchange.reply_json(page_of(items, asked))
@@ -83,10 +85,14 @@ class StoredResponseEndpoints:
         )
 
     async def _found(self, exchange: Exchange, id: str) -> bytes:
-        found = await store_reached(self._store.response(id, exchange.caller.tenant, exchange.caller.only_user))
+        found = await store_reached(self._store.response(id, *self._reader(exchange)))
         if found is None:
             raise _unknown(id)
         return found
+
+    def _reader(self, exchange: Exchange) -> tuple[str, str | None, Sees]:
+        caller = exchange.caller
+        return caller.tenant, caller.only_user, partial(self._permissions.sees, caller)
 
 
 def page_of(items: list[dict[str, Any]], asked: ItemsQuery) -> dict[str, Any]:

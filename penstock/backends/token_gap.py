@@ -10,7 +10,7 @@ WEIGHT = 0.1
 """Of the newest step."""
 
 
-class Pace:
+class TokenGap:
     """Time per output token: between two reports of an engine, the time over the tokens of each running sequence."""
 
     __slots__ = ("_at", "_mean", "_seen_at")
@@ -33,6 +33,6 @@ class Pace:
         self._mean = gap if self._mean is None or now - self._at > FRESH_S else self._mean + WEIGHT * (gap - self._mean)
         self._at = now
 
-    def gap_s(self, now: float) -> float | None:
+    def seconds(self, now: float) -> float | None:
         """Seconds per token; None: not measured lately."""
         return None if now - self._at > FRESH_S else self._mean
