@@ -8,6 +8,7 @@ import typer
 
 from penstock.bench.commands.app import app as bench
 from penstock.cli.adapters import app as adapters
+from penstock.cli.audit import audit
 from penstock.cli.backup import backup
 from penstock.cli.batch import app as batch
 from penstock.cli.cache import app as cache
@@ -92,6 +93,7 @@ app.command(help=ingest.__doc__)(ingest)
 app.command(help=usage.__doc__)(usage)
 app.command(help=backup.__doc__)(backup)
 app.command(help=requests.__doc__)(requests)
+app.command(help=audit.__doc__)(audit)
 app.command(help=top.__doc__)(top)
 app.command(help=trace.__doc__)(trace)
 app.command(help=health.__doc__)(health)

@@ -246,6 +246,7 @@ _SCHEMAS: dict[str, Schema] = {
     "wake_model": _STATE,
     "usage": listing(ANY_OBJECT, by=many(STRING)),
     "list_requests": listing(ANY_OBJECT),
+    "list_audit": listing(ANY_OBJECT),
     "list_own_requests": listing(ANY_OBJECT),
     "list_own_keys": listing(_KEY),
     "show_account": obj(

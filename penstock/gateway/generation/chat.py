@@ -131,6 +131,7 @@ class ChatGenerations(GenerationFactory):
         following = await self._filtered(attempt, following)
         if request.rag is None:
             return await self._local(attempt, request, limit, messages, turn, following)
+        self.source_search.permit(exchange)
         sources = self.source_search.begin(exchange.caller, request.rag, [*turn.history, *messages])
         try:
             return await self._local(attempt, request, limit, messages, turn, following, sources)

@@ -104,6 +104,7 @@ class RemoteGenerations:
         async with self.quotas.text_work(exchange, model.base_name, size):
             if request.rag is None:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, None)
+            self.source_search.permit(exchange)
             pending = self.source_search.begin(exchange.caller, request.rag, [*turn.history, *messages])
             try:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, pending)

@@ -20,6 +20,7 @@ from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.account import AccountEndpoints
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
+from penstock.gateway.api.admin.audit import AuditEndpoints
 from penstock.gateway.api.admin.experiments import ExperimentEndpoints
 from penstock.gateway.api.admin.fleet import FleetEndpoints
 from penstock.gateway.api.admin.identity import IdentityEndpoints
@@ -432,6 +433,9 @@ async def compose(
             ExperimentEndpoints(experiments, limit),
             SleepEndpoints(registry),
             _request_log_endpoints(request_log, permissions),
+            Unavailable(AuditEndpoints, ServiceUnavailable, "This gateway keeps no audit log.")
+            if stores is None
+            else AuditEndpoints(stores.audit),
             HealthEndpoints(registry, authentication, drain, checks),
             MetricsEndpoints(workers),
         ]
