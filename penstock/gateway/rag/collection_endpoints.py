@@ -121,6 +121,7 @@ class CollectionEndpoints:
     async def search_collection(self, exchange: Exchange) -> None:
         request = decode(_search_request, await exchange.body(self._body_limit))
         collection, _ = await named_collection(self._knowledge, exchange)
+        self._knowledge.permit(exchange)
         encoder = self._knowledge.encoder()
         if isinstance(encoder, RemoteEmbedder):
             tokens = estimate([request.query])
