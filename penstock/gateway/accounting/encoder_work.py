@@ -17,8 +17,9 @@ from penstock.gateway.accounting.cost_limit import check_cost
 from penstock.gateway.accounting.metered import FixedWork, ModelName
 from penstock.gateway.accounting.quotas import Quotas, TextWork
 from penstock.gateway.app.background import BackgroundTasks
+from penstock.gateway.app.data_rules import permit
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
-from penstock.protocol.errors import ContextQuotaExceeded, ModelNotFound, TimeLimitReached
+from penstock.protocol.errors import ContextQuotaExceeded, DataRuleForbids, ModelNotFound, TimeLimitReached
 from penstock.routing.encoders import Encoders
 from penstock.routing.remote_embedder import RemoteEmbedder
 from penstock.telemetry.encoder_metrics import EncoderMetrics
@@ -89,6 +90,12 @@ class EncoderWork:
     ) -> T:
         """Run `work`, which encodes `texts` of `tokens` together; the client pays when it succeeds. `told`: what the
         result says about the tokens, where they were only estimated."""
+        if exchange.demand:
+            try:
+                permit(exchange, "encoder", embedder.name, embedder.unmet(exchange.demand))
+            except DataRuleForbids:
+                work.close()
+                raise
         counted = FixedWork(ModelName(embedder.name), tokens, id=AnswerIds(exchange).next())
         begin = time.monotonic()
         exchange.timeline.follow("prepare")
