@@ -23,6 +23,7 @@ Reason = Literal[
     "budget",
     "context_quota",
     "request_limit",
+    "slo_tpot",
 ]
 """Why a request was rejected, in machine-readable form (`x-penstock-reason`)."""
 
@@ -195,6 +196,13 @@ class TimeLimitReached(ApiError):
 def limit_headers(limit: str, scope: str) -> dict[str, str]:
     """Which limit applied, and whose it is."""
     return {"x-penstock-limit": limit, "x-penstock-limit-scope": scope}
+
+
+class CostLimitExceeded(InvalidRequest):
+    """The request may cost more than it allows itself (`x-penstock-max-cost`)."""
+
+    status = 402
+    code = "max_cost_exceeded"
 
 
 class AuthenticationError(ApiError):

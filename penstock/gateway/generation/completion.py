@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine.request import EngineInfo
+from penstock.gateway.accounting.targets import check_targets
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.cost_limit import within_cost
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt_options import kept_tokens
@@ -57,6 +59,7 @@ class CompletionGenerations(GenerationFactory):
             asked = request
             attempt.trial.again = lambda other: self.make(other, asked, prompts, limit, prompt_only=prompt_only)
         request = with_response_format(request)
+        check_targets(attempt.exchange)
         exchange, name = attempt.exchange, self.registry.base_name(attempt.model)
         made = max(request.best_of or 1, request.n or 1)
         check_choices(len(prompts), made, self.settings, self.cap(exchange, "choices", name))
@@ -85,6 +88,7 @@ class CompletionGenerations(GenerationFactory):
             bad_words=forbidden_words(request, model.text),
             grammar=grammar,
         )
+        params = self.watermarks.marked(exchange, request.watermark, params)
         infill = _infill(request, model)
         if infill is not None:
             params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *infill.ends))))
@@ -97,7 +101,7 @@ class CompletionGenerations(GenerationFactory):
         last = kept_tokens(request.truncate_prompt_tokens, window, limit)
         suffix = request.suffix or ""
         tokenized = []
-        longest, placement = 0, ANYWHERE
+        total, longest, placement = 0, 0, ANYWHERE
         async with self.quotas.text_work(exchange, model.base_name, sum(map(len, prompts)) + len(suffix)):
             if suffix:
                 check_size(model, len(suffix), window, "suffix", quota)
@@ -114,6 +118,8 @@ class CompletionGenerations(GenerationFactory):
                 longest = max(longest, len(tokens))
                 placement = self.place(exchange, model, priority, longest, limit)
                 context = placement.window or info.max_model_len
+                total += len(tokens)
+                within_cost(self.quotas, exchange, model, total, limit, made * len(prompts))
                 fitted = fit(params, len(tokens), limit, context, "prompt", quota)
                 choices = choice_params(fitted, made, score_once=echoed is None)
                 tokenized.append(TokenPrompt(tokens, choices, shown))

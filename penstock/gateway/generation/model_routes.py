@@ -15,13 +15,17 @@ from pathlib import Path
 
 from penstock.config.routing import RouteConfig
 from penstock.errors import ConfigError
+from penstock.gateway.app.data_rules import withheld
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.constraints import ModelConstraints
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.question import Question
 from penstock.protocol.errors import ApiError
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.selection.classifier import Classifier
+from penstock.routing.selection.complexity import Complexity
+from penstock.routing.selection.prompts import Size
 from penstock.routing.selection.selector import RouteRules, select
 from penstock.storage import Database, DatabaseError
 from penstock.telemetry.route_metrics import RouteMetrics
@@ -45,18 +49,20 @@ class Routes:
         encoders: Encoders,
         metrics: RouteMetrics,
         permissions: Permissions,
+        constraints: ModelConstraints,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._encoders, self._metrics, self._clock = encoders, metrics, clock
         self._configured = {config.name: _rules(config, registry) for config in configs}
         self.rules = dict(self._configured)
-        self._permissions = permissions
+        self._permissions, self._constraints = permissions, constraints
         for rules in self._configured.values():
             permissions.add_route(rules.name, (rules.small, rules.large))
         self._classifiers = {
             config.name: Classifier.load(Path(config.classifier)) for config in configs if config.classifier
         }
+        self._scores = {config.name: Complexity.load(Path(config.score)) for config in configs if config.score}
         self._database: Database | None = None
         self._read_at = float("-inf")
 
@@ -70,21 +76,31 @@ class Routes:
         if name not in self.rules:
             return name, ""
         await self._refresh()
-        asked = question()
+        rules, asked = self.rules[name], question()
+        reading = await self._constraints.reading(exchange, rules, asked)
         selection = select(
-            self.rules[name],
+            rules,
             asked.text,
-            words=sum(len(text.split()) for text in asked.read),
+            words=reading.words,
+            tokens=reading.tokens,
             tier=exchange.caller.tier,
             wanted_tokens=asked.max_tokens or 0,
             unit=exchange.record.user_id or exchange.request_id,
-            opinion=await self._opinion(name, asked.text),
+            opinion=await self._opinion(name, asked.text, exchange),
+            earlier=asked.said[:-1],
+            complexity=self._scores.get(name),
         )
-        able = self._permissions.allowed(exchange, (self.rules[name].small, self.rules[name].large))
+        models = (rules.small, rules.large)
+        able = self._permissions.allowed(exchange, models)
+        if not able:  # perhaps a fallback may get the request where the model may not
+            able = [model for model in models if self._permissions.exists(exchange.caller, model)]
         if not able:
             self._permissions.check(exchange, selection.model)
         if selection.model not in able:
-            selection = dataclasses.replace(selection, model=able[0], rule="only")
+            size: Size = "small" if able[0] == rules.small else "large"
+            selection = dataclasses.replace(selection, model=able[0], size=size, rule="only", wanted=selection.rule)
+        elif len(able) > 1 and rules.enabled:
+            selection = await self._constraints.apply(exchange, rules, selection, asked, reading)
         self._metrics.decided(name, selection.model, selection.rule)
         return selection.model, selection.why(name)
 
@@ -120,12 +136,14 @@ class Routes:
                     self._configured[name], enabled=bool(enabled), share=float(share)
                 )
 
-    async def _opinion(self, name: str, text: str) -> float | None:
+    async def _opinion(self, name: str, text: str, exchange: Exchange) -> float | None:
         classifier = self._classifiers.get(name)
         if classifier is None or not self.rules[name].enabled:
             return None
         try:
             embedder = self._encoders.any(classifier.encoder)
+            if exchange.demand and withheld(exchange, "encoder", embedder.name, embedder.unmet(exchange.demand)):
+                return None
             async with asyncio.timeout(OPINION_S):
                 embeddings = await embedder.embed([text])
         except (ApiError, TimeoutError) as error:
@@ -138,7 +156,7 @@ def _rules(config: RouteConfig, registry: ModelRegistry) -> RouteRules:
     if registry.named(config.name):
         raise ConfigError(f"routes: `{config.name}` is already the name of a model")
     for name in (config.small, config.large):
-        if not registry.named(name):
+        if registry.find(name) is None:
             raise ConfigError(f"routes: `{config.name}` leads to `{name}`, but no model is called that")
     tiers = {**dict.fromkeys(config.small_tiers, "small"), **dict.fromkeys(config.large_tiers, "large")}
     return RouteRules(
@@ -147,8 +165,12 @@ def _rules(config: RouteConfig, registry: ModelRegistry) -> RouteRules:
         config.large,
         config.default,
         config.threshold,
+        config.unsure,
         config.long_words,
+        config.long_tokens,
         tiers,  # type: ignore[arg-type]
         config.share,
         config.enabled,
+        config.target_ttft_ms,
+        config.budget_reserve,
     )

@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any
 
 from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.accounting.targets import check_targets
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import Message
+from penstock.gateway.generation.cost_limit import within_cost
 from penstock.gateway.generation.prompt import MessagePrompt
 from penstock.gateway.generation.prompt_options import prompt_options
 from penstock.gateway.generation.remote import RemoteGeneration, RemoteSpec
@@ -41,6 +43,7 @@ from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, Conten
 from penstock.gateway.generation.tokenization import Tokenization, messages_size, text_size, tools_size
 from penstock.gateway.generation.tokenized_model import remote_text
 from penstock.gateway.generation.turn import Turn, TurnInput
+from penstock.gateway.generation.watermarks import Watermarks
 from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
 from penstock.routing.remotes import RemoteModel
 from penstock.telemetry.metrics import Metrics
@@ -73,6 +76,7 @@ class RemoteGenerations:
     settings: GenerationSettings
     tokenization: Tokenization
     quotas: Quotas
+    watermarks: Watermarks
     metrics: Metrics
     content_filter: ContentFilter
     source_search: SourceSearch
@@ -100,6 +104,7 @@ class RemoteGenerations:
         async with self.quotas.text_work(exchange, model.base_name, size):
             if request.rag is None:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, None)
+            self.source_search.permit(exchange)
             pending = self.source_search.begin(exchange.caller, request.rag, [*turn.history, *messages])
             try:
                 return await self._chat(attempt, request, limit, messages, turn, following, model, pending)
@@ -129,7 +134,9 @@ class RemoteGenerations:
                 sources = found = await pending.result(prompt.count, turn.source_room(room, window))
             await self.content_filter.mark(exchange, lambda: list(found.texts().values()))
         said = await turn.messages(attempt, prompt, TurnInput(messages, following, window, limit, sources))
-        fits = self._room(attempt, model, await prompt.measured(said), limit, "messages", exact=prompt.exact)
+        length = await prompt.measured(said)
+        limit = within_cost(self.quotas, exchange, model, length, limit, request.n or 1)
+        fits = self._room(attempt, model, length, limit, "messages", exact=prompt.exact)
         body = chat_body(exchange, request, said)
         stops, here = self._stops(request)
         comparable = not (turn.stored or following or sources or request.return_token_ids)
@@ -187,6 +194,7 @@ class RemoteGenerations:
                 base["suffix"] = await self.content_filter.prompt(exchange, request.suffix)
             for prompt in prompts:
                 given, text, length = await self._given(attempt, model, counter, prompt)
+                within_cost(self.quotas, exchange, model, total + length, limit, made * len(prompts))
                 fits = self._room(attempt, model, length, limit, "prompt", exact=counter.exact)
                 total += fits.prompt
                 most = 0 if prompt_only else fits.answer
@@ -244,6 +252,8 @@ class RemoteGenerations:
 
     def _check(self, attempt: Attempt, request: ChatRequest | CompletionRequest, model: RemoteModel) -> None:
         check_stream_options(request)
+        check_targets(attempt.exchange, followed=False)
+        self.watermarks.check_remote(attempt.exchange, request.watermark, model.name)
         if attempt.is_fallback:
             check_foreign_tokens(request)
         if model.text is not None:

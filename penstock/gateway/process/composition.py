@@ -20,6 +20,7 @@ from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.account import AccountEndpoints
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
+from penstock.gateway.api.admin.audit import AuditEndpoints
 from penstock.gateway.api.admin.experiments import ExperimentEndpoints
 from penstock.gateway.api.admin.fleet import FleetEndpoints
 from penstock.gateway.api.admin.identity import IdentityEndpoints
@@ -51,6 +52,7 @@ from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
 from penstock.gateway.api.openai.stored_chat import StoredChatEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
+from penstock.gateway.api.openai.watermark import WatermarkEndpoints
 from penstock.gateway.api.operations.health import Check, HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.app.authentication import OpenAuthentication
@@ -66,6 +68,7 @@ from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
+from penstock.gateway.generation.constraints import ModelConstraints
 from penstock.gateway.generation.experiments import Experiments
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
@@ -75,6 +78,7 @@ from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.gateway.generation.watermarks import Watermarks
 from penstock.gateway.moderation.endpoints import ModerationEndpoints
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.moderation.moderators import ModerationBackends
@@ -220,6 +224,7 @@ async def compose(
         counters = implementations.limit_counters(settings.counters, workers.limits)
         quotas = Quotas(counters, settings.tiers, settings.limits, prices)
         closing(quotas.close)
+        watermarks = Watermarks(settings.watermark, {tier.name: tier.watermark for tier in settings.tiers})
         background = BackgroundTasks()
         closing(background.close)
         checks |= {"ledger": accounts.problem, "limits": quotas.problem}
@@ -276,7 +281,15 @@ async def compose(
         for remote in registry.remotes.values():
             await remote.start()
             closing(remote.close)
-        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry), permissions)
+        downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
+        admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
+        metrics.waiting.add(admissions.depths, "capacity", shared=bool(settings.admission.url))
+        metrics.waiting.add(partial(_without_replica, registry), "deferred")
+        await admissions.start()
+        closing(admissions.close)
+        source_search = CollectionSearch(knowledge)
+        constraints = ModelConstraints(registry, quotas, admissions, tokenization, source_search)
+        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry), permissions, constraints)
         await routes.start(database)
         experiment_metrics = ExperimentMetrics(metrics.registry)
         experiments = Experiments(settings.experiments, registry, routes, prices, experiment_metrics, permissions)
@@ -286,12 +299,6 @@ async def compose(
             stores.feedback.on_arm = experiments.voted
         if isinstance(judge, Judge):
             judge.on_arm = experiments.graded
-        downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
-        admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
-        metrics.waiting.add(admissions.depths, "capacity", shared=bool(settings.admission.url))
-        metrics.waiting.add(partial(_without_replica, registry), "deferred")
-        await admissions.start()
-        closing(admissions.close)
         slices = TimeSlices(registry, settings.time_slice_s)
         slices.start()
         closing(slices.close)
@@ -355,6 +362,7 @@ async def compose(
             settings.generation,
             registry=registry,
             permissions=permissions,
+            watermarks=watermarks,
             routes=routes,
             experiments=experiments,
             shadows=shadows,
@@ -367,7 +375,7 @@ async def compose(
             metrics=metrics,
             background=background,
             content_filter=guardrails,
-            source_search=CollectionSearch(knowledge),
+            source_search=source_search,
             cache=cache,
             grader=judge,
             streams=streams,
@@ -402,6 +410,7 @@ async def compose(
             OllamaPullEndpoints(catalogue, supervisor, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
             TokenEndpoints(permissions, tokenization, quotas, limit, request_templates=settings.request_templates),
+            WatermarkEndpoints(permissions, tokenization, quotas, watermarks, limit),
             ScoreEndpoints(encoders, encoder_work, guardrails, limit),
             ModerationEndpoints(guardrails, quotas, limit),
             models,
@@ -424,6 +433,9 @@ async def compose(
             ExperimentEndpoints(experiments, limit),
             SleepEndpoints(registry),
             _request_log_endpoints(request_log, permissions),
+            Unavailable(AuditEndpoints, ServiceUnavailable, "This gateway keeps no audit log.")
+            if stores is None
+            else AuditEndpoints(stores.audit),
             HealthEndpoints(registry, authentication, drain, checks),
             MetricsEndpoints(workers),
         ]
