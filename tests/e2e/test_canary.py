@@ -21,6 +21,7 @@ import pytest
 
 from tests.e2e.test_failover import tiny_model
 from tests.e2e.test_supervisor import Server
+from tests.gateway.conftest import eventually, until
 
 pytestmark = pytest.mark.slow
 
@@ -78,13 +79,9 @@ def canary() -> Iterator[int]:
 
 @contextmanager
 def experiment(folder: Path, port: int, *, fallback: bool) -> Iterator[Server]:
-    config = {
-        "name": "assistant",
-        "control": "tiny",
-        "canary": {"v2": SHARE},
-        "sticky": "request",
-        "fallback": fallback,
-    }
+    config: dict[str, Any] = {"name": "assistant", "control": "tiny", "canary": {"v2": SHARE}, "sticky": "request"}
+    config["fallback"] = fallback
+    (folder / "model").mkdir()
     remote = {"name": "v2", "model": "canary", "urls": [f"http://127.0.0.1:{port}/v1"]}
     server = Server(
         *(str(tiny_model(folder / "model")), "--set", "models.0.name=tiny", "--set", "models.0.threads=1"),
@@ -120,15 +117,12 @@ async def test_a_canary_that_breaks_under_load_is_rolled_back(tmp_path: Path, fa
             stop, seen = asyncio.Event(), list[tuple[int, str]]()
             clients = [asyncio.create_task(load(server.url, stop, seen)) for _ in range(6)]
             try:
-                async with asyncio.timeout(60):
-                    while not any(arm == "assistant; arm=v2" for _, arm in seen[-100:]) or len(seen) < 300:
-                        await asyncio.sleep(0.2)
+                await eventually(lambda: len(seen) >= 300)
+                assert any(arm == "assistant; arm=v2" for _, arm in seen)
                 assert {status for status, _ in seen} == {200} and (await shown())["status"] == "running"
                 healthy = len(seen)
                 Canary.broken.set()
-                async with asyncio.timeout(60):
-                    while (await shown())["status"] != "rolled back":
-                        await asyncio.sleep(0.2)
+                await until(shown, lambda found: found["status"] == "rolled back")
                 await asyncio.sleep(3)  # until both gateways know
                 after = len(seen)
                 await asyncio.sleep(1)
