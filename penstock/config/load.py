@@ -170,9 +170,11 @@ def conflicts(config: Config) -> list[str]:
     cache = config.cache
     if config.server.workers > 1 and not cache.url and (cache.exact, cache.semantic) != ("off", "off"):
         problems.append("cache.url: several workers need a shared cache in Redis")
-    if cache.semantic != "off" and cache.encoder not in ("", *(encoder.name for encoder in config.encoders)):
+    known = {encoder.name for encoder in config.encoders}
+    known |= {remote.name for remote in config.remotes if remote.kind == "embedding"}
+    if cache.semantic != "off" and cache.encoder and cache.encoder not in known:
         problems.append(f'cache.encoder: there is no encoder "{cache.encoder}"')
-    if cache.semantic != "off" and not config.encoders:
+    if cache.semantic != "off" and not cache.encoder and not config.encoders:
         problems.append("cache.semantic: an encoder is needed, but `encoders` is empty")
     tiers = [tier.name for tier in config.tiers]
     problems += [f"tiers[{index}]: a name is needed" for index, name in enumerate(tiers) if not name]
@@ -307,7 +309,13 @@ def _remotes(config: Config, seen: dict[str, str]) -> list[str]:
             if name in seen:
                 problems.append(f'{where}: the name "{name}" is already taken by {seen[name]}')
             seen[name] = where
-    answering = {*(model.name for model in config.models), *(remote.name for remote in config.remotes)}
+    answering = {
+        *(model.name for model in config.models),
+        *(remote.name for remote in config.remotes if remote.kind == "chat"),
+    }
+    for index, remote in enumerate(config.remotes):
+        where = f"remotes[{index}].fallback"
+        problems += [f'{where}: there is no model or chat remote "{n}"' for n in remote.fallback if n not in answering]
     for index, model in enumerate(config.models):
         where = f"models[{index}].fallback"
         problems += [f'{where}: there is no model or remote "{n}"' for n in model.fallback if n not in answering]

@@ -301,8 +301,9 @@ class ModelRegistry:
     def chain(self, name: str, waiting: Callable[[ServedModel], int] = lambda model: 0) -> list[tuple[str, str]]:
         """The models to try for `name`, in order, each with the reason it was chosen (`x-penstock-route`; empty for the
         model itself). `waiting`: the number of requests queued for a model in the gateway."""
-        if name in self._remote_names:
-            return [(name, "")]
+        remote = self._remote_names.get(name)
+        if remote is not None:
+            return [(name, ""), *((other, "fallback") for other in remote.fallback if other != name)]
         model = self.route(name).model
         others = [other for other in model.fallback if other != name]
         if others and model.overflows(waiting(model)):

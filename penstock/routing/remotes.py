@@ -112,6 +112,8 @@ class RemoteModel:
         self.context_window = context_window
         self.limit_field = limit_field
         """The request field that limits the answer's tokens on these servers."""
+        self.fallback: tuple[str, ...] = ()
+        """Models that answer when none of its servers can, in order."""
         self.text: TextModel | None = None
         """Its tokenizer, where one is configured."""
         self.kind: Literal["chat", "embedding", "rerank"] = "chat"

@@ -67,6 +67,8 @@ def _messages(messages: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for message in turns(messages):
         role, blocks = _blocks(message)
+        if not blocks:  # an answer without text, which it would refuse
+            continue
         if found and found[-1]["role"] == role:
             found[-1]["content"] += blocks
         else:
@@ -78,7 +80,7 @@ def _blocks(message: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     text = text_of(message.get("content"))
     if message["role"] in ("tool", "function"):
         return "user", [{"type": "tool_result", "tool_use_id": message.get("tool_call_id", ""), "content": text}]
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not message.get("tool_calls") else []
+    blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or message["role"] == "user" else []
     blocks += [
         {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments_of(call)}
         for call in message.get("tool_calls") or ()

@@ -162,6 +162,8 @@ def conversation(body: Mapping[str, Any]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     for message in turns(body["messages"]):
         role, blocks = _blocks(message)
+        if not blocks:  # an answer without text, which it would refuse
+            continue
         if messages and messages[-1]["role"] == role:
             messages[-1]["content"] += blocks
         else:
@@ -188,7 +190,7 @@ def _blocks(message: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     text = text_of(message.get("content"))
     if message["role"] in ("tool", "function"):
         return "user", [{"toolResult": {"toolUseId": message.get("tool_call_id", ""), "content": [{"text": text}]}}]
-    blocks: list[dict[str, Any]] = [{"text": text}] if text or not message.get("tool_calls") else []
+    blocks: list[dict[str, Any]] = [{"text": text}] if text or message["role"] == "user" else []
     blocks += [
         {"toolUse": {"toolUseId": call["id"], "name": call["function"]["name"], "input": arguments_of(call)}}
         for call in message.get("tool_calls") or ()

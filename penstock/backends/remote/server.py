@@ -7,6 +7,7 @@ stops early closes the connection, which tells the server to stop.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -32,6 +33,7 @@ CONNECT_S = 5.0
 CHECK_S = 5.0
 BYTES_PER_TOKEN = 5
 """Of a request's body, for limits on tokens until the server has counted them."""
+INLINE = 32 * 1024
 LARGEST = 64 * 2**20
 """Bytes of a reply that is not streamed."""
 LONGEST_ERROR = 64 * 1024
@@ -122,10 +124,16 @@ class RemoteServer:
         in_flight = self.in_flight
         try:
             reply = await self._send(call, within=CHECK_S)
-            self.load = self.dialect.load(reply.content) if reply.status_code == 200 else None
+            self.load = await self._told(reply.content) if reply.status_code == 200 else None
         except ApiError:
             self.load = None
         self.in_flight_then = in_flight
+
+    async def _told(self, content: bytes) -> ServerLoad | None:
+        """Metrics may be long; then another thread reads them."""
+        if len(content) <= INLINE:
+            return self.dialect.load(content)
+        return await asyncio.to_thread(self.dialect.load, content)
 
     @property
     def requests(self) -> int:

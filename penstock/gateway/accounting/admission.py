@@ -11,6 +11,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.quotas import Reservation
+from penstock.gateway.accounting.targets import ttft_target
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
@@ -170,7 +171,7 @@ class Admissions:
                 budget_left=1.0 if reservation is None else reservation.left,
                 tier=caller.tier,
                 placement=demand.placement,
-                max_wait_s=_patience(exchange),
+                max_wait_s=ttft_target(exchange),
             )
         )
 
@@ -226,17 +227,3 @@ class Admissions:
 def _rank(priority: int) -> int:
     """The class of a priority in the engine."""
     return min(max(priority + 1, PREMIUM), BATCH)
-
-
-def _patience(exchange: Exchange) -> float | None:
-    """The longest time to the first token that is of use to the client (`x-slo-ttft-ms`)."""
-    sent = exchange.header(b"x-slo-ttft-ms")
-    if sent is None:
-        return None
-    try:
-        milliseconds = float(sent)
-    except ValueError:
-        milliseconds = 0.0
-    if not 0 < milliseconds < float("inf"):
-        raise InvalidRequest("The header x-slo-ttft-ms must be a number above 0.", param="x-slo-ttft-ms")
-    return milliseconds / 1000.0

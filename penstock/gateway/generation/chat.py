@@ -15,6 +15,7 @@ from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import Message, template_messages
+from penstock.gateway.generation.cost_limit import within_cost
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt import ChatPrompt
@@ -214,6 +215,7 @@ class ChatGenerations(GenerationFactory):
         check_prompt_scores(request, len(tokens), 1)
         placement = self.place(exchange, model, priority, len(tokens), limit)
         context = placement.window or info.max_model_len
+        limit = within_cost(self.quotas, exchange, model, len(tokens), limit, request.n or 1)
         params = fit(params, len(tokens), limit, context, "messages", quota)
         if request.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=request.prompt_logprobs)

@@ -250,6 +250,8 @@ class FallbackChain:
 
     def _has_turns(self, name: str) -> bool:
         """Whether a model is waited for on its own way: it takes turns with others, or a request starts it."""
+        if self._registry.remote(name) is not None:
+            return False
         model = self._registry.route(name).model
         return bool(model.time_slice) or model.on_demand
 

@@ -66,6 +66,7 @@ from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
+from penstock.gateway.generation.constraints import ModelConstraints
 from penstock.gateway.generation.experiments import Experiments
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
@@ -276,7 +277,15 @@ async def compose(
         for remote in registry.remotes.values():
             await remote.start()
             closing(remote.close)
-        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry), permissions)
+        downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
+        admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
+        metrics.waiting.add(admissions.depths, "capacity", shared=bool(settings.admission.url))
+        metrics.waiting.add(partial(_without_replica, registry), "deferred")
+        await admissions.start()
+        closing(admissions.close)
+        source_search = CollectionSearch(knowledge)
+        constraints = ModelConstraints(registry, quotas, admissions, tokenization, source_search)
+        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry), permissions, constraints)
         await routes.start(database)
         experiment_metrics = ExperimentMetrics(metrics.registry)
         experiments = Experiments(settings.experiments, registry, routes, prices, experiment_metrics, permissions)
@@ -286,12 +295,6 @@ async def compose(
             stores.feedback.on_arm = experiments.voted
         if isinstance(judge, Judge):
             judge.on_arm = experiments.graded
-        downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
-        admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
-        metrics.waiting.add(admissions.depths, "capacity", shared=bool(settings.admission.url))
-        metrics.waiting.add(partial(_without_replica, registry), "deferred")
-        await admissions.start()
-        closing(admissions.close)
         slices = TimeSlices(registry, settings.time_slice_s)
         slices.start()
         closing(slices.close)
@@ -367,7 +370,7 @@ async def compose(
             metrics=metrics,
             background=background,
             content_filter=guardrails,
-            source_search=CollectionSearch(knowledge),
+            source_search=source_search,
             cache=cache,
             grader=judge,
             streams=streams,
