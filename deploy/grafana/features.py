@@ -85,8 +85,18 @@ FEATURES = Board(
                 ),
                 Panel(
                     "Requests at remotes",
-                    "In flight.",
-                    {"{{model_name}} {{engine}}": f"penstock_remote_requests_in_flight{{{M}}}"},
+                    "In flight from here; running and waiting there of all clients, where the server tells.",
+                    {
+                        "{{model_name}} {{engine}}": f"penstock_remote_requests_in_flight{{{M}}}",
+                        "{{model_name}} {{engine}} running": f"penstock_remote_requests_running{{{M}}}",
+                        "{{model_name}} {{engine}} waiting": f"penstock_remote_requests_waiting{{{M}}}",
+                    },
+                    optional=True,
+                ),
+                Panel(
+                    "Limits of providers",
+                    "Seconds until a provider's rate limit allows the next request.",
+                    {"{{model_name}} {{engine}}": f"penstock_remote_limit_wait_seconds{{{M}}}"},
                     optional=True,
                 ),
                 Panel(

@@ -17,6 +17,7 @@ from penstock.cli.deploy import app as deploy
 from penstock.cli.doctor import doctor
 from penstock.cli.drill import drill
 from penstock.cli.engine import engine
+from penstock.cli.experiments import arms, detect, promote, rollback
 from penstock.cli.fleet import app as fleet
 from penstock.cli.gateway import gateway
 from penstock.cli.health import health
@@ -107,6 +108,8 @@ app.add_typer(adapters, name="adapters")
 app.add_typer(batch, name="batch")
 app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
+for experiment in (arms, promote, rollback, detect):
+    route.command(help=experiment.__doc__)(experiment)
 app.add_typer(route, name="route")
 app.add_typer(bench, name="bench")
 app.add_typer(fleet, name="fleet")

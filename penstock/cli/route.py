@@ -1,7 +1,11 @@
-"""`penstock route`: explains the decision of a route, evaluates it on labelled prompts, trains its classifier."""
+"""`penstock route`: explains the decision of a route, evaluates it on labelled prompts, trains score and classifier.
+
+`experiments.py` has the commands for experiments.
+"""
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +21,18 @@ if TYPE_CHECKING:
     from penstock.routing.selection.prompts import Prompt
     from penstock.routing.selection.selector import RouteRules
 
-route = typer.Typer(help="Model selection by the content of a request (`model: auto`).", no_args_is_help=True)
+route = typer.Typer(
+    help="Which model answers: selection by content (`model: auto`), and experiments.", no_args_is_help=True
+)
+
+
+class LeaveOut(enum.StrEnum):
+    """What is kept from the weights that judge a prompt."""
+
+    STYLE = "style"
+    LANGUAGE = "language"
+    NOTHING = "nothing"
+
 
 Threshold = Annotated[float, typer.Option(min=0, max=1, help="Score above which the large model answers.")]
 Prompts = Annotated[
@@ -27,6 +42,9 @@ Prompts = Annotated[
 ClassifierFile = Annotated[
     Path | None, typer.Option("--classifier", exists=True, dir_okay=False, help="Trained with `penstock route train`.")
 ]
+ScoreFile = Annotated[
+    Path | None, typer.Option("--score", exists=True, dir_okay=False, help="Made with `penstock route train-score`.")
+]
 Key = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API key with the scope `inference`.")]
 
 
@@ -34,9 +52,10 @@ Key = Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API ke
 def explain(
     text: Annotated[str, typer.Argument(help="A question.")],
     threshold: Threshold = 0.6,
+    score: ScoreFile = None,
 ) -> None:
     """
-    Show which model would answer a question, and why.
+    Show which model would answer a question, and what speaks for and against the large one.
 
     Examples:
 
@@ -44,19 +63,21 @@ def explain(
     """
     from rich.console import Console
 
-    from penstock.routing.selection.features import read
-    from penstock.routing.selection.score import score
+    from penstock.routing.selection.complexity import Complexity, shipped
     from penstock.routing.selection.selector import select
 
     rules = _rules(threshold)
-    selection = select(rules, text)
-    console = Console()
+    model = shipped() if score is None else Complexity.load(score)
+    found, selection = model.assess(text), select(rules, text, complexity=model)
+    console = Console(highlight=False)
     console.print(f"[bold]{selection.size}[/bold] (rule: {selection.rule})")
-    found = score(read(text), rules.long_words)
-    for name, certainty in found.parts:
-        if certainty >= 0.005:
-            console.print(f"  {name:12} {certainty:.2f} {'█' * round(certainty * 40)}")
-    console.print(f"  {'score':12} {found.value:.2f} (threshold {threshold:g})")
+    for name, weight in found.parts[:10]:
+        if abs(weight) >= 0.05:
+            bar = ("+" if weight > 0 else "-") * min(round(abs(weight) * 10), 40)
+            console.print(f"  {name:16} {weight:+.2f} {bar}")
+    console.print(
+        f"  {'score':16} {found.value:.2f} (large above {threshold:g}, small below {threshold - rules.unsure:g})"
+    )
 
 
 @route.command()
@@ -64,6 +85,10 @@ def evaluate(
     prompts: Prompts = None,
     threshold: Threshold = 0.6,
     classifier: ClassifierFile = None,
+    score: ScoreFile = None,
+    leave_out: Annotated[
+        LeaveOut, typer.Option(help="Built-in prompts: judge each by weights that never saw its style or its language.")
+    ] = LeaveOut.STYLE,
     price_ratio: Annotated[
         float, typer.Option(min=1, help="Price of the large model divided by the small one's.")
     ] = 10.0,
@@ -72,18 +97,24 @@ def evaluate(
     key: Key = None,
 ) -> None:
     """
-    Measure accuracy and savings on labelled prompts, separately for training and test prompts.
+    Measure accuracy and savings on labelled prompts.
+
+    The built-in prompts are those that the score was trained on, so each is judged by weights trained without its style
+    (or language); that takes about a minute. Prompts of your own are judged by the score as it is.
 
     Examples:
 
-        penstock route evaluate --show-wrong
+        penstock route evaluate --leave-out language
 
-        penstock route evaluate --classifier auto.json --price-ratio 20
+        penstock route evaluate --prompts ours.tsv --show-wrong
+
+        penstock route evaluate --prompts ours.tsv --classifier auto.json --price-ratio 20
     """
     from rich.console import Console
     from rich.table import Table
 
     from penstock.routing.selection.classifier import Classifier
+    from penstock.routing.selection.complexity import Complexity, shipped
     from penstock.routing.selection.evaluation import evaluate as measure
     from penstock.routing.selection.selector import select
 
@@ -94,20 +125,84 @@ def evaluate(
         vectors = _embed([prompt.text for prompt in found], trained.encoder, url, key)
         opinions = {p.text: trained.probability(p.text, row) for p, row in zip(found, vectors, strict=True)}
     console = Console()
-    table = Table("set", "prompts", "correct", "too small", "too large", "sent to large", "saved", box=None)
-    for name, kept in (("training", False), ("test", True)):
-        part = [prompt for prompt in found if prompt.for_testing == kept]
-        if not part:
-            continue
-        result = measure(part, lambda text: select(rules, text, opinion=opinions.get(text)))
+    unseen = prompts is None and score is None and leave_out is not LeaveOut.NOTHING
+    by_language = leave_out is LeaveOut.LANGUAGE
+    models: dict[str, Complexity] = {}
+    if unseen:
+        from penstock.routing.selection.trainer import Trainer
+
+        with console.status("training without each group in turn"):
+            trainer = Trainer(found)
+            for name in sorted({_group(prompt, by_language=by_language) for prompt in found}):
+                others = [i for i, p in enumerate(found) if _group(p, by_language=by_language) != name]
+                models[name] = Complexity.of(trainer.fit(others), shipped().temperature)
+    model = shipped() if score is None else Complexity.load(score)
+    table = Table(
+        "prompts", "number", "correct", "too small", "too large", "unknown", "sent to large", "saved", box=None
+    )
+    groups = sorted({_group(prompt, by_language=by_language) for prompt in found})
+    for name in [*groups, "all"]:
+        part = [prompt for prompt in found if name in (_group(prompt, by_language=by_language), "all")]
+        result = measure(
+            part,
+            lambda prompt: select(
+                rules,
+                prompt.text,
+                opinion=opinions.get(prompt.text),
+                complexity=models.get(_group(prompt, by_language=by_language), model),
+            ),
+        )
         table.add_row(
             name, str(result.prompts), f"{result.accuracy:.1%}", str(result.too_small), str(result.too_large),
-            f"{result.sent_to_large / result.prompts:.0%}", f"{result.saved(price_ratio):.0%}",
+            str(result.unknown), f"{result.sent_to_large / result.prompts:.0%}", f"{result.saved(price_ratio):.0%}",
         )  # fmt: skip
-        for prompt, selection in result.wrong if show_wrong else ():
-            console.print(f"  {name}: {selection.size} instead of {prompt.size}: {prompt.text}", highlight=False)
+        for prompt, selection in result.wrong if show_wrong and name != "all" else ():
+            shown = f"{selection.size} instead of {prompt.size} ({selection.score or 0:.2f}): {prompt.text}"
+            console.print(f"  {name}: {shown}", highlight=False, markup=False)
     console.print(table)
+    if unseen:
+        console.print(f"Each line was decided by weights trained without that {leave_out.value}.")
     console.print(f"Saved: compared with sending everything to the large model at {price_ratio:g} times the price.")
+
+
+@route.command("train-score")
+def train_score(
+    output: Annotated[Path, typer.Argument(help="File to write the weights to (.npz).")],
+    prompts: Prompts = None,
+    only: Annotated[
+        bool, typer.Option("--only", help="Train on --prompts alone, not on the built-in prompts too.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.1, help="Divides logits; measured by leaving out each style when not given.")
+    ] = None,
+) -> None:
+    """
+    Train the weights of the complexity score. Needs no server; takes less than a minute.
+
+    Examples:
+
+        penstock route train-score ours.npz --prompts ours.tsv
+    """
+    from rich.console import Console
+
+    from penstock.errors import ConfigError
+    from penstock.routing.selection.prompts import own_prompts, read_prompts
+    from penstock.routing.selection.trainer import Trainer, calibrate
+
+    console = Console()
+    found = [] if prompts is None else read_prompts(prompts)
+    if only and prompts is None:
+        raise ConfigError("--only needs --prompts")
+    found = found if only else [*own_prompts(), *found]
+    if len({prompt.size for prompt in found}) < 2:
+        raise ConfigError("there must be prompts of both sizes")
+    trainer = Trainer(found)
+    if temperature is None:
+        with console.status("measuring the temperature"):
+            temperature = calibrate(trainer.left_out(lambda prompt: prompt.style), trainer.labels)
+    trainer.model(temperature).save(output)
+    console.print(f"{output}: trained on {len(found)} prompts, temperature {temperature:g}.")
+    console.print(f"To use it, set routes[0].score: {output}")
 
 
 @route.command()
@@ -159,6 +254,10 @@ def _rules(threshold: float) -> RouteRules:
     from penstock.routing.selection.selector import RouteRules
 
     return RouteRules("auto", "small", "large", threshold=threshold)
+
+
+def _group(prompt: Prompt, *, by_language: bool) -> str:
+    return prompt.language if by_language else prompt.style
 
 
 def _load(path: Path | None) -> list[Prompt]:

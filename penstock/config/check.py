@@ -17,7 +17,7 @@ from penstock.config.fields import choices_of
 from penstock.config.labels import ALTERNATIVE, LabelPairs, label_problem
 from penstock.config.schema import Config
 from penstock.config.tree import Node
-from penstock.config.units import SIZE_HELP, parse_size
+from penstock.config.units import SHARE_HELP, SIZE_HELP, parse_share, parse_size
 
 _INVALID: Any = object()
 
@@ -64,6 +64,8 @@ class Checker:
                 return self.section(options[0], node, path)
             if get_origin(options[0]) is tuple:
                 return self._items(get_args(options[0])[0], metadata, node, path)
+        if get_origin(options[0]) is dict:
+            return self._mapping(get_args(options[0])[1], metadata, node, path)
         value = _scalar(options[0], metadata, node)
         if value is _INVALID:
             found = _shown(node.value if node.text is None else node.text)
@@ -79,6 +81,13 @@ class Checker:
             return _INVALID
         values = [self.value(kind, metadata, item, f"{path}[{index}]") for index, item in enumerate(items)]
         return _INVALID if any(value is _INVALID for value in values) else tuple(values)
+
+    def _mapping(self, kind: Any, metadata: Mapping[str, Any], node: Node, path: str) -> Any:
+        if not isinstance(node.value, dict):
+            self._problem(node, path, f"expected a mapping of names, found {_shown(node.value)}")
+            return _INVALID
+        values = {key: self.value(kind, metadata, child, f"{path}.{key}") for key, child in node.value.items()}
+        return _INVALID if any(value is _INVALID for value in values.values()) else values
 
     def _labels(self, metadata: Mapping[str, Any], node: Node, path: str) -> Any:
         """A mapping of labels, or pairs, as `dump` writes them; in a demand a label may have several values."""
@@ -134,6 +143,11 @@ def _scalar(kind: Any, metadata: Mapping[str, Any], node: Node) -> Any:
             value = parse_size(value)
         except ValueError:
             return _INVALID
+    if isinstance(value, str) and metadata.get("share"):
+        try:
+            value = parse_share(value)
+        except ValueError:
+            return _INVALID
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         return _INVALID
     least, most = metadata.get("least"), metadata.get("most")
@@ -154,6 +168,10 @@ def describe_kind(kind: Any, metadata: Mapping[str, Any]) -> str:
         return "a mapping of labels"
     if get_origin(kind) is tuple:
         return "a list"
+    if get_origin(kind) is dict:
+        return "a mapping of names to shares" if metadata.get("share") else "a mapping of names"
+    if metadata.get("share"):
+        return SHARE_HELP
     if metadata.get("choices"):
         return "one of " + ", ".join(choices_of(metadata))
     if metadata.get("size"):

@@ -16,17 +16,20 @@ def setting(
     most: float | None = None,
     size: bool = False,
     off: bool = False,
+    share: bool = False,
     several: bool = False,
     choices: str = "",
     example: str | None = None,
 ) -> Any:
     """A documented field. `size`: bytes, which may be written as "2GiB". `off`: text that may be the word off, which
-    YAML reads as false. `several`: labels of which each may have one of several values. `choices`: the registry
-    (`module:NAME`) whose keys are the allowed values. It is looked up when a value is checked, because registries of
-    implementations lie in layers above this one. `example`: shown instead of the default where that says little."""
+    YAML reads as false. `share`: a number from 0 to 1, which may be written as "5%". `several`: labels of which each
+    may have one of several values. `choices`: the registry (`module:NAME`) whose keys are the allowed values. It is
+    looked up when a value is checked, because registries of implementations lie in layers above this one. `example`:
+    shown instead of the default where that says little."""
+    least, most = (0, 1) if share else (least, most)
     metadata: Mapping[str, Any] = {
-        "doc": doc, "least": least, "most": most, "size": size, "off": off, "several": several, "choices": choices,
-        "example": example,
+        "doc": doc, "least": least, "most": most, "size": size, "off": off, "share": share, "several": several,
+        "choices": choices, "example": example,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.config import guardrails
+from penstock.config import experiments, guardrails
 from penstock.config.check import Checker
 from penstock.config.models import ModelConfig
 from penstock.config.pools import pool_problems
@@ -166,12 +166,15 @@ def conflicts(config: Config) -> list[str]:
                 problems.append(f'encoders[{index}]: the name "{name}" is already taken by {seen[name]}')
             seen[name] = f"encoders[{index}]"
     problems += _remotes(config, seen)
+    problems += _experiments(config)
     cache = config.cache
     if config.server.workers > 1 and not cache.url and (cache.exact, cache.semantic) != ("off", "off"):
         problems.append("cache.url: several workers need a shared cache in Redis")
-    if cache.semantic != "off" and cache.encoder not in ("", *(encoder.name for encoder in config.encoders)):
+    known = {encoder.name for encoder in config.encoders}
+    known |= {remote.name for remote in config.remotes if remote.kind == "embedding"}
+    if cache.semantic != "off" and cache.encoder and cache.encoder not in known:
         problems.append(f'cache.encoder: there is no encoder "{cache.encoder}"')
-    if cache.semantic != "off" and not config.encoders:
+    if cache.semantic != "off" and not cache.encoder and not config.encoders:
         problems.append("cache.semantic: an encoder is needed, but `encoders` is empty")
     tiers = [tier.name for tier in config.tiers]
     problems += [f"tiers[{index}]: a name is needed" for index, name in enumerate(tiers) if not name]
@@ -306,13 +309,28 @@ def _remotes(config: Config, seen: dict[str, str]) -> list[str]:
             if name in seen:
                 problems.append(f'{where}: the name "{name}" is already taken by {seen[name]}')
             seen[name] = where
-    answering = {*(model.name for model in config.models), *(remote.name for remote in config.remotes)}
+    answering = {
+        *(model.name for model in config.models),
+        *(remote.name for remote in config.remotes if remote.kind == "chat"),
+    }
+    for index, remote in enumerate(config.remotes):
+        where = f"remotes[{index}].fallback"
+        problems += [f'{where}: there is no model or chat remote "{n}"' for n in remote.fallback if n not in answering]
     for index, model in enumerate(config.models):
         where = f"models[{index}].fallback"
         problems += [f'{where}: there is no model or remote "{n}"' for n in model.fallback if n not in answering]
         if model.overflow_at is not None and not model.fallback:
             problems.append(f"models[{index}].overflow_at: needs a fallback")
     return problems
+
+
+def _experiments(config: Config) -> list[str]:
+    if config.fleet.url:
+        return experiments.problems(config.experiments, None)
+    names = {name for model in config.models for name in (model.name, *model.aliases)}
+    names |= {spec.name for model in config.models for spec in model.adapters}
+    names |= {name for remote in config.remotes for name in (remote.name, *remote.aliases)}
+    return experiments.problems(config.experiments, {*names, *(route.name for route in config.routes)})
 
 
 def _guardrails(config: Config) -> list[str]:

@@ -61,6 +61,11 @@ class ModelConfig:
     token_budget: int | None = setting(
         None, doc="Maximum tokens per step; when not set, 512 on CPU and 8448 on CUDA.", least=1, example="512"
     )
+    target_gap_ms: float | None = setting(
+        None, doc="Gap between tokens that streams keep while prompts are computed: a step then takes only as many "
+        "prompt tokens as fit; when not set, up to token_budget. Requests may ask for one with x-slo-tpot-ms.",
+        least=1, example="30",
+    )  # fmt: skip
     block_size: int = setting(16, doc="Tokens per block of the KV cache.", least=1, most=1024)
     kv_memory: int | None = setting(
         None, doc="Memory for the KV cache; when not set, taken from free memory.", least=1, size=True, example="2GiB"

@@ -18,7 +18,7 @@ from penstock.engine.config import Role
 ClassName = Literal["premium", "standard", "batch"]
 SETTINGS = (
     *("device", "max_model_len", "max_running", "max_waiting", "token_budget", "kv_memory", "num_blocks"),
-    *("memory_share", "host_memory", "threads", "cost_per_hour"),
+    *("memory_share", "host_memory", "threads", "cost_per_hour", "target_gap_ms"),
 )
 """The settings of a model that a pool may have of its own."""
 
@@ -78,6 +78,7 @@ class PoolConfig:
     max_running: int | None = setting(None, doc="Like models[N].max_running.", least=1, example="64")
     max_waiting: int | None = setting(None, doc="Like models[N].max_waiting.", least=1, example="4096")
     token_budget: int | None = setting(None, doc="Like models[N].token_budget.", least=1, example="512")
+    target_gap_ms: float | None = setting(None, doc="Like models[N].target_gap_ms.", least=1, example="30")
     kv_memory: int | None = setting(None, doc="Like models[N].kv_memory.", least=1, size=True, example="2GiB")
     num_blocks: int | None = setting(None, doc="Like models[N].num_blocks.", least=1, example="4096")
     memory_share: float | None = setting(None, doc="Like models[N].memory_share.", least=0.01, most=1, example="0.5")

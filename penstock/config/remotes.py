@@ -67,6 +67,9 @@ class RemoteConfig:
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = setting(
         "max_tokens", doc="Request field for the token limit on those servers."
     )
+    fallback: tuple[str, ...] = setting(
+        (), doc="Models that answer when none of the servers can, in order.", example="[small]"
+    )
     kind: Literal["chat", "embedding", "rerank"] = setting(
         "chat", doc="What it does: chat and completions, vectors of texts, or scores of documents for a query."
     )

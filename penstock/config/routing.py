@@ -86,7 +86,24 @@ class RouteConfig:
     large: str = setting("", doc="The model for code, mathematics, reasoning and long answers.")
     default: Literal["small", "large"] = setting("small", doc="Which one answers when the request is inconclusive.")
     threshold: float = setting(0.6, doc="Score, from 0 to 1, above which the large model answers.", least=0, most=1)
-    long_words: int = setting(800, doc="User words in a conversation above which the large model answers.", least=1)
+    unsure: float = setting(
+        0.2, doc="Scores less than this below `threshold` decide nothing: the default answers.", least=0, most=1
+    )
+    long_words: int = setting(
+        800, doc="Words to read (system prompt, history, sources, tools) above which the large model answers.", least=1
+    )
+    long_tokens: int | None = setting(
+        None, doc="The same in tokens; where set, it counts instead of `long_words`.", least=1, example="2000"
+    )
+    target_ttft_ms: float | None = setting(
+        None,
+        doc="Time to the first token to meet: the other model answers if this one is predicted to miss it.",
+        least=1,
+        example="500",
+    )
+    budget_reserve: float = setting(
+        0.0, doc="Part of a caller's budget that is kept for the small model.", least=0, most=1
+    )
     small_tiers: tuple[str, ...] = setting((), doc="Tiers that always get the small model.", example="[free]")
     large_tiers: tuple[str, ...] = setting((), doc="Tiers that always get the large model.", example="[enterprise]")
     share: float = setting(
@@ -94,4 +111,5 @@ class RouteConfig:
         most=1,
     )  # fmt: skip
     classifier: str = setting("", doc="Classifier trained with `penstock route train`; empty: the score alone decides.")
+    score: str = setting("", doc="Weights made with `penstock route train-score`; empty: those of this release.")
     enabled: bool = setting(True, doc="Off: every request gets the default.")

@@ -17,6 +17,7 @@ from penstock.config.cache import CacheConfig
 from penstock.config.cluster import ClusterConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.encoders import DEFAULT_ENCODER, EncoderConfig
+from penstock.config.experiments import ExperimentConfig
 from penstock.config.fields import setting
 from penstock.config.fleet import FleetConfig
 from penstock.config.guardrails import GuardrailConfig
@@ -410,6 +411,7 @@ class Config:
     counters: CountersConfig = dataclasses.field(default_factory=CountersConfig)
     routing: RoutingConfig = dataclasses.field(default_factory=RoutingConfig)
     routes: tuple[RouteConfig, ...] = ()
+    experiments: tuple[ExperimentConfig, ...] = ()
     resilience: ResilienceConfig = dataclasses.field(default_factory=ResilienceConfig)
     admission: AdmissionConfig = dataclasses.field(default_factory=AdmissionConfig)
     prices: tuple[PriceConfig, ...] = ()

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as written by people: `2GiB`, `500MB`, `1.5 GiB`, or a plain number."""
+"""Sizes in bytes and shares, as written by people: `2GiB`, `500MB`, `1.5 GiB`, or a plain number; `5%`, `0.05`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,18 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 SIZE_HELP = 'a size such as "512MiB", "2GiB" or a number of bytes'
+
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+SHARE_HELP = "a share such as 5% or 0.05, from 0 to 1"
+
+
+def parse_share(text: str) -> float:
+    """The share that `5%` or `0.05` means; ValueError when it is neither."""
+    match = _PERCENT.fullmatch(text)
+    share = float(text) if match is None else float(match[1]) / 100
+    if not 0 <= share <= 1:
+        raise ValueError(text)
+    return share
 
 
 def parse_size(text: str) -> int:

@@ -64,6 +64,8 @@ class Conversation(msgspec.Struct, frozen=True):
     messages: int = 0
     """Messages so far; each stored one has its number as `number`, which nobody but this module and `numbered` sees."""
     metadata: dict[str, str] = {}
+    arms: dict[str, str] = {}
+    """By experiment, the arm that answers in it."""
 
     @property
     def end(self) -> int:

@@ -132,6 +132,7 @@ class Engine:
         self._deltas: list[Delta] = []
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._last_landed = 0.0
 
     @classmethod
     def load(
@@ -371,7 +372,9 @@ class Engine:
     def _launch(self, batch: Batch) -> None:
         with self._recovering(batch):
             batch.masks = self._constraints.begin(batch)
-            self._in_flight.append(self.runner.run(batch))
+            step = self.runner.run(batch)
+            step.launched_at = self.clock()
+            self._in_flight.append(step)
 
     @contextmanager
     def _recovering(self, batch: Batch) -> Iterator[None]:
@@ -394,7 +397,9 @@ class Engine:
             if step.sampling is not None:
                 return  # it raised
         done = step.wait()
-        self.scheduler.landed(step.batch)
+        now = self.clock()
+        self.scheduler.landed(step.batch, now - max(step.launched_at, self._last_landed))
+        self._last_landed = now
         self.steps += 1
         self._step_tokens += step.batch.num_tokens
         for chunk, tokens, logprobs in done:

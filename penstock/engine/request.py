@@ -96,6 +96,9 @@ class Request:
     """Smaller goes first; the largest is preempted first."""
     timeout_s: float | None = None
     """Time allowed from arrival in the engine to the last token."""
+    target_gap_s: float | None = None
+    """The gap between its tokens that prompts of others may not exceed, as far as the engine can tell; None: the
+    engine's own target."""
     owner: str = ""
     """Whose request it is, usually a tenant: owners take turns where requests wait for their grammars."""
     cache_salt: str = ""

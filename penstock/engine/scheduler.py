@@ -9,6 +9,9 @@ p * ageing_s seconds later, so urgent ones overtake, and nothing waits for ever.
 the largest key is preempted: its blocks go back to the pool (most stay findable by name) and it waits again with its
 old key. The clock is passed in; the scheduler is a plain object without I/O.
 
+Where streams have a target for the gap between their tokens, the prompt tokens of a step with decodes are bounded by
+what they are measured to take (`pace`).
+
 With speculation a decode may carry draft tokens behind its last real one. They take only budget, blocks and positions
 that no other sequence needs in this step.
 
@@ -21,6 +24,7 @@ follow each other in flight: a chunk needs the keys and values of those before i
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +33,7 @@ from typing import TYPE_CHECKING
 from penstock.engine.grammar.interface import PendingMasks
 from penstock.engine.kv.allocator import BlockAllocator, Found
 from penstock.engine.kv.host import Transfers
+from penstock.engine.pace import LEAST, Pace
 from penstock.engine.request import Request
 from penstock.engine.sequence import Sequence
 
@@ -114,6 +119,7 @@ class Scheduler:
         ageing_s: float = AGEING_S,
         adapters: AdapterPool | None = None,
         batches: int = 1,
+        target_gap_s: float | None = None,
     ) -> None:
         """`batches`: steps in flight between which sequences take turns; with 1 every step may have all of them."""
         self.allocator = allocator
@@ -123,6 +129,13 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.ageing_s = ageing_s
         self.adapters = adapters
+        self.pace = Pace(target_gap_s)
+        self._own_targets: dict[Sequence, float] = {}
+        """Running sequences with a target of their own for the gap between tokens."""
+        self._prompt_s = math.inf
+        """Seconds that prompts may still take of the step that is being scheduled."""
+        self._prompt_least = 0
+        """Prompt tokens that it computes in any case."""
         self.running: dict[Sequence, None] = {}
         self._rows = list(range(max_running - 1, -1, -1))
         self._parked: dict[Sequence, int] = {}
@@ -249,7 +262,7 @@ class Scheduler:
         for chunk in chunks:
             if chunk.seq.computed // size > chunk.seq.named:  # most are in the middle of a block
                 self.allocator.publish(chunk.seq)
-        while budget > 0 and self._rows:
+        while budget > 0 and (self._prompt_s > 0.0 or self._prompt_least) and self._rows:
             admitted = self._admit(budget, now)
             if admitted is None:
                 break
@@ -258,8 +271,13 @@ class Scheduler:
             budget -= admitted.length
         return self._commit(chunks)
 
-    def landed(self, batch: Batch) -> None:
-        """A step is over, or was never launched. Every scheduled step lands once."""
+    def landed(self, batch: Batch, seconds: float | None = None) -> None:
+        """A step is over, after so long, or was never launched. Every scheduled step lands once."""
+        if seconds is not None:
+            prompts: list[tuple[int, int]] = []
+            if batch.num_decodes < batch.num_tokens:
+                prompts = [(chunk.start, chunk.length) for chunk in batch.chunks if not chunk.decodes]
+            self.pace.observe(len(batch.chunks) - len(prompts), prompts, seconds)
         self._in_flight -= 1
         self._prompts_in_flight -= batch.num_tokens - batch.num_decodes
         if self._parked:
@@ -364,6 +382,8 @@ class Scheduler:
             prompts = sum(remaining for _, remaining in prefills)
             budget = min(budget, len(decodes) + self._prompt_share(prompts, len(decodes)))
         spare = budget - len(decodes)
+        own_target = min(self._own_targets.values()) if self._own_targets else None
+        self._prompt_s, self._prompt_least = self.pace.budget(len(decodes), own_target), LEAST
         chunks: dict[Sequence, Chunk] = {}
         grow, size = self.allocator.grow, self.allocator.block_size
         roomy = self.allocator.window is None  # with a window, growing also releases
@@ -373,6 +393,8 @@ class Scheduler:
             if seq not in self.running:
                 continue  # preempted for a sequence before it in this very pass
             length = min(remaining, budget)
+            if remaining > 1 and (length := self._paced(seq, length)) == 0:
+                break  # prompts come last
             end = seq.computed + length
             while not (roomy and end <= len(seq.blocks) * size) and not grow(seq, end):
                 victim = self._latest(seq.base)
@@ -386,9 +408,21 @@ class Scheduler:
                 if seq in drafts:
                     verified = self._affordable(seq, drafts[seq], spare)
                     spare -= len(verified)
+                if remaining > 1:
+                    self._spend(seq, length)
                 chunks[seq] = self._chunk(seq, length, verified)
                 budget -= length + len(verified)
         return list(chunks.values()), budget
+
+    def _paced(self, seq: Sequence, length: int) -> int:
+        """How many of its next `length` prompt tokens the streams in this step leave time for."""
+        return max(self.pace.tokens(self._prompt_s, seq.computed, length), min(length, self._prompt_least))
+
+    def _spend(self, seq: Sequence, length: int) -> None:
+        """Its next `length` prompt tokens are part of the step."""
+        self._prompt_least = max(self._prompt_least - length, 0)
+        if self._prompt_s != math.inf:
+            self._prompt_s = self.pace.left(self._prompt_s - self.pace.cost(seq.computed, length))
 
     def _affordable(self, seq: Sequence, drafts: list[int], spare: int) -> tuple[int, ...]:
         """As many draft tokens as leave every decode its token of the budget; their blocks are taken."""
@@ -432,6 +466,8 @@ class Scheduler:
         seq.row = self._rows.pop()
         seq.epoch += 1
         self.running[seq] = None
+        if seq.request.target_gap_s is not None:
+            self._own_targets[seq] = seq.request.target_gap_s
         if self.adapters is not None:
             self.adapters.start(seq)
         restored = self.allocator.attach(seq, cached)
@@ -442,12 +478,15 @@ class Scheduler:
             self.prefix_hit_tokens += seq.computed
             self.host_hit_tokens += restored * self.allocator.block_size
         length = min(seq.length - seq.computed, budget)
+        length = max(self._paced(seq, length), 1)
+        self._spend(seq, length)
         grown = self.allocator.grow(seq, seq.computed + length)
         assert grown, "admission promised these blocks"
         return self._chunk(seq, length)
 
     def _stop(self, seq: Sequence) -> None:
         del self.running[seq]
+        self._own_targets.pop(seq, None)
         if seq.pending and self.batches > 1:
             self._parked[seq] = seq.row
         else:
@@ -470,6 +509,7 @@ class Scheduler:
 
     def _schedule_suspect(self, now: float) -> Batch | None:
         """One suspect alone, chunk by chunk, until it has sampled a token or failed."""
+        self._prompt_s = math.inf
         seq = self._suspects[0]
         if seq.finished or (seq in self.running and self._remaining(seq) == 0):
             self._suspects.popleft()

@@ -45,6 +45,7 @@ _VERSIONS = (
         "DELETE FROM charges_progress WHERE id IN (SELECT id FROM charges_settled)",
     ),
     ("ALTER TABLE charges_opened ADD COLUMN selection TEXT NOT NULL DEFAULT ''",),
+    ("ALTER TABLE charges_opened ADD COLUMN experiment TEXT NOT NULL DEFAULT ''",),
 )
 
 _FORGOTTEN_S = 86_400.0
@@ -89,6 +90,8 @@ class Charge(msgspec.Struct, frozen=True):
     price_output: int
     selection: str = ""
     """What led it to its model, and in which arm of a route: `auto/control`, `auto/routed`, `direct/`."""
+    experiment: str = ""
+    """The experiment and the arm that it was in: `NAME; arm=ARM`."""
 
 
 class Settlement(msgspec.Struct, frozen=True):
@@ -149,7 +152,7 @@ class Total:
 _OPENED = (
     "INSERT INTO charges_opened (id, request_id, gateway, opened_at, tenant, user_id, key_id, feature, model, adapter, "
     "tier, prompt_tokens, percent, price_input, price_cached, price_output, "
-    "selection) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+    "selection, experiment) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
 )
 _SETTLED = (
     "INSERT INTO charges_settled (id, settled_at, tenant, user_id, key_id, feature, model, adapter, tier, "

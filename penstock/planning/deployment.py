@@ -22,7 +22,7 @@ from penstock.planning.shape import ModelShape
 BLOCK_SIZE = 16
 """Tokens of a KV block: the engine's default."""
 _MOST_RUNNING = {"cpu": 64, "gpu": 256}
-_TOKEN_BUDGET = {"cpu": 512, "gpu": 8192}
+_TOKEN_BUDGET = {"cpu": 512, "gpu": 8448}
 """Defaults of the engine's backends."""
 
 

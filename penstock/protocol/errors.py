@@ -197,6 +197,13 @@ def limit_headers(limit: str, scope: str) -> dict[str, str]:
     return {"x-penstock-limit": limit, "x-penstock-limit-scope": scope}
 
 
+class CostLimitExceeded(InvalidRequest):
+    """The request may cost more than it allows itself (`x-penstock-max-cost`)."""
+
+    status = 402
+    code = "max_cost_exceeded"
+
+
 class AuthenticationError(ApiError):
     """No key, or an unknown key."""
 

@@ -180,6 +180,10 @@ def _fingerprint(*parts: str) -> str:
     return "fp_" + hashlib.sha256("\0".join((penstock.__version__, *parts)).encode()).hexdigest()[:10]
 
 
+EXPERIMENT = "experiment"
+"""Why a model is found under the name of an experiment."""
+
+
 @dataclass(frozen=True, slots=True)
 class Route:
     """The model that answers, and why it was chosen (`x-penstock-route`)."""
@@ -192,6 +196,8 @@ class ModelRegistry:
     """Every served model, by name and alias."""
 
     def __init__(self, models: Iterable[ServedModel], remotes: Iterable[RemoteModel] = ()) -> None:
+        self.stand_ins: dict[str, str] = {}
+        """Names of experiments, each with the model that it stands for where no arm is chosen."""
         self._models: dict[str, ServedModel] = {}
         self._routes: dict[str, Route] = {}
         for model in models:
@@ -250,7 +256,11 @@ class ModelRegistry:
         for model in self._models.values():
             if name in model.adapter_names:
                 return Route(model.with_adapter(name), "adapter")
-        return self._remote_names.get(name)
+        found = self._remote_names.get(name)
+        if found is None and name in self.stand_ins:
+            control = self.find(self.stand_ins[name])
+            return Route(control.model, EXPERIMENT) if isinstance(control, Route) else control
+        return found
 
     def route(self, name: str) -> Route:
         """The model that runs here under `name`. For requests, `Permissions` has checked before that it exists for the
@@ -281,7 +291,7 @@ class ModelRegistry:
 
     def remote(self, name: str) -> RemoteModel | None:
         """The remote model with this name or alias, if any."""
-        return self._remote_names.get(name)
+        return self._remote_names.get(self.stand_ins.get(name, name))
 
     def base_name(self, name: str) -> str:
         """The model behind a name: without its adapter, not an alias."""
@@ -291,8 +301,9 @@ class ModelRegistry:
     def chain(self, name: str, waiting: Callable[[ServedModel], int] = lambda model: 0) -> list[tuple[str, str]]:
         """The models to try for `name`, in order, each with the reason it was chosen (`x-penstock-route`; empty for the
         model itself). `waiting`: the number of requests queued for a model in the gateway."""
-        if name in self._remote_names:
-            return [(name, "")]
+        remote = self._remote_names.get(name)
+        if remote is not None:
+            return [(name, ""), *((other, "fallback") for other in remote.fallback if other != name)]
         model = self.route(name).model
         others = [other for other in model.fallback if other != name]
         if others and model.overflows(waiting(model)):
@@ -301,7 +312,7 @@ class ModelRegistry:
 
     def named(self, name: str) -> bool:
         """Whether a model or alias has this name; adapters do not count."""
-        return name in self._routes or name in self._remote_names
+        return name in self._routes or name in self._remote_names or name in self.stand_ins
 
     def _claim(self, name: str, route: Route) -> None:
         if name in self._routes:

@@ -112,6 +112,8 @@ class RemoteModel:
         self.context_window = context_window
         self.limit_field = limit_field
         """The request field that limits the answer's tokens on these servers."""
+        self.fallback: tuple[str, ...] = ()
+        """Models that answer when none of its servers can, in order."""
         self.text: TextModel | None = None
         """Its tokenizer, where one is configured."""
         self.kind: Literal["chat", "embedding", "rerank"] = "chat"
@@ -202,7 +204,7 @@ class RemoteModel:
                 async with aclosing(member.server.stream(body, request_id, operation)) as chunks:
                     async for chunk in chunks:
                         if not said and _says(chunk):
-                            said = True
+                            said = member.reachable = True
                             member.breaker.succeeded()
                             member.said(self._clock() - sent_at)
                         yield chunk
@@ -245,6 +247,7 @@ class RemoteModel:
                     raise
                 self._log_retry(member, request_id, error)
             else:
+                member.reachable = True
                 member.breaker.succeeded()
                 return found
 
@@ -318,8 +321,9 @@ class RemoteModel:
             due = now - checked_at >= self._check_s
             if due:
                 checked_at = now
+            silent = [m for m in self.members if spread or not m.reachable or m.server.idle_s > self._check_s]
             await asyncio.gather(
-                *(self._check(m) for m in self.members if due and (spread or m.server.idle_s > self._check_s)),
+                *(self._check(member) for member in silent if due),
                 *(member.server.look() for member in telling if member.reachable or due),
             )
             await asyncio.sleep(min(self._metrics_s, self._check_s) if telling else self._check_s)

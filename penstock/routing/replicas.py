@@ -80,6 +80,10 @@ class ReplicaSet:
         self._equipper: asyncio.Task[None] | None = None
 
     @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
     def members(self) -> Sequence[Member]:
         return self._members
 

@@ -40,7 +40,9 @@ class ReplicaSpec:
     num_blocks: int
     block_size: int = 16
     max_running: int = 256
-    token_budget: int = 8192
+    token_budget: int = 8448
+    target_gap_s: float | None = None
+    """The gap between tokens that prompts leave to streams; None: up to `token_budget`."""
     max_model_len: int = 32_768
     prefix_cache: bool = True
     host_blocks: int = 0
@@ -112,6 +114,7 @@ class Replica:
             token_budget=spec.token_budget,
             max_model_len=spec.window,
             batches=spec.batches,
+            target_gap_s=spec.target_gap_s,
         )
         self.info = info_of(spec)
         self.load = EngineLoad(total_blocks=spec.num_blocks)
@@ -221,6 +224,10 @@ class Replica:
             self._run = None
         self._events.at(now + self._seconds(self._in_flight[0]), self._stepped, self._planned)
 
+    def _land(self, step: _Step) -> None:
+        paced = self.spec.target_gap_s is not None
+        self.scheduler.landed(step.batch, self._seconds(step) if paced else None)
+
     def _seconds(self, step: _Step) -> float:
         decodes = step.batch.num_decodes
         seconds = self.spec.step_time.of(decodes, step.context, step.prefill, step.attended, step.samples)
@@ -287,7 +294,7 @@ class Replica:
             self._collect(self._in_flight.popleft())
         else:
             self._collect_run(self._run.steps - 1)
-            self.scheduler.landed(self._in_flight.popleft().batch)
+            self._land(self._in_flight.popleft())
         self._go()
         load, scheduler = self.load, self.scheduler
         load.running, load.waiting = len(scheduler.running), scheduler.waiting
@@ -326,7 +333,7 @@ class Replica:
 
     def _collect(self, step: _Step) -> None:
         """Hands out the tokens of a finished step."""
-        self.scheduler.landed(step.batch)
+        self._land(step)
         now, jobs = self._events.now, self.jobs
         self.steps += 1
         meters: dict[ReplicaMeter, int] = {}

@@ -46,6 +46,9 @@ class EngineSection:
     token_budget: int | None = setting(
         None, doc="Tokens computed in one step, at most; when not set, the engine's default.", least=16, example="8192"
     )
+    target_gap_ms: float | None = setting(
+        None, doc="Gap between tokens that prompts leave to streams; when not set, no target.", least=1, example="30"
+    )
     max_model_len: int = setting(8192, doc="Context window in tokens.", least=16)
     kv_blocks: int | None = setting(
         None, doc="KV blocks of 16 tokens; when not set, as many as the device has room for.", least=16, example="4096"

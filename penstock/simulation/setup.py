@@ -76,6 +76,7 @@ class Setup:
             block_size=deployment.block_size,
             max_running=deployment.most_running,
             token_budget=deployment.step_tokens,
+            target_gap_s=None if (gap := self.scenario.engine.target_gap_ms) is None else gap / 1e3,
             max_model_len=deployment.context_len,
             prefix_cache=self.scenario.engine.prefix_cache,
             host_blocks=self.host_blocks,

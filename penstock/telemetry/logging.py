@@ -41,6 +41,8 @@ class RequestRecord(msgspec.Struct, omit_defaults=False):
     total_latency_ms: float = 0.0
     finish_reason: str | None = None
     metadata: dict[str, str] | None = None
+    experiment: str | None = None
+    """The experiment and the arm that it was in: `NAME; arm=ARM`."""
 
 
 def log_request(record: RequestRecord, more: dict[str, Any] | None = None) -> None:

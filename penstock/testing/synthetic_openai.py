@@ -34,19 +34,21 @@ def _reply(body: bytes, kind: str = "application/json") -> bytes:
     return f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
 
-def _stream() -> bytes:
+def _stream(*, chat: bool = True) -> bytes:
     def chunk(**choice: object) -> bytes:
+        said: dict[str, object] = {"delta": {}} if chat else {"text": ""}
         body = {
             "id": "chatcmpl-synthetic",
-            "object": "chat.completion.chunk",
+            "object": "chat.completion.chunk" if chat else "text_completion",
             "created": 1,
             "model": "synthetic",
-            "choices": [{"index": 0, "delta": {}, "finish_reason": None, **choice}],
+            "choices": [{"index": 0, **said, "finish_reason": None, **choice}],
         }
         return b"data: " + json.dumps(body).encode() + b"\n\n"
 
-    events = [chunk(delta={"role": "assistant", "content": ""})]
-    events += [chunk(delta={"content": f"{' ' if index else ''}{word}"}) for index, word in enumerate(WORDS)]
+    texts = [f"{' ' if index else ''}{word}" for index, word in enumerate(WORDS)]
+    events = [chunk(delta={"role": "assistant", "content": ""})] if chat else []
+    events += [chunk(delta={"content": text}) if chat else chunk(text=text) for text in texts]
     usage = {
         "id": "chatcmpl-synthetic",
         "object": "chat.completion.chunk",
@@ -60,7 +62,7 @@ def _stream() -> bytes:
 
 
 MODELS = _reply(json.dumps({"object": "list", "data": [{"id": "synthetic", "object": "model"}]}).encode())
-COMPLETION, STREAM = _completion(), _stream()
+COMPLETION, STREAM, TEXT_STREAM = _completion(), _stream(), _stream(chat=False)
 
 
 class Connection(asyncio.Protocol):
@@ -83,7 +85,8 @@ class Connection(asyncio.Protocol):
                 self._transport.write(MODELS)
             else:
                 streamed = b'"stream":true' in body.replace(b" ", b"")
-                self._transport.write(STREAM if streamed else COMPLETION)
+                stream = TEXT_STREAM if head.startswith(b"post /v1/completions ") else STREAM
+                self._transport.write(stream if streamed else COMPLETION)
 
 
 async def serve(port: int) -> None:

@@ -22,7 +22,15 @@ PHONE = 390
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
     store = {"store_url": f"sqlite:///{folder}/store.db", "request_log": RequestLogConfig(flush_s=0.01)}
-    return {**store, "wrap": Console, "default_tier": "standard", "tiers": DEFAULT_TIERS, "models": PRICED, **more}
+    return {
+        **store,
+        "wrap": Console,
+        "default_tier": "standard",
+        "tiers": DEFAULT_TIERS,
+        "models": PRICED,
+        "key_fresh_s": 0.05,
+        **more,
+    }
 
 
 async def go(page: Page, name: str, heading: str) -> None:
@@ -112,6 +120,37 @@ async def test_an_administrator_at_work(serving: Serving, page: Page, encoder_en
         await expect(row).to_have_count(0)
         listed = {one["id"]: one for one in (await client.get("/v1/admin/keys")).json()["data"]}
         assert listed[victim]["revoked_at"] is not None
+
+
+@pytest.mark.slow
+async def test_access_of_tenants_and_keys(serving: Serving, page: Page, tmp_path: Path) -> None:
+    async with serving(**settings(tmp_path)) as gateway:
+        keys = await two_tenants(gateway)
+        gateway.client.headers["x-api-key"] = keys["admin"]
+        await sign_in(page, gateway.port, keys["admin"], "keys")
+        row = page.get_by_role("table", name="Tenants").get_by_role("row").filter(has_text="globex")
+        await row.get_by_role("button", name="Access").click()
+        dialog = page.get_by_role("dialog")
+        await dialog.get_by_label("Only some models").click()
+        await dialog.get_by_label("Models", exact=True).fill("other, gl*")
+        await dialog.get_by_label("Only some tools").click()
+        await dialog.get_by_role("button", name="Save").click()
+        await expect(row).to_contain_text("models: other, gl*; tools: nothing")
+        allowed = (await gateway.client.get("/v1/admin/tenants/globex")).json()["allow"]
+        assert allowed == {"models": ["other", "gl*"], "tools": []}
+        mine = {"x-api-key": keys["globex"]}
+        assert (await gateway.client.get("/v1/models", headers=mine)).json()["data"] == []
+        theirs = await gateway.client.get("/v1/models", headers={"x-api-key": keys["acme"]})
+        assert "tiny" in theirs.text
+        row = page.get_by_role("table", name="Keys").get_by_role("row").filter(has_text="acme app")
+        await row.get_by_role("button", name="Access").click()
+        await dialog.get_by_label("Only some models").click()
+        await dialog.get_by_role("button", name="Save").click()
+        await expect(row).to_contain_text("models: nothing")
+        await row.get_by_role("button", name="Access").click()
+        await dialog.get_by_label("Only some models").click()
+        await dialog.get_by_role("button", name="Save").click()
+        await expect(row).not_to_contain_text("models: nothing")
 
 
 @pytest.mark.slow

@@ -303,7 +303,7 @@ def test_the_most_specific_price_wins() -> None:
 def first(charge: Charge) -> Statement:
     """As the first version wrote it."""
     sql, values = opened(charge)[0]
-    return sql.replace(", selection", "").replace(", ?)", ")"), values[:-1]
+    return sql.replace(", selection, experiment", "").replace(", ?, ?)", ")"), values[:-2]
 
 
 async def test_a_ledger_of_the_first_version_keeps_its_open_charges(database: Database) -> None:

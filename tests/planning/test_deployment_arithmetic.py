@@ -102,7 +102,7 @@ def test_tokens_of_a_verified_step(acceptance: float, depth: int, tokens: float)
 
 def test_defaults() -> None:
     gpu, cpu = deployed(), deployed(on="cpu-16")
-    assert (gpu.most_running, gpu.step_tokens, gpu.block_size, gpu.context_len) == (256, 8192, 16, 640)
+    assert (gpu.most_running, gpu.step_tokens, gpu.block_size, gpu.context_len) == (256, 8448, 16, 640)
     assert (cpu.most_running, cpu.step_tokens, cpu.devices, cpu.nodes) == (64, 512, 1, 1)
     own = deployed(max_running=3, token_budget=7, max_model_len=9)
     assert (own.most_running, own.step_tokens, own.context_len) == (3, 7, 9)

@@ -157,20 +157,20 @@ def test_windowed_sequences_release_a_shared_prefix() -> None:
 
 
 def test_activations_of_the_widest_part_of_a_layer() -> None:
-    dense = 8192 * (2 * 4096 + 3 * 14336) * 2 + 256 * 128256 * 4
+    dense = 8448 * (2 * 4096 + 3 * 14336) * 2 + 256 * 128256 * 4
     assert planned().activations == dense
-    split = 8192 * (2 * 4096 + 3 * 14336 // 8) * 2 + 256 * 128256 * 4
+    split = 8448 * (2 * 4096 + 3 * 14336 // 8) * 2 + 256 * 128256 * 4
     assert planned("llama-8b", "h100", tensor_parallel=8).activations == split
-    routed = 8192 * (2 * 2048 + 8 * (3 * 768 + 2 * 2048)) * 2 + 256 * 151936 * 4
+    routed = 8448 * (2 * 2048 + 8 * (3 * 768 + 2 * 2048)) * 2 + 256 * 151936 * 4
     assert planned("qwen3-30b-a3b", "h100").activations == routed
     narrow = replace(model_shape("llama-8b"), ffn=64)
-    attention = 8192 * (2 * 4096 + (2 * 32 + 2 * 8) * 128) * 2 + 256 * 128256 * 4
+    attention = 8448 * (2 * 4096 + (2 * 32 + 2 * 8) * 128) * 2 + 256 * 128256 * 4
     assert memory_plan(Deployment(shape=narrow, device=device("h100"))).activations == attention
     shared = replace(model_shape("llama-4-scout"), ffn=0, heads=8, kv_heads=1)
     assert shared.moe is not None
     moe = replace(shared.moe, shared_ffn=60_000)
     plan = memory_plan(Deployment(shape=replace(shared, moe=moe), device=device("b200")))
-    assert plan.activations == 8192 * (2 * 5120 + 3 * 60_000) * 2 + 256 * 202048 * 4
+    assert plan.activations == 8448 * (2 * 5120 + 3 * 60_000) * 2 + 256 * 202048 * 4
 
 
 def test_mixed_windows_are_held_whole_and_the_plan_says_so() -> None:
@@ -222,7 +222,7 @@ def test_the_parts_add_up_to_the_device() -> None:
         ),
         (
             "llama-8b", "l4", {"max_model_len": 131072}, "one sequence of 131,072 tokens does not fit",
-            "max_model_len 43,248 or 2 x l4 (tensor_parallel 2) or",
+            "max_model_len 43,056 or 2 x l4 (tensor_parallel 2) or",
         ),
         ("llama-405b", "rtx-4090", {}, "which has 25.3 GB", "8 x h200 (tensor_parallel 8) would do"),
         ("llama-70b", "rtx-4090", {}, "which has 25.3 GB", "8 x rtx-4090 (tensor_parallel 8) or one h200 would do"),

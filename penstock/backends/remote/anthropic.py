@@ -67,6 +67,8 @@ def _messages(messages: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for message in turns(messages):
         role, blocks = _blocks(message)
+        if not blocks:  # an answer without text, which it would refuse
+            continue
         if found and found[-1]["role"] == role:
             found[-1]["content"] += blocks
         else:
@@ -78,7 +80,7 @@ def _blocks(message: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     text = text_of(message.get("content"))
     if message["role"] in ("tool", "function"):
         return "user", [{"type": "tool_result", "tool_use_id": message.get("tool_call_id", ""), "content": text}]
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or not message.get("tool_calls") else []
+    blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text or message["role"] == "user" else []
     blocks += [
         {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments_of(call)}
         for call in message.get("tool_calls") or ()
@@ -193,7 +195,7 @@ class Anthropic(Dialect):
     features: ClassVar[frozenset[Feature]] = frozenset(
         (
             *("chat", "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning"),
-            *("continue_final_message", "tokenize", "tokenize_chat"),
+            *("continue_final_message", "tokenize_chat"),
         )
     )
     parameters: ClassVar[frozenset[str] | None] = frozenset(
@@ -238,8 +240,8 @@ class Anthropic(Dialect):
         return MessagesReader()
 
     def count_call(self, body: Mapping[str, Any]) -> Call:
-        if "messages" not in body:
-            body = {"messages": [{"role": "user", "content": body["prompt"]}]}
+        if "messages" not in body:  # it counts whole requests only
+            raise self._missing("tokenize")
         return Call(f"{self.base}/messages/count_tokens", encode({"model": self.upstream.model, **messages_body(body)}))
 
     def count(self, data: bytes) -> TokenCount:

@@ -162,6 +162,8 @@ def conversation(body: Mapping[str, Any]) -> dict[str, Any]:
     messages: list[dict[str, Any]] = []
     for message in turns(body["messages"]):
         role, blocks = _blocks(message)
+        if not blocks:  # an answer without text, which it would refuse
+            continue
         if messages and messages[-1]["role"] == role:
             messages[-1]["content"] += blocks
         else:
@@ -188,7 +190,7 @@ def _blocks(message: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     text = text_of(message.get("content"))
     if message["role"] in ("tool", "function"):
         return "user", [{"toolResult": {"toolUseId": message.get("tool_call_id", ""), "content": [{"text": text}]}}]
-    blocks: list[dict[str, Any]] = [{"text": text}] if text or not message.get("tool_calls") else []
+    blocks: list[dict[str, Any]] = [{"text": text}] if text or message["role"] == "user" else []
     blocks += [
         {"toolUse": {"toolUseId": call["id"], "name": call["function"]["name"], "input": arguments_of(call)}}
         for call in message.get("tool_calls") or ()
@@ -212,7 +214,7 @@ class Bedrock(Dialect):
 
     name = "bedrock"
     features: ClassVar[frozenset[Feature]] = frozenset(
-        ("chat", "tools", "tool_choice", "reasoning", "continue_final_message", "tokenize", "tokenize_chat")
+        ("chat", "tools", "tool_choice", "reasoning", "continue_final_message", "tokenize_chat")
     )
     parameters: ClassVar[frozenset[str] | None] = frozenset(
         ("temperature", "top_p", "tools", "tool_choice", "continue_final_message")
@@ -279,8 +281,8 @@ class Bedrock(Dialect):
         return refusal(STATUS.get(kind, status), headers, body)
 
     def count_call(self, body: Mapping[str, Any]) -> Call:
-        if "messages" not in body:
-            body = {"messages": [{"role": "user", "content": body["prompt"]}]}
+        if "messages" not in body:  # it counts whole requests only
+            raise self._missing("tokenize")
         sent = conversation(body)
         sent.pop("toolConfig", None)
         return Call(self._url("count-tokens"), encode({"input": {"converse": sent}}))

@@ -43,10 +43,12 @@ class Key:
                 raise ConfigError(f"the key file {self._file} (key_file of {self._where}) is missing or empty")
         elif self._name and not os.environ.get(self._name):
             raise ConfigError(f"the environment variable {self._name} (key_env of {self._where}) is not set")
+        if self._file is None and not (self.value().isascii() and self.value().isprintable()):
+            raise ConfigError(f"the key in {self._name} (key_env of {self._where}) has characters that no key has")
 
     def value(self) -> str:
         if self._file is None:
-            return os.environ.get(self._name, "") if self._name else ""
+            return os.environ.get(self._name, "").strip() if self._name else ""
         now = time.monotonic()
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now

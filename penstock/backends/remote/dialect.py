@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.backends.remote.chunk import Chunk, EmbeddingBatch, RerankScores, TokenCount
 from penstock.backends.remote.credentials import Key
-from penstock.backends.remote.failure import garbage, refusal
+from penstock.backends.remote.failure import error_details, failed_stream, garbage, refusal
 from penstock.backends.remote.features import Feature, Fit, Operation, fit
 from penstock.backends.remote.frames import Event, Frames, SseFrames
 from penstock.backends.remote.load import ServerLoad
@@ -101,6 +101,11 @@ class Dialect(ABC):
     @abstractmethod
     def reader(self, operation: Operation, body: Mapping[str, Any]) -> Reader:
         """Reads the answer to `call`."""
+
+    def whole(self, operation: Operation, body: Mapping[str, Any], data: bytes) -> Iterator[Chunk]:
+        """Reads an answer that should have been streamed and is one JSON object: an error, as a rule."""
+        said, kind = error_details(data)
+        raise failed_stream(kind or "", said or "") if said else garbage()
 
     def refusal(self, status: int, headers: Mapping[str, str], body: bytes) -> ApiError:
         """The error for a reply other than 200."""

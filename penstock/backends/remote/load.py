@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 
@@ -57,18 +58,20 @@ class LoadMetrics:
 
 
 def samples(exposition: str, names: tuple[str, ...]) -> dict[str, list[tuple[str, float]]]:
-    """The samples of some metrics by name, each with the text of its labels. Lines that are none are passed over."""
-    wanted = frozenset(names)
+    """The samples of some metrics by name, each with the text of its labels. All other lines, which are many, are not
+    looked at."""
+    text = f"\n{exposition}\n"
     found: dict[str, list[tuple[str, float]]] = {}
-    for line in exposition.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name not in wanted:
-            continue
-        labels = line[len(name) : line.rfind("}") + 1]
-        try:
-            value = float(line[len(name) + len(labels) :].split()[0])
-        except (ValueError, IndexError):
-            continue
-        if abs(value) < float("inf"):
-            found.setdefault(name, []).append((labels, value))
+    for name in names:
+        at = text.find(f"\n{name}")
+        while at >= 0:
+            end = text.find("\n", at + 1)
+            line = text[at + 1 + len(name) : end]
+            labels = line[: line.rfind("}") + 1]
+            if line.startswith(("{", " ")):
+                with suppress(ValueError, IndexError):
+                    value = float(line[len(labels) :].split()[0])
+                    if abs(value) < float("inf"):
+                        found.setdefault(name, []).append((labels, value))
+            at = text.find(f"\n{name}", end)
     return found

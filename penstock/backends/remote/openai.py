@@ -7,7 +7,7 @@ this by default; it refuses itself what it does not know.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ from penstock.backends.remote.features import Feature, Operation
 from penstock.backends.remote.frames import Event
 from penstock.protocol.errors import EngineUnavailable
 
+T = TypeVar("T")
 PATHS: Mapping[Operation, str] = {"chat": "/chat/completions", "completions": "/completions"}
 
 
@@ -72,6 +73,24 @@ _chat = msgspec.json.Decoder(WireChunk)
 _text = msgspec.json.Decoder(TextChunk)
 
 
+def _decoded(decoder: msgspec.json.Decoder[T], data: bytes) -> T:
+    """A chunk; of one that is not quite as it should be, what there is: fields that are null count as left out, and
+    numbers may be text."""
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        try:
+            return msgspec.convert(_without_null(json_object(data)), decoder.type, strict=False)
+        except msgspec.ValidationError as error:
+            raise garbage() from error
+
+
+def _without_null(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {name: _without_null(value) for name, value in found.items() if value is not None}
+    return [_without_null(value) for value in found] if isinstance(found, list) else found
+
+
 class ChatReader(Reader):
     """Chunks of a chat completion."""
 
@@ -79,10 +98,7 @@ class ChatReader(Reader):
         if event.data == b"[DONE]":
             self.done = True
             return
-        try:
-            chunk = _chat.decode(event.data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise garbage() from error
+        chunk = _decoded(_chat, event.data)
         if chunk.error is not None or event.kind == "error":
             raise stream_error(chunk.error)
         for choice in chunk.choices:
@@ -98,10 +114,7 @@ class TextReader(Reader):
         if event.data == b"[DONE]":
             self.done = True
             return
-        try:
-            chunk = _text.decode(event.data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise garbage() from error
+        chunk = _decoded(_text, event.data)
         if chunk.error is not None or event.kind == "error":
             raise stream_error(chunk.error)
         prompt = next((choice.prompt_token_ids for choice in chunk.choices if choice.prompt_token_ids), None)
@@ -196,6 +209,19 @@ class OpenAI(Dialect):
 
     def reader(self, operation: Operation, body: Mapping[str, Any]) -> Reader:
         return ChatReader() if operation == "chat" else TextReader()
+
+    def whole(self, operation: Operation, body: Mapping[str, Any], data: bytes) -> Iterator[Chunk]:
+        """The answer in one piece: its message is a delta that has everything."""
+        sent = json_object(data)
+        try:
+            for choice in sent.get("choices") or ():
+                if "message" in choice:
+                    choice["delta"] = choice.pop("message")
+                    for index, call in enumerate(choice["delta"].get("tool_calls") or ()):
+                        call["index"] = index
+        except (TypeError, AttributeError) as error:
+            raise garbage() from error
+        return self.reader(operation, body).read(Event("", encode(sent)))
 
     def embed_call(self, texts: Sequence[str], dimensions: int | None = None) -> Call:
         body: dict[str, Any] = {"model": self.upstream.model, "input": list(texts), "encoding_format": "float"}

@@ -7,11 +7,12 @@ stops early closes the connection, which tells the server to stop.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -20,6 +21,7 @@ from penstock.backends.remote.dialect import Call, Dialect
 from penstock.backends.remote.dialects import make_dialect
 from penstock.backends.remote.failure import ServerOverloaded
 from penstock.backends.remote.features import Feature, Fit, Operation
+from penstock.backends.remote.frames import SseFrames
 from penstock.backends.remote.load import ServerLoad
 from penstock.backends.remote.rate_limit import RateLimits
 from penstock.backends.remote.upstream import Upstream
@@ -31,8 +33,29 @@ CONNECT_S = 5.0
 CHECK_S = 5.0
 BYTES_PER_TOKEN = 5
 """Of a request's body, for limits on tokens until the server has counted them."""
-MOST_METRICS = 8 * 2**20
-"""Bytes of metrics that are read."""
+INLINE = 32 * 1024
+LARGEST = 64 * 2**20
+"""Bytes of a reply that is not streamed."""
+LONGEST_ERROR = 64 * 1024
+"""Bytes of an error that are read."""
+
+
+class Answer(NamedTuple):
+    """A reply that is not streamed."""
+
+    status_code: int
+    headers: httpx.Headers
+    content: bytes
+
+
+async def _read(reply: httpx.Response, most: int) -> bytes:
+    """The body of a reply, cut off after `most` bytes."""
+    found = bytearray()
+    async for part in reply.aiter_bytes():
+        found += part
+        if len(found) >= most:
+            break
+    return bytes(found[:most])
 
 
 @cache
@@ -101,11 +124,16 @@ class RemoteServer:
         in_flight = self.in_flight
         try:
             reply = await self._send(call, within=CHECK_S)
-            told = reply.status_code == 200 and len(reply.content) <= MOST_METRICS
-            self.load = self.dialect.load(reply.content) if told else None
+            self.load = await self._told(reply.content) if reply.status_code == 200 else None
         except ApiError:
             self.load = None
         self.in_flight_then = in_flight
+
+    async def _told(self, content: bytes) -> ServerLoad | None:
+        """Metrics may be long; then another thread reads them."""
+        if len(content) <= INLINE:
+            return self.dialect.load(content)
+        return await asyncio.to_thread(self.dialect.load, content)
 
     @property
     def requests(self) -> int:
@@ -132,7 +160,11 @@ class RemoteServer:
             async with self._client.stream("POST", call.url, content=call.content, headers=headers) as reply:
                 self.limits.seen(reply.headers, time.monotonic())
                 if reply.status_code != 200:
-                    raise self._refusal(reply, await reply.aread())
+                    raise self._refusal(reply, await _read(reply, LONGEST_ERROR))
+                if isinstance(reader.frames, SseFrames) and "json" in reply.headers.get("content-type", ""):
+                    for chunk in self.dialect.whole(operation, body, await _read(reply, LARGEST)):
+                        yield chunk
+                    return
                 async for part in reply.aiter_bytes():
                     self._heard_at = time.monotonic()
                     for chunk in reader.push(part):
@@ -179,22 +211,22 @@ class RemoteServer:
         finally:
             self.in_flight -= 1
 
-    async def _send(
-        self, call: Call, headers: Mapping[str, str] | None = None, within: float | None = None
-    ) -> httpx.Response:
+    async def _send(self, call: Call, headers: Mapping[str, str] | None = None, within: float | None = None) -> Answer:
         assert self._client is not None
         try:
-            return await self._client.request(
+            async with self._client.stream(
                 "GET" if call.content is None else "POST",
                 call.url,
                 content=call.content,
                 headers={**self.dialect.sign(call), **(headers or {})},
                 timeout=httpx.USE_CLIENT_DEFAULT if within is None else within,
-            )
+            ) as reply:
+                most = LARGEST if reply.status_code == 200 else LONGEST_ERROR
+                return Answer(reply.status_code, reply.headers, await _read(reply, most))
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
 
-    def _refusal(self, reply: httpx.Response, body: bytes) -> ApiError:
+    def _refusal(self, reply: httpx.Response | Answer, body: bytes) -> ApiError:
         error = self.dialect.refusal(reply.status_code, reply.headers, body)
         if isinstance(error, ServerOverloaded) and error.retry_after is not None:
             self.limits.refused(error.retry_after, time.monotonic())

@@ -32,6 +32,7 @@ class PendingStep:
     logprobs: LogprobTensors | None = None
     event: CopyEvent | None = None
     """Ends the copy of the tokens to the host; None: they are there."""
+    launched_at: float = 0.0
     sampling: Callable[[], None] | None = None
     """Samples, once the hidden states are back from the last stage of a pipeline; None: that has been launched."""
 

@@ -131,6 +131,7 @@ def _assemble(
         max_model_len=part.max_model_len,
         adapters=adapters.pool if adapters is not None else None,
         batches=config.pipeline_parallel + part.backend.overlaps if pipelined else 1,
+        target_gap_s=None if config.target_gap_ms is None else config.target_gap_ms / 1e3,
     )
     runner = Runner(
         part.backend,

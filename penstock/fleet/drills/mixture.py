@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -157,10 +158,13 @@ class Mixture:
         kept = _json(await self._http.post(f"{url}/v1/files", files=file, data={"purpose": "batch"}, headers=headers))
         order = {"input_file_id": kept["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
         batch = _json(await self._http.post(f"{url}/v1/batches", json=order, headers=headers))
-        async with asyncio.timeout(_BATCH_S):
-            while batch["status"] not in ("completed", "failed", "expired", "cancelled"):
-                await asyncio.sleep(_POLL_S)
-                batch = _json(await self._http.get(f"{url}/v1/batches/{batch['id']}", headers=headers))
+        deadline = time.monotonic() + _BATCH_S
+        while batch["status"] not in ("completed", "failed", "expired", "cancelled"):
+            if time.monotonic() > deadline:
+                self.losses.other.append(f"a batch is {batch['status']} after {_BATCH_S:.0f} s")
+                return
+            await asyncio.sleep(_POLL_S)
+            batch = _json(await self._http.get(f"{url}/v1/batches/{batch['id']}", headers=headers))
         if batch["status"] != "completed":
             self.losses.other.append(f"a batch is {batch['status']}: {batch.get('errors')}")
             return

@@ -23,6 +23,7 @@ ENCODER = "minilm"
 SAMPLE_S = 5.0
 _PAUSE_S = 0.2
 _ENCODER_S = 180.0
+_STALL_S = 120.0
 
 
 @dataclass
@@ -65,6 +66,7 @@ async def soak(fleet: ThrowAway, minutes: float, streams: int, tell: Callable[[s
     load = Load(fleet.urls, fleet.keys, fleet.model_name, streams=streams, tokens=150, prefix=prefix, pause_s=_PAUSE_S)
     mixture = Mixture(fleet.urls, fleet.keys[0], fleet.batch_key, fleet.model_name, encoder, prefix)
     processes = Processes()
+    stall = Stall()
     try:
         await load.learn()
         load.start()
@@ -73,6 +75,8 @@ async def soak(fleet: ThrowAway, minutes: float, streams: int, tell: Callable[[s
             processes.sample(elapsed, [(machine.name, machine.pid) for machine in fleet.machines])
             load.check_alive()
             mixture.check_alive()
+            if stall.lasts(load.done, elapsed):
+                raise DrillError(_why(fleet, load, elapsed))
             tell(
                 f"{elapsed / 60:.1f} of {minutes:g} min, {load.done:,} streams, {sum(mixture.counts.values()):,} others"
             )
@@ -83,6 +87,28 @@ async def soak(fleet: ThrowAway, minutes: float, streams: int, tell: Callable[[s
         return await _judge(fleet, load, mixture, processes, begun, minutes, prefix)
     finally:
         await asyncio.gather(load.close(), mixture.close())
+
+
+class Stall:
+    """Notices that no stream comes to its end any more."""
+
+    def __init__(self) -> None:
+        self._done, self._since = -1, 0.0
+
+    def lasts(self, done: int, elapsed: float) -> bool:
+        if done != self._done:
+            self._done, self._since = done, elapsed
+        return elapsed - self._since > _STALL_S
+
+
+def _why(fleet: ThrowAway, load: Load, elapsed: float) -> str:
+    """What the clients that wait were told, and the last words of every process."""
+    said = [f"no stream has ended for {_STALL_S:.0f} s, {elapsed / 60:.1f} minutes into the soak"]
+    said += [f"{stream.name}: {stream.problem or 'it waits'}" for stream in load.open.values()]
+    services = [service for service in (fleet.redis, fleet.postgres) if service is not None]
+    for program in [*services, *fleet.programs()]:
+        said += [f"--- {program.name}, {'running' if program.running else 'ended'}", *program.tail().splitlines()[-8:]]
+    return "\n".join(said)
 
 
 async def _wake_encoders(fleet: ThrowAway, tell: Callable[[str], None]) -> None:

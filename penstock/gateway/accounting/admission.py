@@ -11,6 +11,7 @@ from penstock.config.routing import AdmissionConfig
 from penstock.config.schema import TierConfig
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.quotas import Reservation
+from penstock.gateway.accounting.targets import ttft_target
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 from penstock.protocol.errors import InvalidRequest
@@ -27,6 +28,8 @@ DOWNGRADE = "downgrade"
 """Why another model answers (`x-penstock-route`)."""
 LINE_PRIORITY = 2
 """Priority in the engine of lines of batches: after every request that a client waits for."""
+SHADOW_PRIORITY = LINE_PRIORITY + 1
+"""Of shadow requests: after batches too."""
 MOST_LATER = 16
 """How far the `priority` of a request can lower it: each step is as if it had arrived half a minute later."""
 _NO_TIER = TierConfig()
@@ -103,6 +106,8 @@ class Admissions:
     def priority(self, exchange: Exchange, service_tier: str | None, asked: int | None = None) -> int:
         """Priority in the engine, smaller first: the class of the caller's tier, or a lower one that the request asks
         for. `asked`: the request's `priority`, 0 for the usual one; a smaller one counts only without keys."""
+        if exchange.shadow:
+            return SHADOW_PRIORITY
         later = min(max(asked or 0, 0), MOST_LATER)
         if batch_line(exchange) is not None:
             return LINE_PRIORITY + later
@@ -166,7 +171,7 @@ class Admissions:
                 budget_left=1.0 if reservation is None else reservation.left,
                 tier=caller.tier,
                 placement=demand.placement,
-                max_wait_s=_patience(exchange),
+                max_wait_s=ttft_target(exchange),
             )
         )
 
@@ -222,17 +227,3 @@ class Admissions:
 def _rank(priority: int) -> int:
     """The class of a priority in the engine."""
     return min(max(priority + 1, PREMIUM), BATCH)
-
-
-def _patience(exchange: Exchange) -> float | None:
-    """The longest time to the first token that is of use to the client (`x-slo-ttft-ms`)."""
-    sent = exchange.header(b"x-slo-ttft-ms")
-    if sent is None:
-        return None
-    try:
-        milliseconds = float(sent)
-    except ValueError:
-        milliseconds = 0.0
-    if not 0 < milliseconds < float("inf"):
-        raise InvalidRequest("The header x-slo-ttft-ms must be a number above 0.", param="x-slo-ttft-ms")
-    return milliseconds / 1000.0

@@ -19,7 +19,9 @@ def route_name(why: str) -> str:
 
 def route_arm(why: str) -> str:
     """Of a request that named a route: `control` if it is in the control group, `off` if the route is switched off,
-    otherwise `routed`. Empty for all others."""
+    otherwise `routed`. Of one whose model an experiment chose: its arm. Empty for all others."""
+    if arm := why.partition("; arm=")[2]:
+        return arm
     rule = why.partition("; rule=")[2].partition(";")[0]
     return "" if not rule else rule if rule in ("control", "off") else "routed"
 

@@ -47,6 +47,9 @@ RETRY_S = 1.0
 """How soon a heartbeat that failed is tried again."""
 MOST_ASKED = 500
 _FEATURE_LENGTH = 64
+SHADOW = "shadow"
+SHADOW_TENANT = "(shadow)"
+"""Who the ledger charges for shadow requests: no tenant can have this name."""
 _USER_LENGTH = 256
 
 
@@ -303,10 +306,10 @@ class Accounts:
             request_id=exchange.request_id,
             gateway=self.gateway,
             opened_at=time.time(),
-            tenant=caller.tenant,
-            user=_storable(record.user_id or ""),
-            key=caller.key,
-            feature=_storable(feature or named)[:_FEATURE_LENGTH],
+            tenant=SHADOW_TENANT if exchange.shadow else caller.tenant,
+            user="" if exchange.shadow else _storable(record.user_id or ""),
+            key="" if exchange.shadow else caller.key,
+            feature=SHADOW if exchange.shadow else _storable(feature or named)[:_FEATURE_LENGTH],
             model=model.base_name,
             adapter=model.adapter,
             tier=caller.tier,
@@ -316,6 +319,7 @@ class Accounts:
             price_cached=price.cached,
             price_output=price.output,
             selection=_storable(f"{route_name(why)}/{route_arm(why)}"),
+            experiment=_storable(record.experiment or ""),
         )
         if in_batch:
             return LineAccount(self.journal, charge, generation, self._metrics)

@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.config.schema import LimitConfig, TierConfig
 from penstock.gateway.accounting.batch_line import batch_line
-from penstock.gateway.accounting.metered import FixedWork, Metered, ModelName
+from penstock.gateway.accounting.metered import FixedWork, Metered, ModelName, NamedModel
 from penstock.gateway.accounting.request_limits import RequestLimits
 from penstock.gateway.app.dialects import Dialect
 from penstock.gateway.app.exchange import Exchange
@@ -55,6 +55,14 @@ class Reservation:
     percent: int
     left: float = 1.0
     """Share of the tightest limit that is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetLeft:
+    """What is left of a budget, in nanodollars."""
+
+    remaining: int
+    most: int
 
 
 @dataclass(slots=True)
@@ -182,6 +190,21 @@ class Quotas:
     async def close(self) -> None:
         await self._store.close()
 
+    def cost(self, exchange: Exchange, model: NamedModel, usage: Usage) -> int:
+        """What the caller pays for so many tokens, in nanodollars."""
+        price = self._prices.price(model.base_name, model.adapter, exchange.caller.tier)
+        percent = self._prices.percent(price, exchange.caller.tier, batch=batch_line(exchange) is not None)
+        return price.cost(usage, percent=percent)
+
+    async def budget_left(self, exchange: Exchange, model: str) -> BudgetLeft | None:
+        """The tightest budget that a request to `model` counts against, in nanodollars; None: there is none."""
+        limits = self.limits_of(exchange, FixedWork(ModelName(model), 1))
+        budgets = [limit for limit in limits if limit.metric == "budget"]
+        if not budgets:
+            return None
+        states = await self._store.states(budgets)
+        return min((BudgetLeft(state.remaining, state.limit.most) for state in states), key=lambda left: left.remaining)
+
     def pricing(self, caller: Caller, model: str, adapter: str = "") -> dict[str, float]:
         """What the caller pays for a model, in dollars per million tokens."""
         price = self._prices.price(model, adapter, caller.tier)
@@ -219,6 +242,8 @@ class Quotas:
 
     def limits_of(self, exchange: Exchange, generation: Metered) -> list[Limit]:
         """Everything that limits this request."""
+        if exchange.shadow:
+            return []
         caller, model = exchange.caller, generation.model.base_name
         user = exchange.record.user_id or ""
         found: list[Limit] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.gateway.api.admin.adapters import AdapterEndpoints, AdapterLoadRequest, AdapterPinRequest
+from penstock.gateway.api.admin.experiments import ExperimentEndpoints, Promotion, Rollback
 from penstock.gateway.api.admin.fleet import FleetEndpoints, LeaveRequest
 from penstock.gateway.api.admin.identity import IdentityEndpoints, KeyChange, KeyRequest, TenantChange, TenantRequest
 from penstock.gateway.api.admin.models import ModelAdminEndpoints, ModelLoadRequest
@@ -163,6 +164,40 @@ ADMIN = (
         "Turn a route off or on, or change its share.",
         "Admin",
         RouteSwitch,
+        scope="admin",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/admin/experiments",
+        ExperimentEndpoints.list_experiments,
+        "The arms of every experiment.",
+        "Admin",
+        scope="admin",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/admin/experiments/{experiment:path}",
+        ExperimentEndpoints.show_experiment,
+        "The arms of an experiment, side by side.",
+        "Admin",
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/admin/experiments/{experiment:path}/promote",
+        ExperimentEndpoints.promote_arm,
+        "Give a canary more of the requests, or all.",
+        "Admin",
+        Promotion,
+        scope="admin",
+    ),
+    Endpoint(
+        "POST",
+        "/v1/admin/experiments/{experiment:path}/rollback",
+        ExperimentEndpoints.roll_back_arm,
+        "Give a canary no more requests.",
+        "Admin",
+        Rollback,
         scope="admin",
     ),
     Endpoint(

@@ -68,9 +68,11 @@ class Exchange:
         "_receive",
         "_send",
         "_watcher",
+        "arms",
         "body_read",
         "body_size",
         "caller",
+        "continues",
         "decisions",
         "demand",
         "dialect",
@@ -86,6 +88,8 @@ class Exchange:
         "request_id",
         "route",
         "scope",
+        "session",
+        "shadow",
         "stalled_reader_s",
         "started_at",
         "status",
@@ -132,10 +136,40 @@ class Exchange:
         self.ignored: list[str] = []
         """Parameters that were ignored; those beyond are counted in `ignored_more`."""
         self.ignored_more = 0
+        self.session = (self.header(b"x-session-id") or b"").decode("latin-1")[:256]
+        """The session or stored conversation that the request belongs to, if it says so."""
+        self.arms: dict[str, str] = {}
+        """By experiment, the arm of that conversation."""
+        self.continues = ""
+        """The id of an earlier response that the request goes on with."""
+        self.shadow = False
+        """A copy of a client's request, whose answer nobody sees and nobody pays for."""
         self.limit_scopes: dict[str, str] = {}
         """Whose the limits are that may end the answer: `x-penstock-limit-scope` by `x-penstock-limit`."""
         self.record = RequestRecord(self.request_id, self.path, time.time())
         self.timeline = Timeline(self.record, self.started_at)
+
+    def copied(self) -> Exchange:
+        """A shadow of this request: the same caller and headers, and nobody who reads the answer."""
+        kept = ("type", "http_version", "method", "path", "path_params", "query_string", "headers")
+        scope = {name: self.scope[name] for name in kept if name in self.scope}
+        scope[ON_DISCONNECT] = lambda callback: None
+        copy = Exchange(
+            scope,
+            _nothing,
+            _discarded,
+            stalled_reader_s=self.stalled_reader_s,
+            receive_s=self.receive_s,
+            bodies=self._bodies,
+            refuses_unknown=False,
+        )
+        copy.shadow = copy.body_read = True
+        copy.demand = self.demand
+        copy.caller, copy.route, copy.dialect, copy.body_size = self.caller, self.route, self.dialect, self.body_size
+        copy.request_id = copy.record.request_id = self.request_id
+        copy.record.route, copy.record.tenant = self.record.route, self.record.tenant
+        copy.record.user_id, copy.record.metadata = self.record.user_id, self.record.metadata
+        return copy
 
     def header(self, name: bytes) -> bytes | None:
         return self._given.get(name)
@@ -339,6 +373,14 @@ class Exchange:
 
 class StalledReader(ClientDisconnected):
     """The client keeps its connection open but has not read anything for too long."""
+
+
+async def _nothing() -> Message:
+    return {"type": "http.request", "body": b"", "more_body": False}
+
+
+async def _discarded(message: Message) -> None:
+    return
 
 
 async def _within(seconds: float, work: Awaitable[T]) -> T:

@@ -17,6 +17,7 @@ import msgspec
 from penstock.config.context import ConversationsConfig
 from penstock.conversations import HeldConversation, Message, Owner, SessionBusy, Sessions
 from penstock.conversations.conversation import Overflow, leading_system
+from penstock.conversations.summaries import with_notes
 from penstock.conversations.window import fit_turns
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.summary import ConversationPrompt, Rendered, Summariser
@@ -29,7 +30,7 @@ from penstock.gateway.generation.prompt import ChatPrompt, MessagePrompt
 from penstock.gateway.generation.schemas import NamedConversation
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.tokenization import Tokenization
-from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
+from penstock.gateway.generation.turn import STATELESS, ReplayedTurn, Turn, TurnInput
 from penstock.protocol.errors import ConversationBusy, InvalidRequest, ServiceUnavailable
 from penstock.routing.registry import ServedModel
 from penstock.routing.remotes import RemoteModel
@@ -99,12 +100,16 @@ class StoredConversations:
         id, overflow = _named(sent, conversation)
         if choices > 1:
             raise InvalidRequest("A conversation goes on with one answer; `n` must be 1.", param="n")
-        return self._turn(owner_of(exchange), id, overflow or self.config.overflow, keep_system)
+        exchange.session = id
+        return self._turn(exchange, owner_of(exchange), id, overflow or self.config.overflow, keep_system)
 
     @asynccontextmanager
-    async def _turn(self, owner: Owner, id: str, overflow: Overflow, keep_system: bool) -> AsyncIterator[Turn]:
+    async def _turn(
+        self, exchange: Exchange, owner: Owner, id: str, overflow: Overflow, keep_system: bool
+    ) -> AsyncIterator[Turn]:
         try:
             async with self.sessions.turn(owner, id) as held:
+                exchange.arms = held.conversation.arms
                 yield StoredTurn(self, held, overflow, keep_system=keep_system)
         except SessionBusy as busy:
             raise ConversationBusy(f"The conversation `{id}` is busy: {busy}; send this one again.") from busy
@@ -189,6 +194,9 @@ class StoredTurn:
         self._set_header(attempt.exchange)
         return rendered
 
+    def replayed(self) -> Turn:
+        return ReplayedTurn([*with_notes(self._system, self._summary), *self._draft.since(self._start)])
+
     def recorder(self, attempt: Attempt, generation: Generation) -> StoredTurnRecorder:
         return StoredTurnRecorder(attempt, generation, self)
 
@@ -220,6 +228,8 @@ class StoredTurn:
         """Store the turn with its answer; the next one may begin."""
         conversations, held = self._conversations, self.held
         conversation = msgspec.structs.replace(self._draft.followed_by(said), start=self._start, room=self._room)
+        if attempt.exchange.arms != conversation.arms:
+            conversation = msgspec.structs.replace(conversation, arms=attempt.exchange.arms)
         try:
             if not await conversations.sessions.commit(held, conversation):
                 return

@@ -12,6 +12,7 @@ from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.attribution import note_model
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.resumption import Resumption
+from penstock.gateway.generation.trial import Trial
 from penstock.routing.registry import AnsweringModel
 
 
@@ -24,7 +25,7 @@ class Attempt:
 
     __slots__ = (
         *("_headers", "_release", "exchange", "has_fallback", "ids", "is_fallback", "model", "reason"),
-        *("committed", "resumption", "route"),
+        *("committed", "resumption", "route", "trial"),
     )
 
     def __init__(
@@ -36,6 +37,7 @@ class Attempt:
         reason: str = "",
         is_fallback: bool = False,
         has_fallback: bool = False,
+        trial: Trial | None = None,
     ) -> None:
         self.exchange = exchange
         self.model = model
@@ -44,6 +46,8 @@ class Attempt:
         self.route = ""
         self.resumption: Resumption | None = None
         """Set where the client may resume the stream, or does."""
+        self.trial = trial
+        """Its part in an experiment; none where it is not the arm that answers."""
         self.is_fallback = is_fallback
         self.has_fallback = has_fallback
         self.committed = False

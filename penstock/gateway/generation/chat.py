@@ -15,6 +15,7 @@ from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import Message, template_messages
+from penstock.gateway.generation.cost_limit import within_cost
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt import ChatPrompt
@@ -72,6 +73,11 @@ class ChatGenerations(GenerationFactory):
 
         `following`: what the assistant and tools have said since the request's messages.
         """
+        if attempt.trial is not None and attempt.trial.wants_again:
+            asked = request
+            attempt.trial.again = lambda other: self.make(
+                other, msgspec.structs.replace(asked, model=other.model), limit, turn.replayed(), following
+            )
         request = with_response_format(request)
         check_tools(request)
         name = self.registry.base_name(request.model)
@@ -209,6 +215,7 @@ class ChatGenerations(GenerationFactory):
         check_prompt_scores(request, len(tokens), 1)
         placement = self.place(exchange, model, priority, len(tokens), limit)
         context = placement.window or info.max_model_len
+        limit = within_cost(self.quotas, exchange, model, len(tokens), limit, request.n or 1)
         params = fit(params, len(tokens), limit, context, "messages", quota)
         if request.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=request.prompt_logprobs)
@@ -237,7 +244,7 @@ class ChatGenerations(GenerationFactory):
             # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
             plain = request.response_format is None or isinstance(request.response_format, TextFormat)
             generation.cite(sources, attribute=plain and toolbox is None and not request.logprobs)
-        self.grader.sample(generation, messages)
+        self.grader.sample(attempt, generation, messages)
         return generation
 
 

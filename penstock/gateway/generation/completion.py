@@ -10,6 +10,7 @@ from penstock.engine.request import EngineInfo
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.cost_limit import within_cost
 from penstock.gateway.generation.engine import EngineGeneration
 from penstock.gateway.generation.factory import GenerationFactory
 from penstock.gateway.generation.prompt_options import kept_tokens
@@ -53,6 +54,9 @@ class CompletionGenerations(GenerationFactory):
         prompt_only: bool,
     ) -> Generation:
         """The generation that continues `prompts`. `prompt_only`: nothing is generated, only the prompt is shown."""
+        if attempt.trial is not None and attempt.trial.wants_again:
+            asked = request
+            attempt.trial.again = lambda other: self.make(other, asked, prompts, limit, prompt_only=prompt_only)
         request = with_response_format(request)
         exchange, name = attempt.exchange, self.registry.base_name(attempt.model)
         made = max(request.best_of or 1, request.n or 1)
@@ -94,7 +98,7 @@ class CompletionGenerations(GenerationFactory):
         last = kept_tokens(request.truncate_prompt_tokens, window, limit)
         suffix = request.suffix or ""
         tokenized = []
-        longest, placement = 0, ANYWHERE
+        total, longest, placement = 0, 0, ANYWHERE
         async with self.quotas.text_work(exchange, model.base_name, sum(map(len, prompts)) + len(suffix)):
             if suffix:
                 check_size(model, len(suffix), window, "suffix", quota)
@@ -111,6 +115,8 @@ class CompletionGenerations(GenerationFactory):
                 longest = max(longest, len(tokens))
                 placement = self.place(exchange, model, priority, longest, limit)
                 context = placement.window or info.max_model_len
+                total += len(tokens)
+                within_cost(self.quotas, exchange, model, total, limit, made * len(prompts))
                 fitted = fit(params, len(tokens), limit, context, "prompt", quota)
                 choices = choice_params(fitted, made, score_once=echoed is None)
                 tokenized.append(TokenPrompt(tokens, choices, shown))

@@ -19,16 +19,21 @@ from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
+from penstock.gateway.generation.experiments import Experiments
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.question import Question
+from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.stages import ContentFilter
+from penstock.gateway.generation.trial import SERVER_FAULT, Trial
 from penstock.protocol.errors import (
     ApiError,
     DataRuleForbids,
     EngineUnavailable,
     InvalidRequest,
+    NotFound,
     Overloaded,
+    RequestTimeout,
     ServerError,
 )
 from penstock.routing.registry import ModelRegistry
@@ -47,29 +52,49 @@ Link = tuple[str, str]
 
 
 class _Run:
-    """One request on its way through the chain. `alone`: no other model could answer it."""
+    """One request on its way through the chain. `alone`: no other model could answer it. `trial`: the part in an
+    experiment of the model itself, which its fallbacks have not. `backed`: the control answers if the chain fails."""
 
-    __slots__ = ("_chosen", "_ids", "alone", "answer", "exchange")
+    __slots__ = ("_chosen", "_ids", "alone", "answer", "backed", "exchange", "last", "trial")
 
-    def __init__(self, exchange: Exchange, ids: AnswerIds, answer: Answer, chosen: str, *, alone: bool) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        ids: AnswerIds,
+        answer: Answer,
+        chosen: str,
+        trial: Trial | None = None,
+        *,
+        backed: bool = False,
+    ) -> None:
         self.exchange = exchange
         self.answer = answer
-        self.alone = alone
+        self.alone = False
+        self.trial = trial
+        self.backed = backed
+        self.last: Attempt | None = None
         self._ids = ids
         self._chosen = chosen
 
     def attempt(self, link: Link, *, patient: bool = False) -> Attempt:
         """`patient`: nobody else can answer, so that it waits for an engine that is away."""
         name, why = link
-        has_fallback = not (patient or self.alone)
-        return Attempt(
+        self.last = Attempt(
             self.exchange,
             name,
             self._ids,
             reason=why or self._chosen,
             is_fallback=bool(why),
-            has_fallback=has_fallback,
+            has_fallback=self.backed or not (patient or self.alone),
+            trial=None if why else self.trial,
         )
+        return self.last
+
+    def may_go_on(self, error: ApiError) -> bool:
+        """Whether the control may answer what a canary did not."""
+        if self.exchange.response_started or (self.last is not None and self.last.committed):
+            return False
+        return error.status >= SERVER_FAULT or isinstance(error, InvalidRequest | NotFound | RequestTimeout)
 
 
 class FallbackChain:
@@ -80,6 +105,8 @@ class FallbackChain:
         registry: ModelRegistry,
         permissions: Permissions,
         routes: Routes,
+        experiments: Experiments,
+        shadows: Shadows,
         admissions: Admissions,
         content_filter: ContentFilter,
         metrics: Metrics,
@@ -88,6 +115,8 @@ class FallbackChain:
         self._registry = registry
         self._permissions = permissions
         self._routes = routes
+        self._experiments = experiments
+        self._shadows = shadows
         self._admissions = admissions
         self._content_filter = content_filter
         self._metrics = metrics
@@ -95,12 +124,62 @@ class FallbackChain:
 
     async def answer(self, exchange: Exchange, model: str, answer: Answer, question: Callable[[], Question]) -> None:
         """Call `answer` with `model`, or with its fallbacks while it fails. Where `model` is a route, `question`
-        decides which model it leads to."""
+        decides which model it leads to; where its traffic is split, an experiment does."""
         self._permissions.check_exists(exchange, model)
         await self._content_filter.mark(exchange, lambda: question().read)
+        asked, (model, trial) = model, await self._experiments.assign(exchange, model)
         model, chosen = await self._routes.choose(model, exchange, question)
-        chain = self._permitted(exchange, self._registry.chain(model, self._admissions.waiting))
-        run = _Run(exchange, AnswerIds(exchange), answer, chosen, alone=len(chain) == 1)
+        if trial is None:
+            model, trial = await self._experiments.assign(exchange, model)
+        if model != asked and not chosen and not self._permissions.exists(exchange.caller, model):
+            raise self._permissions.unknown(exchange.caller, asked)
+        if trial is None:
+            await self._ask(_Run(exchange, AnswerIds(exchange), answer, chosen), model)
+        else:
+            await self._experiment(exchange, model, chosen or trial.label, answer, question, trial)
+
+    async def _experiment(
+        self,
+        exchange: Exchange,
+        model: str,
+        chosen: str,
+        answer: Answer,
+        question: Callable[[], Question],
+        trial: Trial,
+    ) -> None:
+        """Ask the arm of an experiment, and the control if a canary fails before its first token."""
+        ids, backup = AnswerIds(exchange), self._experiments.fallback(trial)
+        run = _Run(exchange, ids, answer, chosen, trial, backed=backup is not None)
+        try:
+            await self._ask(run, model)
+        except ApiError as error:
+            if backup is None or not run.may_go_on(error):
+                trial.failed(exchange, error)
+                raise
+            failure = error
+        except BaseException as error:
+            trial.failed(exchange, error)
+            raise
+        else:
+            trial.diverted()
+            self._shadows.submit(exchange, trial)
+            return
+        if run.last is not None:
+            self._note(run.last, backup, failure)
+            run.last.withdraw()
+        try:
+            model, _ = await self._routes.choose(backup, exchange, question)
+            await self._ask(_Run(exchange, ids, answer, f"fallback; {trial.label}"), model)
+        except BaseException:
+            # What the control refuses too was wrong; it says nothing about the canary.
+            trial.failed(exchange, failure)
+            raise
+        trial.failed(exchange, failure, control_serves=True)
+
+    async def _ask(self, run: _Run, model: str) -> None:
+        """Ask a model and its fallbacks."""
+        chain = self._permitted(run.exchange, self._registry.chain(model, self._admissions.waiting))
+        run.alone = len(chain) == 1
         failed: dict[Link, ApiError] = {}
         for place, link in enumerate(chain):
             attempt = run.attempt(link)
@@ -117,8 +196,12 @@ class FallbackChain:
         """Have one model answer; returns why it did not, if another may."""
         try:
             await run.answer(attempt)
+            if attempt.trial is not None:
+                attempt.trial.answered(attempt.exchange)
             return None
         except (EngineUnavailable, Overloaded, ServerError, DataRuleForbids) as error:
+            if attempt.trial is not None:
+                attempt.trial.failed(attempt.exchange, error)
             # A data rule: what was found for the request, or said in it, must not get to this model.
             if attempt.exchange.response_started or attempt.committed or run.alone:
                 raise
@@ -137,7 +220,7 @@ class FallbackChain:
         own = next((link for link in failed if not link[1]), None)
         first = next(iter(failed.values())) if own is None else failed[own]
         # What the model itself failed would fail again; without a fallback that would be the answer too.
-        if not away or (own is not None and own not in away and not isinstance(first, DataRuleForbids)):
+        if run.backed or not away or (own is not None and own not in away and not isinstance(first, DataRuleForbids)):
             raise first
         log.info("a request waits", extra={"request_id": run.exchange.request_id, "for": [name for name, _ in away]})
         if own in away and (len(away) == 1 or self._has_turns(own[0])):
@@ -167,6 +250,8 @@ class FallbackChain:
 
     def _has_turns(self, name: str) -> bool:
         """Whether a model is waited for on its own way: it takes turns with others, or a request starts it."""
+        if self._registry.remote(name) is not None:
+            return False
         model = self._registry.route(name).model
         return bool(model.time_slice) or model.on_demand
 

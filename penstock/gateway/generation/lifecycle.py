@@ -91,6 +91,8 @@ class GenerationLifecycle:
                 if ticket is not None:
                     _leave(ticket, generation)
                 _record(exchange, generation, feature)
+                if attempt.trial is not None and not feature:
+                    attempt.trial.ran(exchange.caller.tier, generation)
                 if self._record_text and (texts := generation.texts(RECORDED_CHARACTERS)) is not None:
                     timeline.texts = [*(timeline.texts or ()), *texts]
                 if account is not None and generation.left:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine.request import EngineInfo
-from penstock.gateway.accounting.admission import Admissions
+from penstock.gateway.accounting.admission import DOWNGRADE, Admissions
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.sampling import TokenLimit
@@ -41,6 +41,8 @@ class ModelAccess:
         )
         model = route.model
         attempt.note_model(name, model, route.why)
+        if route.why == DOWNGRADE:
+            attempt.trial = None  # another model answers: nothing is learned about the arm
         within = self._engine_wait_s if attempt.patient else 0.0
         info = await model.backend.wait_ready(within)
         attempt.hold(await self._slices.acquire(model, within))

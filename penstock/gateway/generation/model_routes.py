@@ -16,12 +16,15 @@ from pathlib import Path
 from penstock.config.routing import RouteConfig
 from penstock.errors import ConfigError
 from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.constraints import ModelConstraints
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.question import Question
 from penstock.protocol.errors import ApiError
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.selection.classifier import Classifier
+from penstock.routing.selection.complexity import Complexity
+from penstock.routing.selection.prompts import Size
 from penstock.routing.selection.selector import RouteRules, select
 from penstock.storage import Database, DatabaseError
 from penstock.telemetry.route_metrics import RouteMetrics
@@ -45,18 +48,20 @@ class Routes:
         encoders: Encoders,
         metrics: RouteMetrics,
         permissions: Permissions,
+        constraints: ModelConstraints,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._encoders, self._metrics, self._clock = encoders, metrics, clock
         self._configured = {config.name: _rules(config, registry) for config in configs}
         self.rules = dict(self._configured)
-        self._permissions = permissions
+        self._permissions, self._constraints = permissions, constraints
         for rules in self._configured.values():
             permissions.add_route(rules.name, (rules.small, rules.large))
         self._classifiers = {
             config.name: Classifier.load(Path(config.classifier)) for config in configs if config.classifier
         }
+        self._scores = {config.name: Complexity.load(Path(config.score)) for config in configs if config.score}
         self._database: Database | None = None
         self._read_at = float("-inf")
 
@@ -70,21 +75,28 @@ class Routes:
         if name not in self.rules:
             return name, ""
         await self._refresh()
-        asked = question()
+        rules, asked = self.rules[name], question()
+        reading = await self._constraints.reading(exchange, rules, asked)
         selection = select(
-            self.rules[name],
+            rules,
             asked.text,
-            words=sum(len(text.split()) for text in asked.read),
+            words=reading.words,
+            tokens=reading.tokens,
             tier=exchange.caller.tier,
             wanted_tokens=asked.max_tokens or 0,
             unit=exchange.record.user_id or exchange.request_id,
             opinion=await self._opinion(name, asked.text),
+            earlier=asked.said[:-1],
+            complexity=self._scores.get(name),
         )
-        able = self._permissions.allowed(exchange, (self.rules[name].small, self.rules[name].large))
+        able = self._permissions.allowed(exchange, (rules.small, rules.large))
         if not able:
             self._permissions.check(exchange, selection.model)
         if selection.model not in able:
-            selection = dataclasses.replace(selection, model=able[0], rule="only")
+            size: Size = "small" if able[0] == rules.small else "large"
+            selection = dataclasses.replace(selection, model=able[0], size=size, rule="only", wanted=selection.rule)
+        elif len(able) > 1 and rules.enabled:
+            selection = await self._constraints.apply(exchange, rules, selection, asked, reading)
         self._metrics.decided(name, selection.model, selection.rule)
         return selection.model, selection.why(name)
 
@@ -138,7 +150,7 @@ def _rules(config: RouteConfig, registry: ModelRegistry) -> RouteRules:
     if registry.named(config.name):
         raise ConfigError(f"routes: `{config.name}` is already the name of a model")
     for name in (config.small, config.large):
-        if not registry.named(name):
+        if registry.find(name) is None:
             raise ConfigError(f"routes: `{config.name}` leads to `{name}`, but no model is called that")
     tiers = {**dict.fromkeys(config.small_tiers, "small"), **dict.fromkeys(config.large_tiers, "large")}
     return RouteRules(
@@ -147,8 +159,12 @@ def _rules(config: RouteConfig, registry: ModelRegistry) -> RouteRules:
         config.large,
         config.default,
         config.threshold,
+        config.unsure,
         config.long_words,
+        config.long_tokens,
         tiers,  # type: ignore[arg-type]
         config.share,
         config.enabled,
+        config.target_ttft_ms,
+        config.budget_reserve,
     )

@@ -15,6 +15,7 @@ from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat import ChatGenerations
 from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.completion import CompletionGenerations
+from penstock.gateway.generation.experiments import Experiments
 from penstock.gateway.generation.fallback import FallbackChain
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_access import ModelAccess
@@ -29,6 +30,7 @@ from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.resumption import EventNumbers
 from penstock.gateway.generation.schemas import ChatRequest
 from penstock.gateway.generation.settings import GenerationSettings
+from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.sources import SourceSearch
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
 from penstock.gateway.generation.tokenization import Tokenization
@@ -48,6 +50,8 @@ class GenerationPipeline:
         registry: ModelRegistry,
         permissions: Permissions,
         routes: Routes,
+        experiments: Experiments,
+        shadows: Shadows,
         slices: TimeSlices,
         admissions: Admissions,
         quotas: Quotas,
@@ -76,7 +80,15 @@ class GenerationPipeline:
         self._background = background
         models = ModelAccess(registry, permissions, admissions, slices, settings.engine_wait_s)
         self.answer = FallbackChain(
-            registry, permissions, routes, admissions, content_filter, metrics, settings.engine_wait_s
+            registry,
+            permissions,
+            routes,
+            experiments,
+            shadows,
+            admissions,
+            content_filter,
+            metrics,
+            settings.engine_wait_s,
         ).answer
         remotes = RemoteGenerations(
             settings=settings,

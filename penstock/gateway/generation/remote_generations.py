@@ -15,6 +15,7 @@ from typing import Any
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import Message
+from penstock.gateway.generation.cost_limit import within_cost
 from penstock.gateway.generation.prompt import MessagePrompt
 from penstock.gateway.generation.prompt_options import prompt_options
 from penstock.gateway.generation.remote import RemoteGeneration, RemoteSpec
@@ -129,7 +130,9 @@ class RemoteGenerations:
                 sources = found = await pending.result(prompt.count, turn.source_room(room, window))
             await self.content_filter.mark(exchange, lambda: list(found.texts().values()))
         said = await turn.messages(attempt, prompt, TurnInput(messages, following, window, limit, sources))
-        fits = self._room(attempt, model, await prompt.measured(said), limit, "messages", exact=prompt.exact)
+        length = await prompt.measured(said)
+        limit = within_cost(self.quotas, exchange, model, length, limit, request.n or 1)
+        fits = self._room(attempt, model, length, limit, "messages", exact=prompt.exact)
         body = chat_body(exchange, request, said)
         stops, here = self._stops(request)
         comparable = not (turn.stored or following or sources or request.return_token_ids)
@@ -150,7 +153,7 @@ class RemoteGenerations:
             # Nothing is added to text that has to be parsed, or whose tokens are shown one by one.
             plain = request.response_format is None or isinstance(request.response_format, TextFormat)
             generation.cite(sources, attribute=plain and not tools and not request.logprobs)
-        self.grader.sample(generation, messages)
+        self.grader.sample(attempt, generation, messages)
         return generation
 
     async def completion(
@@ -187,6 +190,7 @@ class RemoteGenerations:
                 base["suffix"] = await self.content_filter.prompt(exchange, request.suffix)
             for prompt in prompts:
                 given, text, length = await self._given(attempt, model, counter, prompt)
+                within_cost(self.quotas, exchange, model, total + length, limit, made * len(prompts))
                 fits = self._room(attempt, model, length, limit, "prompt", exact=counter.exact)
                 total += fits.prompt
                 most = 0 if prompt_only else fits.answer

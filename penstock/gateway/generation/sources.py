@@ -49,4 +49,7 @@ class PendingSources(Protocol):
 class SourceSearch(Protocol):
     """Searches collections for sources."""
 
+    async def expected_tokens(self, caller: Caller, wanted: RagRequest) -> int:
+        """About how many tokens of sources a search would add to the prompt."""
+
     def begin(self, caller: Caller, wanted: RagRequest, messages: Sequence[Message]) -> PendingSources: ...

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from penstock.engine.request import Request, SamplingParams
+from penstock.gateway.accounting.targets import gap_target
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.resumption import Resumption
 from penstock.gateway.generation.schemas import TokenDetails
@@ -97,6 +98,8 @@ class GenerationSpec(Struct, frozen=True):
     seeded: bool = False
     """The client chose the seed, so the answer is the same every time."""
     cache_question: CacheQuestion | None = None
+    target_gap_s: float | None = None
+    """Seconds between tokens that prompts of other requests may not exceed; None: the engine's own target."""
     placement: Placement = ANYWHERE
     """The pools and regions that it may run in."""
 
@@ -127,6 +130,7 @@ class GenerationSpec(Struct, frozen=True):
                 affinity=self.affinity,
                 patient=self.patient,
                 timeout_s=self.time_limit_s,
+                target_gap_s=self.target_gap_s,
                 speculation=self.speculation,
                 adapter=self.model.adapter,
                 resumable_by="" if self.resumption is None else self.resumption.client,
@@ -168,6 +172,7 @@ def request_spec(
         patient=attempt.patient,
         speculation=request.speculation is not False,
         time_limit_s=settings.time_limit(exchange, model.base_name),
+        target_gap_s=gap_target(exchange),
         length_limit=length_limit,
         stops=stops,
         logprobs=logprobs,

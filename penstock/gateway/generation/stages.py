@@ -61,7 +61,7 @@ class AnswerCache(Protocol):
 class AnswerGrader(Protocol):
     """Grades a sample of answers after the client has got them."""
 
-    def sample(self, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
+    def sample(self, attempt: Attempt, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
         """Perhaps mark an answer that is about to be generated."""
 
     def submit(self, attempt: Attempt, generation: Generation) -> None:

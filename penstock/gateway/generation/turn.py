@@ -75,6 +75,9 @@ class Turn(Protocol):
     async def messages(self, attempt: Attempt, prompt: MessagePrompt, added: TurnInput) -> list[Message]:
         """The same as messages, for a model that another server runs."""
 
+    def replayed(self) -> Turn:
+        """The same prompt for another model, once this turn is over; nothing is stored of it."""
+
     def recorder(self, attempt: Attempt, generation: Generation) -> TurnRecorder: ...
 
 
@@ -110,8 +113,34 @@ class StatelessTurn:
     async def messages(self, attempt: Attempt, prompt: MessagePrompt, added: TurnInput) -> list[Message]:
         return _all(added)
 
+    def replayed(self) -> Turn:
+        return self
+
     def recorder(self, attempt: Attempt, generation: Generation) -> TurnRecorder:
         return UnstoredAnswer(generation)
+
+
+class ReplayedTurn(StatelessTurn):
+    """`prompt`: everything that the model of a stored turn was given, the messages of the request too."""
+
+    __slots__ = ("prompt",)
+
+    def __init__(self, prompt: Sequence[Message]) -> None:
+        self.prompt = prompt
+
+    @property
+    def call_ids(self) -> Collection[str]:  # type: ignore[override]
+        return {call["id"] for message in self.prompt for call in message.get("tool_calls") or ()}
+
+    async def tokens(self, attempt: Attempt, prompt: ChatPrompt, added: TurnInput) -> list[int]:
+        return await prompt.tokens(self._whole(added))
+
+    async def messages(self, attempt: Attempt, prompt: MessagePrompt, added: TurnInput) -> list[Message]:
+        return self._whole(added)
+
+    def _whole(self, added: TurnInput) -> list[Message]:
+        messages = [*self.prompt, *added.following]
+        return messages if added.sources is None else added.sources.in_prompt(messages)
 
 
 def _all(added: TurnInput) -> list[Message]:

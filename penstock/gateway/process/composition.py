@@ -20,6 +20,7 @@ from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.account import AccountEndpoints
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
+from penstock.gateway.api.admin.experiments import ExperimentEndpoints
 from penstock.gateway.api.admin.fleet import FleetEndpoints
 from penstock.gateway.api.admin.identity import IdentityEndpoints
 from penstock.gateway.api.admin.models import ModelAdminEndpoints
@@ -65,12 +66,15 @@ from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
+from penstock.gateway.generation.constraints import ModelConstraints
+from penstock.gateway.generation.experiments import Experiments
 from penstock.gateway.generation.lifecycle import GenerationLifecycle
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
 from penstock.gateway.generation.pipeline import GenerationPipeline
 from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.response_format import GrammarCache
+from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.moderation.endpoints import ModerationEndpoints
 from penstock.gateway.moderation.guardrails import Guardrails
@@ -110,6 +114,7 @@ from penstock.storage import Database, open_database
 from penstock.storage.watch import DatabaseWatch
 from penstock.telemetry.autoscale_metrics import add_autoscale_metrics
 from penstock.telemetry.encoder_metrics import EncoderMetrics
+from penstock.telemetry.experiment_metrics import ExperimentMetrics
 from penstock.telemetry.fleet_metrics import add_fleet_metrics
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
 from penstock.telemetry.metrics import EngineView, Metrics
@@ -252,7 +257,7 @@ async def compose(
         )
         closing(tools.close)
         judge: Judge | NoJudge = NoJudge()
-        if settings.judge.rate:
+        if settings.judge.rate or any(experiment.judge for experiment in settings.experiments):
             judge = Judge(
                 settings.judge,
                 settings.generation,
@@ -272,14 +277,24 @@ async def compose(
         for remote in registry.remotes.values():
             await remote.start()
             closing(remote.close)
-        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry), permissions)
-        await routes.start(database)
         downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
         admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
         metrics.waiting.add(admissions.depths, "capacity", shared=bool(settings.admission.url))
         metrics.waiting.add(partial(_without_replica, registry), "deferred")
         await admissions.start()
         closing(admissions.close)
+        source_search = CollectionSearch(knowledge)
+        constraints = ModelConstraints(registry, quotas, admissions, tokenization, source_search)
+        routes = Routes(settings.routes, registry, encoders, RouteMetrics(metrics.registry), permissions, constraints)
+        await routes.start(database)
+        experiment_metrics = ExperimentMetrics(metrics.registry)
+        experiments = Experiments(settings.experiments, registry, routes, prices, experiment_metrics, permissions)
+        await experiments.start(database)
+        closing(experiments.close)
+        if stores is not None:
+            stores.feedback.on_arm = experiments.voted
+        if isinstance(judge, Judge):
+            judge.on_arm = experiments.graded
         slices = TimeSlices(registry, settings.time_slice_s)
         slices.start()
         closing(slices.close)
@@ -334,11 +349,18 @@ async def compose(
         lifecycle = GenerationLifecycle(
             quotas, admissions, accounts, drain, background, permissions, record_text=settings.generation.record_text
         )
+        shadows = Shadows(
+            settings.experiments, registry, permissions, admissions, accounts, judge, experiments, experiment_metrics
+        )
+        shadows.start()
+        closing(shadows.close)
         pipeline = GenerationPipeline(
             settings.generation,
             registry=registry,
             permissions=permissions,
             routes=routes,
+            experiments=experiments,
+            shadows=shadows,
             slices=slices,
             admissions=admissions,
             quotas=quotas,
@@ -348,7 +370,7 @@ async def compose(
             metrics=metrics,
             background=background,
             content_filter=guardrails,
-            source_search=CollectionSearch(knowledge),
+            source_search=source_search,
             cache=cache,
             grader=judge,
             streams=streams,
@@ -402,6 +424,7 @@ async def compose(
             PlanEndpoints(registry, workers, settings.admission),
             WhatIfEndpoints(registry, limit),
             RouteEndpoints(routes, limit),
+            ExperimentEndpoints(experiments, limit),
             SleepEndpoints(registry),
             _request_log_endpoints(request_log, permissions),
             HealthEndpoints(registry, authentication, drain, checks),

@@ -184,7 +184,7 @@ def _remote(settings: GatewaySettings, remote: RemoteConfig) -> RemoteModel:
         choice=RegionChoice(settings.region, settings.routing.region_gain_s, settings.routing.region_return_s),
     )
     model.kind, model.dimensions = remote.kind, remote.dimensions
-    model.texts_per_request = remote.texts_per_request
+    model.texts_per_request, model.fallback = remote.texts_per_request, remote.fallback
     if remote.tokenizer:
         model.text = tokenizer(remote)
     return model

@@ -11,6 +11,7 @@ from penstock.config.batches import BatchesConfig
 from penstock.config.cache import CacheConfig
 from penstock.config.context import ConversationsConfig, JudgeConfig, ToolsConfig, ToolServerConfig
 from penstock.config.encoders import EncoderConfig
+from penstock.config.experiments import ExperimentConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.models import ModelConfig
@@ -192,6 +193,7 @@ class GatewaySettings:
     region: str = ""
     """Of this gateway."""
     routes: tuple[RouteConfig, ...] = ()
+    experiments: tuple[ExperimentConfig, ...] = ()
     resilience: ResilienceConfig = ResilienceConfig()  # noqa: RUF009
     admission: AdmissionConfig = AdmissionConfig()  # noqa: RUF009
     remotes: tuple[RemoteConfig, ...] = ()
@@ -309,6 +311,7 @@ class GatewaySettings:
             region=config.fleet.region,
             routing=config.routing,
             routes=config.routes,
+            experiments=config.experiments,
             resilience=config.resilience,
             admission=config.admission,
             remotes=config.remotes,

@@ -84,6 +84,8 @@ class Feedback:
         self._database = database
         self.announce: Callable[[VoteEntry], None] | None = None
         """Told of every vote, for the request log."""
+        self.on_arm: Callable[[str, str, str | None], None] | None = None
+        """Told of every vote on an answer of an experiment: its arm, the rating, and the one that it replaces."""
         self._clock = clock
         self._votes = metrics.counter(
             "penstock_feedback_total", "Votes on answers.", ("model_name", "endpoint", "route", "arm", "rating")
@@ -110,13 +112,18 @@ class Feedback:
         if match is None:
             return None
         rows = await self._database.fetch(
-            "SELECT model, adapter, user_id, selection, request_id FROM charges_opened WHERE id = ? AND tenant = ?",
+            "SELECT model, adapter, user_id, selection, request_id, experiment FROM charges_opened "
+            "WHERE id = ? AND tenant = ?",
             match[2],
             tenant,
         )
         if not rows or only_user not in (None, rows[0][2]) or not sees(rows[0][0], rows[0][1]):
             return None
-        model, adapter, _, selection, request_id = rows[0]
+        model, adapter, _, selection, request_id, experiment = rows[0]
+        before = None
+        if experiment and self.on_arm is not None:
+            earlier = await self._database.fetch("SELECT rating FROM feedback WHERE response_id = ?", response_id)
+            before = earlier[0][0] if earlier else None
         via, _, arm = selection.partition("/")
         vote = Vote(
             response_id, tenant, user, model, adapter, ROUTES[match[1]], rating, comment, self._clock(), via, arm
@@ -128,6 +135,8 @@ class Feedback:
             *msgspec.structs.astuple(vote),
         )
         self._votes.child(vote.model, vote.route, via, arm, rating).inc()
+        if experiment and self.on_arm is not None:
+            self.on_arm(experiment, rating, before)
         if self.announce is not None:
             self.announce(
                 VoteEntry(

@@ -74,12 +74,14 @@ class SampledAnswer:
     request_id: str
     tier: str = ""
     demand: Demand = NO_DEMAND
+    arm: str = ""
+    """The experiment and arm that it belongs to."""
 
 
 class NoJudge:
     """A gateway that grades no answers."""
 
-    def sample(self, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
+    def sample(self, attempt: Attempt, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
         return
 
     def submit(self, attempt: Attempt, generation: Generation) -> None:
@@ -104,6 +106,8 @@ class Judge:
     ) -> None:
         """`announce` is told of every grade, for the request log."""
         self._announce = announce
+        self.on_arm: Callable[[str, float], None] | None = None
+        """Told of every grade of an answer of an experiment: its arm, and how relevant the answer is."""
         self._config = config
         self._settings = settings
         self._registry = registry
@@ -124,9 +128,10 @@ class Judge:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    def sample(self, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
+    def sample(self, attempt: Attempt, generation: Generation, messages: Sequence[Mapping[str, Any]]) -> None:
         """Perhaps mark an answer that is about to be generated."""
-        if self._draw() >= self._config.rate:
+        rate = self._config.rate if attempt.trial is None else max(self._config.rate, attempt.trial.graded)
+        if self._draw() >= rate:
             return
         asked = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
         if asked:
@@ -154,6 +159,7 @@ class Judge:
             attempt.exchange.request_id,
             attempt.exchange.caller.tier,
             attempt.exchange.demand,
+            "" if attempt.trial is None else attempt.trial.label,
         )
         try:
             self._queue.put_nowait(sample)
@@ -176,6 +182,8 @@ class Judge:
     async def _judge(self, sample: SampledAnswer) -> None:
         relevance = await self._grade(sample, _RELEVANCE, question=sample.question, answer=sample.answer)
         self._metrics.relevance(sample.model, sample.route, relevance)
+        if sample.arm and self.on_arm is not None:
+            self.on_arm(sample.arm, relevance)
         groundedness = None
         if sample.sources:
             sources = "\n\n".join(sample.sources)

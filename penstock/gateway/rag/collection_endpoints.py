@@ -27,6 +27,7 @@ from penstock.knowledge.entities import (
     TooMany,
 )
 from penstock.protocol.errors import InvalidRequest, PermissionDenied, RateLimitExceeded
+from penstock.routing.remote_embedder import RemoteEmbedder, estimate
 
 PREFIX = "/v1/collections/"
 PAGE = 100
@@ -121,8 +122,11 @@ class CollectionEndpoints:
         request = decode(_search_request, await exchange.body(self._body_limit))
         collection, _ = await named_collection(self._knowledge, exchange)
         encoder = self._knowledge.encoder()
-        most = (await encoder.open()).max_model_len
-        tokens = sum(map(len, await encoder.tokenize([request.query], most, tenant=exchange.caller.tenant)))
+        if isinstance(encoder, RemoteEmbedder):
+            tokens = estimate([request.query])
+        else:
+            most = (await encoder.open()).max_model_len
+            tokens = sum(map(len, await encoder.tokenize([request.query], most, tenant=exchange.caller.tenant)))
         work = search(self._knowledge, collection, request.query, request)
         found = await self._encoder_work.run(exchange, encoder, 1, tokens, work)
         await exchange.reply_json(

@@ -16,12 +16,14 @@ from penstock.backends.embedder import Embedder as Encoder
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.errors import ConfigError, needs_extra
 from penstock.identity import Caller
+from penstock.identity.labels import NO_DEMAND
 from penstock.knowledge.embedder import Embedded, EmbedderFacts
 from penstock.knowledge.entities import KnowledgeError
 from penstock.knowledge.limits import LibraryLimits
 from penstock.knowledge.retrieval import Candidate, Question, Reranker, Scorer
 from penstock.protocol.errors import NotFound, ServiceUnavailable
 from penstock.routing.encoders import Encoders
+from penstock.routing.remote_embedder import RemoteEmbedder
 from penstock.storage import Database, DatabaseError
 from penstock.storage.database import default_url
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 
 OFF = "off"
 SQLITE = "sqlite:///"
+REMOTE_WINDOW = 8192
+"""Tokens of a text for an embedding model of another server, where the configuration names no window."""
 BULK = 1
 """Priority of documents at the encoder: below requests that wait for an answer."""
 
@@ -103,12 +107,17 @@ class KnowledgeLibrary:
             waiting=config.waiting_documents,
             readers=config.readers,
         )
-        reranker = CrossEncoder(self._encoders.find(config.reranker)) if config.reranker else None
+        reranker = CrossEncoder(self._encoders.any(config.reranker)) if config.reranker else None
+        embedder: EncoderEmbedder | RemoteDocumentEmbedder
+        if isinstance(encoder, RemoteEmbedder):
+            embedder = RemoteDocumentEmbedder(encoder)
+        else:
+            embedder = EncoderEmbedder(encoder)
         return await Library.open(
-            url, EncoderEmbedder(encoder), shared=self._shared, reranker=reranker, limits=limits, meter=self.metrics
+            url, embedder, shared=self._shared, reranker=reranker, limits=limits, meter=self.metrics
         )
 
-    def encoder(self) -> Encoder:
+    def encoder(self) -> Encoder | RemoteEmbedder:
         """The encoder of questions and documents."""
         found = self._encoder()
         if found is None:
@@ -117,10 +126,12 @@ class KnowledgeLibrary:
 
     def names_encoder(self, caller: Caller, name: str) -> bool:
         """Whether a caller may be told the name of an encoder; one that is gone by now is no secret."""
+        if self._encoders.remote(name) is not None:
+            return self._encoders.remote(name, caller.access) is not None
         return name not in self._encoders or self._encoders.allows(caller.access, name)
 
-    def _encoder(self) -> Encoder | None:
-        return self._encoders.find(self.config.encoder) if self.config.encoder else self._encoders.default
+    def _encoder(self) -> Encoder | RemoteEmbedder | None:
+        return self._encoders.any(self.config.encoder) if self.config.encoder else self._encoders.default
 
 
 class EncoderEmbedder:
@@ -145,10 +156,35 @@ class EncoderEmbedder:
         return Embedded(whole.vectors, tokens.vectors)
 
 
+class RemoteDocumentEmbedder:
+    """The same for an embedding model of another server. It gives a vector per text and none per token, so passages are
+    reranked by their vectors alone; its tokenizer is elsewhere, so chunks are measured in words."""
+
+    def __init__(self, encoder: RemoteEmbedder) -> None:
+        self._encoder = encoder
+        self._dimensions = encoder.model.dimensions
+
+    @property
+    def name(self) -> str:
+        return self._encoder.name
+
+    async def facts(self) -> EmbedderFacts:
+        if self._dimensions is None:
+            self._dimensions = (await self._encoder.embed(["How long are your vectors?"])).vectors.shape[1]
+        return EmbedderFacts(self._dimensions, self._encoder.model.context_window or REMOTE_WINDOW)
+
+    def tokens(self, texts: Sequence[str]) -> list[list[str]]:
+        return [[] for _ in texts]
+
+    async def embed(self, texts: Sequence[str], *, bulk: bool = False) -> Embedded:
+        vectors = (await self._encoder.embed(texts, priority=BULK if bulk else 0)).vectors
+        return Embedded(vectors, [vectors[:0] for _ in texts])
+
+
 class CrossEncoder(Reranker):
     """A reranker that reads the question and a passage together."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder | RemoteEmbedder) -> None:
         self._encoder = encoder
 
     async def ready(self, question: Question) -> Scorer:
@@ -156,7 +192,10 @@ class CrossEncoder(Reranker):
         await encoder.open()  # started on first use, while candidates are searched
 
         async def score(store: ChunkStore, candidates: Sequence[Candidate]) -> list[float]:
-            return (await encoder.rerank(question.text, [one.stored.chunk.embedded for one in candidates])).values
+            texts = [one.stored.chunk.embedded for one in candidates]
+            if isinstance(encoder, RemoteEmbedder):
+                return (await encoder.rerank(question.text, texts, demand=NO_DEMAND)).values
+            return (await encoder.rerank(question.text, texts)).values
 
         return score
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ from penstock.storage import DatabaseError
 T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+SIZE_FRESH_S = 5.0
+"""How long the size of a collection is taken as known."""
+MOST_SIZES = 1024
+"""Collections whose size is remembered."""
 TELLING_WORDS = 3
 """A question with fewer (`and in Spain?`) is searched together with the one before it."""
 
@@ -82,11 +87,35 @@ class RetrievedSources:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """Of a collection, when it was last asked for."""
+
+    chunks: int
+    tokens: int
+    read_at: float
+
+
 class CollectionSearch:
     """Searches the collections of a tenant."""
 
     def __init__(self, library: KnowledgeLibrary) -> None:
         self._library = library
+        self._sizes: dict[str, _Size] = {}
+
+    async def expected_tokens(self, caller: Caller, wanted: RagRequest) -> int:
+        """As many chunks of the usual size as are kept, if there are so many."""
+        collection = await find_collection(self._library, caller, wanted.collection, param="rag.collection")
+        size, now = self._sizes.get(collection.id), time.monotonic()
+        if size is None or size.read_at + SIZE_FRESH_S < now:
+            _, chunks, tokens = await guard((await self._library.library()).catalogue.counts(collection.id))
+            if len(self._sizes) >= MOST_SIZES:
+                self._sizes.clear()
+            size = self._sizes[collection.id] = _Size(chunks, tokens, now)
+        config = self._library.config
+        kept = min(wanted.top_k or config.passages, size.chunks)
+        most = min(config.context_tokens, wanted.context_tokens or config.context_tokens)
+        return min(kept * size.tokens // max(size.chunks, 1), most)
 
     def begin(self, caller: Caller, wanted: RagRequest, messages: Sequence[dict[str, Any]]) -> Retrieval:
         return Retrieval(self._library, caller, wanted, messages)

@@ -1,5 +1,5 @@
 """Model selection: which model answers a request that names a route (`model: auto`) instead of a model.
 
-`features` extracts features from the question, `score` combines them into one explainable number, `selector` applies
-the rules of a route, and `classifier` is an optional trained model.
+`representation` turns a question into features (n-grams, `concepts`, shape), `complexity` weighs them, `selector`
+applies the rules of a route, `trainer` makes the weights, and `classifier` is an optional trained model on embeddings.
 """

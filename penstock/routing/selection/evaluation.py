@@ -18,6 +18,8 @@ class Evaluation:
     too_large: int
     """Sent to the large model without need: money is wasted."""
     sent_to_large: int
+    unknown: int
+    """Left to the default, rightly or wrongly."""
     wrong: list[tuple[Prompt, Selection]]
 
     @property
@@ -31,8 +33,8 @@ class Evaluation:
         return 1 - spent / (self.prompts * price_ratio)
 
 
-def evaluate(prompts: Sequence[Prompt], decide: Callable[[str], Selection]) -> Evaluation:
-    decided = [(prompt, decide(prompt.text)) for prompt in prompts]
+def evaluate(prompts: Sequence[Prompt], decide: Callable[[Prompt], Selection]) -> Evaluation:
+    decided = [(prompt, decide(prompt)) for prompt in prompts]
     wrong = [(prompt, selection) for prompt, selection in decided if selection.size != prompt.size]
     return Evaluation(
         len(prompts),
@@ -40,5 +42,6 @@ def evaluate(prompts: Sequence[Prompt], decide: Callable[[str], Selection]) -> E
         sum(prompt.size == "large" for prompt, _ in wrong),
         sum(prompt.size == "small" for prompt, _ in wrong),
         sum(selection.size == "large" for _, selection in decided),
+        sum(selection.rule == "unknown" for _, selection in decided),
         wrong,
     )

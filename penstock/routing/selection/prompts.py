@@ -11,16 +11,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 from penstock.errors import ConfigError
-from penstock.routing.selection.selector import Size
+
+Size = Literal["small", "large"]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     size: Size
     kind: str
+    """Its style and, after an @, its language: `support@en`. In files of others, whatever they write."""
     text: str
+
+    @property
+    def style(self) -> str:
+        return self.kind.partition("@")[0]
+
+    @property
+    def language(self) -> str:
+        return self.kind.partition("@")[2] or "unknown"
 
     @property
     def for_testing(self) -> bool:

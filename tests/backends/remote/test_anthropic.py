@@ -201,6 +201,14 @@ async def test_what_it_cannot_express() -> None:
     assert there.asked == []
 
 
+async def test_an_empty_answer_in_the_history_is_left_out() -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "b"}]
+    async with scripted(Reply(TEXT)) as there, client(there, "anthropic") as server:
+        await ask(server, messages=said)
+    texts = [{"type": "text", "text": text} for text in "ab"]
+    assert there.asked[0].json["messages"] == [{"role": "user", "content": texts}]
+
+
 async def test_tokens_are_counted_there() -> None:
     def script(asked: Asked) -> Reply:
         assert asked.target == "/v1/messages/count_tokens" and "max_tokens" not in asked.json
@@ -208,4 +216,6 @@ async def test_tokens_are_counted_there() -> None:
 
     async with scripted(script) as there, client(there, "anthropic") as server:
         assert (await server.count({"messages": CONVERSATION}, "r")).count == 14
-        assert (await server.count({"prompt": "hi"}, "r")).count == 14
+        assert server.supports("tokenize_chat") and not server.supports("tokenize"), "it counts whole requests"
+        with pytest.raises(InvalidRequest, match="no tokenize"):
+            await server.count({"prompt": "hi"}, "r")

@@ -33,7 +33,11 @@ def test_a_missing_key_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         Key(file=str(tmp_path / "none"), where="http://x").check()
     with pytest.raises(ConfigError, match="NO_KEY_HERE"):
         Key("NO_KEY_HERE", where="http://x").check()
-    monkeypatch.setenv("NO_KEY_HERE", "one")
+    for odd in ("ключ", "a\nb"):
+        monkeypatch.setenv("NO_KEY_HERE", odd)
+        with pytest.raises(ConfigError, match="characters"):
+            Key("NO_KEY_HERE", where="http://x").check()
+    monkeypatch.setenv("NO_KEY_HERE", " one\n")
     key = Key("NO_KEY_HERE")
     key.check()
     assert key.value() == "one" and Key().value() == ""

@@ -59,7 +59,7 @@ async def outcome(dialect: str, reply: Reply, **options: Any) -> str | ApiError:
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_whole_answers_in_odd_pieces(dialect: str) -> None:
     stream, headers, _ = STREAMS[dialect]
-    for size in (1, 3, 1000):
+    for size in (7, 1000):  # single bytes: see test_frames.py
         parts = [stream[at : at + size] for at in range(0, len(stream), size)]
         assert await outcome(dialect, Reply(parts, headers=headers)) == "Héllo 日本"
 
@@ -159,3 +159,29 @@ def test_the_time_to_wait() -> None:
     assert retry_after({"retry-after": "3"}) == 3 and retry_after({"retry-after-ms": "1500"}) == 1.5
     assert retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0
     assert retry_after({}) is None and retry_after({"retry-after": "soon"}) is None
+
+
+async def test_a_server_that_does_not_stream() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "Héllo 日本", "tool_calls": [call, {**call, "id": "d"}]}
+    body = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": {"prompt_tokens": 3}}
+    for dialect in ("openai", "vllm", "azure", "tgi", "llama.cpp"):
+        assert await outcome(dialect, error(200, body)) == "Héllo 日本"
+    async with scripted(error(200, body)) as there, client(there, "openai") as server:
+        answer = await ask(server)
+        assert [made[0] for made in answer.calls] == ["c", "d"] and answer.usage == (3, 0, 0)
+    for dialect in ("openai", "anthropic", "triton"):
+        failed = await outcome(dialect, error(200, {"error": {"message": "secret detail", "type": "x"}}))
+        assert type(failed) is EngineLost and "secret" not in failed.message
+        assert type(await outcome(dialect, error(200, [1]))) is EngineLost
+
+
+async def test_chunks_that_are_not_quite_right() -> None:
+    odd = {"choices": [{"index": 0, "delta": None, "finish_reason": None}], "usage": {"prompt_tokens": "4"}}
+    none = {"choices": None, "usage": {"prompt_tokens": 4, "completion_tokens": None}}
+    assert await outcome("openai", Reply(sse(odd, none) + OPENAI)) == "Héllo 日本"
+
+
+async def test_an_endless_error_is_cut_off() -> None:
+    found = await outcome("openai", Reply([b"x" * 60_000] * 40, 400, dict(JSON)))
+    assert isinstance(found, InvalidRequest)

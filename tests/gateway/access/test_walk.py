@@ -164,7 +164,7 @@ CASES: dict[tuple[str, str], object] = {
     ("GET", "/v1/usage"): Read(("hidden-model",)),
     ("GET", "/v1/account"): Read(),
     ("GET", "/v1/keys"): Read(),
-    ("GET", "/v1/requests"): Read(("hidden-model",)),
+    ("GET", "/v1/requests"): Read(("hidden-model",), "limit=10000"),
     ("POST", "/api/chat"): CHAT,
     ("POST", "/api/generate"): Named(body(prompt="hi")),
     ("POST", "/api/embed"): EMBED,

@@ -23,7 +23,7 @@ from penstock.config.context import ToolsConfig
 from penstock.config.encoders import EncoderConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.routing import RouteConfig
-from penstock.config.schema import DEFAULT_TIERS
+from penstock.config.schema import DEFAULT_TIERS, RequestLogConfig
 from penstock.engine.request import Request
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ServedModel
@@ -122,6 +122,7 @@ async def world(
                 RouteConfig(name="open-route", small="tiny", large="hidden-model", default="large"),
             ),
             "cache": CacheConfig(exact="on"),
+            "request_log": RequestLogConfig(flush_s=0.01),
             "guardrails": (
                 GuardrailConfig(
                     name="hidden-rule", kind="model", model="hidden-model", tenants=("acme",), on_error="allow"

@@ -41,7 +41,7 @@ def exchange(user: str = "", batch: bool = False, **caller: Any) -> Any:
     who = Caller(**{"tenant": "acme", "key": "k1", "tier": "free", **caller})
     scope = {BATCH_LINE: ("b", 1)} if batch else {}
     return SimpleNamespace(
-        caller=who, record=SimpleNamespace(user_id=user), dialect=OPENAI, scope=scope, extra_headers=[]
+        caller=who, record=SimpleNamespace(user_id=user), dialect=OPENAI, scope=scope, extra_headers=[], shadow=False
     )
 
 

@@ -16,6 +16,7 @@ from penstock.backends.remote.server import RemoteServer
 from penstock.backends.remote.upstream import Upstream
 from penstock.config.cache import CacheConfig
 from penstock.config.guardrails import GuardrailConfig
+from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.routing.remotes import RemoteModel
 from penstock.text import TextModel
@@ -132,3 +133,25 @@ async def test_a_server_that_is_away(serving: Serving) -> None:
         away.dialect.upstream = Upstream("http://127.0.0.1:1/v1", "m")
         reply = await post(front, "/v1/embeddings", model="vectors", input="a")
         assert reply.status_code == 503 and "127.0.0.1" not in reply.text
+
+
+async def test_collections_are_embedded_and_reranked_elsewhere(serving: Serving, tmp_path: Path) -> None:
+    from tests.gateway.rag.test_collections import filled
+
+    for reranker in ("", "ranks"):
+        settings = {
+            "store_url": f"sqlite:///{tmp_path}/{reranker}x.db",
+            "knowledge": KnowledgeConfig(encoder="vectors", reranker=reranker, url=f"sqlite:///{tmp_path}/k{reranker}"),
+        }
+        async with encoders(serving, **settings) as (front, wire):
+            wire.dimensions = 64
+            id = await filled(front)
+            found = (await front.client.get(f"/v1/collections/{id}")).json()
+            assert (found["embedding_model"], found["dimensions"]) == ("vectors", 64), found
+            assert found["documents"]["ready"] == 1, found
+            body = {"query": "weeks of paid leave for parents"}
+            hits = (await front.client.post(f"/v1/collections/{id}/search", json=body)).json()["data"]
+            assert "twelve weeks" in hits[0]["text"], hits
+            assert any(path == "/rerank" for path, _ in wire.asked) is bool(reranker)
+            answer = await front.chat(messages=[{"role": "user", "content": body["query"]}], rag={"collection": id})
+            assert answer.status_code in (200, 400), answer.text

@@ -17,7 +17,10 @@ from tests.backends.remote.scripted_server import TOOLS
 from tests.gateway.conftest import Running, Serving, events, eventually
 from tests.scripted import ScriptedEngine
 
-SPOKEN: list[DialectName] = ["openai", "penstock", "vllm", "sglang", "llama.cpp", "tensorrt-llm", "anthropic", "ollama"]
+SPOKEN = [
+    *("penstock", "anthropic", "ollama"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("openai", "vllm", "sglang", "llama.cpp", "tensorrt-llm")),
+]
 """Dialects for which a Penstock has the endpoints."""
 
 
@@ -94,7 +97,7 @@ async def test_what_a_dialect_has_not_is_refused_or_named(serving: Serving, dial
         assert named.status_code == 200 and "ignore_eos" in named.headers["x-penstock-ignored"]
 
 
-@pytest.mark.parametrize("dialect", ["penstock", "vllm"])
+@pytest.mark.parametrize("dialect", ["penstock"])
 async def test_its_load_is_shown(serving: Serving, text: TextModel, dialect: DialectName) -> None:
     engine = ScriptedEngine(text, lambda request: [65] * 400, step_s=0.01)
     async with pair(serving, dialect, engine) as (front, behind):

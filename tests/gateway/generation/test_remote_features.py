@@ -272,3 +272,55 @@ async def test_timelines_metrics_and_headers(serving: Serving) -> None:
         assert trace["engines"][0]["model"] == "wire" if "engines" in trace else trace["phases"]
         lines = (await front.client.get("/metrics")).text
         assert 'model_name="wire"' in lines and "penstock" in lines
+
+
+async def test_a_server_that_is_slow_or_breaks_off(serving: Serving, text: TextModel, tmp_path: Path) -> None:
+    settings = {"time_limit_s": 0.5, "store_url": f"sqlite:///{tmp_path}/s.db"}
+    async with wired(serving, text, wire={"text": "A" * 400, "pause_s": 0.02}, **settings) as (front, wire):
+        for path, body in (("/v1/chat/completions", {"messages": USER}), ("/v1/completions", {"prompt": "hi"})):
+            reply = await front.client.post(path, json={"model": "wire", "max_tokens": 400, **body})
+            choice = reply.json()["choices"][0]
+            assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "time_limit")
+            assert reply.headers["x-penstock-limit"] == "time_limit"
+        wire.broken, wire.pause_s = True, 0.0
+        streamed = await front.chat(model="wire", stream=True)
+        assert json.loads(events(streamed.text)[-1])["error"]["code"] == "engine_lost"
+        whole = await front.chat(model="wire")
+        assert whole.status_code == 503 and whole.json()["error"]["code"] == "engine_lost"
+        several = await front.chat(model="wire", n=3)
+        assert several.status_code == 503
+
+
+async def test_a_remote_has_fallbacks_of_its_own(serving: Serving) -> None:
+    async with wired(serving) as (front, wire):
+        remote = front.parts.registry.remotes["wire"]
+        remote.fallback = ("tiny",)
+        assert (await front.chat(model="wire")).headers["x-penstock-model"] == "wire"
+        remote.members[0].server.dialect.upstream = Upstream("http://127.0.0.1:1/v1", "m")
+        for path, body in (("/v1/chat/completions", {"messages": USER}), ("/v1/completions", {"prompt": "hi"})):
+            reply = await front.client.post(path, json={"model": "wire", **body})
+            assert (reply.headers["x-penstock-model"], reply.headers["x-penstock-route"]) == ("tiny", "fallback")
+        assert len(wire.asked) == 1
+
+
+async def test_choices_of_a_server_that_gives_one_at_a_time(serving: Serving) -> None:
+    async with AsyncExitStack() as stack:
+        behind = await stack.enter_async_context(serving())
+        upstream = Upstream(f"http://127.0.0.1:{behind.port}", "tiny", dialect="anthropic")
+        remote = RemoteModel("claude", [RemoteServer("0", upstream)])
+        front = await stack.enter_async_context(serving(others=[remote]))
+        reply = await front.chat(model="claude", n=3, stop=["world"])
+        answer = reply.json()
+        assert [choice["message"]["content"] for choice in answer["choices"]] == ["Hello, "] * 3, answer
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+        assert len(behind.engine.seen) == 3 and answer["usage"]["completion_tokens"] >= 3 * 7
+        streamed = chunks_of(await front.chat(model="claude", n=2, stream=True))
+        found = dict(said(streamed))
+        assert found["text0"] == found["text1"] == "Hello, world!" and found["end1"] == "stop"
+        refusal = await front.client.post("/v1/completions", json={"model": "claude", "prompt": "hi"})
+        assert refusal.status_code == 400 and refusal.json()["error"]["code"] == "remote_model"
+        scored = await front.chat(model="claude", logprobs=True)
+        assert scored.status_code == 400 and scored.json()["error"]["param"] == "logprobs"
+        counted = await front.client.post("/v1/messages/count_tokens", json={"model": "claude", "messages": USER})
+        there = await behind.client.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": USER})
+        assert counted.json()["input_tokens"] == there.json()["input_tokens"]

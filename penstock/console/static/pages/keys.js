@@ -1,6 +1,7 @@
 // Tenants and their API keys: create, limit, disable, revoke. A key is shown only once, when it is created.
 
 import { get, patch, post, remove, session } from "../api.js";
+import { AllowForm, KINDS, listed } from "../access.js";
 import { copy, money } from "../format.js";
 import { given, LimitForm, LIMITS } from "../limits.js";
 import { refreshed } from "../widgets.js";
@@ -32,7 +33,7 @@ const KEYS = [
 
 export default {
   name: "Keys",
-  components: { LimitForm },
+  components: { AllowForm, LimitForm },
   mixins: [refreshed(30)],
   template: `
     <q-page class="page">
@@ -46,11 +47,11 @@ export default {
         <div class="col-12 col-sm-3"><q-btn type="submit" color="primary" no-caps label="Create tenant" :disable="!tenant.id" /></div>
       </q-form>
       <data-table class="q-mt-md" label="Tenants" :columns="tenantColumns" :rows="tenants">
-        <template #id="{ row }">{{ row.id }}<div v-if="row.name" class="muted">{{ row.name }}</div></template>
+        <template #id="{ row }">{{ row.id }}<div v-if="row.name" class="muted">{{ row.name }}</div><div v-if="listed(row.allow)" class="muted" style="font-size: 0.78rem">{{ listed(row.allow) }}</div></template>
         <template #used="{ row }"><limit-bar v-for="one in row.used || []" :key="one.limit" v-bind="bar(one)" /><span v-if="!row.used?.length" class="muted">no limits</span></template>
         <template #spent="{ row }">{{ row.spent ? money(row.spent.today) + ' / ' + money(row.spent.month) : '–' }}</template>
         <template #state="{ row }"><q-badge :color="row.disabled ? 'negative' : 'positive'" :label="row.disabled ? 'disabled' : 'active'" /></template>
-        <template #actions="{ row }"><div class="row no-wrap justify-end"><q-btn flat dense no-caps size="sm" color="primary" label="Limits" @click="edit('tenant', row)" /><q-btn flat dense no-caps size="sm" :color="row.disabled ? 'primary' : 'negative'" :label="row.disabled ? 'Enable' : 'Disable'" @click="setDisabled(row, !row.disabled)" /></div></template>
+        <template #actions="{ row }"><div class="row no-wrap justify-end"><q-btn flat dense no-caps size="sm" color="primary" label="Limits" @click="edit('tenant', row)" /><q-btn flat dense no-caps size="sm" color="primary" label="Access" @click="editAccess('tenant', row)" /><q-btn flat dense no-caps size="sm" :color="row.disabled ? 'primary' : 'negative'" :label="row.disabled ? 'Enable' : 'Disable'" @click="setDisabled(row, !row.disabled)" /></div></template>
         <template #empty>No tenants yet. A tenant owns keys, and is what limits and budgets apply to: create one above.</template>
       </data-table>
       <h2>Keys</h2>
@@ -71,11 +72,11 @@ export default {
       <data-table class="q-mt-sm" label="Keys" :columns="keyColumns" :rows="shownKeys">
         <template #id="{ row }"><copy-id :value="row.id" what="key id" /></template>
         <template #tenant="{ row }">{{ row.tenant }}<span v-if="row.user" class="muted"> / {{ row.user }}</span></template>
-        <template #name="{ row }">{{ row.name || '–' }}</template><template #scopes="{ row }">{{ row.scopes.join(', ') }}</template>
+        <template #name="{ row }">{{ row.name || '–' }}<div v-if="listed(row.allow)" class="muted" style="font-size: 0.78rem">{{ listed(row.allow) }}</div></template><template #scopes="{ row }">{{ row.scopes.join(', ') }}</template>
         <template #spent="{ row }"><limit-bar v-if="row.limits.daily_budget != null" name="today" :used="row.spent.today" :most="row.limits.daily_budget" :show="money" /><limit-bar v-if="row.limits.monthly_budget != null" name="month" :used="row.spent.month" :most="row.limits.monthly_budget" :show="money" /><span v-else>{{ money(row.spent.month) }}<span v-if="row.limits.daily_budget != null" class="muted"> this month</span></span>
           <div v-if="rates(row)" class="muted" style="font-size: 0.78rem">{{ rates(row) }}</div></template>
         <template #created_at="{ row }"><when :at="row.created_at" /></template><template #expires_at="{ row }"><span v-if="row.expires_at == null">never</span><when v-else :at="row.expires_at" /></template>
-        <template #actions="{ row }"><q-badge v-if="row.revoked_at" color="negative" label="revoked" /><div v-else class="row no-wrap justify-end"><q-btn flat dense no-caps size="sm" color="primary" label="Limits" @click="edit('key', row)" /><q-btn flat dense no-caps size="sm" color="negative" label="Revoke" @click="revoke(row)" /></div></template>
+        <template #actions="{ row }"><q-badge v-if="row.revoked_at" color="negative" label="revoked" /><div v-else class="row no-wrap justify-end"><q-btn flat dense no-caps size="sm" color="primary" label="Limits" @click="edit('key', row)" /><q-btn flat dense no-caps size="sm" color="primary" label="Access" @click="editAccess('key', row)" /><q-btn flat dense no-caps size="sm" color="negative" label="Revoke" @click="revoke(row)" /></div></template>
         <template #empty>{{ keys.length ? 'No key matches.' : 'No keys yet: create one above.' }}</template>
       </data-table>
       </template>
@@ -86,8 +87,14 @@ export default {
           <p class="muted q-mt-sm q-mb-none" style="font-size: 0.82rem">{{ target.kind === 'tenant' ? 'An empty field takes the limit of the tier.' : 'They apply in addition to those of the tenant; an empty field is no limit.' }} Days and months begin at midnight UTC.</p></q-card-section>
         <q-card-actions align="right"><q-btn v-close-popup flat no-caps label="Cancel" /><q-btn unelevated color="primary" no-caps label="Save" @click="saveLimits" /></q-card-actions>
       </q-card></q-dialog>
+      <q-dialog v-model="editingAccess"><q-card style="width: 620px; max-width: 94vw">
+        <q-card-section class="text-subtitle1">What {{ target.kind }} <code>{{ target.id }}</code> may use</q-card-section>
+        <q-card-section><allow-form v-model="target.allow" />
+          <p class="muted q-mt-sm q-mb-none" style="font-size: 0.82rem">Names between commas; * stands for anything. What is not allowed does not exist for {{ target.kind === 'tenant' ? 'its keys' : 'the key' }}. {{ target.kind === 'tenant' ? 'The lists of the tier hold too.' : 'The lists of the tenant and its tier hold too.' }}</p></q-card-section>
+        <q-card-actions align="right"><q-btn v-close-popup flat no-caps label="Cancel" /><q-btn unelevated color="primary" no-caps label="Save" @click="saveAccess" /></q-card-actions>
+      </q-card></q-dialog>
     </q-page>`,
-  data: () => ({ tenants: [], keys: [], tenant: { id: "", tier: "" }, key: { tenant: null, user: "", name: "", scopes: ["inference"], expires: null, limits: {} }, made: "", only: null, withRevoked: false, editing: false, target: {}, expiries: EXPIRIES, tenantColumns: TENANTS, keyColumns: KEYS }),
+  data: () => ({ tenants: [], keys: [], tenant: { id: "", tier: "" }, key: { tenant: null, user: "", name: "", scopes: ["inference"], expires: null, limits: {} }, made: "", only: null, withRevoked: false, editing: false, editingAccess: false, target: {}, expiries: EXPIRIES, tenantColumns: TENANTS, keyColumns: KEYS }),
   computed: {
     shownKeys() {
       return this.keys.filter((one) => (!this.only || one.tenant === this.only) && (this.withRevoked || !one.revoked_at));
@@ -98,6 +105,7 @@ export default {
   },
   methods: {
     money,
+    listed,
     bar: (one) => ({ name: LIMITS[one.limit].label, used: one.used, most: one.most, show: LIMITS[one.limit].show }),
     rates: (row) => ["requests_per_minute", "tokens_per_minute", "concurrent_requests"].filter((name) => row.limits[name] != null).map((name) => `${LIMITS[name].label.toLowerCase()}: ${LIMITS[name].show(row.limits[name])}`).join(", "),
     copied() {
@@ -146,6 +154,15 @@ export default {
       const change = { limits: Object.fromEntries(Object.keys(LIMITS).map((name) => [name, limits[name] ?? null])) };
       if (kind === "tenant" && tier !== was) change.tier = tier;
       if (await this.act(() => patch(`/v1/admin/${kind}s/${encodeURIComponent(id)}`, change), "Saved")) this.editing = false;
+    },
+    editAccess(kind, row) {
+      this.target = { kind, id: row.id, allow: { ...row.allow } };
+      this.editingAccess = true;
+    },
+    async saveAccess() {
+      const { kind, id, allow } = this.target;
+      const change = { allow: Object.fromEntries(Object.keys(KINDS).map((name) => [name, allow[name] ?? null])) };
+      if (await this.act(() => patch(`/v1/admin/${kind}s/${encodeURIComponent(id)}`, change), "Saved")) this.editingAccess = false;
     },
     async revoke(one) {
       if (await this.$confirm("Revoke this key?", `Requests with ${one.id} will be refused from now on. This cannot be undone.`, "Revoke")) await this.act(() => remove(`/v1/admin/keys/${encodeURIComponent(one.id)}`), "Revoked");

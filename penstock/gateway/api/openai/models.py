@@ -52,6 +52,11 @@ class ModelEndpoints:
             for rules in self._routes.rules.values()
             if permissions.exists(caller, rules.name)
         ]
+        data += [
+            self.describe_stand_in(caller, name)
+            for name in self._registry.stand_ins
+            if permissions.exists(caller, name)
+        ]
         await exchange.reply_json({"object": "list", "data": data})
 
     async def get_model(self, exchange: Exchange) -> None:
@@ -64,6 +69,8 @@ class ModelEndpoints:
             raise self._permissions.unknown(caller, name)
         if name in self._routes.rules:
             return self.describe_route(caller, self._routes.rules[name])
+        if name in self._registry.stand_ins:
+            return self.describe_stand_in(caller, name)
         remote = self._registry.remote(name)
         if remote is not None:
             return self.describe_remote(caller, remote)
@@ -148,6 +155,13 @@ class ModelEndpoints:
             "capabilities": {"embeddings": scores is not True, "rerank": True},
             "pricing": {"input_per_million": config.input_price},
         }
+
+    def describe_stand_in(self, caller: Caller, name: str) -> dict[str, Any]:
+        """The name of an experiment, described as its control; clients do not see its arms."""
+        remote = self._registry.remote(name)
+        if remote is not None:
+            return {**self.describe_remote(caller, remote), "id": name, "aliases": []}
+        return {**self.describe(caller, self._registry.route(name).model), "id": name, "aliases": []}
 
     def describe_route(self, caller: Caller, rules: RouteRules) -> dict[str, Any]:
         """A route: a name that stands for one of two models, or for the one that exists for the caller."""

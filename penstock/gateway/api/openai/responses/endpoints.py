@@ -81,6 +81,7 @@ class ResponseEndpoints:
         tools = OfferedTools(exchange, request.tools)
         # Instructions are for one answer: they are no part of a conversation.
         async with self._conversations.open(exchange, request.conversation, keep_system=False) as turn:
+            exchange.continues = request.previous_response_id or ""
             if turn.stored:
                 earlier = msgspec.convert(turn.history, list[ChatMessage])
             else:

@@ -1,0 +1,120 @@
+"""How many prompt tokens a step may compute beside streams, so that these keep a target for the gap between tokens.
+
+A step that decodes and computes prompts takes about
+
+    base(decodes) + per_token * prompt tokens + per_key * (prompt tokens x keys they attend to)
+
+All three are measured while the engine runs: `base` in steps that only decode, per power of two of sequences; the
+other two by least squares over what steps with prompts took beyond their base, the last few hundred counting most.
+Until a step with prompts has been measured nothing is bounded. Prompts always get `LEAST` tokens of a step, so that a
+target that cannot be kept slows them down and does not stop them. Against a target that only a request asks for, they
+get at least as long as the decodes, so that no caller can slow down the prompts of others by more than that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+LEAST = 32
+"""Prompt tokens of a step that every target leaves."""
+MARGIN = 0.9
+"""Part of a target that is planned for; the rest is for what the estimate misses."""
+_FORGET = 0.98
+_SMOOTH = 0.1
+_STALLED = 8.0
+"""A step that took so many times its estimate was held up by something else; it is not learnt from."""
+
+
+class Pace:
+    """Measures steps and bounds the prompt tokens of the next. Seconds throughout."""
+
+    def __init__(self, target_s: float | None = None) -> None:
+        self.target_s = target_s
+        """For every stream; None: only for those that ask for one."""
+        self._bases: dict[int, float] = {}
+        self._per_token = self._per_key = 0.0
+        # Sums over measured steps, of tokens, keys and seconds multiplied with each other.
+        self._tt = self._tk = self._kk = self._ts = self._ks = 0.0
+
+    def observe(self, decodes: int, prompts: Sequence[tuple[int, int]], seconds: float) -> None:
+        """A step took so long. `prompts`: first position and number of tokens of each prompt in it."""
+        tokens = keys = 0.0
+        for start, length in prompts:
+            tokens += length
+            keys += length * (start + length / 2)
+        if not tokens:
+            bucket = decodes.bit_length()
+            known = self._bases.get(bucket)
+            if known is None:
+                self._bases[bucket] = seconds
+            elif seconds < known * _STALLED:
+                self._bases[bucket] = known + _SMOOTH * (seconds - known)
+            return
+        expected = self.seconds(decodes, tokens, keys)
+        if self._tt and seconds > expected * _STALLED:
+            return
+        beyond = max(seconds - self._base(decodes), 0.0)
+        keys /= 1e3  # of the size of tokens, for the sums
+        self._tt = self._tt * _FORGET + tokens * tokens
+        self._tk = self._tk * _FORGET + tokens * keys
+        self._kk = self._kk * _FORGET + keys * keys
+        self._ts = self._ts * _FORGET + tokens * beyond
+        self._ks = self._ks * _FORGET + keys * beyond
+        self._solve()
+
+    def seconds(self, decodes: int, tokens: float, keys: float) -> float:
+        """The estimate for a step."""
+        return self._base(decodes) + self._per_token * tokens + self._per_key * keys
+
+    def budget(self, decodes: int, own_target_s: float | None) -> float:
+        """Seconds that prompts may take of a step with so many decodes; infinite where nothing bounds them."""
+        if not decodes or not self._tt:
+            return math.inf
+        base = self._base(decodes)
+        left = math.inf if self.target_s is None else max(self.target_s * MARGIN - base, 0.0)
+        if own_target_s is not None:
+            left = min(left, max(own_target_s * MARGIN - base, base))
+        return left
+
+    def left(self, seconds: float) -> float:
+        """What is left of a budget; nothing where that would be a sliver."""
+        return seconds if seconds > self._per_token * LEAST else 0.0
+
+    def tokens(self, seconds: float, start: int, most: int) -> int:
+        """How many tokens of a prompt, from position `start` on, fit into a budget; at most `most`."""
+        if seconds == math.inf:
+            return most
+        linear, square = self._per_token + self._per_key * start, self._per_key / 2
+        if linear <= 0.0 and square <= 0.0:
+            return most
+        if square * most < 1e-6 * linear:
+            fits = seconds / linear
+        else:
+            fits = (math.sqrt(linear * linear + 4 * square * seconds) - linear) / (2 * square)
+        return min(most, int(fits))
+
+    def cost(self, start: int, length: int) -> float:
+        """Seconds of a budget that a chunk of a prompt takes."""
+        return self._per_token * length + self._per_key * length * (start + length / 2)
+
+    def _base(self, decodes: int) -> float:
+        if not decodes or not self._bases:
+            return 0.0
+        bucket = decodes.bit_length()
+        nearest = min(self._bases, key=lambda known: abs(known - bucket))
+        return self._bases[nearest]
+
+    def _solve(self) -> None:
+        """Least squares; a factor that would be negative is 0."""
+        determinant = self._tt * self._kk - self._tk * self._tk
+        per_token = self._ts / self._tt
+        per_key = 0.0
+        if determinant > 1e-3 * self._tt * self._kk:
+            per_key = (self._ks * self._tt - self._ts * self._tk) / determinant
+            per_token = (self._ts * self._kk - self._ks * self._tk) / determinant
+            if per_key < 0.0:
+                per_token, per_key = self._ts / self._tt, 0.0
+            elif per_token < 0.0:
+                per_token, per_key = 0.0, self._ks / self._kk
+        self._per_token, self._per_key = per_token, per_key / 1e3

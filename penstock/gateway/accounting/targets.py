@@ -1,0 +1,31 @@
+"""Latency targets that a client may set for a request, in milliseconds, as headers."""
+
+from __future__ import annotations
+
+import math
+
+from penstock.gateway.app.exchange import Exchange
+from penstock.protocol.errors import InvalidRequest
+
+
+def ttft_target(exchange: Exchange) -> float | None:
+    """Seconds to the first token after which the answer is of no use to the client (`x-slo-ttft-ms`)."""
+    return _seconds(exchange, "x-slo-ttft-ms")
+
+
+def gap_target(exchange: Exchange) -> float | None:
+    """Seconds between tokens that prompts of other requests may not exceed (`x-slo-tpot-ms`)."""
+    return _seconds(exchange, "x-slo-tpot-ms")
+
+
+def _seconds(exchange: Exchange, name: str) -> float | None:
+    sent = exchange.header(name.encode())
+    if sent is None:
+        return None
+    try:
+        milliseconds = float(sent)
+    except ValueError:
+        milliseconds = 0.0
+    if not 0 < milliseconds < math.inf:
+        raise InvalidRequest(f"The header {name} must be a number above 0.", param=name)
+    return milliseconds / 1000.0

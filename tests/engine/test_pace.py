@@ -1,0 +1,162 @@
+"""The prompt tokens of a step are bounded so that streams keep their gap between tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from penstock.engine.kv.allocator import BlockAllocator
+from penstock.engine.kv.pool import BlockPool
+from penstock.engine.pace import LEAST, MARGIN, Pace
+from penstock.engine.request import Request, SamplingParams
+from penstock.engine.scheduler import Batch, Scheduler
+
+PER_TOKEN, PER_KEY, BASE, PER_DECODE = 25e-6, 1.0e-9, 0.006, 30e-6
+
+
+def truth(decodes: int, prompts: list[tuple[int, int]]) -> float:
+    keys = sum(length * (start + length / 2) for start, length in prompts)
+    tokens = sum(length for _, length in prompts)
+    return BASE + PER_DECODE * decodes + PER_TOKEN * tokens + PER_KEY * keys
+
+
+def taught(noise: float = 0.0, seed: int = 0) -> Pace:
+    pace, rng = Pace(0.03), random.Random(seed)
+    for _ in range(300):
+        decodes = rng.choice((1, 4, 16, 64))
+        prompts = [(rng.randrange(0, 30_000), rng.randrange(16, 2048))] if rng.random() < 0.5 else []
+        pace.observe(decodes, prompts, truth(decodes, prompts) * rng.uniform(1 - noise, 1 + noise))
+    return pace
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize("start", [0, 8_000, 100_000])
+def test_a_step_with_the_allowed_prompt_tokens_keeps_the_target(noise: float, start: int) -> None:
+    pace = taught(noise)
+    for decodes in (1, 16, 64):
+        budget = pace.budget(decodes, None)
+        tokens = pace.tokens(budget, start, 10_000)
+        assert 0.6 * 0.03 < truth(decodes, [(start, tokens)]) < 0.03 * (1.0 if not noise else 1.1)
+
+
+def test_nothing_is_bounded_without_a_target_a_stream_or_a_measurement() -> None:
+    assert taught().budget(0, None) == math.inf
+    assert Pace(0.03).budget(4, None) == math.inf
+    pace = taught()
+    pace.target_s = None
+    assert pace.budget(4, None) == math.inf
+    assert pace.budget(4, 0.02) < math.inf
+
+
+def test_the_strictest_target_counts() -> None:
+    pace = taught()
+    assert pace.budget(4, 0.02) < pace.budget(4, None) == pace.budget(4, 0.2)
+
+
+def test_a_step_that_was_held_up_is_not_learnt_from() -> None:
+    pace = taught()
+    before = pace.seconds(4, 512, 0)
+    pace.observe(4, [(0, 512)], 30.0)
+    pace.observe(4, [], 30.0)
+    assert pace.seconds(4, 512, 0) == pytest.approx(before)
+
+
+def test_it_follows_a_machine_that_became_slower() -> None:
+    pace = taught()
+    for index in range(400):
+        prompts = [(0, 512)] if index % 2 else []
+        pace.observe(8, prompts, 2 * truth(8, prompts))
+    assert pace.seconds(8, 512, 512 * 256) == pytest.approx(2 * truth(8, [(0, 512)]), rel=0.1)
+
+
+class World:
+    """A scheduler whose steps take `truth`."""
+
+    def __init__(self, target_s: float | None) -> None:
+        self.now = 0.0
+        allocator = BlockAllocator(BlockPool(8001), 16)
+        self.scheduler = Scheduler(
+            allocator, max_running=64, token_budget=8448, max_model_len=32_768, target_gap_s=target_s
+        )
+        self.took: list[tuple[Batch, float]] = []
+
+    def submit(self, name: str, prompt: int, output: int, target_s: float | None = None) -> None:
+        params = SamplingParams(max_tokens=output)
+        self.scheduler.add(
+            Request(name, [hash((name, i)) % 50_000 for i in range(prompt)], params, target_gap_s=target_s), self.now
+        )
+
+    def step(self) -> bool:
+        batch = self.scheduler.schedule(self.now)
+        if batch is None:
+            return False
+        prompts = [(chunk.start, chunk.length) for chunk in batch.chunks if not chunk.decodes]
+        seconds = truth(len(batch.chunks) - len(prompts), prompts)
+        self.now += seconds
+        self.took.append((batch, seconds))
+        self.scheduler.landed(batch, seconds)
+        for chunk in batch.chunks:
+            if chunk.samples:
+                chunk.seq.pending -= 1
+                chunk.seq.tokens.append(7)
+                if chunk.seq.length >= chunk.seq.limit:
+                    chunk.seq.finish_reason = "length"
+                    self.scheduler.finish(chunk.seq)
+        return True
+
+    def until(self, done: Callable[[], bool]) -> None:
+        while not done() and self.step():
+            pass
+
+
+def world_with_streams(target_s: float | None, own_s: float | None = None) -> World:
+    world = World(target_s)
+    world.submit("lesson", 700, 4)
+    world.until(lambda: world.scheduler.get("lesson") is None)
+    for index in range(8):
+        world.submit(f"stream-{index}", 100, 2000, own_s if index == 3 else None)
+    for _ in range(20):
+        world.step()
+    world.took.clear()
+    return world
+
+
+@pytest.mark.parametrize(("target_s", "own_s"), [(0.03, None), (None, 0.03), (0.2, 0.03)])
+def test_streams_keep_their_gap_while_long_prompts_arrive(target_s: float | None, own_s: float | None) -> None:
+    world = world_with_streams(target_s, own_s)
+    for index in range(3):
+        world.submit(f"long-{index}", 6000, 4)
+    world.until(lambda: all(world.scheduler.get(f"long-{index}") is None for index in range(3)))
+    beside = [seconds for batch, seconds in world.took if batch.num_decodes >= 8]
+    assert max(beside) < 0.03
+    assert sum(batch.num_tokens - batch.num_decodes for batch, _ in world.took) >= 17_900
+    busy = [seconds for batch, seconds in world.took if batch.num_tokens - batch.num_decodes > 64]
+    assert sum(busy) / len(busy) > 0.8 * MARGIN * 0.03, "the time that is left is used"
+
+
+def test_without_a_target_a_prompt_takes_the_whole_step() -> None:
+    world = world_with_streams(None)
+    world.submit("long", 6000, 4)
+    world.until(lambda: world.scheduler.get("long") is None)
+    assert max(seconds for _, seconds in world.took) > 0.1
+
+
+def test_a_target_that_cannot_be_kept_slows_prompts_down_and_does_not_stop_them() -> None:
+    world = world_with_streams(0.001)
+    world.submit("long", 1000, 4)
+    world.until(lambda: world.scheduler.get("long") is None)
+    with_prompts = [batch.num_tokens - batch.num_decodes for batch, _ in world.took]
+    assert [tokens for tokens in with_prompts if tokens] == [LEAST] * (1000 // LEAST) + [1000 % LEAST]
+
+
+def test_prompts_without_streams_are_not_slowed_down() -> None:
+    world = World(0.03)
+    world.submit("lesson", 700, 4)
+    world.until(lambda: world.scheduler.get("lesson") is None)
+    world.took.clear()
+    world.submit("long", 8000, 4)
+    world.step()
+    assert world.took[0][0].num_tokens == 8000

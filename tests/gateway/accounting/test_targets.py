@@ -1,0 +1,39 @@
+"""Latency targets in headers: the one for the gap between tokens reaches the engine, and nonsense is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.text import TextModel
+from tests.gateway.conftest import Serving
+from tests.scripted import ScriptedEngine
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+MESSAGE = {**CHAT, "max_tokens": 4}
+PATHS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"model": "tiny", "prompt": "x"},
+    "/v1/responses": {"model": "tiny", "input": "x"},
+    "/v1/messages": MESSAGE,
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_gap_target_of_a_request_reaches_the_engine(serving: Serving, text: TextModel, path: str) -> None:
+    engine = ScriptedEngine(text)
+    async with serving(engine) as running:
+        answered = await running.client.post(path, json=PATHS[path], headers={"x-slo-tpot-ms": "25"})
+        assert answered.status_code == 200
+        assert [request.target_gap_s for request in engine.seen] == [0.025]
+        assert (await running.client.post(path, json=PATHS[path])).status_code == 200
+        assert engine.seen[-1].target_gap_s is None
+
+
+@pytest.mark.parametrize("sent", ["soon", "0", "-5", "inf", "nan", ""])
+async def test_what_is_no_target_is_refused(serving: Serving, text: TextModel, sent: str) -> None:
+    engine = ScriptedEngine(text)
+    async with serving(engine) as running:
+        refused = await running.client.post("/v1/chat/completions", json=CHAT, headers={"x-slo-tpot-ms": sent})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "x-slo-tpot-ms"
+        assert not engine.seen
