@@ -19,6 +19,7 @@ from penstock.backends.encoder import EncoderBackend
 from penstock.backends.encoder_set import EncoderSet
 from penstock.engine.encoder.request import EncodeRequest, Wanted
 from penstock.engine.request import EngineInfo
+from penstock.identity.labels import NO_LABELS, OF_OWN, Demand, Labels, Requirement
 from penstock.protocol.errors import EngineUnavailable, InvalidRequest, RequestTimeout
 from penstock.sources.resolve import resolve
 from penstock.text.encoder import EncoderText, load_encoder_text
@@ -76,6 +77,7 @@ class Embedder:
         wait_s: float = 30.0,
         time_limit_s: float = 60.0,
         input_price: float = 0.0,
+        labels: Labels = NO_LABELS,
     ) -> None:
         """`ask` is called with the name to start the engine. Callers wait up to `wait_s` for it, and `time_limit_s` for
         each request."""
@@ -84,6 +86,8 @@ class Embedder:
         self.backend = backend
         self.wait_s = wait_s
         self.input_price = input_price
+        self.labels = labels.over(OF_OWN)
+        """For data rules."""
         self._ask = ask
         self._time_limit_s = time_limit_s
         self.threads: FairThreads | None = None
@@ -91,6 +95,10 @@ class Embedder:
         self._text: EncoderText | None = None
         self._opening = asyncio.Lock()
         self._started = False
+
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        """What of a demand it does not meet; empty: it may get the request's texts."""
+        return demand.unmet(self.labels)
 
     async def embed(self, texts: Sequence[str], *, priority: int = 0) -> Embeddings:
         """Vectors of texts; their dot product is the cosine. Longer texts are truncated to the model's window. Give

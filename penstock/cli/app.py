@@ -8,6 +8,7 @@ import typer
 
 from penstock.bench.commands.app import app as bench
 from penstock.cli.adapters import app as adapters
+from penstock.cli.audit import audit
 from penstock.cli.backup import backup
 from penstock.cli.batch import app as batch
 from penstock.cli.cache import app as cache
@@ -37,6 +38,7 @@ from penstock.cli.simulate import simulate
 from penstock.cli.top import top
 from penstock.cli.trace import trace
 from penstock.cli.usage import usage
+from penstock.cli.watermark import app as watermark
 
 HELP = """
 Serve large language models: an OpenAI-compatible server with its own inference engine.
@@ -91,6 +93,7 @@ app.command(help=ingest.__doc__)(ingest)
 app.command(help=usage.__doc__)(usage)
 app.command(help=backup.__doc__)(backup)
 app.command(help=requests.__doc__)(requests)
+app.command(help=audit.__doc__)(audit)
 app.command(help=top.__doc__)(top)
 app.command(help=trace.__doc__)(trace)
 app.command(help=health.__doc__)(health)
@@ -115,5 +118,6 @@ app.add_typer(bench, name="bench")
 app.add_typer(fleet, name="fleet")
 app.add_typer(deploy, name="deploy")
 app.add_typer(log_pipeline, name="log-pipeline")
+app.add_typer(watermark, name="watermark")
 app.add_typer(keys)
 app.add_typer(tenants)

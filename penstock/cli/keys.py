@@ -127,7 +127,7 @@ def create_key(
             await store.create_tenant(tenant)
         scopes: Any = tuple(scope or ("inference",))
         own: dict[str, Any] = {} if demand is None else {"require": demand}
-        _, minted = await store.create_key(
+        made, minted = await store.create_key(
             tenant,
             user=user,
             name=name,
@@ -137,6 +137,7 @@ def create_key(
             allow=_unlimited().changed(lists),
             **own,
         )
+        await _noted(config, "key", made.id, tenant, demand)
         return minted.text
 
     text = _with_store(config_file, settings, work)
@@ -189,7 +190,9 @@ def update_key(
     limits, demand, lists = _limits(limit), _demand(require), _lists(allow)
 
     async def work(config: Config, store: IdentityStore) -> ApiKey:
-        return await store.update_key(key, name=name, limits=limits, require=demand, allow=lists)
+        changed = await store.update_key(key, name=name, limits=limits, require=demand, allow=lists)
+        await _noted(config, "key", key, changed.tenant, demand)
+        return changed
 
     changed = _with_store(config_file, settings, work)
     rule = f"; requires {changed.require}" if changed.require else ""
@@ -233,6 +236,7 @@ def create_tenant(
         own: dict[str, Any] = {} if demand is None else {"require": demand}
         own["allow"] = _unlimited().changed(lists)
         await store.create_tenant(id, name=name, tier=tier, limits=_none().changed(limits), **own)
+        await _noted(config, "tenant", id, id, demand)
 
     _with_store(config_file, settings, work)
     typer.echo(f"tenant {id} created; create its first key with: penstock keys create --tenant {id}")
@@ -260,6 +264,7 @@ def update_tenant(
         await store.update_tenant(
             id, name=name, tier=tier, disabled=disable, limits=limits, require=demand, allow=lists
         )
+        await _noted(config, "tenant", id, id, demand)
 
     _with_store(config_file, settings, work)
     typer.echo(f"tenant {id} changed")
@@ -343,6 +348,35 @@ def _limits(given: list[str] | None) -> AllowanceChange | None:
         return msgspec.convert(named, AllowanceChange, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"--limit: {error}; allowed: {', '.join(AllowanceChange.__struct_fields__)}") from error
+
+
+async def _noted(config: Config, kind: str, name: str, tenant: str, demand: Demand | None) -> None:
+    """A rule that was changed is in the audit log."""
+    import uuid
+
+    from penstock.metering.audit import AuditEntry, AuditStore
+    from penstock.storage import open_database
+
+    if demand is None or not config.audit.enabled:
+        return
+    database = await open_database(config.store.url)
+    try:
+        store = AuditStore(database)
+        await store.prepare()
+        rule = f"requires {demand}" if demand else "requires nothing"
+        entry = AuditEntry(
+            id=uuid.uuid4().hex,
+            timestamp=time.time(),
+            tenant=tenant,
+            path="command line",
+            outcome="changed",
+            kind=kind,
+            name=name,
+            rule=rule,
+        )
+        await store.write([entry])
+    finally:
+        await database.close()
 
 
 def _demand(given: str | None) -> Demand | None:

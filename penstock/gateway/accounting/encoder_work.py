@@ -13,11 +13,13 @@ from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.attribution import note_model
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.charges import AccountBook
+from penstock.gateway.accounting.cost_limit import check_cost
 from penstock.gateway.accounting.metered import FixedWork, ModelName
 from penstock.gateway.accounting.quotas import Quotas, TextWork
 from penstock.gateway.app.background import BackgroundTasks
+from penstock.gateway.app.data_rules import permit
 from penstock.gateway.app.exchange import ClientDisconnected, Exchange
-from penstock.protocol.errors import ContextQuotaExceeded, ModelNotFound, TimeLimitReached
+from penstock.protocol.errors import ContextQuotaExceeded, DataRuleForbids, ModelNotFound, TimeLimitReached
 from penstock.routing.encoders import Encoders
 from penstock.routing.remote_embedder import RemoteEmbedder
 from penstock.telemetry.encoder_metrics import EncoderMetrics
@@ -88,10 +90,18 @@ class EncoderWork:
     ) -> T:
         """Run `work`, which encodes `texts` of `tokens` together; the client pays when it succeeds. `told`: what the
         result says about the tokens, where they were only estimated."""
+        if exchange.demand:
+            try:
+                asked = embedder.model if isinstance(embedder, RemoteEmbedder) else embedder
+                permit(exchange, "encoder", embedder.name, asked.unmet(exchange.demand))
+            except DataRuleForbids:
+                work.close()
+                raise
         counted = FixedWork(ModelName(embedder.name), tokens, id=AnswerIds(exchange).next())
         begin = time.monotonic()
         exchange.timeline.follow("prepare")
         try:
+            check_cost(self._quotas, exchange, counted.model, tokens)
             reservation = await self._quotas.reserve(exchange, counted)
         except BaseException:
             work.close()

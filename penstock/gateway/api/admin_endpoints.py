@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.gateway.api.admin.adapters import AdapterEndpoints, AdapterLoadRequest, AdapterPinRequest
+from penstock.gateway.api.admin.audit import AuditEndpoints, AuditQuery
 from penstock.gateway.api.admin.experiments import ExperimentEndpoints, Promotion, Rollback
 from penstock.gateway.api.admin.fleet import FleetEndpoints, LeaveRequest
 from penstock.gateway.api.admin.identity import IdentityEndpoints, KeyChange, KeyRequest, TenantChange, TenantRequest
@@ -290,6 +291,15 @@ ADMIN = (
         "The newest requests.",
         "Admin",
         query=RequestsQuery,
+        scope="admin",
+    ),
+    Endpoint(
+        "GET",
+        "/v1/admin/audit",
+        AuditEndpoints.list_audit,
+        "The newest decisions by data rules.",
+        "Admin",
+        query=AuditQuery,
         scope="admin",
     ),
     Endpoint("GET", "/v1/admin/tenants", IdentityEndpoints.list_tenants, "List tenants.", "Admin", scope="admin"),

@@ -217,6 +217,16 @@ _SCHEMAS: dict[str, Schema] = {
         fits=BOOLEAN,
         estimated_cost=obj(input=NUMBER, output=NUMBER, total=NUMBER),
     ),
+    "detect": obj(
+        object=word("watermark.detection"),
+        model=STRING,
+        verdict=STRING,
+        p_value=NUMBER,
+        threshold=NUMBER,
+        tokens=INTEGER,
+        scored_tokens=INTEGER,
+        passage=maybe(STRING),
+    ),
     "detokenize": obj(object=STRING, model=STRING, text=STRING, prompt=STRING, count=INTEGER),
     "tokenizer_info": obj(
         object=STRING,
@@ -236,6 +246,7 @@ _SCHEMAS: dict[str, Schema] = {
     "wake_model": _STATE,
     "usage": listing(ANY_OBJECT, by=many(STRING)),
     "list_requests": listing(ANY_OBJECT),
+    "list_audit": listing(ANY_OBJECT),
     "list_own_requests": listing(ANY_OBJECT),
     "list_own_keys": listing(_KEY),
     "show_account": obj(

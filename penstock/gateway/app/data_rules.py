@@ -5,10 +5,12 @@ Invariant: every value of a repeated header counts, and one that cannot be read 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity.data_rules import DataRules
-from penstock.identity.labels import Demand, LabelError, parse_demand
-from penstock.protocol.errors import InvalidRequest
+from penstock.identity.labels import Demand, LabelError, Requirement, parse_demand
+from penstock.protocol.errors import DataRuleForbids, InvalidRequest
 
 REQUIRE = "x-penstock-require"
 _HEADER = REQUIRE.encode()
@@ -22,6 +24,26 @@ def request_demand(exchange: Exchange, rules: DataRules) -> Demand:
     for sent in exchange.headers(_HEADER):
         demand = demand.narrowed(read_require(sent))
     return demand
+
+
+def permit(exchange: Exchange, kind: str, name: str, unmet: Sequence[Requirement]) -> None:
+    """Called right before `name` gets data of the request: notes the decision. Raises where it does not meet the
+    demand."""
+    demand = exchange.demand
+    if not demand:
+        return
+    if unmet:
+        exchange.decide("refused", kind, name, demand.why(unmet))
+        raise DataRuleForbids(f"`{name[:256]}` may not get this request: {demand.why(unmet)}.")
+    exchange.decide("permitted", kind, name, demand.why(demand.requirements))
+
+
+def withheld(exchange: Exchange, kind: str, name: str, unmet: Sequence[Requirement]) -> bool:
+    """Whether `name` is left out of the request, which is noted."""
+    if not unmet:
+        return False
+    exchange.decide("withheld", kind, name, exchange.demand.why(unmet))
+    return True
 
 
 def sent_require(exchange: Exchange) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from penstock.config.routing import RouteConfig
 from penstock.errors import ConfigError
+from penstock.gateway.app.data_rules import withheld
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.constraints import ModelConstraints
 from penstock.gateway.generation.permissions import Permissions
@@ -85,11 +86,14 @@ class Routes:
             tier=exchange.caller.tier,
             wanted_tokens=asked.max_tokens or 0,
             unit=exchange.record.user_id or exchange.request_id,
-            opinion=await self._opinion(name, asked.text),
+            opinion=await self._opinion(name, asked.text, exchange),
             earlier=asked.said[:-1],
             complexity=self._scores.get(name),
         )
-        able = self._permissions.allowed(exchange, (rules.small, rules.large))
+        models = (rules.small, rules.large)
+        able = self._permissions.allowed(exchange, models)
+        if not able:  # perhaps a fallback may get the request where the model may not
+            able = [model for model in models if self._permissions.exists(exchange.caller, model)]
         if not able:
             self._permissions.check(exchange, selection.model)
         if selection.model not in able:
@@ -132,12 +136,14 @@ class Routes:
                     self._configured[name], enabled=bool(enabled), share=float(share)
                 )
 
-    async def _opinion(self, name: str, text: str) -> float | None:
+    async def _opinion(self, name: str, text: str, exchange: Exchange) -> float | None:
         classifier = self._classifiers.get(name)
         if classifier is None or not self.rules[name].enabled:
             return None
         try:
             embedder = self._encoders.any(classifier.encoder)
+            if exchange.demand and withheld(exchange, "encoder", embedder.name, embedder.unmet(exchange.demand)):
+                return None
             async with asyncio.timeout(OPINION_S):
                 embeddings = await embedder.embed([text])
         except (ApiError, TimeoutError) as error:

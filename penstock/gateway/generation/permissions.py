@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from penstock.gateway.accounting.attribution import note_model
+from penstock.gateway.app.data_rules import permit, withheld
 from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 from penstock.identity.access import Kind
 from penstock.identity.labels import Requirement
-from penstock.protocol.errors import DataRuleForbids, ModelNotFound
+from penstock.protocol.errors import ModelNotFound
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import AnsweringModel, ModelRegistry, ServedModel
 from penstock.routing.remotes import RemoteModel
@@ -43,8 +44,8 @@ class Permissions:
     def check(self, exchange: Exchange, name: str) -> None:
         """Raises `ModelNotFound` or `DataRuleForbids` unless a request may reach what is called `name`."""
         self.check_exists(exchange, name)
-        if unmet := self.unmet(exchange, name):
-            raise self.forbidden(exchange, name, unmet)
+        if exchange.demand:
+            permit(exchange, "model", name, self.unmet(exchange, name))
 
     def check_exists(self, exchange: Exchange, name: str) -> None:
         """Raises `ModelNotFound` unless what is called `name` exists for the caller. Who answers is not decided yet."""
@@ -64,22 +65,11 @@ class Permissions:
             return list(demand.requirements)
         return (found if isinstance(found, RemoteModel) else found.model).unmet(demand)
 
-    def forbidden(
-        self, exchange: Exchange, name: str, unmet: Sequence[Requirement], kind: str = "model"
-    ) -> DataRuleForbids:
-        """The error for what may not get the request, which is noted."""
-        why = exchange.demand.why(unmet)
-        exchange.decide("refused", kind, name, why)
-        return DataRuleForbids(f"`{name[:256]}` may not get this request: {why}.")
-
     def gate(self, exchange: Exchange, model: AnsweringModel, kind: str = "model") -> None:
         """Called right before a model gets data of the request, which guardrails may have marked since it was
         chosen."""
-        if not exchange.demand:
-            return
-        if unmet := model.unmet(exchange.demand):
-            raise self.forbidden(exchange, model.name, unmet, kind)
-        exchange.decide("permitted", kind, model.name, exchange.demand.why(exchange.demand.requirements))
+        if exchange.demand:
+            permit(exchange, kind, model.name, model.unmet(exchange.demand))
 
     def unknown(self, caller: Caller, name: str) -> ModelNotFound:
         """The error for a name that does not exist for a caller."""
@@ -124,10 +114,7 @@ class Permissions:
         sends, whether or not they may use it themselves. What a data rule leaves out is noted."""
         if not for_all and not self.exists(exchange.caller, name):
             return False
-        if unmet := self.unmet(exchange, name):
-            exchange.decide("withheld", "model", name, exchange.demand.why(unmet))
-            return False
-        return True
+        return not withheld(exchange, "model", name, self.unmet(exchange, name))
 
     def allowed(self, exchange: Exchange, names: Iterable[str]) -> list[str]:
         """Those of `names` that a request may reach, in the same order."""

@@ -104,7 +104,8 @@ class RemoteGeneration(Generation):
         about = {"id": spec.id, "request_id": spec.request_id, "model": spec.model.name}
         self.resumable = spec.resumption is not None and spec.streams is not None
         self._source = ChunkSource(spec.calls, about, keep=self.resumable)
-        self._source.reader = self
+        self._as_reader = self._source.reader = object()
+        """Not `self`: the two would keep each other alive until a garbage collection."""
         self._claimed = False
         self._deadline: float | None = None
         self._ends: list[Piece] = []
@@ -142,7 +143,7 @@ class RemoteGeneration(Generation):
             return
         assert spec.streams is not None
         self._source = spec.streams.claim(spec.resumption, self._source)
-        self._source.reader = self
+        self._source.reader = self._as_reader
         self._claimed = True
         usage = self._usage()
         produced = sum(tokens_in(sent) for _, sent in self._source.all())
@@ -165,7 +166,7 @@ class RemoteGeneration(Generation):
             left = max(self._deadline - time.monotonic(), 0.0)
             within = left if within is None else min(within, left)
         pieces: list[Piece] = []
-        for arrived in await self._source.take(self, within):
+        for arrived in await self._source.take(self._as_reader, within):
             pieces += self._take(arrived)
         if self.complete and not self._source.over and self._cut_here:
             self._source.end()
@@ -321,7 +322,7 @@ class RemoteGeneration(Generation):
         if self._counted is not None:
             return self._counted
         unread = 0
-        if self._source.reader is self:
+        if self._source.reader is self._as_reader:
             unread = sum(tokens_in(sent) for index, sent in self._source.unread() if not self._finished(index))
         return sum(choice.completion_tokens for choice in self.choices) + unread
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from msgspec import Struct
 
 from penstock.backends.remote.chunk import Chunk, ChunkChoice, ChunkUsage
-from penstock.protocol.errors import ApiError, EngineLost, ServerError
+from penstock.protocol.errors import ApiError, EngineLost, InvalidRequest, ServerError
 
 MOST_UNREAD = 256
 MOST_KEPT = 2**20
@@ -176,9 +176,11 @@ class ChunkSource:
 
     async def _call(self, open: Open, number: int) -> None:
         unfinished = set(range(self.calls[number].choices))
+        silent = set(unfinished)
         try:
             async with aclosing(open(number)) as chunks:
                 async for chunk in chunks:
+                    silent -= {choice.index for choice in chunk.choices}
                     unfinished -= {choice.index for choice in chunk.choices if choice.finish_reason is not None}
                     self._put(number, chunk)
                     while len(self._unread) >= MOST_UNREAD:
@@ -187,6 +189,12 @@ class ChunkSource:
         except ApiError:
             if unfinished:  # an error after the last piece does not matter
                 raise
+        if unfinished and unfinished == silent and len(silent) < self.calls[number].choices:
+            raise InvalidRequest(
+                "The remote server of this model does not know `n`: it gave fewer answers. Ask for one at a time.",
+                param="n",
+                code="unsupported_parameter",
+            )
         if unfinished:
             raise EngineLost("The server behind this model ended its answer early.")
 

@@ -19,6 +19,7 @@ from penstock.config.experiments import ExperimentConfig
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.charges import SHADOW, AccountBook
+from penstock.gateway.app.data_rules import permit
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
@@ -90,6 +91,8 @@ class Shadows:
                 continue
             assert real.again is not None
             trial = Trial(real.experiment, SHADOW_ARM + model, model, self._tally, graded=real.graded)
+            if exchange.demand:  # nobody keeps the decisions of a copy
+                permit(exchange, "shadow", model, ())
             queue.put_nowait(_Job(exchange.copied(), trial, real.again))
             self._waiting_bytes += exchange.body_size
 

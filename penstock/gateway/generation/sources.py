@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.schemas import RagRequest
 from penstock.identity import Caller
@@ -48,6 +49,9 @@ class PendingSources(Protocol):
 
 class SourceSearch(Protocol):
     """Searches collections for sources."""
+
+    def permit(self, exchange: Exchange) -> None:
+        """Raises where what searches may not see the request."""
 
     async def expected_tokens(self, caller: Caller, wanted: RagRequest) -> int:
         """About how many tokens of sources a search would add to the prompt."""

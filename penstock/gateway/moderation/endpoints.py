@@ -15,7 +15,7 @@ from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.schemas import Name
 from penstock.gateway.moderation.guardrails import Guardrails, Judgement
 from penstock.gateway.moderation.moderators import FAILURES
-from penstock.protocol.errors import InvalidRequest, ModelNotFound, NotFound, ServiceUnavailable
+from penstock.protocol.errors import DataRuleForbids, InvalidRequest, ModelNotFound, NotFound, ServiceUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,8 @@ class ModerationEndpoints:
                 task.cancel()
                 if left:
                     raise ClientDisconnected from None
+                raise
+            except DataRuleForbids:
                 raise
             except FAILURES as error:  # its message may quote the text
                 log.warning("a moderation model could not be asked: %s", type(error).__name__)

@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.config.guardrails import GuardrailConfig
 from penstock.errors import ConfigError
+from penstock.gateway.app.data_rules import withheld
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.permissions import Permissions
@@ -254,7 +255,7 @@ class Guardrails:
             elif moderation.config.on_error == "refuse":
                 raise _forbidden(exchange, moderation, unmet)
             else:
-                exchange.decide("withheld", "moderator", moderation.config.name, exchange.demand.why(unmet))
+                withheld(exchange, "moderator", moderation.config.name, unmet)
         return found
 
     async def _verdict(

@@ -18,6 +18,7 @@ from penstock.config.check import Checker
 from penstock.config.encoders import EncoderConfig
 from penstock.config.tree import parse_yaml
 from penstock.errors import ConfigError, PenstockError
+from penstock.identity.labels import Labels
 from penstock.protocol.control import Replica, Topology
 from penstock.protocol.transport import CurveClient
 from penstock.routing.encoders import Encoders
@@ -34,7 +35,13 @@ def encoder_backend(encoder: EncoderConfig, endpoint: str, curve: CurveClient | 
 
 def served_encoder(encoder: EncoderConfig, engines: EncoderSet, ask: Callable[[str], None] | None = None) -> Embedder:
     return Embedder(
-        encoder.name, encoder.source, engines, ask=ask, wait_s=encoder.wait_s, input_price=encoder.input_price
+        encoder.name,
+        encoder.source,
+        engines,
+        ask=ask,
+        wait_s=encoder.wait_s,
+        input_price=encoder.input_price,
+        labels=Labels(encoder.labels),
     )
 
 

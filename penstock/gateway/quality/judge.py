@@ -21,6 +21,8 @@ from typing import Any, Literal
 from penstock.config.context import JudgeConfig
 from penstock.engine.request import Request, SamplingParams
 from penstock.gateway.accounting.attribution import route_name
+from penstock.gateway.app.data_rules import withheld
+from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.estimates import CHARACTERS_PER_TOKEN
@@ -146,7 +148,7 @@ class Judge:
         if judge and not self._permissions.allows(attempt.exchange, judge, for_all=self._config.for_all_callers):
             return
         texts = generation.texts(MOST_CHARACTERS)
-        if not texts or not texts[0][1].strip():
+        if not texts or not texts[0][1].strip() or not self._may_read(attempt.exchange, generation):
             return
         sample = SampledAnswer(
             generation.question[:MOST_CHARACTERS],
@@ -165,6 +167,17 @@ class Judge:
             self._queue.put_nowait(sample)
         except asyncio.QueueFull:
             self._metrics.judged(sample.model, sample.route, "dropped")
+
+    def _may_read(self, exchange: Exchange, generation: Generation) -> bool:
+        """Whether the judge may see the request and its answer."""
+        if not exchange.demand:
+            return True
+        name = self._config.model or generation.model.name
+        found = self._registry.find(name)
+        if found is None:
+            return False
+        judge = found if isinstance(found, RemoteModel) else found.model
+        return not withheld(exchange, "judge", name, judge.unmet(exchange.demand))
 
     async def _work(self) -> None:
         while True:

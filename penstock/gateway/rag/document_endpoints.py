@@ -127,6 +127,7 @@ class DocumentEndpoints:
         await exchange.reply_json(_chunk(*found))
 
     async def _put(self, exchange: Exchange, collection: Collection, id: str | None) -> None:
+        self._knowledge.permit(exchange)
         limit = self._knowledge.config.document_limit + (FORM_ROOM if _media_type(exchange) == FORM else 0)
         async with exchange.upload(limit) as arrived, self._uploads.slot(exchange.caller.tenant):
             sent = await self._sent(exchange, await arrived.read())

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from penstock.backends.embedder import Embedder as Encoder
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.errors import ConfigError, needs_extra
+from penstock.gateway.app.data_rules import permit
+from penstock.gateway.app.exchange import Exchange
 from penstock.identity import Caller
 from penstock.identity.labels import NO_DEMAND
 from penstock.knowledge.embedder import Embedded, EmbedderFacts
@@ -129,6 +131,15 @@ class KnowledgeLibrary:
         if self._encoders.remote(name) is not None:
             return self._encoders.remote(name, caller.access) is not None
         return name not in self._encoders or self._encoders.allows(caller.access, name)
+
+    def permit(self, exchange: Exchange) -> None:
+        """Raises where the encoder or the reranker of collections may not see data of a request."""
+        if not exchange.demand:
+            return
+        used = [self._encoder(), self._encoders.any(self.config.reranker) if self.config.reranker else None]
+        for encoder in used:
+            if encoder is not None:
+                permit(exchange, "encoder", encoder.name, encoder.unmet(exchange.demand))
 
     def _encoder(self) -> Encoder | RemoteEmbedder | None:
         return self._encoders.any(self.config.encoder) if self.config.encoder else self._encoders.default

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.schemas import QUERY_CHARACTERS, RagRequest
 from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.schemas import SearchRequest
@@ -116,6 +117,9 @@ class CollectionSearch:
         kept = min(wanted.top_k or config.passages, size.chunks)
         most = min(config.context_tokens, wanted.context_tokens or config.context_tokens)
         return min(kept * size.tokens // max(size.chunks, 1), most)
+
+    def permit(self, exchange: Exchange) -> None:
+        self._library.permit(exchange)
 
     def begin(self, caller: Caller, wanted: RagRequest, messages: Sequence[dict[str, Any]]) -> Retrieval:
         return Retrieval(self._library, caller, wanted, messages)

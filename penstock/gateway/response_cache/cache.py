@@ -19,10 +19,12 @@ import msgspec
 from penstock.caching.semantic import Embeds, SearchResult, SemanticIndex
 from penstock.caching.store import NOTES, AnswerStore, CacheKey, MemoryStore
 from penstock.config.cache import CacheConfig
+from penstock.gateway.app.data_rules import withheld
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.schemas import ChatRequest
 from penstock.gateway.generation.spec import CacheFacts, CacheQuestion
+from penstock.identity.labels import Demand, Requirement
 from penstock.protocol.errors import ApiError, InvalidRequest
 from penstock.telemetry.cache_metrics import CacheMetrics
 
@@ -40,7 +42,13 @@ class QuestionEncoder(Embeds, Protocol):
     """An encoder, here or elsewhere, that compares questions."""
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def up(self) -> bool: ...
+
+    def unmet(self, demand: Demand) -> list[Requirement]:
+        """What of a demand it does not meet; empty: it may get the request's texts."""
 
     async def open(self) -> object:
         """Starts it, if that is needed."""
@@ -157,10 +165,12 @@ class ResponseCache:
         if not exact and not semantic:
             return None
         tenant, model = exchange.caller.tenant, generation.model
-        key = CacheKey(tenant, model.name, _digest([*facts.common, *facts.asked]))
+        # An answer that was made somewhere else is not given to a request that demands a place.
+        common = [*facts.common, *([str(exchange.demand)] if exchange.demand else [])]
+        key = CacheKey(tenant, model.name, _digest([*common, *facts.asked]))
         partition = None
-        if semantic and facts.question is not None and self._index is not None:
-            partition = CacheKey(tenant, model.name, _digest([*facts.common, facts.question.context]))
+        if semantic and facts.question is not None and self._index is not None and self._may_compare(exchange):
+            partition = CacheKey(tenant, model.name, _digest([*common, facts.question.context]))
         return ResponseCacheLookup(self, generation, facts.question, key, exact, partition, read=mode != "refresh")
 
     async def store_answer(self, lookup: ResponseCacheLookup, response_id: str) -> None:
@@ -238,6 +248,12 @@ class ResponseCache:
             await self.store.drop(key)
             return False
         return True
+
+    def _may_compare(self, exchange: Exchange) -> bool:
+        """Whether the encoder may see the request."""
+        if self._embedder is None or not exchange.demand:
+            return True
+        return not withheld(exchange, "encoder", self._embedder.name, self._embedder.unmet(exchange.demand))
 
     def _encoder_up(self) -> bool:
         """No request waits for the encoder to start: the first one starts it, later ones use it."""

@@ -17,6 +17,7 @@ import msgspec
 
 from penstock.config.context import ToolsConfig
 from penstock.conversations import Message
+from penstock.gateway.app.data_rules import permit, withheld
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.assistant_message import AssembledCall
 from penstock.gateway.generation.attempt import Attempt
@@ -28,7 +29,7 @@ from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.schemas import ChatRequest, FunctionDefinition, ToolDefinition
 from penstock.gateway.generation.turn import Turn, TurnRecorder
 from penstock.gateway.server_tools.steps import StepMessage, StepsRenderer, StepTotals, shown
-from penstock.protocol.errors import ApiError, InvalidRequest
+from penstock.protocol.errors import ApiError, DataRuleForbids, InvalidRequest
 from penstock.telemetry.logging import RequestRecord, log_request
 from penstock.tools.execution import Offer, Outcome, ToolError, ToolRegistry
 from penstock.tools.toolbox import MAX_CALLS
@@ -94,10 +95,26 @@ class ServerTools:
         if (request.n or 1) > 1:
             raise InvalidRequest("With `server_tools` there is one answer; `n` must be 1.", param="n")
         try:
-            return await self.registry.offers(exchange.caller.access, request.server_tools or ())
+            return self._permitted(
+                exchange, request, await self.registry.offers(exchange.caller.access, request.server_tools or ())
+            )
         except ToolError as error:
             message = str(error)
             raise InvalidRequest(f"{message[:1].upper()}{message[1:]}.", param="server_tools") from error
+
+    def _permitted(self, exchange: Exchange, request: ChatRequest, offers: dict[str, Offer]) -> dict[str, Offer]:
+        """Those that may get data of the request. One that the request names is refused, not left out."""
+        if not exchange.demand:
+            return offers
+        named = {name.partition(".")[0] for name in request.server_tools or ()}
+        found = {}
+        for name, offer in offers.items():
+            unmet = self.registry.unmet(offer.server, exchange.demand)
+            if unmet and offer.server in named:
+                permit(exchange, "tool", offer.server, unmet)
+            if not withheld(exchange, "tool", offer.server, unmet):
+                found[name] = offer
+        return found
 
 
 class _ToolLoop:
@@ -366,10 +383,21 @@ class _ToolLoop:
                 elif index >= MAX_CALLS:
                     outcome = Outcome(f"Error: more than {MAX_CALLS} calls at once are not run.", ok=False)
                 else:
-                    outcome = await self._tools.registry.call(offer, arguments)
+                    outcome = await self._permitted_call(offer, arguments, call.arguments or "")
             self._exchange.timeline.note(f"tool {call.name}", began)
             self._log(offer, outcome, at + index * 1e-6, time.monotonic() - began, generation)
             return outcome
+
+    async def _permitted_call(self, offer: Offer, arguments: dict[str, Any], text: str) -> Outcome:
+        """Run a call, if its server may have what the model says; results and arguments may have marked the request."""
+        exchange, registry = self._exchange, self._tools.registry
+        await self._pipeline.content_filter.mark(exchange, lambda: [text])
+        if exchange.demand:
+            try:
+                permit(exchange, "tool", offer.server, registry.unmet(offer.server, exchange.demand))
+            except DataRuleForbids as error:
+                return Outcome(f"Error: {error.message}", ok=False)
+        return await registry.call(offer, arguments)
 
     def _log(self, offer: Offer | None, outcome: Outcome, at: float, seconds: float, generation: Generation) -> None:
         """Every call is a record of the request log, under the id of its request."""

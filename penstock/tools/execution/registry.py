@@ -17,6 +17,7 @@ from penstock.config.context import ToolServerConfig
 from penstock.engine.grammar.interface import GrammarError
 from penstock.errors import ConfigError
 from penstock.identity.access import Access
+from penstock.identity.labels import Demand, Requirement
 from penstock.storage import DatabaseError
 from penstock.text import grammars
 from penstock.tools.execution.addresses import Addresses
@@ -131,6 +132,11 @@ class ToolRegistry:
             plain = called if names.count(called) == 1 else f"{server}.{called}"
             offers[plain[:64]] = Offer(plain[:64], server, function, await self._enforceable(function))
         return offers
+
+    def unmet(self, server: str, demand: Demand) -> list[Requirement]:
+        """What of a demand a tool server does not meet; empty: it may get data of the request."""
+        entry = self._servers.get(server)
+        return list(demand.requirements) if entry is None else demand.unmet(entry.spec.tool_labels)
 
     async def call(self, offer: Offer, arguments: dict[str, Any]) -> Outcome:
         entry = self._servers.get(offer.server)

@@ -13,7 +13,9 @@ import yaml
 from msgspec import Meta
 
 from penstock.config.context import ToolServerConfig
+from penstock.config.labels import MOST_LABELS, label_problem
 from penstock.errors import ConfigError
+from penstock.identity.labels import OF_OWN, OF_REMOTES, Labels
 from penstock.storage import Database
 from penstock.tools.execution.addresses import Addresses
 from penstock.tools.execution.base import ToolError, ToolServer
@@ -38,6 +40,8 @@ class ToolSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=
     name: Annotated[str, Meta(pattern=f"^{NAME}$")]
     tenants: Annotated[list[str], Meta(max_length=1024)] = []
     """Tenants that may use it; empty: all."""
+    labels: Annotated[dict[str, str | bool], Meta(max_length=MOST_LABELS)] = {}
+    """For data rules; `external` is true unless given here."""
     openapi: dict[str, Any] | None = None
     """An HTTP API: an OpenAPI document, or the relevant part of one."""
     url: Annotated[str, Meta(max_length=2048)] = ""
@@ -55,10 +59,25 @@ class ToolSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=
         """The description without secrets."""
         kind = "mcp" if self.mcp_url else "http"
         shown = {"name": self.name, "object": "tool_server", "kind": kind, "tenants": list(self.tenants)}
-        return {**shown, "url": self.mcp_url or self.url or None, "headers": sorted(self.headers), "allow": self.allow}
+        return {
+            **shown,
+            "url": self.mcp_url or self.url or None,
+            "headers": sorted(self.headers),
+            "allow": self.allow,
+            "labels": dict(self.tool_labels),
+        }
+
+    @property
+    def tool_labels(self) -> Labels:
+        """What data rules ask for."""
+        own = {name: _label(value) for name, value in self.labels.items()}
+        return Labels(own).over(OF_REMOTES)
 
     def server(self, addresses: Addresses) -> ToolServer:
         """The tool server; `ToolError` when the description is invalid."""
+        for name, given in self.labels.items():
+            if problem := label_problem(name, _label(given)):
+                raise ToolError(problem)
         if (self.openapi is None) == (not self.mcp_url):
             raise ToolError("a tool server needs either `openapi` or `mcp_url`")
         for name, value in self.headers.items():
@@ -78,6 +97,10 @@ class ToolSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=
         return McpTools(self.name, connect, timeout_s=timeout_s, most_bytes=most_bytes)
 
 
+def _label(value: str | bool) -> str:
+    return value if isinstance(value, str) else "true" if value else "false"
+
+
 def of_config(config: ToolServerConfig, environ: Mapping[str, str] = os.environ) -> ToolSpec:
     """A description from the configuration. Headers may name environment variables, so that files hold no secrets."""
     headers: dict[str, str] = {}
@@ -90,6 +113,7 @@ def of_config(config: ToolServerConfig, environ: Mapping[str, str] = os.environ)
         return ToolSpec(
             name=config.name,
             tenants=list(config.tenants),
+            labels=dict(Labels(config.labels).over(OF_OWN if config.command else OF_REMOTES)),
             openapi=_document(config) if config.openapi else None,
             url=config.url,
             mcp_url=config.mcp_url,

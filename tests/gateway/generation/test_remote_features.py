@@ -21,7 +21,7 @@ from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import RouteConfig
 from penstock.routing.remotes import RemoteModel
 from penstock.text import TextModel
-from tests.gateway.conftest import Running, Serving, events, until
+from tests.gateway.conftest import Running, Serving, events, garbage, until
 from tests.gateway.generation.test_remote_parity import chunks_of, said
 from tests.gateway.rag.test_collections import encoders, filled
 from tests.tools.execution.parts import LOOPBACK, WeatherServer, weather
@@ -289,6 +289,10 @@ async def test_a_server_that_is_slow_or_breaks_off(serving: Serving, text: TextM
         assert whole.status_code == 503 and whole.json()["error"]["code"] == "engine_lost"
         several = await front.chat(model="wire", n=3)
         assert several.status_code == 503
+        wire.broken, wire.text, events_of = False, "Hi", wire._events
+        wire._events = lambda path, body: events_of(path, {**body, "n": 1})  # type: ignore[method-assign]
+        fewer = await front.chat(model="wire", n=3)
+        assert fewer.status_code == 400 and fewer.json()["error"]["param"] == "n"
 
 
 async def test_a_remote_has_fallbacks_of_its_own(serving: Serving) -> None:
@@ -324,3 +328,13 @@ async def test_choices_of_a_server_that_gives_one_at_a_time(serving: Serving) ->
         counted = await front.client.post("/v1/messages/count_tokens", json={"model": "claude", "messages": USER})
         there = await behind.client.post("/v1/messages/count_tokens", json={"model": "tiny", "messages": USER})
         assert counted.json()["input_tokens"] == there.json()["input_tokens"]
+
+
+async def test_requests_to_remotes_leave_no_cycles(serving: Serving) -> None:
+    async with wired(serving) as (front, _wire):
+        await front.chat(model="wire")
+        with garbage() as found:
+            for body in ({}, {"stream": True}, {"n": 2}, {"stop": ["wor"]}, {"logprobs": True}):
+                assert (await front.chat(model="wire", **body)).status_code == 200
+            assert (await front.complete(model="wire")).status_code == 200
+        assert not found, found

@@ -31,6 +31,10 @@ const KEYS = [
   { name: "actions", label: "" },
 ];
 
+// A demand as text, `region=eu|ch, external=false`, and back.
+const ruleOf = (row) => Object.entries(row.require || {}).map(([name, values]) => `${name}=${values}`).join(", ");
+const demand = (text) => Object.fromEntries((text || "").split(",").filter((part) => part.trim()).map((part) => part.split("=", 2).map((word) => word.trim())).map(([name, values]) => [name, values ?? ""]));
+
 export default {
   name: "Keys",
   components: { AllowForm, LimitForm },
@@ -47,7 +51,7 @@ export default {
         <div class="col-12 col-sm-3"><q-btn type="submit" color="primary" no-caps label="Create tenant" :disable="!tenant.id" /></div>
       </q-form>
       <data-table class="q-mt-md" label="Tenants" :columns="tenantColumns" :rows="tenants">
-        <template #id="{ row }">{{ row.id }}<div v-if="row.name" class="muted">{{ row.name }}</div><div v-if="listed(row.allow)" class="muted" style="font-size: 0.78rem">{{ listed(row.allow) }}</div></template>
+        <template #id="{ row }">{{ row.id }}<div v-if="row.name" class="muted">{{ row.name }}</div><div v-if="listed(row.allow)" class="muted" style="font-size: 0.78rem">{{ listed(row.allow) }}</div><div v-if="ruleOf(row)" class="muted" data-test="rule">requires {{ ruleOf(row) }}</div></template>
         <template #used="{ row }"><limit-bar v-for="one in row.used || []" :key="one.limit" v-bind="bar(one)" /><span v-if="!row.used?.length" class="muted">no limits</span></template>
         <template #spent="{ row }">{{ row.spent ? money(row.spent.today) + ' / ' + money(row.spent.month) : '–' }}</template>
         <template #state="{ row }"><q-badge :color="row.disabled ? 'negative' : 'positive'" :label="row.disabled ? 'disabled' : 'active'" /></template>
@@ -70,7 +74,7 @@ export default {
       </q-banner>
       <div class="row q-col-gutter-sm q-mt-xs"><q-select class="col-6 col-sm-3" v-model="only" :options="tenants.map((one) => one.id)" clearable label="Of tenant" outlined dense options-dense /><q-toggle class="col-6 col-sm-4" v-model="withRevoked" label="Revoked ones too" /></div>
       <data-table class="q-mt-sm" label="Keys" :columns="keyColumns" :rows="shownKeys">
-        <template #id="{ row }"><copy-id :value="row.id" what="key id" /></template>
+        <template #id="{ row }"><copy-id :value="row.id" what="key id" /><div v-if="ruleOf(row)" class="muted">requires {{ ruleOf(row) }}</div></template>
         <template #tenant="{ row }">{{ row.tenant }}<span v-if="row.user" class="muted"> / {{ row.user }}</span></template>
         <template #name="{ row }">{{ row.name || '–' }}<div v-if="listed(row.allow)" class="muted" style="font-size: 0.78rem">{{ listed(row.allow) }}</div></template><template #scopes="{ row }">{{ row.scopes.join(', ') }}</template>
         <template #spent="{ row }"><limit-bar v-if="row.limits.daily_budget != null" name="today" :used="row.spent.today" :most="row.limits.daily_budget" :show="money" /><limit-bar v-if="row.limits.monthly_budget != null" name="month" :used="row.spent.month" :most="row.limits.monthly_budget" :show="money" /><span v-else>{{ money(row.spent.month) }}<span v-if="row.limits.daily_budget != null" class="muted"> this month</span></span>
@@ -84,6 +88,7 @@ export default {
         <q-card-section class="text-subtitle1">Limits of {{ target.kind }} <code>{{ target.id }}</code></q-card-section>
         <q-card-section><q-input v-if="target.kind === 'tenant'" v-model="target.tier" class="q-mb-md" label="Tier" outlined dense />
           <limit-form v-model="target.limits" :inherited="target.inherited" />
+          <q-input v-model="target.require" class="q-mt-md" label="Data rule: required labels" outlined dense clearable stack-label placeholder="region=eu|ch, external=false" hint="Models, tools and moderators without these labels never get its requests." data-test="require" />
           <p class="muted q-mt-sm q-mb-none" style="font-size: 0.82rem">{{ target.kind === 'tenant' ? 'An empty field takes the limit of the tier.' : 'They apply in addition to those of the tenant; an empty field is no limit.' }} Days and months begin at midnight UTC.</p></q-card-section>
         <q-card-actions align="right"><q-btn v-close-popup flat no-caps label="Cancel" /><q-btn unelevated color="primary" no-caps label="Save" @click="saveLimits" /></q-card-actions>
       </q-card></q-dialog>
@@ -105,6 +110,7 @@ export default {
   },
   methods: {
     money,
+    ruleOf,
     listed,
     bar: (one) => ({ name: LIMITS[one.limit].label, used: one.used, most: one.most, show: LIMITS[one.limit].show }),
     rates: (row) => ["requests_per_minute", "tokens_per_minute", "concurrent_requests"].filter((name) => row.limits[name] != null).map((name) => `${LIMITS[name].label.toLowerCase()}: ${LIMITS[name].show(row.limits[name])}`).join(", "),
@@ -146,12 +152,12 @@ export default {
       if (this.keys.length) await this.refresh();
     },
     edit(kind, row) {
-      this.target = { kind, id: row.id, tier: row.tier, was: row.tier, limits: { ...row.limits }, inherited: kind === "tenant" ? row.allowed || {} : {} };
+      this.target = { kind, id: row.id, tier: row.tier, was: row.tier, limits: { ...row.limits }, require: ruleOf(row), inherited: kind === "tenant" ? row.allowed || {} : {} };
       this.editing = true;
     },
     async saveLimits() {
-      const { kind, id, tier, was, limits } = this.target;
-      const change = { limits: Object.fromEntries(Object.keys(LIMITS).map((name) => [name, limits[name] ?? null])) };
+      const { kind, id, tier, was, limits, require } = this.target;
+      const change = { limits: Object.fromEntries(Object.keys(LIMITS).map((name) => [name, limits[name] ?? null])), require: demand(require) };
       if (kind === "tenant" && tier !== was) change.tier = tier;
       if (await this.act(() => patch(`/v1/admin/${kind}s/${encodeURIComponent(id)}`, change), "Saved")) this.editing = false;
     },

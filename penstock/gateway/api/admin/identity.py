@@ -116,6 +116,8 @@ class IdentityEndpoints:
                 allow=request.allow,
             )
         )
+        if require:
+            _note_rule(exchange, "tenant", request.id, require)
         await self._changed()
         await exchange.reply_json(self._tenant(made))
 
@@ -123,16 +125,19 @@ class IdentityEndpoints:
         request = decode(_tenant_change, await exchange.body(self._body_limit))
         self._check_tier(request.tier)
         known = await self._known(exchange)
+        require = required(request.require, f"tenant {known.id}")
         work = self._store.update_tenant(
             known.id,
             name=request.name,
             tier=request.tier,
             disabled=request.disabled,
             limits=request.limits,
-            require=required(request.require, f"tenant {known.id}"),
+            require=require,
             allow=request.allow,
         )
         changed = await guard(work)
+        if require is not None:
+            _note_rule(exchange, "tenant", known.id, require)
         await self._changed()
         await exchange.reply_json(self._tenant(changed))
 
@@ -164,6 +169,7 @@ class IdentityEndpoints:
     async def create_key(self, exchange: Exchange) -> None:
         """The reply is the only place where the key itself ever appears."""
         request = decode(_key_request, await exchange.body(self._body_limit))
+        require = required(request.require, "key") or NO_DEMAND
         key, minted = await guard(
             self._store.create_key(
                 request.tenant,
@@ -172,10 +178,12 @@ class IdentityEndpoints:
                 scopes=request.scopes,
                 expires_at=request.expires_at,
                 limits=request.limits,
-                require=required(request.require, "key") or NO_DEMAND,
+                require=require,
                 allow=request.allow,
             )
         )
+        if require:
+            _note_rule(exchange, "key", key.id, require)
         await self._changed()
         await exchange.reply_json({**described_key(key), "key": minted.text})
 
@@ -188,6 +196,8 @@ class IdentityEndpoints:
         require = required(request.require, f"key {id}")
         work = store.update_key(id, name=request.name, limits=request.limits, require=require, allow=request.allow)
         changed = await guard(work)
+        if require is not None:
+            _note_rule(exchange, "key", id, require)
         await self._changed()
         await exchange.reply_json(described_key(changed))
 
@@ -223,6 +233,11 @@ async def _reply_list(exchange: Exchange, data: list[dict[str, Any]]) -> None:
 
 def described_key(key: ApiKey) -> dict[str, Any]:
     return {"object": "key", **asdict(key), "require": key.require.pairs}
+
+
+def _note_rule(exchange: Exchange, kind: str, name: str, require: Demand) -> None:
+    """Whoever changes a rule is in the audit log, too."""
+    exchange.decide("changed", kind, name, f"requires {require}" if require else "requires nothing")
 
 
 def required(given: RequireField | None, rule: str) -> Demand | None:

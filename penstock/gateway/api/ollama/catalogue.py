@@ -99,7 +99,12 @@ class Catalogue:
             about = {"general.architecture": "remote"}
             if remote.context_window is not None:
                 about["remote.context_length"] = remote.context_window
-            return _shown(_details("remote"), about, ["completion", "tools"], remote.created)
+            able = (
+                ["embedding"]
+                if remote.kind != "chat"
+                else ["completion", *(["tools"] if remote.supports("tools") else [])]
+            )
+            return _shown(_details("remote"), about, able, remote.created)
         model = self._registry.route(name).model
         shape = await self._shape(model)
         family = "unknown" if shape is None else shape.family
