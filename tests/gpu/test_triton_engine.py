@@ -87,6 +87,8 @@ def test_seeds_penalties_and_logprobs_are_the_same_as_on_cpu() -> None:
             SamplingParams(max_tokens=20, temperature=0.7, presence_penalty=0.5, frequency_penalty=0.2, seed=5),
             SamplingParams(max_tokens=20, temperature=0.0, repetition_penalty=1.3, logit_bias={7: 3.0}),
             SamplingParams(max_tokens=20, temperature=0.0, logprobs=2, prompt_logprobs=1),
+            SamplingParams(max_tokens=60, temperature=0.8, seed=6, watermark=b"k" * 32),
+            SamplingParams(max_tokens=60, temperature=0.8, seed=6),
         ]
         requests = [Request(f"r{i}", prompt, params) for i, params in enumerate(settings)]
         on_cpu, on_gpu = make_engine(path), _engine(path)
@@ -95,6 +97,7 @@ def test_seeds_penalties_and_logprobs_are_the_same_as_on_cpu() -> None:
                 engine.submit(request)
         cpu, gpu = drain(on_cpu), drain(on_gpu)
         assert collect(gpu) == collect(cpu)
+        assert collect(gpu)["r5"] != collect(gpu)["r6"]
         scores = [
             [p.logprob for d in deltas if d.request_id == "r4" for p in d.logprobs or []] for deltas in (cpu, gpu)
         ]
