@@ -13,6 +13,7 @@ from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.attribution import note_model
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.charges import AccountBook
+from penstock.gateway.accounting.cost_limit import check_cost
 from penstock.gateway.accounting.metered import FixedWork, ModelName
 from penstock.gateway.accounting.quotas import Quotas, TextWork
 from penstock.gateway.app.background import BackgroundTasks
@@ -99,6 +100,7 @@ class EncoderWork:
         begin = time.monotonic()
         exchange.timeline.follow("prepare")
         try:
+            check_cost(self._quotas, exchange, counted.model, tokens)
             reservation = await self._quotas.reserve(exchange, counted)
         except BaseException:
             work.close()
