@@ -92,7 +92,8 @@ class EncoderWork:
         result says about the tokens, where they were only estimated."""
         if exchange.demand:
             try:
-                permit(exchange, "encoder", embedder.name, embedder.unmet(exchange.demand))
+                asked = embedder.model if isinstance(embedder, RemoteEmbedder) else embedder
+                permit(exchange, "encoder", embedder.name, asked.unmet(exchange.demand))
             except DataRuleForbids:
                 work.close()
                 raise
