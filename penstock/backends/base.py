@@ -19,6 +19,7 @@ from typing import Protocol
 from penstock.backends.errors import adapter_error, error_of
 from penstock.backends.mailbox import DeltaSink, Mailbox
 from penstock.backends.round_trip import RoundTrip
+from penstock.backends.token_gap import TokenGap
 from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.request import Delta, EngineInfo, EngineLoad, EngineState, Request, StepOutput
 from penstock.protocol.errors import ApiError, EngineUnavailable, Overloaded
@@ -137,6 +138,7 @@ class EngineClient(ABC):
         self._ready = asyncio.Event()
         self._waiters = 0
         self._load = EngineLoad()
+        self.token_gap = TokenGap()
         self.step_tokens = Buckets(STEP_TOKENS)
         """How many tokens the engine's steps computed."""
         self._progress_at = clock()
@@ -387,6 +389,7 @@ class EngineClient(ABC):
         steps = output.load.steps - self._load.steps
         if steps > 0:  # several, where only the last one had something to say
             self.step_tokens.observe((output.load.step_tokens - self._load.step_tokens) / steps, steps)
+        self.token_gap.reported(self._load, output.load, self._clock())
         self._load = output.load
         for delta in output.deltas:
             route = self._routes.get(delta.request_id)

@@ -11,6 +11,7 @@ import difflib
 import math
 import types
 from collections.abc import Mapping
+from datetime import date
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from penstock.config.fields import choices_of
@@ -133,6 +134,8 @@ def _scalar(kind: Any, metadata: Mapping[str, Any], node: Node) -> Any:
         text = value if node.text is None else node.text
         if text is False and metadata.get("off"):
             return "off"
+        if type(text) is date:  # YAML reads an unquoted 2024-10-21 as a date
+            return text.isoformat()
         if metadata.get("choices") and text not in choices_of(metadata):
             return _INVALID
         return text if isinstance(text, str) else _INVALID

@@ -26,6 +26,7 @@ from penstock.config.log_pipeline import LogPipelineConfig
 from penstock.config.models import DEFAULT_MODEL, ModelConfig
 from penstock.config.remotes import RemoteConfig
 from penstock.config.routing import AdmissionConfig, RouteConfig, RoutingConfig
+from penstock.config.watermark import WatermarkConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,6 +422,7 @@ class Config:
     tool_servers: tuple[ToolServerConfig, ...] = ()
     knowledge: KnowledgeConfig = dataclasses.field(default_factory=KnowledgeConfig)
     judge: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
+    watermark: WatermarkConfig = dataclasses.field(default_factory=WatermarkConfig)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig)
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     fleet: FleetConfig = dataclasses.field(default_factory=FleetConfig)

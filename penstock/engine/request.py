@@ -57,6 +57,8 @@ class SamplingParams:
     """Sequences of tokens that must not be generated."""
     grammar: str = ""
     """What may be generated, in the language of the engine's grammar compiler; empty for anything."""
+    watermark: bytes = field(default=b"", repr=False)
+    """The key of the watermark; empty: none. It has no effect at temperature 0."""
 
     @property
     def greedy(self) -> bool:

@@ -313,8 +313,8 @@ class Scheduler:
         length = len(seq.tokens) + seq.pending
         if length >= seq.limit:
             return 0
-        if seq.pending and (seq.matcher is not None or self.batches > 1):
-            return 0  # what its grammar allows next, or all of its next step, depends on a token that is not known yet
+        if seq.pending and (seq.matcher is not None or seq.watermark is not None or self.batches > 1):
+            return 0  # what may come next, its noise, or all of its next step depends on a token that is not known yet
         return length - seq.computed
 
     def _decode_share(self, ready: int) -> int:
@@ -369,7 +369,9 @@ class Scheduler:
         in_turns = self.batches > 1
         for seq in self.running:
             length = len(seq.tokens) + seq.pending
-            if length >= seq.limit or (seq.pending and (in_turns or seq.matcher is not None)):
+            if length >= seq.limit or (
+                seq.pending and (in_turns or seq.matcher is not None or seq.watermark is not None)
+            ):
                 continue  # see `_remaining`
             remaining = length - seq.computed
             if remaining == 1:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.engine.grammar.interface import TokenMatcher
 from penstock.engine.kv.block_hash import root_name
 from penstock.engine.request import FinishReason, Request, TokenLogprob
+from penstock.engine.watermark import WatermarkState
 
 if TYPE_CHECKING:
     from penstock.engine.adapters.peft import LoadedAdapter
@@ -50,6 +51,7 @@ class Sequence:
         "slow_masks",
         "started",
         "tokens",
+        "watermark",
     )
 
     def __init__(self, request: Request, arrived: float, key: tuple[float, int]) -> None:
@@ -93,6 +95,10 @@ class Sequence:
         """Whether a delta has been sent."""
         self.matcher: TokenMatcher | None = None
         """Its place in its grammar and token rules, if it has any; it has taken the tokens in `tokens`."""
+        self.watermark: WatermarkState | None = None
+        """Its noise, if it is watermarked; its next step needs to know all of its tokens then."""
+        if self.params.watermark and not self.params.greedy:
+            self.watermark = WatermarkState(self.params.watermark, self.params.seed, self.prompt_len)
         self.slow_masks = 0
         """Masks of its grammar that took too long."""
         self.finish_reason: FinishReason | None = None

@@ -23,6 +23,7 @@ Reason = Literal[
     "budget",
     "context_quota",
     "request_limit",
+    "slo_tpot",
 ]
 """Why a request was rejected, in machine-readable form (`x-penstock-reason`)."""
 

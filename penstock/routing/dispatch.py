@@ -221,6 +221,13 @@ class Dispatcher:
             able = [member for member in self._members if member not in besides and member.can_run(request)]
         else:
             able = [member for member in self._members if member not in besides and member.takes(request)]
+        if able and not (quick := [member for member in able if member.keeps_pace(request, now)]):
+            raise Overloaded(
+                "Every replica takes longer per token than `x-slo-tpot-ms` allows; try again later.",
+                reason="slo_tpot",
+                retry_after=1.0,
+            )
+        able = quick if able else able
         refusal: ApiError | None = None
         wanted = None if alone or not able else self._wanted(request, able[0], expected)
         for member in self._in_order(request, able, wanted, now):

@@ -79,6 +79,14 @@ class Member:
             return False
         return not request.adapter or backend.adapters is None or request.adapter in backend.adapters
 
+    def keeps_pace(self, request: Request, now: float) -> bool:
+        """Whether its tokens come as fast as the request wants them, as far as that is known. One that has begun does
+        not stop for it."""
+        if request.target_gap_s is None or request.produced:
+            return True
+        gap = self.backend.token_gap.seconds(now) if isinstance(self.backend, EngineClient) else None
+        return gap is None or gap <= request.target_gap_s
+
     def view(self, now: float) -> ReplicaView:
         """The snapshot for a replica policy."""
         away = self.round_trip_s or 0.0

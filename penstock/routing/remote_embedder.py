@@ -51,8 +51,10 @@ class RemoteEmbedder:
         return self.model.in_flight
 
     def unmet(self, demand: Demand) -> list[Requirement]:
-        """What of a demand it does not meet; empty: it may get the request's texts."""
-        return self.model.unmet(demand)
+        """What of a demand one of its servers does not meet; empty: any of them may get the request's texts, as the
+        gateway's own uses need it, which do not say for whom they ask. `vectors` and `rerank` choose a server."""
+        lacking = (demand.unmet(member.labels) for member in self.model.members)
+        return next((missing for missing in lacking if missing), [])
 
     async def open(self) -> None:
         """It is there, or a request will say that it is not."""

@@ -203,6 +203,9 @@ def missing_sources(config: Config) -> list[str]:
     for index, route in enumerate(config.routes):
         if route.classifier and not Path(route.classifier).expanduser().is_file():
             problems.append(f"routes[{index}].classifier: there is no file {route.classifier}")
+    for index, remote in enumerate(config.remotes):
+        if remote.key_file and not Path(remote.key_file).is_file():
+            problems.append(f"remotes[{index}].key_file: there is no file {remote.key_file}")
     return problems
 
 

@@ -14,6 +14,7 @@ from penstock.backends.remote.upstream import DialectName, Upstream
 from penstock.config.load import load
 from penstock.config.remotes import WITHOUT_QUEUE
 from penstock.errors import ConfigError
+from penstock.supervisor.diagnostics import missing_sources
 
 PAGE = Path(__file__).parents[2] / "docs" / "remotes.md"
 
@@ -31,6 +32,17 @@ def test_every_dialect_can_be_configured(tmp_path: Path) -> None:
     assert set(get_args(DialectName)) == set(DIALECTS)
     for name in DIALECTS:
         assert load(written(tmp_path, dialect=name)).remotes[0].dialect == name
+
+
+def test_a_version_that_looks_like_a_date(tmp_path: Path) -> None:
+    assert load(written(tmp_path, dialect="azure", api_version="2024-10-21")).remotes[0].api_version == "2024-10-21"
+
+
+def test_a_key_file_that_is_not_there_is_found_beforehand(tmp_path: Path) -> None:
+    config = load(written(tmp_path, key_file=tmp_path / "key"))
+    assert any("remotes[0].key_file" in problem for problem in missing_sources(config))
+    (tmp_path / "key").write_text("k")
+    assert not any("key_file" in problem for problem in missing_sources(config))
 
 
 @pytest.mark.parametrize(

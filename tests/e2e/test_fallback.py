@@ -47,7 +47,7 @@ def there() -> Iterator[Elsewhere]:
 def server(tmp_path_factory: pytest.TempPathFactory, there: Elsewhere) -> Iterator[Server]:
     model = tiny_model(tmp_path_factory.mktemp("model"))
     far = f"remotes=[{{name: far, model: m, urls: ['{there.wire.url}'], check_s: 3600}}]"
-    settings = (far, "models.0.fallback=[far]", "server.engine_wait_s=60", "resilience.resume_s=60")
+    settings = (far, "models.0.fallback=[far]", "server.engine_wait_s=180", "resilience.resume_s=60")
     with replicated(model, 1, *(word for setting in settings for word in ("--set", setting))) as running:
         yield running
 
@@ -62,7 +62,7 @@ async def ask(http: httpx.AsyncClient, name: str) -> tuple[int, str, str]:
 
 async def ask_all(server: Server) -> dict[str, tuple[int, str, str]]:
     """Kill the engine and ask at once, in every way."""
-    async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as http:
         (engine,) = server.processes("engine", "tiny")
         os.kill(engine, signal.SIGKILL)
         found = await asyncio.gather(*(ask(http, name) for name in KINDS))
@@ -98,7 +98,7 @@ def test_all_succeed_while_the_fallback_is_down_too(server: Server, there: Elsew
 @pytest.mark.slow
 def test_a_stream_that_has_begun_waits_for_its_engine(server: Server, there: Elsewhere, tmp_path: Path) -> None:
     async def run() -> str:
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=240) as http:
             body = {"model": "tiny", "messages": SAID, "max_tokens": 400, "ignore_eos": True, "stream": True}
             text = ""
             async with http.stream("POST", "/v1/chat/completions", json=body) as reply:

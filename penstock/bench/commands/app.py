@@ -33,6 +33,7 @@ from penstock.bench.commands.soak import soak
 from penstock.bench.commands.speculation import speculation
 from penstock.bench.commands.streams import streams
 from penstock.bench.commands.structure import structure
+from penstock.bench.commands.watermark import watermark
 from penstock.bench.options import reported
 
 app = typer.Typer(
@@ -56,6 +57,7 @@ for command in (
     structure,
     speculation,
     perplexity,
+    watermark,
     pipeline,
     soak,
     serve,

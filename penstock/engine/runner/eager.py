@@ -16,7 +16,7 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.executor import Executor
 from penstock.engine.runner.inputs import Packed, StepInputs, chunk_targets
 from penstock.engine.runner.resources import RunnerResources
-from penstock.engine.runner.rows import Flag
+from penstock.engine.runner.rows import DRAWN, Flag
 from penstock.engine.runner.sampler import LogprobTensors, SampleRequest, logprobs_of, sample
 from penstock.engine.runner.step import PendingStep
 from penstock.engine.scheduler import Batch
@@ -63,7 +63,7 @@ class EagerExecutor(Executor):
 
     def _sample(self, step: PendingStep, logits: Tensor, request: SampleRequest) -> None:
         ops = self._decoder.ops
-        if request.flags & ~(Flag.RANDOM | Flag.FILTER) or not ops.samples_any_dtype:
+        if request.flags & ~(DRAWN | Flag.FILTER) or not ops.samples_any_dtype:
             logits = logits.float()
         tokens, logprobs = sample(logits, request, self._rows, ops)
         if request.ahead is None:

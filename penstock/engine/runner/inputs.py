@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints
-from penstock.engine.backends.reference.noise import row_keys
+from penstock.engine.noise import row_keys
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import SampleRequest
 from penstock.engine.scheduler import Batch, Chunk
@@ -30,12 +30,14 @@ class Packed:
     """int64 [S]: packed index of every token behind which something is sampled."""
     sample_rows: Ints
     row_flags: np.ndarray
-    """uint8 [S]: see `Flag`."""
+    """uint16 [S]: see `Flag`."""
     seeds: np.ndarray
     """uint64 [S]."""
     holes: Ints
     """Packed indices of tokens that only the device knows: those their rows sampled last."""
     hole_rows: Ints
+    batch: Batch | None = None
+    """None: nothing is sampled."""
 
     @property
     def flags(self) -> Flag:
@@ -44,7 +46,9 @@ class Packed:
 
     def keys(self) -> Ints:
         """int64 [S]: noise keys."""
-        return row_keys(self.seeds, self.host.positions[self.sample_at] + 1)
+        positions = self.host.positions[self.sample_at] + 1
+        keys = row_keys(self.seeds, positions)
+        return keys if self.batch is None else watermarked(self.batch, keys, positions, self.row_flags)
 
 
 @dataclass(slots=True)
@@ -105,6 +109,7 @@ class InputBuilder:
             seeds=self.rows.seeds[sample_rows],
             holes=np.ascontiguousarray(holes[:, 0]),
             hole_rows=np.ascontiguousarray(holes[:, 1]),
+            batch=batch,
         )
 
     def upload(self, batch: Batch, packed: Packed) -> StepInputs:
@@ -158,8 +163,29 @@ class InputBuilder:
     def sampling(self, batch: Batch) -> SampleRequest:
         """The same for a batch in which every chunk samples and which has not been packed."""
         starts, lengths, rows, _ = entries(batch)
-        device_rows, keys = self._staging.upload([rows, row_keys(self.rows.seeds[rows], starts + lengths)])
+        device_rows, keys = self._staging.upload([rows, decode_keys(batch, self.rows, rows, starts + lengths)])
         return _request(batch, device_rows, keys, self.rows.flags[rows])
+
+
+def decode_keys(batch: Batch, state: Rows, rows: Ints, positions: Ints) -> Ints:
+    """int64: noise keys of a batch in which every entry samples; `positions` of the tokens to be sampled."""
+    return watermarked(batch, row_keys(state.seeds[rows], positions), positions, state.flags[rows])
+
+
+def watermarked(batch: Batch, keys: Ints, positions: Ints, flags: np.ndarray) -> Ints:
+    """`keys`, with those of sequences that are watermarked replaced by their own."""
+    if not (flags & Flag.WATERMARK).any():
+        return keys
+    keys, end = keys.copy(), 0
+    for chunk in batch.chunks:
+        if not chunk.samples:
+            continue
+        begin, end = end, end + 1 + len(chunk.drafts)
+        seq, state = chunk.seq, chunk.seq.watermark
+        if state is not None and flags[begin] & Flag.WATERMARK:
+            ahead = state.drafted or chunk.drafts
+            keys[begin:end] = state.keys(seq.tokens, ahead, int(positions[begin]), keys[begin:end])
+    return keys
 
 
 def decode_entries(chunks: list[Chunk]) -> list[int]:

@@ -30,6 +30,11 @@ class Flag(IntFlag):
     GRAMMAR = 64
     """Also other rules about tokens: `SamplingParams.ruled`."""
     TYPICAL = 128
+    WATERMARK = 256
+
+
+DRAWN = Flag.RANDOM | Flag.WATERMARK
+"""What a draw with a temperature and a key does by itself."""
 
 
 def flags_of(params: SamplingParams) -> Flag:
@@ -40,6 +45,8 @@ def flags_of(params: SamplingParams) -> Flag:
             flags |= Flag.FILTER
         if params.typical_p < 1.0:
             flags |= Flag.TYPICAL
+        if params.watermark:
+            flags |= Flag.WATERMARK
     if params.penalized:
         flags |= Flag.PENALTY
     if params.logit_bias:
@@ -86,7 +93,9 @@ class Rows:
         """Whether the host's tables are a copy."""
         self.host_tables = np.zeros((max_rows, max_blocks), np.int32) if self._mirrored else self.block_tables.numpy()
         self.seeds = np.zeros(max_rows, np.uint64)
-        self.flags = np.zeros(max_rows, np.uint8)
+        self.flags = np.zeros(max_rows, np.uint16)
+        self.byte_flags = np.zeros(max_rows, np.uint8)
+        """The same in a byte: its last bit stands for all flags that do not fit."""
         self.output_counts: Tensor | None = None
         """int32 [max_rows, vocab]: how often each token was generated; only once a penalty was asked for."""
         self.prompt_seen: Tensor | None = None
@@ -142,7 +151,9 @@ class Rows:
         floats = np.array([[getattr(seq.params, name) for name in FLOATS] for seq in sequences], np.float32)
         top_k = np.array([seq.params.top_k for seq in sequences], np.int64)
         self.seeds[rows] = np.array([seq.params.seed & (2**64 - 1) for seq in sequences], np.uint64)
-        self.flags[rows] = np.array([int(flags_of(seq.params)) & self.followed for seq in sequences], np.uint8)
+        flags = np.array([int(flags_of(seq.params)) & self.followed for seq in sequences], np.uint16)
+        self.flags[rows] = flags
+        self.byte_flags[rows] = np.where(flags > 255, flags | 128, flags).astype(np.uint8)
         at, values, ks = self._staging.upload([rows, floats.reshape(-1), top_k])
         self.floats[at] = values.view(len(sequences), len(FLOATS))
         self.top_k[at] = ks

@@ -20,7 +20,7 @@ from penstock.engine.scheduler import Batch, Chunk, Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.gain import Acceptance, StepCosts
 
-FOLLOWED = int(Flag.RANDOM | Flag.FILTER | Flag.BIAS)
+FOLLOWED = int(Flag.RANDOM | Flag.FILTER | Flag.BIAS | Flag.WATERMARK)
 """The sampling parameters that a draft follows; penalties and minimum lengths are left to the target."""
 _IN_FLIGHT = 2
 """Draft steps launched but not awaited: as many as the runner's staging buffers allow."""
@@ -66,7 +66,12 @@ class DraftProposer:
         if not wanted:
             return {}
         begin = time.perf_counter()
-        drafts = self._draw(wanted)
+        try:
+            drafts = self._draw(wanted)
+        finally:
+            for seq in wanted:
+                if seq.watermark is not None:
+                    seq.watermark.drafted = ()
         deepest = max(wanted.values())
         self._costs.observe(len(wanted), (time.perf_counter() - begin) / deepest)
         return drafts
@@ -113,6 +118,12 @@ class DraftProposer:
     def _draw(self, wanted: dict[Sequence, int]) -> dict[Sequence, list[int]]:
         drafts: dict[Sequence, list[int]] = {seq: [] for seq in wanted}
         flying: list[PendingStep] = []
+        in_flight = _IN_FLIGHT
+        for seq in wanted:
+            if seq.watermark is not None:
+                # Its noise depends on the tokens before it, drafts too: each is awaited before the next is drawn.
+                seq.watermark.drafted = drafts[seq]
+                in_flight = 1
 
         def collect() -> None:
             for seq, token in flying.pop(0).last_tokens():
@@ -124,7 +135,7 @@ class DraftProposer:
                 if depth < count:
                     state = self._states[seq]
                     chunks.append(self._chunk(seq, state, len(seq.tokens) + depth - state.read, samples=True))
-            if len(flying) == _IN_FLIGHT:
+            if len(flying) == in_flight:
                 collect()
             flying.append(self.runner.run(Batch.of(chunks)))
         while flying:

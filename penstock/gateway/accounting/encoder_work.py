@@ -13,6 +13,7 @@ from penstock.gateway.accounting.answer_ids import AnswerIds
 from penstock.gateway.accounting.attribution import note_model
 from penstock.gateway.accounting.batch_line import batch_line
 from penstock.gateway.accounting.charges import AccountBook
+from penstock.gateway.accounting.cost_limit import check_cost
 from penstock.gateway.accounting.metered import FixedWork, ModelName
 from penstock.gateway.accounting.quotas import Quotas, TextWork
 from penstock.gateway.app.background import BackgroundTasks
@@ -91,7 +92,8 @@ class EncoderWork:
         result says about the tokens, where they were only estimated."""
         if exchange.demand:
             try:
-                permit(exchange, "encoder", embedder.name, embedder.unmet(exchange.demand))
+                asked = embedder.model if isinstance(embedder, RemoteEmbedder) else embedder
+                permit(exchange, "encoder", embedder.name, asked.unmet(exchange.demand))
             except DataRuleForbids:
                 work.close()
                 raise
@@ -99,6 +101,7 @@ class EncoderWork:
         begin = time.monotonic()
         exchange.timeline.follow("prepare")
         try:
+            check_cost(self._quotas, exchange, counted.model, tokens)
             reservation = await self._quotas.reserve(exchange, counted)
         except BaseException:
             work.close()

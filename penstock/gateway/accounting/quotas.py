@@ -218,6 +218,7 @@ class Quotas:
         if tier is None or not caller.key:
             return None
         fields = {**dataclasses.asdict(tier), **_set(caller.limits)}
+        del fields["allow"]  # it may name what does not exist for this caller
         return {"tier": fields.pop("name"), **fields, **({"key": own} if (own := _set(caller.key_limits)) else {})}
 
     def allowed(self, tier: str, own: Allowance) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from penstock.gateway.app.decoding import not_supported
 from penstock.gateway.app.exchange import Exchange
 from penstock.protocol.errors import InvalidRequest
 
@@ -16,6 +17,17 @@ def ttft_target(exchange: Exchange) -> float | None:
 def gap_target(exchange: Exchange) -> float | None:
     """Seconds between tokens that prompts of other requests may not exceed (`x-slo-tpot-ms`)."""
     return _seconds(exchange, "x-slo-tpot-ms")
+
+
+def check_targets(exchange: Exchange, *, followed: bool = True) -> None:
+    """Both must be numbers. `followed`: whether they can be honoured; otherwise they are named as ignored."""
+    for name in ("x-slo-ttft-ms", "x-slo-tpot-ms"):
+        if _seconds(exchange, name) is None or followed:
+            continue
+        if exchange.refuses_unknown:
+            raise not_supported(name)
+        if name not in exchange.ignored:
+            exchange.ignored.append(name)
 
 
 def _seconds(exchange: Exchange, name: str) -> float | None:

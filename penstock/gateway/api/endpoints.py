@@ -33,6 +33,7 @@ from penstock.gateway.api.openai.stored_chat import (
     StoredChatEndpoints,
 )
 from penstock.gateway.api.openai.tokenize import TokenEndpoints, TokenizerQuery
+from penstock.gateway.api.openai.watermark import DetectRequest, WatermarkEndpoints
 from penstock.gateway.api.operations.health import HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.app.dialects import ANTHROPIC
@@ -424,6 +425,15 @@ ENDPOINTS = (
         "Decode token ids.",
         "Tokens",
         DetokenizeRequest,
+        serves_tokens=True,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/watermark/detect",
+        WatermarkEndpoints.detect,
+        "Whether a text carries the watermark of your tenant.",
+        "Tokens",
+        DetectRequest,
         serves_tokens=True,
     ),
     Endpoint(

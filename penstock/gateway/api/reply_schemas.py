@@ -217,6 +217,16 @@ _SCHEMAS: dict[str, Schema] = {
         fits=BOOLEAN,
         estimated_cost=obj(input=NUMBER, output=NUMBER, total=NUMBER),
     ),
+    "detect": obj(
+        object=word("watermark.detection"),
+        model=STRING,
+        verdict=STRING,
+        p_value=NUMBER,
+        threshold=NUMBER,
+        tokens=INTEGER,
+        scored_tokens=INTEGER,
+        passage=maybe(STRING),
+    ),
     "detokenize": obj(object=STRING, model=STRING, text=STRING, prompt=STRING, count=INTEGER),
     "tokenizer_info": obj(
         object=STRING,

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.accounting.request_limits import Cap
+from penstock.gateway.accounting.targets import check_targets
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.chat_messages import Message, template_messages
@@ -79,6 +80,7 @@ class ChatGenerations(GenerationFactory):
                 other, msgspec.structs.replace(asked, model=other.model), limit, turn.replayed(), following
             )
         request = with_response_format(request)
+        check_targets(attempt.exchange)
         check_tools(request)
         name = self.registry.base_name(request.model)
         exchange = attempt.exchange
@@ -196,6 +198,7 @@ class ChatGenerations(GenerationFactory):
             bad_words=forbidden_words(request, model.text),
             grammar=await grammar_for(self.grammars, request, toolbox, exchange),
         )
+        params = self.watermarks.marked(exchange, request.watermark, params)
         quota = self.cap(exchange, "context_tokens", model.base_name)
         window = info.max_model_len if quota is None else min(info.max_model_len, quota.most)
         tools = () if toolbox is None else toolbox.tools

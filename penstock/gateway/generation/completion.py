@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine.request import EngineInfo
+from penstock.gateway.accounting.targets import check_targets
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
@@ -58,6 +59,7 @@ class CompletionGenerations(GenerationFactory):
             asked = request
             attempt.trial.again = lambda other: self.make(other, asked, prompts, limit, prompt_only=prompt_only)
         request = with_response_format(request)
+        check_targets(attempt.exchange)
         exchange, name = attempt.exchange, self.registry.base_name(attempt.model)
         made = max(request.best_of or 1, request.n or 1)
         check_choices(len(prompts), made, self.settings, self.cap(exchange, "choices", name))
@@ -86,6 +88,7 @@ class CompletionGenerations(GenerationFactory):
             bad_words=forbidden_words(request, model.text),
             grammar=grammar,
         )
+        params = self.watermarks.marked(exchange, request.watermark, params)
         infill = _infill(request, model)
         if infill is not None:
             params = replace(params, stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *infill.ends))))

@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from penstock.gateway.accounting.admission import Admissions
+from penstock.gateway.accounting.cost_limit import max_cost, too_expensive
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.accounting.targets import ttft_target
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.generation.cost_limit import max_cost, too_expensive
 from penstock.gateway.generation.question import Question
 from penstock.gateway.generation.sources import SourceSearch
 from penstock.gateway.generation.tokenization import MOST_COUNTED, Tokenization

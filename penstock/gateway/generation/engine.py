@@ -159,7 +159,15 @@ class EngineGeneration(Generation):
         decisive = [each if spec.seeded and not each.greedy else dataclasses.replace(each, seed=0) for each in params]
         return CacheFacts(
             repeatable=spec.seeded or all(each.greedy for each in params),
-            common=[model.name, model.fingerprint, model.sampling, spec.cache_salt, spec.stops, spec.form],
+            common=[
+                model.name,
+                model.fingerprint,
+                model.sampling,
+                spec.cache_salt,
+                spec.stops,
+                spec.form,
+                any(each.watermark for each in params),
+            ],
             asked=[*decisive, [prompt.tokens for prompt in spec.prompts]],
             question=spec.cache_question,
         )

@@ -14,6 +14,7 @@ from penstock.gateway.generation.sampling import TokenLimit
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.stages import ContentFilter
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.gateway.generation.watermarks import Watermarks
 from penstock.routing.placement import Placement
 from penstock.routing.registry import ServedModel
 from penstock.telemetry.metrics import Metrics
@@ -31,6 +32,7 @@ class GenerationFactory:
     admissions: Admissions
     metrics: Metrics
     content_filter: ContentFilter
+    watermarks: Watermarks
 
     def place(
         self, exchange: Exchange, model: ServedModel, priority: int, prompt_tokens: int, limit: TokenLimit

@@ -34,6 +34,7 @@ from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.sources import SourceSearch
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.gateway.generation.watermarks import Watermarks
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.remotes import RemoteModel
 from penstock.routing.time_slice_groups import TimeSlices
@@ -64,6 +65,7 @@ class GenerationPipeline:
         source_search: SourceSearch,
         cache: AnswerCache,
         grader: AnswerGrader,
+        watermarks: Watermarks,
         streams: RemoteStreams,
     ) -> None:
         """`streams`: keeps streams of remote models that can be resumed."""
@@ -94,6 +96,7 @@ class GenerationPipeline:
             settings=settings,
             tokenization=tokenization,
             quotas=quotas,
+            watermarks=watermarks,
             metrics=metrics,
             content_filter=content_filter,
             source_search=source_search,
@@ -107,6 +110,7 @@ class GenerationPipeline:
             tokenization=tokenization,
             grammars=grammars,
             quotas=quotas,
+            watermarks=watermarks,
             admissions=admissions,
             metrics=metrics,
             content_filter=content_filter,
@@ -122,6 +126,7 @@ class GenerationPipeline:
             tokenization=tokenization,
             grammars=grammars,
             quotas=quotas,
+            watermarks=watermarks,
             admissions=admissions,
             metrics=metrics,
             content_filter=content_filter,

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from penstock.gateway.accounting.quotas import Quotas
+from penstock.gateway.accounting.targets import check_targets
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.chat_messages import Message
 from penstock.gateway.generation.cost_limit import within_cost
@@ -42,6 +43,7 @@ from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, Conten
 from penstock.gateway.generation.tokenization import Tokenization, messages_size, text_size, tools_size
 from penstock.gateway.generation.tokenized_model import remote_text
 from penstock.gateway.generation.turn import Turn, TurnInput
+from penstock.gateway.generation.watermarks import Watermarks
 from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
 from penstock.routing.remotes import RemoteModel
 from penstock.telemetry.metrics import Metrics
@@ -74,6 +76,7 @@ class RemoteGenerations:
     settings: GenerationSettings
     tokenization: Tokenization
     quotas: Quotas
+    watermarks: Watermarks
     metrics: Metrics
     content_filter: ContentFilter
     source_search: SourceSearch
@@ -249,6 +252,8 @@ class RemoteGenerations:
 
     def _check(self, attempt: Attempt, request: ChatRequest | CompletionRequest, model: RemoteModel) -> None:
         check_stream_options(request)
+        check_targets(attempt.exchange, followed=False)
+        self.watermarks.check_remote(attempt.exchange, request.watermark, model.name)
         if attempt.is_fallback:
             check_foreign_tokens(request)
         if model.text is not None:

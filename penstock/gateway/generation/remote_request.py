@@ -25,6 +25,7 @@ from penstock.routing.remotes import RemoteModel
 OWN_OPTIONS = (
     *("model", "messages", "prompt", "stream", "stream_options", "stop", "max_tokens", "max_completion_tokens", "n"),
     *("user", "safety_identifier", "metadata", "service_tier", "priority", "speculation", "prompt_cache_key", "store"),
+    "watermark",
     *("conversation", "rag", "modalities", "server_tools", "add_generation_prompt", "continue_final_message"),
     *("echo", "best_of", "cache_salt", "include_stop_str_in_output", "no_stop_trim", "prompt_logprobs"),
 )

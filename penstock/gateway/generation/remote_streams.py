@@ -56,6 +56,9 @@ class RemoteStreams:
 
     def begin(self, resumption: Resumption, generation: RemoteGeneration, source: ChunkSource) -> None:
         """A stream begins, or goes on with another reader."""
+        before = self._held.pop(generation.id, None)
+        if before is not None and before.expiry is not None:
+            before.expiry.cancel()
         self._held[generation.id] = _Held(resumption.client, digest_of(source), source, generation)
 
     def claim(self, resumption: Resumption, source: ChunkSource) -> ChunkSource:
@@ -68,9 +71,8 @@ class RemoteStreams:
             )
         if held.expiry is None:
             held.generation.fail(ResumedElsewhere())
-        else:
-            held.expiry.cancel()
-        del self._held[resumption.id]
+        # Until `begin`: the new request may still be refused, and be sent again.
+        self._await(resumption.id, held)
         return held.source
 
     def rest(self, generation: RemoteGeneration) -> None:
@@ -79,7 +81,7 @@ class RemoteStreams:
         if held is None or held.generation is not generation:
             return
         self._held[generation.id] = self._held.pop(generation.id)  # the newest last
-        held.expiry = asyncio.get_running_loop().call_later(self._keep_s, self._expire, generation.id)
+        self._await(generation.id, held)
         while len(self._held) > MOST_STREAMS:
             oldest = next((id for id, each in self._held.items() if each.expiry is not None), None)
             if oldest is None:
@@ -108,6 +110,12 @@ class RemoteStreams:
                 held.expiry.cancel()
         self._held.clear()
         await asyncio.gather(*(source.closed() for source in sources))
+
+    def _await(self, id: str, held: _Held) -> None:
+        """Give a stream up unless a client comes for it in time."""
+        if held.expiry is not None:
+            held.expiry.cancel()
+        held.expiry = asyncio.get_running_loop().call_later(self._keep_s, self._expire, id)
 
     def _expire(self, id: str) -> None:
         held = self._held.pop(id, None)

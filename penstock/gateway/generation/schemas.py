@@ -134,6 +134,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: Metadata | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     speculation: bool | None = None
+    watermark: bool | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
     cache_salt: Annotated[str, Meta(max_length=512)] | None = None

@@ -52,6 +52,7 @@ from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
 from penstock.gateway.api.openai.stored_chat import StoredChatEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
+from penstock.gateway.api.openai.watermark import WatermarkEndpoints
 from penstock.gateway.api.operations.health import Check, HealthEndpoints
 from penstock.gateway.api.operations.metrics import MetricsEndpoints
 from penstock.gateway.app.authentication import OpenAuthentication
@@ -77,6 +78,7 @@ from penstock.gateway.generation.remote_streams import RemoteStreams
 from penstock.gateway.generation.response_format import GrammarCache
 from penstock.gateway.generation.shadows import Shadows
 from penstock.gateway.generation.tokenization import Tokenization
+from penstock.gateway.generation.watermarks import Watermarks
 from penstock.gateway.moderation.endpoints import ModerationEndpoints
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.moderation.moderators import ModerationBackends
@@ -222,6 +224,7 @@ async def compose(
         counters = implementations.limit_counters(settings.counters, workers.limits)
         quotas = Quotas(counters, settings.tiers, settings.limits, prices)
         closing(quotas.close)
+        watermarks = Watermarks(settings.watermark, {tier.name: tier.watermark for tier in settings.tiers})
         background = BackgroundTasks()
         closing(background.close)
         checks |= {"ledger": accounts.problem, "limits": quotas.problem}
@@ -359,6 +362,7 @@ async def compose(
             settings.generation,
             registry=registry,
             permissions=permissions,
+            watermarks=watermarks,
             routes=routes,
             experiments=experiments,
             shadows=shadows,
@@ -406,6 +410,7 @@ async def compose(
             OllamaPullEndpoints(catalogue, supervisor, limit),
             RerankEndpoints(encoders, encoder_work, guardrails, limit),
             TokenEndpoints(permissions, tokenization, quotas, limit, request_templates=settings.request_templates),
+            WatermarkEndpoints(permissions, tokenization, quotas, watermarks, limit),
             ScoreEndpoints(encoders, encoder_work, guardrails, limit),
             ModerationEndpoints(guardrails, quotas, limit),
             models,

@@ -30,6 +30,7 @@ from penstock.config.schema import (
     TelemetryConfig,
     TierConfig,
 )
+from penstock.config.watermark import WatermarkConfig
 from penstock.gateway.accounting.request_limits import RequestLimits
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.metering.prices import Price, PriceBook, PriceEntry
@@ -204,6 +205,7 @@ class GatewaySettings:
     tool_servers: tuple[ToolServerConfig, ...] = ()
     knowledge: KnowledgeConfig = KnowledgeConfig()  # noqa: RUF009
     judge: JudgeConfig = JudgeConfig()  # noqa: RUF009
+    watermark: WatermarkConfig = WatermarkConfig()  # noqa: RUF009
     request_log: RequestLogConfig = RequestLogConfig()  # noqa: RUF009
     audit: AuditConfig = AuditConfig()  # noqa: RUF009
     cache: CacheConfig = CacheConfig()  # noqa: RUF009
@@ -322,6 +324,7 @@ class GatewaySettings:
             tool_servers=config.tool_servers,
             knowledge=config.knowledge,
             judge=config.judge,
+            watermark=config.watermark,
             request_log=config.request_log,
             audit=config.audit,
             cache=config.cache,

@@ -90,7 +90,7 @@ class CollectionEndpoints:
         catalogue = (await self._knowledge.library()).catalogue
         caller, limit, after = exchange.caller, asked.limit, storable(asked.after)
         if after and (known := await guard(catalogue.collection(caller.tenant, after))) is not None:
-            after = known.name
+            after = known.name if allowed(caller, known) else after
         found: list[Collection] = []
         while len(found) <= limit:
             page = await guard(catalogue.collections(caller.tenant, limit=PAGE + 1, after=after))

@@ -13,13 +13,14 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import IO, Final
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ConfigError
 from penstock.routing.selection.concepts import lexicon
-from penstock.routing.selection.representation import BUCKETS, SHAPES, Vector, represent
+from penstock.routing.selection.representation import BUCKETS, SHAPES, Vector, layout, represent
 
 _VERSION: Final = 1
 _MOST_WANTED: Final = 2000
@@ -142,9 +143,14 @@ class Complexity:
                 if int(stored["version"]) != _VERSION or tuple(stored["concepts"].tolist()) != lexicon().names:
                     raise ConfigError(f"{file} was made by another version; run `penstock route train-score` again")
                 unit, temperature = stored["scales"].tolist()
-                return cls(stored["ngrams"], unit, stored["dense"], temperature)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"{file} was not made by `penstock route train-score`: {error}") from error
+                found = cls(stored["ngrams"], unit, stored["dense"], temperature)
+        except OSError as error:
+            raise ConfigError(f"{file}, made by `penstock route train-score`, cannot be read: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, EOFError, BadZipFile) as error:
+            raise ConfigError(f"{file} was not made by `penstock route train-score`") from error
+        if len(found.ngrams) != BUCKETS or BUCKETS + len(found.dense) != layout().size:
+            raise ConfigError(f"{file} was made by another version; run `penstock route train-score` again")
+        return found
 
 
 @cache

@@ -207,7 +207,7 @@ async def ask(server: RemoteServer, operation: Any = "chat", **body: Any) -> Ans
     """The answer to a request that fits."""
     if operation == "chat":
         body = {"messages": [{"role": "user", "content": "hi"}], **body}
-    fitting = server.fit({**body, "stream": True}, operation)
+    fitting = server.fit({**body, "stream": True, "stream_options": {"include_usage": True}}, operation)
     assert not fitting.refused, fitting.refused
     answer = Answer()
     async for chunk in server.stream(fitting.body, "req-1", operation):

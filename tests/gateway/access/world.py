@@ -6,6 +6,7 @@ tenant, `narrow` a key of acme itself that may use less than its tenant.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from penstock.backends.embedder import Embedder
 from penstock.backends.encoder import EncoderBackend
 from penstock.backends.remote.server import RemoteServer
 from penstock.backends.remote.upstream import Upstream
+from penstock.config.access import AllowConfig
 from penstock.config.cache import CacheConfig
 from penstock.config.context import ToolsConfig
 from penstock.config.encoders import EncoderConfig
@@ -37,6 +39,8 @@ from tests.tools.execution.parts import LOOPBACK, WeatherServer
 OPEN = ["tiny", "open-route", "minilm"]
 """What every tenant may use."""
 NOTHING_HIDDEN = {"models": OPEN, "adapters": [], "remotes": [], "collections": ["open-*"], "tools": ["open-tool"]}
+EVERYTHING = AllowConfig(models=("*", "hidden-model"), tools=("*", "hidden-tool"))
+"""What the tiers may use: a list that names what is hidden from some of their tenants."""
 HELLO = [{"role": "user", "content": "hi"}]
 
 
@@ -115,7 +119,7 @@ async def world(
         settings: dict[str, Any] = {
             "store_url": f"sqlite:///{folder / 'state.db'}",
             "default_tier": "standard",
-            "tiers": DEFAULT_TIERS,
+            "tiers": tuple(dataclasses.replace(tier, allow=EVERYTHING) for tier in DEFAULT_TIERS),
             "key_fresh_s": 0.05,
             "routes": (
                 RouteConfig(name="hidden-route", small="tiny", large="hidden-model"),

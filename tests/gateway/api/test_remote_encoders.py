@@ -18,6 +18,8 @@ from penstock.config.cache import CacheConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.knowledge import KnowledgeConfig
 from penstock.config.remotes import RemoteConfig
+from penstock.identity.labels import demand_of
+from penstock.routing.remote_embedder import RemoteEmbedder
 from penstock.routing.remotes import RemoteModel
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving
@@ -155,3 +157,12 @@ async def test_collections_are_embedded_and_reranked_elsewhere(serving: Serving,
             assert any(path == "/rerank" for path, _ in wire.asked) is bool(reranker)
             answer = await front.chat(messages=[{"role": "user", "content": body["query"]}], rag={"collection": id})
             assert answer.status_code in (200, 400), answer.text
+
+
+async def test_a_demand_holds_for_every_server_where_nobody_says_for_whom_it_asks() -> None:
+    servers = [RemoteServer(str(number), Upstream("http://127.0.0.1:1/v1", "m")) for number in range(2)]
+    spread = RemoteEmbedder(RemoteModel("vectors", servers, regions=("eu", "us")))
+    demand = demand_of([("region", "eu")], "test")
+    assert spread.unmet(demand) and not spread.model.unmet(demand)
+    alike = RemoteEmbedder(RemoteModel("vectors", servers, regions=("eu", "eu")))
+    assert not alike.unmet(demand)

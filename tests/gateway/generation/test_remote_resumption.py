@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.generation import remote_source
 from penstock.gateway.generation.remote_streams import RemoteStreams
+from penstock.protocol.errors import RateLimitExceeded
 from penstock.text import TextModel
 from tests.gateway.accounting.test_charges import total
 from tests.gateway.conftest import Serving, eventually, until
@@ -99,3 +101,23 @@ async def test_a_stream_that_is_too_long_to_keep_ends_with_its_client(
         assert await client.follow(front.client, 12) == 200
         assert await client.follow(front.client) == 404
         await eventually(lambda: front.parts.registry.remotes["wire"].in_flight == 0)
+
+
+async def test_a_refused_return_may_be_tried_again(
+    serving: Serving, text: TextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with wired(serving, text, **slow(tmp_path)) as (front, wire):
+        client = Follower(*STREAMS["chat"])
+        assert await client.follow(front.client, 5) == 200
+        reserve, refusals = Quotas.reserve, [RateLimitExceeded("not now", retry_after=0.1)]
+
+        async def once(*given: Any, **more: Any) -> Any:
+            if refusals:
+                raise refusals.pop()
+            return await reserve(*given, **more)
+
+        monkeypatch.setattr(Quotas, "reserve", once)
+        assert await client.follow(front.client) == 429
+        client.events = client.events[:5]
+        assert await client.follow(front.client) == 200
+        assert len(wire.asked) == 1 and any("[DONE]" in event for event in client.events)

@@ -100,12 +100,17 @@ async def test_sources_count_before_they_are_found(
     serving: Serving, text: TextModel, encoder_endpoint: str, tmp_path: Path
 ) -> None:
     route = RouteConfig(name="auto", small="tiny", large="small", long_tokens=40)
+    prices = (PriceConfig(model="minilm", input_price=1000),)
     async with library(
-        serving, encoder_endpoint, tmp_path, ScriptedEngine(text, max_model_len=4096), routes=(route,)
+        serving, encoder_endpoint, tmp_path, ScriptedEngine(text, max_model_len=4096), routes=(route,), prices=prices
     ) as it:
         id = await filled(it)
         assert way(await ask(it, EASY))[1] == "score"
         assert way(await ask(it, EASY, rag={"collection": id}))[1] == "length"
+        body = {"model": "minilm", "input": "What do the rules say about leave?"}
+        for allowed, status in (("1", 200), ("0.001", 402), ("much", 400)):
+            reply = await it.client.post("/v1/embeddings", json=body, headers={"x-penstock-max-cost": allowed})
+            assert reply.status_code == status, reply.text
         missing = await ask(it, EASY, rag={"collection": "nowhere"})
         assert missing.status_code == 404 and missing.json()["error"]["code"] == "collection_not_found"
 

@@ -129,6 +129,9 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         Complexity.load(other)
     with pytest.raises(ConfigError, match="train-score"):
         Complexity.load(tmp_path / "missing.npz")
+    other.write_text("large\tours\tWhy?\n")
+    with pytest.raises(ConfigError, match="train-score"):
+        Complexity.load(other)
 
 
 def test_diacritics_and_quotation_marks_do_not_matter() -> None:

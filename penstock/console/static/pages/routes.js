@@ -18,7 +18,7 @@ export default {
             <dl class="pairs q-mt-sm">
               <dt>Easy requests</dt><dd>{{ route.small }}</dd><dt>Hard requests</dt><dd>{{ route.large }}</dd>
               <dt>Without a verdict</dt><dd>{{ route.default === 'large' ? route.large : route.small }}</dd>
-              <dt>Hard from a score of</dt><dd>{{ route.threshold }}</dd><dt>Hard from</dt><dd>{{ route.long_words }} words</dd>
+              <dt>Hard from a score of</dt><dd>{{ route.threshold }}</dd><dt>Hard from</dt><dd>{{ route.long_tokens ? route.long_tokens + ' tokens' : route.long_words + ' words' }}</dd>
               <template v-for="(size, tier) in route.tiers" :key="tier"><dt>Tier {{ tier }}</dt><dd>always {{ route[size] }}</dd></template>
             </dl>
             <div class="q-mt-sm">Share of requests that it routes: <b>{{ percent(shares[route.id] ?? route.share) }}</b><span class="muted">; the rest is the control group</span></div>

@@ -11,7 +11,7 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.eager import EagerExecutor
 from penstock.engine.runner.inputs import Packed, decode_entries, sampling_chunks
 from penstock.engine.runner.resources import RunnerResources
-from penstock.engine.runner.rows import FLOATS, Flag, Rows
+from penstock.engine.runner.rows import DRAWN, FLOATS, Flag, Rows
 from penstock.engine.runner.step import PendingStep
 from penstock.engine.scheduler import Batch
 
@@ -65,7 +65,7 @@ class RecordedExecutor(EagerExecutor):
             recorded.forward()
         elif not recorded.has_head:
             self._sample(step, self._decoder.head(recorded.forward()[at]), self._inputs.sampling_of(batch, packed))
-        elif flags & ~Flag.RANDOM:
+        elif flags & ~DRAWN:
             self._sample(step, recorded.logits(), self._inputs.sampling_of(batch, packed))
         else:
             step.chunks, step.tokens = sampling_chunks(batch), recorded.draw()
@@ -90,4 +90,4 @@ class RecordedExecutor(EagerExecutor):
 def row_arrays(rows: Rows) -> RowArrays:
     """The rows as a recorded step reads them: the same memory."""
     temperatures = rows.floats.numpy()[:, FLOATS.index("temperature")]
-    return RowArrays(rows.host_tables, rows.last_tokens.numpy(), rows.seeds, temperatures, rows.flags)
+    return RowArrays(rows.host_tables, rows.last_tokens.numpy(), rows.seeds, temperatures, rows.byte_flags)

@@ -25,14 +25,13 @@ from penstock.engine.backends.cuda.capture import record
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs, Shape
 from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch
-from penstock.engine.backends.reference.noise import row_keys
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.eager import EagerExecutor
 from penstock.engine.runner.follower import BlockTables, Follower, FollowerResources
-from penstock.engine.runner.inputs import chunk_tokens, entries, sampling_chunks
+from penstock.engine.runner.inputs import chunk_tokens, decode_keys, entries, sampling_chunks
 from penstock.engine.runner.resources import RunnerResources
-from penstock.engine.runner.rows import FLOATS, Flag, Rows
+from penstock.engine.runner.rows import DRAWN, FLOATS, Rows
 from penstock.engine.runner.step import PendingStep
 from penstock.engine.scheduler import Batch
 
@@ -104,7 +103,7 @@ class GraphExecutor(EagerExecutor):
         # The graph samples plain rows itself; others are sampled again from its logits.
         step = PendingStep(batch, self._rows, sampling_chunks(batch))
         logits, tokens = graphs.replay(batch)
-        if self._rows.needs(batch, ~Flag.RANDOM):
+        if self._rows.needs(batch, ~DRAWN):
             self._sample(step, logits, self._inputs.sampling(batch))
         else:
             (step.tokens,), step.event = self._backend.to_host(tokens)
@@ -117,7 +116,7 @@ class GraphExecutor(EagerExecutor):
             return self._launch(batch, packed, adapted or self._decoder)
         step = PendingStep(batch, self._rows, sampling_chunks(batch))
         logits, tokens = self.prompt_graphs.replay(packed, shape)
-        if packed.flags & ~Flag.RANDOM:
+        if packed.flags & ~DRAWN:
             self._sample(step, logits, self._inputs.sampling_of(batch, packed))
         elif step.chunks:
             (step.tokens,), step.event = self._backend.to_host(tokens)
@@ -268,7 +267,7 @@ class DecodeGraphs:
             "ids": ids,
             "positions": positions,
             "slots": slots,
-            "keys": row_keys(self.rows.seeds[rows], positions + 1),
+            "keys": decode_keys(batch, self.rows, rows, positions + 1),
             "rows64": rows,
             "stores": self._stores(batch, rows),
             "rows": rows,

@@ -125,7 +125,7 @@ def _nothing(block_size: int) -> Packed:
     """A step without tokens: all padding."""
     none, zero = np.zeros(0, np.int64), np.zeros(1, np.int64)
     host = HostBatch(none, none, none, zero, none, none, np.zeros((0, 0), np.int32), block_size)
-    return Packed(host, 0, 0, none, none, np.zeros(0, np.uint8), np.zeros(0, np.uint64), none, none)
+    return Packed(host, 0, 0, none, none, np.zeros(0, np.uint16), np.zeros(0, np.uint64), none, none)
 
 
 @dataclass(slots=True)
