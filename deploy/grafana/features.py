@@ -183,6 +183,64 @@ FEATURES = Board(
             ],
         ),
         (
+            "Experiments",
+            7,
+            [
+                Panel(
+                    "Share of each arm",
+                    "Of the requests of an experiment; a canary that was rolled back has none.",
+                    {"{{experiment}} {{arm}}": "max by (experiment, arm) (penstock_experiment_share)"},
+                    "percentunit",
+                    optional=True,
+                ),
+                Panel(
+                    "Errors per arm",
+                    "Share of the requests of each arm that failed.",
+                    {
+                        "{{experiment}} {{arm}}": rate(
+                            "penstock_experiment_requests_total", "experiment, arm", 'outcome="failed"'
+                        )
+                        + " / "
+                        + rate("penstock_experiment_requests_total", "experiment, arm", 'outcome=~"failed|answered"')
+                    },
+                    "percentunit",
+                    optional=True,
+                ),
+                Panel(
+                    "First token per arm, p95",
+                    "By experiment and arm.",
+                    {
+                        "{{experiment}} {{arm}}": "histogram_quantile(0.95, "
+                        + rate("penstock_experiment_ttft_seconds_bucket", "experiment, arm, le", "")
+                        + ")"
+                    },
+                    "s",
+                    optional=True,
+                ),
+                Panel(
+                    "Cost per answer and arm",
+                    "Dollars, at the prices of each model.",
+                    {
+                        "{{experiment}} {{arm}}": rate("penstock_experiment_cost_dollars_total", "experiment, arm", "")
+                        + " / "
+                        + rate("penstock_experiment_latency_seconds_count", "experiment, arm", "")
+                    },
+                    "currencyUSD",
+                    optional=True,
+                ),
+                Panel(
+                    "Shadow requests",
+                    "Answered, failed, or dropped because the queue was full.",
+                    {
+                        "{{experiment}} {{arm}} {{outcome}}": rate(
+                            "penstock_experiment_shadow_requests_total", "experiment, arm, outcome", ""
+                        )
+                    },
+                    optional=True,
+                ),
+            ],
+        ),
+        (
             "Autoscaling",
             7,
             [

@@ -126,12 +126,12 @@ def apply(
     refuse_fixed(config)
 
     async def put(registry: Registry, view: FleetView) -> None:
-        for model in config.models:
-            record = desired(view.fleet, model, described(model))
+        records = [desired(view.fleet, model, described(model)) for model in config.models]
+        for record in records:
             await registry.publish(record)
             typer.echo(f"{record.name}: {record.replicas} {'replica' if record.replicas == 1 else 'replicas'}")
         if wait:
-            await settled(view, [model.name for model in config.models], lambda line: typer.echo(line))
+            await settled(view, records, lambda line: typer.echo(line))
 
     _with_registry(config, put)
 

@@ -236,20 +236,14 @@ class FleetOperations:
         return [(machine, number)]
 
 
-async def settled(view: FleetView, models: Collection[str], tell: Callable[[str], None]) -> None:
-    """Waits until every replica of these models has the settings that it should have; tells how far that is. Raises
-    when some cannot be started with them."""
+async def settled(view: FleetView, records: Collection[ModelRecord], tell: Callable[[str], None]) -> None:
+    """Waits until these models run as they were published; tells how far that is. Raises when some replicas cannot be
+    started."""
     told: dict[str, str] = {}
+    models = [record.name for record in records]
 
     def over(fleet: Fleet) -> bool:
-        decision = fleet.decisions.get(fleet.controller)
-        return all(
-            decision is not None
-            and name in fleet.models
-            and fresh(fleet, name)
-            and decision.wanted.get(name, 0) <= sum(one.state == "ready" for one in _of(fleet, name))
-            for name in models
-        )
+        return all(_runs(fleet, record) for record in records)
 
     while not await view.wait_for(over, 1.0):
         decision = view.fleet.decisions.get(view.fleet.controller)
@@ -264,11 +258,20 @@ async def settled(view: FleetView, models: Collection[str], tell: Callable[[str]
                 raise PenstockError(f"`{name}`: {line or decision.problems[name]}")
 
 
-def fresh(fleet: Fleet, model: str) -> bool:
-    """Whether all replicas of a model that the controller may change have the settings of now."""
-    config = engine_model(fleet.models[model].description)
-    found = [one for one in _of(fleet, model) if one.revision and one.state != "draining"]
-    return all(one.revision == revision(config, one.pool) for one in found)
+def _runs(fleet: Fleet, record: ModelRecord) -> bool:
+    """Whether a model has all its replicas, and those that the controller may change have the settings of now."""
+    known, decision = fleet.models.get(record.name), fleet.decisions.get(fleet.controller)
+    if known is None or known.description != record.description or decision is None:
+        return False  # it is not heard of yet
+    config = engine_model(record.description)
+    wanted = asks(known, config)
+    count = decision.wanted.get(record.name, 0)
+    if count != sum(ask.replicas for ask in wanted) and not any(ask.autoscale for ask in wanted):
+        return False
+    found = [one for one in _of(fleet, record.name) if one.state != "draining"]
+    return sum(one.state == "ready" for one in found) >= count and all(
+        one.revision == revision(config, one.pool) for one in found if one.revision
+    )
 
 
 def chosen(found: list[Ask], model: str, pool: str) -> Ask:

@@ -38,8 +38,8 @@ def _roll(found: Rollouts, fleet: Fleet, name: str, config: ModelConfig) -> None
     now = whole_revision(config)
     current = {pool: revision(config, pool) for pool in ("", *(pool.name for pool in config.pools))}
     engines = [engine for engine in fleet.engines.values() if engine.model == name and engine.machine in fleet.machines]
-    managed = [engine for engine in engines if _managed(fleet, engine)]
-    stale = [engine for engine in managed if engine.revision != current.get(engine.pool) and engine.state != "draining"]
+    managed = [engine for engine in engines if _managed(fleet, engine) and engine.state != "draining"]
+    stale = [engine for engine in managed if engine.revision != current.get(engine.pool)]
     behind = sorted({engine.machine for engine in stale})
     for machine in fleet.machines:
         if machine not in behind:

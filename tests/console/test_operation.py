@@ -154,7 +154,7 @@ async def test_every_page_fits_a_phone(serving: Serving, page: Page, colours: st
         pages = {
             "collections": "Collections", "batches": "Batches", "requests": "Requests", "usage": "Usage and cost",
             "account": "Limits and keys", "live": "Live", "plan": "Plan", "models": "Models", "adapters": "Adapters",
-            "routes": "Routes and experiments", "feedback": "Feedback", "caches": "Response cache",
+            "routes": "Routes", "experiments": "Experiments", "feedback": "Feedback", "caches": "Response cache",
             "tools": "Tool servers", "keys": "Tenants and keys", f"requests/{keys['acme request']}": "Request",
         }  # fmt: skip
         for name, heading in pages.items():

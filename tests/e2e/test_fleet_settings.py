@@ -54,10 +54,7 @@ def test_pools_of_a_fleet_and_settings_that_change_under_streams(tmp_path: Path,
         # Another setting of one pool: its replicas are replaced, those of the other stay.
         quiet = asyncio.run(streams(running.url, None))
         before = {one["id"]: one["pool"] for one in engines(running)}
-        config = running.config.read_text()
-        running.config.write_text(
-            config.replace("{name: chat, replicas: 2}", "{name: chat, replicas: 2, max_running: 48}")
-        )
+        edit(running, "{name: chat, replicas: 2}", "{name: chat, replicas: 2, max_running: 48}")
         said: list[str] = []
 
         def change() -> None:
@@ -75,9 +72,8 @@ def test_pools_of_a_fleet_and_settings_that_change_under_streams(tmp_path: Path,
         assert {id for id, pool in before.items() if pool == "batch"} <= after.keys()
         running.wait_for(lambda: not running.state()["models"][0]["rollout"])
         replicas = httpx.get(f"{running.url}/v1/admin/replicas", timeout=30).json()["data"]
-        assert {one["memory"]["sequences"] for one in replicas if one["pool"] == "chat" and one["ready"]} == {48}, (
-            replicas
-        )
+        chat = [one for one in replicas if one["pool"] == "chat" and one["ready"]]
+        assert {one["memory"]["sequences"] for one in chat} == {48}, replicas
 
         # What only gateways read reaches them too, and no engine is touched.
         edit(running, "name: tiny,", "name: tiny, aliases: [small],")
@@ -87,9 +83,7 @@ def test_pools_of_a_fleet_and_settings_that_change_under_streams(tmp_path: Path,
         assert {one["id"] for one in engines(running)} == after.keys()
 
         # Settings that no engine can start with: the old replicas go on, and it is said why.
-        running.config.write_text(
-            running.config.read_text().replace("max_running: 48", "max_running: 48, num_blocks: 1")
-        )
+        edit(running, "max_running: 48", "max_running: 48, kv_memory: 900000GiB")
         refused = penstock("fleet", "apply", "--wait", "-c", str(running.config))
         assert refused.returncode != 0 and "cannot start them" in refused.stderr, (refused.stdout, refused.stderr)
         heard = asyncio.run(streams(running.url, None))

@@ -13,6 +13,7 @@ from penstock.bench.commands.embed import embed
 from penstock.bench.commands.engine import engine
 from penstock.bench.commands.exposition import exposition
 from penstock.bench.commands.gguf_reader import gguf_reader
+from penstock.bench.commands.goodput import goodput
 from penstock.bench.commands.handover import handover
 from penstock.bench.commands.hostile import hostile
 from penstock.bench.commands.http import http
@@ -45,6 +46,7 @@ app = typer.Typer(
 )
 for command in (
     engine,
+    goodput,
     shard,
     predictions,
     compare,

@@ -22,6 +22,7 @@ const PAGES = [
   { name: "models", label: "Models", icon: "memory", needs: [INFERENCE, ADMIN], group: "Operation" },
   { name: "adapters", label: "Adapters", icon: "extension", needs: [ADMIN], group: "Operation" },
   { name: "routes", label: "Routes", icon: "alt_route", needs: [ADMIN], group: "Operation" },
+  { name: "experiments", label: "Experiments", icon: "science", needs: [ADMIN], group: "Operation" },
   { name: "feedback", label: "Feedback", icon: "thumbs_up_down", needs: [ADMIN], group: "Operation" },
   { name: "caches", label: "Caches", icon: "cached", needs: [INFERENCE, ADMIN], group: "Operation" },
   { name: "tools", label: "Tools", icon: "build", needs: [ADMIN], group: "Operation" },

@@ -151,6 +151,12 @@ def _model_problems(model: ModelConfig, options: ClusterOptions, redis: bool, sc
         problems += _source_problems(source, options)
     if model.disk_memory and not PurePosixPath(model.disk_path).is_absolute():
         problems.append("disk_path: an absolute path is needed, where the pod mounts its scratch volume")
+    problems += [
+        f"pools[{index}].autoscale: KEDA and the HorizontalPodAutoscaler get the queue of the whole model, which does "
+        "not tell which pool needs more; give the pool a number of replicas, or run the fleet's own controller"
+        for index, pool in enumerate(model.pools)
+        if pool.autoscale is not None
+    ]
     scale = model.autoscale
     if scale is None or scaler == "none":
         return problems

@@ -74,11 +74,13 @@ class ExperimentKeeper:
             await self._write()
             await self._read()
             stage, window = experiment.span(self._clock())
+            if stage > 1 and not experiment.allocation.intervals:
+                stage -= 1  # what led to the rollback says more than the control on its own
             counts, _ = await self.store.counts(name, stage, window)
             events = await self.store.events(name)
         except DatabaseError as error:
             raise _away() from error
-        return report(experiment, counts, events, self._exists)
+        return report(experiment, stage, counts, events, self._exists)
 
     async def promote(self, name: str, arm: str | None, to: float, who: str, why: str = "") -> None:
         """Give a canary this share; the only one, if none is named. Any model that is served can become one."""

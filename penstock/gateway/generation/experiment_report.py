@@ -16,9 +16,9 @@ OUTCOMES = ("answered", "failed", "refused", "left", "diverted")
 
 
 def report(
-    experiment: Experiment, counts: SpanCounts, events: Sequence[Event], exists: Callable[[str], bool]
+    experiment: Experiment, stage: int, counts: SpanCounts, events: Sequence[Event], exists: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """`counts`: of the current stage."""
+    """`counts`: of the stage `stage`."""
     config, state, allocation = experiment.config, experiment.state, experiment.allocation
     arms = [(CONTROL, "control", experiment.control), *((arm, "canary", arm) for arm in experiment.canaries)]
     reasons = {} if state is None else state.reasons
@@ -56,6 +56,7 @@ def report(
         "confidence": config.confidence,
         "stages": list(config.stages),
         "stage": 1 if state is None else state.stage,
+        "figures_of": stage,
         "stage_since": None if state is None else state.stage_at,
         "since": None if state is None else state.begun_at,
         "arms": shown,

@@ -9,7 +9,7 @@ export default {
   mixins: [refreshed(5)],
   template: `
     <q-page class="page">
-      <div class="head"><h1>Routes and experiments</h1></div>
+      <div class="head"><h1>Routes</h1></div>
       <page-state :page="page" />
       <template v-if="loaded">
         <div class="panels">
