@@ -174,7 +174,8 @@ class NativeBackend(EngineClient):
 
     def _send_submit(self, request: Request) -> None:
         if not self._try_send(Submit(request)):
-            raise Overloaded("The engine accepts no new requests at the moment; try again shortly.")
+            # It has just died, and nobody has noticed yet: the request may wait for it as for any engine that is away.
+            raise EngineUnavailable("The engine takes no messages at the moment; try again shortly.")
 
     def _send_abort(self, request_id: str, resumable: bool = False) -> None:
         if not self._try_send(Abort(request_id, resumable)):

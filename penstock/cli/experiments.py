@@ -36,13 +36,13 @@ def arms(
 
     found = [call("GET", url, key, _path(name))] if name else call("GET", url, key, "/experiments")["data"]
     rows = [{**arm, "experiment": one["id"], "status": one["status"]} for one in found for arm in one["arms"]]
-    columns = [
-        Column[Any]("experiment", lambda row: row["experiment"], rank=0),
-        Column[Any]("arm", lambda row: row["arm"], rank=0),
-        Column[Any]("kind", lambda row: row["kind"], rank=3),
-        Column[Any]("model", lambda row: row["model"], rank=4),
-        Column[Any]("share", lambda row: row["share"], lambda row: _percent(row["share"]), rank=0),
-        Column[Any]("requests", lambda row: row["requests"], rank=0),
+    columns: list[Column[Any]] = [
+        Column("experiment", lambda row: row["experiment"], rank=0),
+        Column("arm", lambda row: row["arm"], rank=0),
+        Column("kind", lambda row: row["kind"], rank=3),
+        Column("model", lambda row: row["model"], rank=4),
+        Column("share", lambda row: row["share"], lambda row: _percent(row["share"]), rank=0),
+        Column("requests", lambda row: row["requests"], rank=0),
     ]
     for measure, unit, rank in (
         ("errors", "%", 0),
@@ -54,7 +54,7 @@ def arms(
         ("cost", "$", 2),
     ):
         columns += _columns(measure, unit, rank, output)
-    columns.append(Column[Any]("rolled back", lambda row: row["rolled_back"], rank=1, fold=True))
+    columns.append(Column("rolled back", lambda row: row["rolled_back"], rank=1, fold=True))
     show(columns, rows, output, empty="There are no experiments; add one under `experiments` in the configuration.")
 
 
@@ -141,9 +141,9 @@ def _columns(measure: str, unit: str, rank: int, output: str) -> list[Any]:
         return lambda row: row[measure][name]
 
     if output == "table":
-        return [Column[Any](measure, part("mean"), lambda row: _shown(row[measure], unit), rank=rank)]
+        return [Column(measure, part("mean"), lambda row: _shown(row[measure], unit), rank=rank)]
     names = {measure: "mean", **{f"{measure}_{name}": name for name in ("low", "high", "n")}}
-    return [Column[Any](shown, part(name)) for shown, name in names.items()]
+    return [Column(shown, part(name)) for shown, name in names.items()]
 
 
 def _shown(figure: dict[str, Any], unit: str) -> str:

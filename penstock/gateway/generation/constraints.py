@@ -97,6 +97,9 @@ class ModelConstraints:
         """The selection, or the other model where something stands against this one; raises where both cost more than
         the request allows."""
         names: dict[Size, str] = {"small": rules.small, "large": rules.large}
+        if unable := {size: "unable" for size, name in names.items() if self._unable(name, question)}:
+            selection = constrained(rules, selection, unable)
+            names = {size: name for size, name in names.items() if size not in unable} or names
         checks: tuple[Callable[[], Awaitable[dict[Size, str]]], ...] = (
             lambda: self._windows(exchange, names, question, reading),
             lambda: self._too_expensive(exchange, names, question, reading),
@@ -110,6 +113,11 @@ class ModelConstraints:
                 # What has been ruled out stays so, however fast or cheap it is.
                 names = {size: name for size, name in names.items() if size not in problems} or names
         return selection
+
+    def _unable(self, name: str, question: Question) -> bool:
+        """Whether the model is refused by what the request asks about tokens that are not known here."""
+        remote = self._registry.remote(name)
+        return remote is not None and (question.local or (question.ids > 0 and remote.text is None))
 
     async def _windows(
         self, exchange: Exchange, names: dict[Size, str], question: Question, reading: Reading

@@ -233,7 +233,9 @@ class FallbackChain:
         while away:
             now = time.monotonic()
             if now >= until:
-                raise first
+                raise EngineUnavailable(
+                    f"No model that can answer this request is up (waited {self._engine_wait_s:g} s); try again."
+                ) from first
             back = next((link for link in away if now >= tried[link] + AGAIN_S and self._ready(link[0])), None)
             if back is None:
                 await asyncio.sleep(POLL_S)

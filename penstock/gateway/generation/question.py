@@ -33,6 +33,8 @@ class Question(Struct, frozen=True, kw_only=True):
     usual_tokens: int | None = None
     """Of each answer, where the request says nothing: the server's own default."""
     choices: int = 1
+    local: bool = False
+    """Only a model that runs here can answer it."""
     rag: RagRequest | None = None
     """Sources that will be read too."""
 
@@ -57,11 +59,14 @@ def chat_question(request: ChatRequest, limit: TokenLimit, turn: Turn = STATELES
         max_tokens=limit.max_tokens,
         usual_tokens=limit.default,
         choices=request.n or 1,
+        local=request.prompt_logprobs is not None,
         rag=request.rag,
     )
 
 
-def prompt_question(prompts: Sequence[str | list[int]], limit: TokenLimit, choices: int = 1) -> Question:
+def prompt_question(
+    prompts: Sequence[str | list[int]], limit: TokenLimit, choices: int = 1, *, local: bool = False
+) -> Question:
     """Of a request for completions; `choices`: answers to each of the prompts."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     return Question(
@@ -71,6 +76,7 @@ def prompt_question(prompts: Sequence[str | list[int]], limit: TokenLimit, choic
         max_tokens=limit.max_tokens,
         usual_tokens=limit.default,
         choices=choices * max(len(prompts), 1),
+        local=local,
     )
 
 

@@ -141,6 +141,7 @@ CASES: dict[tuple[str, str], object] = {
     ("POST", "/tokenize"): TOKENS,
     ("POST", "/v1/detokenize"): DETOKENS,
     ("POST", "/detokenize"): DETOKENS,
+    ("POST", "/v1/watermark/detect"): Named(body(text="Is it marked?"), LOCAL),
     ("GET", "/tokenizer_info"): Named(in_path("/tokenizer_info?model="), LOCAL),
     ("POST", "/v1/collections"): FREE,  # see test_paths.py
     ("GET", "/v1/collections"): Read(("hidden-notes",)),

@@ -26,6 +26,7 @@ from penstock.config.encoders import EncoderConfig
 from penstock.config.guardrails import GuardrailConfig
 from penstock.config.routing import RouteConfig
 from penstock.config.schema import DEFAULT_TIERS, RequestLogConfig
+from penstock.config.watermark import WatermarkConfig
 from penstock.engine.request import Request
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ServedModel
@@ -84,6 +85,12 @@ def _secret(text: TextModel) -> Callable[[Request], list[int]]:
     return reply
 
 
+def _watermark_secret(folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "watermark.secret").write_text("ab" * 32)
+    return str(folder / "watermark.secret")
+
+
 def remote(name: str, port: int) -> RemoteModel:
     upstream = Upstream(f"http://127.0.0.1:{port}/v1", "tiny", timeout_s=5.0)
     return RemoteModel(name, [RemoteServer(name, upstream)], aliases=(f"{name}-alias",))
@@ -127,6 +134,7 @@ async def world(
             ),
             "cache": CacheConfig(exact="on"),
             "request_log": RequestLogConfig(flush_s=0.01),
+            "watermark": WatermarkConfig(secret_file=_watermark_secret(folder)),
             "guardrails": (
                 GuardrailConfig(
                     name="hidden-rule", kind="model", model="hidden-model", tenants=("acme",), on_error="allow"

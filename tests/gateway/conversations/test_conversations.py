@@ -331,3 +331,38 @@ async def test_gateways_share_sessions_through_valkey(serving: Serving, text: Te
         away = await say(one, "lost?")
         assert away.status_code == 503
         assert (await one.chat()).status_code == 200, "what needs no memory goes on"
+
+
+async def test_what_is_lost_with_redis_is_what_the_docs_say(serving: Serving, text: TextModel, valkey: Any) -> None:
+    """Flushed between turns, flushed during a turn, gone at the end of one, gone, and back without its data."""
+    from redis.asyncio import Redis
+
+    url = f"redis://127.0.0.1:{valkey.port}"
+    engine = ScriptedEngine(text)
+    async with serving(engine, conversations=ConversationsConfig(url=url)) as running, Redis.from_url(url) as redis:
+        await say(running, "first")
+        await redis.flushall()
+        again = await say(running, "second")
+        assert again.headers["x-penstock-context"].startswith("turns=1,"), "it begins anew, and says so"
+        assert "first" not in prompt(running, text)
+
+        engine.hold = True
+        turn = asyncio.create_task(say(running, "third"))
+        await eventually(lambda: len(engine.seen) == 3)
+        await redis.flushall()
+        engine.hold = False
+        answered = await turn
+        assert answered.status_code == 200 and answered.headers["x-penstock-context"].startswith("turns=2,")
+        assert (await running.client.get("/v1/conversations/s")).status_code == 404, "the turn was not stored"
+
+        engine.hold = True
+        turn = asyncio.create_task(say(running, "fourth"))
+        await eventually(lambda: len(engine.seen) == 4)
+        valkey.stop()
+        engine.hold = False
+        assert (await turn).status_code == 503, "an answer that is not remembered is an error"
+        assert (await say(running, "fifth")).status_code == 503
+        assert (await running.chat()).status_code == 200, "what needs no memory goes on"
+        valkey.start()
+        back = await say(running, "sixth")
+        assert back.status_code == 200 and back.headers["x-penstock-context"].startswith("turns=1,")

@@ -203,6 +203,8 @@ async def test_a_remote_may_be_the_large_model(serving: Serving) -> None:
         assert way(await ask(it.front, HARD, {"x-penstock-max-cost": "0.001"}, max_tokens=50)) == ("tiny", "cost")
         assert way(await ask(it.front, HARD, max_tokens=400)) == ("tiny", "window")
         assert way(await it.front.complete(model="auto", prompt=HARD[0]["content"], max_tokens=5)) == ("far", "score")
+        assert way(await ask(it.front, HARD, prompt_logprobs=1)) == ("tiny", "unable")
+        assert way(await it.front.complete(model="auto", prompt=[5, 6, 7], max_tokens=2))[0] == "tiny"
         refused = await ask(it.front, EASY, {"x-penstock-max-cost": "0.001"}, model="far", max_tokens=50)
         assert refused.status_code == 402
 

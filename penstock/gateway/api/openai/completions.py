@@ -58,7 +58,8 @@ class CompletionEndpoints:
             renderer = CompletionRenderer(request, generation)
             await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 
-        question = functools.partial(prompt_question, prompts, limit, max(n, request.best_of or 1))
+        local = request.prompt_logprobs is not None
+        question = functools.partial(prompt_question, prompts, limit, max(n, request.best_of or 1), local=local)
         await pipeline.answer(exchange, request.model, answer, question)
 
 
