@@ -22,6 +22,7 @@ UNSPACED: Final = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u
 _UNSPACED = re.compile(f"[{UNSPACED}]")
 _KEY: Final = 3
 """Characters by which stems are looked up."""
+_MOST_KEYS: Final = 1 << 15
 _QUOTES = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u00ab": '"', "\u00bb": '"'})
 
 
@@ -53,23 +54,34 @@ class Lexicon:
                 if stem:
                     self._stems.setdefault(stem[:_KEY], []).append((stem, whole, concept))
         self.names = tuple(names)
+        self._near: dict[str, tuple[tuple[str, bool, int], ...]] = {}
+        """Stems that may begin with the first characters of a word; of those that were asked for."""
 
     def find(self, text: str) -> list[tuple[int, int]]:
         """The concepts in a text that is `plain`, in the order of the text, each with its place. A stem that occurs
         twice counts once."""
         found: list[tuple[int, int]] = []
         seen: set[str] = set()
-        stems = self._stems
+        near = self._near
         for begin in _beginnings(text):
-            for size in range(1, _KEY + 1):
-                for stem, whole, concept in stems.get(text[begin : begin + size], ()):
-                    if stem in seen or not text.startswith(stem, begin):
-                        continue
-                    end = begin + len(stem)
-                    if whole and end < len(text) and text[end].isalnum():
-                        continue
-                    seen.add(stem)
-                    found.append((concept, begin))
+            key = text[begin : begin + _KEY]
+            stems = near.get(key)
+            for stem, whole, concept in self._look_up(key) if stems is None else stems:
+                if not text.startswith(stem, begin) or stem in seen:
+                    continue
+                end = begin + len(stem)
+                if whole and end < len(text) and text[end].isalnum():
+                    continue
+                seen.add(stem)
+                found.append((concept, begin))
+        return found
+
+    def _look_up(self, key: str) -> tuple[tuple[str, bool, int], ...]:
+        sizes = range(1, len(key) + 1)
+        found = tuple(stem for size in sizes for stem in self._stems.get(key[:size], ()))
+        if len(self._near) >= _MOST_KEYS:
+            self._near.clear()
+        self._near[key] = found
         return found
 
 
