@@ -47,7 +47,10 @@ class RequestRecord(msgspec.Struct, omit_defaults=False):
 
 def log_request(record: RequestRecord, more: dict[str, Any] | None = None) -> None:
     if _requests.isEnabledFor(logging.INFO):
-        _requests.info("request", extra={**msgspec.structs.asdict(record), **(more or {})})
+        fields = msgspec.structs.asdict(record)
+        if not record.experiment:
+            del fields["experiment"]
+        _requests.info("request", extra={**fields, **(more or {})})
 
 
 def configure(fmt: LogFormat = "text", level: str = "INFO", stream: TextIO | None = None) -> None:

@@ -76,6 +76,7 @@ def test_the_hybrid_example(default_model: Path, tmp_path: Path) -> None:
             "remotes.0.check_s": "1",
             "store.url": f"sqlite:///{tmp_path / 'state.db'}",
             "server.engine_wait_s": "60",
+            "cache.exact": "asked",
         }
         flags = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         server = Server("-c", str(EXAMPLE), *flags, defaults=False)

@@ -17,12 +17,16 @@ EVERY = [
         "context_length_exceeded",
     ),
     (
-        errors.ContextQuotaExceeded(limit=10, prompt_tokens=12),
+        errors.ContextQuotaExceeded(limit=10, prompt_tokens=12, whose="The tier free", scope="tier"),
         400,
         "invalid_request_error",
         "context_length_exceeded",
     ),
     (errors.ContentBlocked("no"), 400, "invalid_request_error", "content_blocked"),
+    (errors.RequestLimitExceeded("no", limit="choices", scope="tier"), 400, "invalid_request_error", "limit_exceeded"),
+    (errors.CostLimitExceeded("no"), 402, "invalid_request_error", "max_cost_exceeded"),
+    (errors.DataRuleForbids("no"), 403, "permission_error", "data_rule"),
+    (errors.TimeLimitReached("The tier free", 5.0, "tier"), 503, "server_error", "time_limit"),
     (errors.AuthenticationError("no key"), 401, "authentication_error", "invalid_api_key"),
     (errors.PermissionDenied("no"), 403, "permission_error", "permission_denied"),
     (errors.UntrustedPage("no"), 403, "permission_error", "untrusted_origin"),
@@ -91,7 +95,7 @@ def test_a_spent_budget_is_not_worth_retrying_and_a_lost_engine_is() -> None:
         (errors.Draining(), "draining"),
         (errors.RateLimitExceeded("x"), "rate_limit"),
         (errors.InsufficientQuota("x"), "budget"),
-        (errors.ContextQuotaExceeded(limit=1, prompt_tokens=2), "context_quota"),
+        (errors.ContextQuotaExceeded(limit=1, prompt_tokens=2, whose="The tier free", scope="tier"), "context_quota"),
     ],
 )
 def test_every_rejection_says_why(error: ApiError, reason: str) -> None:

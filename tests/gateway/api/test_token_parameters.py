@@ -160,6 +160,7 @@ def test_a_key_is_never_above_its_tier() -> None:
             scope={},
             ignored=[],
             refuses_unknown=False,
+            shadow=False,
             header=lambda name: None,
         )
         return admissions.priority(cast(Exchange, exchange), None, asked), exchange.ignored

@@ -199,7 +199,7 @@ async def test_output_rules_hold_for_what_others_say(serving: Serving) -> None:
 
 
 async def test_a_model_that_cannot_answer_is_stood_in_for(serving: Serving, text: TextModel) -> None:
-    async with world(serving, served={"fallback": ("far",)}) as it:
+    async with world(serving, served={"fallback": ("far",)}, engine_wait_s=0.5) as it:
         assert (await it.front.chat()).headers["x-penstock-route"] == "direct"
         model = it.front.parts.registry.route("tiny").model
         await model.backend.close()
