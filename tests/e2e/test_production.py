@@ -164,8 +164,13 @@ async def test_the_example_is_broken_piece_by_piece_and_the_ledger_is_exact(exam
         assert {row.settled_by for row in rows} <= {"end", "recovery"}
     finally:
         await load.close()
-    up = {(one["metric"]["job"], one["value"][1]) for one in (await prometheus(example, "query", query="up"))["result"]}
-    assert up == {("penstock", "1"), ("haproxy", "1")}
+    deadline = time.monotonic() + 60  # the last scrape may have met a gateway that was restarting
+    while True:
+        found = (await prometheus(example, "query", query="up"))["result"]
+        if (up := {(one["metric"]["job"], one["value"][1]) for one in found}) == {("penstock", "1"), ("haproxy", "1")}:
+            break
+        assert time.monotonic() < deadline, up
+        await asyncio.sleep(1)
     engines = (await prometheus(example, "query", query="sum by (instance) (penstock_engine_up)"))["result"]
     assert [one["value"][1] for one in engines] == ["3", "3"]
     tenants = (await prometheus(example, "query", query="sum by (tenant) (penstock_usage_requests_total)"))["result"]
