@@ -309,6 +309,7 @@ class Engine:
         """Forget what was counted and cached so far (the warm-up)."""
         self.steps = self._step_tokens = self._prompt_tokens = self._generation_tokens = 0
         self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = self.scheduler.host_hit_tokens = 0
+        self.scheduler.pace.forget()
         self.forget_caches()
         if self.speculation is not None:
             self.speculation.reset_counters()

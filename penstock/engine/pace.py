@@ -32,6 +32,10 @@ class Pace:
     def __init__(self, target_s: float | None = None) -> None:
         self.target_s = target_s
         """For every stream; None: only for those that ask for one."""
+        self.forget()
+
+    def forget(self) -> None:
+        """What was measured so far (the warm-up, which compiles) says nothing about steps to come."""
         self._bases: dict[int, float] = {}
         self._per_token = self._per_key = 0.0
         # Sums over measured steps, of tokens, keys and seconds multiplied with each other.

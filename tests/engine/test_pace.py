@@ -64,6 +64,15 @@ def test_a_step_that_was_held_up_is_not_learnt_from() -> None:
     assert pace.seconds(4, 512, 0) == pytest.approx(before)
 
 
+def test_after_the_warm_up_nothing_is_known() -> None:
+    pace = Pace(0.03)
+    pace.observe(1, [(0, 16)], 5.0)
+    pace.forget()
+    assert pace.budget(4, None) == math.inf
+    pace.observe(4, [(0, 512)], 0.02)
+    assert pace.tokens(pace.budget(4, None), 0, 10_000) > 500
+
+
 def test_it_follows_a_machine_that_became_slower() -> None:
     pace = taught()
     for index in range(400):
