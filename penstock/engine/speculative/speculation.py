@@ -146,6 +146,10 @@ class Speculation:
             self.broken = True
             return {}
         self._spent = self._clock() - begin
+        for seq in [seq for seq in drafts if seq.thought is not None]:
+            drafts[seq] = seq.thought.allowed(drafts[seq])
+            if not drafts[seq]:
+                del drafts[seq]
         return drafts
 
     def learn(self, chunk: Chunk, tokens: list[int]) -> None:
