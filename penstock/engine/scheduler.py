@@ -372,8 +372,7 @@ class Scheduler:
         for seq in self.running:
             length = len(seq.tokens) + seq.pending
             if length >= seq.limit or (
-                seq.pending
-                and (in_turns or seq.matcher is not None or seq.watermark is not None or length >= seq.hold)
+                seq.pending and (in_turns or seq.matcher is not None or seq.watermark is not None or length >= seq.hold)
             ):
                 continue  # see `_remaining`
             remaining = length - seq.computed

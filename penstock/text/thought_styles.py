@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 StyleName = Literal[
-    *("think", "deepseek_r1", "granite", "granite33", "hunyuan", "mistral", "seed_oss", "kimi", "cohere", "gpt_oss")
+    "think", "deepseek_r1", "granite", "granite33", "hunyuan", "mistral", "seed_oss", "kimi", "cohere", "gpt_oss"
 ]
-ReasoningSetting = Literal[
-    *("auto", "off"),
-    *("think", "deepseek_r1", "granite", "granite33", "hunyuan", "mistral", "seed_oss", "kimi", "cohere", "gpt_oss"),
-]
+ReasoningSetting = StyleName | Literal["auto", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +73,18 @@ def detect(template: str) -> ThoughtStyle | None:
     """The style that a chat template mentions; None: it mentions no thoughts."""
     if "<|channel|>" in template and "<|message|>" in template:
         return STYLES["gpt_oss"]
-    for name in ("seed_oss", "mistral", "kimi", "cohere", "granite"):
-        if any(mark in template for mark in (*STYLES[name].begin, *STYLES[name].end)):
-            return STYLES[name]
+    for style in STYLES.values():
+        if (
+            style.begin[0] != "<think>"
+            and not style.channels
+            and any(mark in template for mark in style.begin + style.end)
+        ):
+            return style
     if "<think>" not in template and "</think>" not in template:
         return None
-    for name in ("granite33", "hunyuan"):
-        if STYLES[name].answer_begin in template and STYLES[name].answer_end in template:
-            return STYLES[name]
+    for style in (STYLES["granite33"], STYLES["hunyuan"]):
+        if style.answer_begin in template and style.answer_end in template:
+            return style
     return STYLES["think"]
 
 

@@ -51,7 +51,7 @@ class ChannelSplitter:
     """For one answer; used like `ThoughtSplitter`, and reports calls besides."""
 
     __slots__ = (
-        *("_begun", "_header", "_heading", "_kind", "_names", "_spoken"),
+        *("_begun", "_header", "_heading", "_kind", "_names", "_prompted", "_spoken"),
         *("calls", "events", "marks", "reasoning_tokens"),
     )
 
@@ -61,6 +61,8 @@ class ChannelSplitter:
         self._names = names
         self._header: list[str] | None = []
         """Parts of the header being read; None: inside a message."""
+        self._prompted = 0
+        """How many parts of it are in the prompt."""
         self._heading = 0
         """Tokens of that header."""
         self._kind = "answer"
@@ -87,6 +89,7 @@ class ChannelSplitter:
                 self.push(text.token_text(id))
         self.calls = self.reasoning_tokens = self._heading = 0
         self.events.clear()
+        self._prompted = len(self._header or ())
 
     @property
     def thinking(self) -> bool:
@@ -137,8 +140,7 @@ class ChannelSplitter:
         if self._kind == "call" and header is None:
             self.events.append(CallEnd(self.calls - 1))
         if header and " <|channel|>" not in header and not any(self._spoken.values()) and not self.calls:
-            said = "".join(header).strip()
-            return "", "" if said == "assistant" else said
+            return "", "".join(header[self._prompted :]).strip()
         return "", ""
 
     def _text(self, raw: str) -> tuple[str, str]:

@@ -28,13 +28,17 @@ Place = Literal["opening", "before", "thinking", "closing", "after", "over"]
 class ThoughtState:
     """See above. It is a `TokenMatcher` for as long as it is the `matcher` of its sequence."""
 
-    __slots__ = ("_error", "_forced", "_grammar", "_longest", "_place", "_recent", "_rules", "_spent", "_thought")
+    __slots__ = (
+        *("_error", "_forced", "_grammar", "_longest", "_place", "_recent", "_rules", "_spent", "_thought"),
+        "memory",
+    )
 
     def __init__(self, thought: Thought, rules: TokenRules | None, grammar: TokenMatcher | None) -> None:
         """`rules` hold throughout, `grammar` behind the thought; it is not part of `rules` yet."""
         self._thought = thought
         self._rules = rules
         self._grammar = grammar
+        self.memory = 0 if grammar is None else grammar.memory
         self._error: str | None = None
         self._longest = max(map(len, thought.end), default=0)
         self._recent: tuple[int, ...] = ()
@@ -100,10 +104,6 @@ class ThoughtState:
         return any(recent[-len(end) :] == end for end in self._thought.end)
 
     # --- as a matcher
-
-    @property
-    def memory(self) -> int:
-        return 0 if self._grammar is None else self._grammar.memory
 
     @property
     def complete(self) -> bool:

@@ -143,13 +143,14 @@ class Choice:
         splitter: ThoughtSplitter | ChannelSplitter | None = None,
         ends: Sequence[int] | None = None,
     ) -> None:
-        """`splitter`: tells thoughts from the answer; stop strings, functions and log-probabilities belong to the
-        answer alone. `ends`: tokens that end an answer, where they are not the model's usual ones. `toolbox`: functions that the text may call. `call_seed`: what the ids of calls are derived from, so that
+        """`toolbox`: functions that the text may call. `call_seed`: what the ids of calls are derived from, so that
         they are the same when the tokens are read again; empty: they are random. `continuation`: the text continues
         the prompt, so a leading space stays; `continued`: the answer's beginning that is in the prompt already, in
         which a call may have begun. `skip_special`: control tokens are not shown. `include_stop`: what stops the text,
         a string or a token, is part of it. `discard`: the request is only run for its prompt; what it generates is
-        neither shown nor counted."""
+        neither shown nor counted. `splitter`: tells thoughts from the answer; stop strings, functions and
+        log-probabilities belong to the answer alone. `ends`: tokens that end an answer, where they are not the model's
+        usual ones."""
         self.index = index
         self.want_logprobs = want_logprobs
         self._ids: list[int] | None = [] if want_ids else None
@@ -246,14 +247,15 @@ class Choice:
         if self.citer is not None:
             piece.text, piece.citations = self.citer.push(piece.text, final=piece.finish_reason is not None)
         piece.tokens = self._release(final=piece.finish_reason is not None, cut=matched is not None)
-        if self._ids is not None and (piece.finish_reason is not None or piece.text or piece.reasoning or piece.tokens or piece.calls):
+        shows = bool(piece.text or piece.reasoning or piece.tokens or piece.calls)
+        if self._ids is not None and (piece.finish_reason is not None or shows):
             piece.token_ids, self._ids = self._ids, []
         if piece.finish_reason is not None:
             self.finished = True
             ended = matched is not None or delta.finish_reason == "complete"
             self.outcome = CONTENT_FILTER if blocked else "stop" if ended else str(delta.finish_reason)
             return piece
-        return piece if piece.text or piece.reasoning or piece.tokens or piece.calls else None
+        return piece if shows else None
 
     def _show(self, raw: str, *, final: bool) -> tuple[str, str | None, bool]:
         """The part of `raw` that may be shown, the stop string that matched, and whether a guard refused the rest."""
