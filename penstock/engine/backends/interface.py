@@ -303,10 +303,14 @@ class Staging(Protocol):
 
 
 class CopyEvent(Protocol):
-    """The end of a copy."""
+    """The end of a copy, or another point in what a device was given to do."""
 
     def synchronize(self) -> object:
-        """Block until the copy is done."""
+        """Block until the device has come to it."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from here to a later point; the device has come to both."""
         ...
 
 
@@ -322,6 +326,11 @@ class DeviceAccess(Protocol):
     @abstractmethod
     def staging(self) -> Staging:
         """Upload buffers for one place that uploads a few times per step."""
+        ...
+
+    @abstractmethod
+    def mark(self) -> CopyEvent | None:
+        """The point that follows what was launched so far; None where everything launched is done."""
         ...
 
     @abstractmethod
@@ -389,6 +398,8 @@ class StepDefaults:
     max_running: int
     token_budget: int
     encoder_token_budget: int
+    gap_s: float | None = None
+    """The gap between tokens that running streams keep while few prompts wait; None: no bound."""
 
 
 @dataclass(frozen=True, slots=True)
