@@ -133,6 +133,7 @@ def _assemble(
         adapters=adapters.pool if adapters is not None else None,
         batches=config.pipeline_parallel + part.backend.overlaps if pipelined else 1,
         target_gap_s=None if config.target_gap_ms is None else config.target_gap_ms / 1e3,
+        default_gap_s=part.backend.defaults.gap_s,
     )
     runner = Runner(
         part.backend,
