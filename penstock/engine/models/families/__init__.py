@@ -21,6 +21,7 @@ from penstock.engine.models.families.family import (
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
+from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
@@ -52,7 +53,7 @@ __all__ = [
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3)
+    for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, GPT_OSS)
 }
 """By `model_type`."""
 MULTIMODAL = KeyRules(
@@ -102,6 +103,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
     windows = fields.setdefault("windows", (None,) * layers)
     if windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
+    fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
@@ -117,7 +119,6 @@ def read_config(raw: HFConfig) -> ModelConfig:
         max_positions=integer(raw, "max_position_embeddings"),
         rms_eps=number(raw, "rms_norm_eps"),
         tied_embeddings=flag(raw, "tie_word_embeddings"),
-        activation=family.activation,
         sandwich_norms=bool(family.names.mixer_out_norm),
         norm_offset=family.norm_offset,
         **fields,

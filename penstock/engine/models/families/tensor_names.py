@@ -26,9 +26,14 @@ class TensorNames:
     fused: bool = False
     """Whether the family's own checkpoints do."""
     moe: str = "mlp."
-    """Of the block that holds a router called `gate` and `experts.N.`."""
+    """Of the block that holds a router and `experts.N.`."""
+    router: str = "gate"
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_experts: bool = False
+    """Whether the family's checkpoints store the experts of a layer as one tensor; see `loading.stacked_experts`."""
+    interleaved_gate_up: bool = False
+    """There: whether gate and up columns alternate."""
 
     @property
     def linears(self) -> frozenset[str]:
