@@ -303,8 +303,8 @@ def read_quantized(checkpoint: Source) -> Source:
     if method == "compressed-tensors":
         return _compressed(checkpoint, settings)
     raise CheckpointError(
-        f"weights quantized with {method!r:.80} are not supported; supported are gptq, awq, compressed-tensors, fp8 and "
-        "mxfp4 checkpoints, unquantized ones, and GGUF"
+        f"weights quantized with {method!r:.80} are not supported; supported are gptq, awq, compressed-tensors, fp8 "
+        "and mxfp4 checkpoints, unquantized ones, and GGUF"
     )
 
 

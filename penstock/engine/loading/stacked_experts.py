@@ -1,6 +1,6 @@
 """Checkpoints that store all experts of a layer as one tensor, under the names of ordinary experts.
 
-`experts.gate_up_proj` is [experts, in, 2 * ffn] and `experts.down_proj` [experts, ffn, out]: inputs before outputs, with
+`experts.gate_up_proj` is [experts, in, 2 * ffn] and `experts.down_proj` [experts, ffn, out]: inputs before outputs,
 gate and up columns one behind the other or alternating (`TensorNames.interleaved_gate_up`). In MXFP4 there are
 `*_blocks` [experts, outputs, blocks, 16] and `*_scales` [experts, outputs, blocks] in their place. A stack that was
 read to a device is held until something else is asked for: its experts are read one after another.

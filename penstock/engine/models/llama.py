@@ -16,7 +16,14 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router, held
+from penstock.engine.models.layers.experts import (
+    ExpertMlp,
+    ExpertSlots,
+    ExpertSource,
+    Router,
+    SharedAndRouted,
+    held,
+)
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.weights import WeightReader
 
@@ -115,9 +122,18 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         at, bias = context.prefix + names.mlp, config.mlp_bias
         return gated(read, at, names.gate_up, names.down, config.ffn_size, bias, context.inner)
     block, ffn = context.prefix + names.moe, moe.ffn_size
-    scores = read.dense().linear(block, {names.router: moe.experts}, hidden, moe.router_bias)
-    router = Router(scores, moe.top_k, moe.normalize)
-
+    corrected = f"{block}{names.correction_bias}"
+    router = Router(
+        linear=read.dense().linear(block, {names.router: moe.experts}, hidden, moe.router_bias),
+        top_k=moe.top_k,
+        normalize=moe.normalize,
+        scoring=moe.scoring,
+        bias=read.get(corrected, moe.experts, dtype=torch.float32) if moe.correction_bias else None,
+        groups=moe.groups,
+        top_groups=moe.top_groups,
+        group_score=moe.group_score,
+        scale=moe.scale,
+    )
     table = moe.placement[context.index] if moe.placement else None
 
     def experts(read: WeightReader) -> ExpertMlp:
@@ -130,7 +146,15 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         slots = None if table is None else ExpertSlots(table, moe.shard, moe.experts, backend.device)
         return ExpertMlp(backend.ops, router, parts, source, slots)
 
-    return backend.experts(lambda: experts(read), lambda: experts(read.dense()))
+    routed = backend.experts(lambda: experts(read), lambda: experts(read.dense()))
+    if not moe.shared_ffn_size:
+        return routed
+    at, ffn, bias = block + names.shared_expert, moe.shared_ffn_size, config.mlp_bias
+    return SharedAndRouted(
+        routed=routed,
+        shared=gated(read, at, names.gate_up, names.down, ffn, bias, backend.ops),
+        gate=read.dense().linear(block, {names.shared_gate: 1}, hidden) if moe.shared_gate else None,
+    )
 
 
 LLAMA_LIKE = Architecture(LlamaDecoder, compose_layer)

@@ -60,7 +60,9 @@ class GatedMlp:
 
     def forward(self, x: Any) -> Tensor:
         in_place: Callable[[Any, Activation], Any] | None = getattr(self.gate_up, "gated", None)
-        if in_place is not None and isinstance(self.activation, str):  # a linear that gates its outputs before it writes them
+        if in_place is not None and isinstance(
+            self.activation, str
+        ):  # a linear that gates its outputs before it writes them
             return self.down(in_place(x, self.activation))
         return self.down(gated(self.ops, self.activation, self.gate_up(x)))
 

@@ -24,7 +24,6 @@ from penstock.engine.backends.cuda.kernels.common import (
 )
 from penstock.engine.backends.interface import Activation, ClampedSwiglu
 
-
 SILU, GELU, CLAMPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Values of GATE."""
 
