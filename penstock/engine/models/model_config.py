@@ -89,6 +89,9 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """Whether each head of queries and keys is normalized."""
+    row_norms: bool = False
+    """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
     moe: MoeConfig | None = None
     sandwich_norms: bool = False
@@ -103,6 +106,8 @@ class ModelConfig:
     attention_sinks: bool = False
     """Whether every head has a score of its own in its softmax that stands for no key."""
     logit_softcap: float | None = None
+    logit_scale: float = 1.0
+    """Factor of the logits, before they are capped."""
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
