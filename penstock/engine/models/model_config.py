@@ -72,6 +72,8 @@ class ModelConfig:
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap) before the softmax."""
     logit_softcap: float | None = None
+    by_transformers: bool = False
+    """Whether no family describes the model, so that the `transformers` library runs its layers."""
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -89,8 +89,8 @@ class ReferenceOps:
             k = (k.float() - key_smoothing.centre) / key_smoothing.scale
         block_size = k_cache.shape[2]
         block, offset = batch.slots // block_size, batch.slots % block_size
-        _store(k, k_cache, kv_scales and kv_scales[0], block, offset)
-        _store(v, v_cache, kv_scales and kv_scales[1], block, offset)
+        store(k, k_cache, kv_scales and kv_scales[0], block, offset)
+        store(v, v_cache, kv_scales and kv_scales[1], block, offset)
         return q
 
     def attention(
@@ -104,7 +104,7 @@ class ReferenceOps:
     ) -> Tensor:
         out = torch.empty_like(q)
         k_scales, v_scales = kv_scales or (None, None)
-        keys, values = _Cached(k_cache, k_scales, q.dtype), _Cached(v_cache, v_scales, q.dtype)
+        keys, values = CachedBlocks(k_cache, k_scales, q.dtype), CachedBlocks(v_cache, v_scales, q.dtype)
         decodes = batch.num_decodes
         if decodes:
             out[:decodes] = _attend_decodes(q[:decodes], layout, batch, keys, values)
@@ -137,7 +137,7 @@ class ReferenceOps:
         return scaled.add_(noise).argmax(-1)
 
 
-def _store(x: Tensor, cache: Tensor, scales: Tensor | None, block: Tensor, offset: Tensor) -> None:
+def store(x: Tensor, cache: Tensor, scales: Tensor | None, block: Tensor, offset: Tensor) -> None:
     """Write `x` [T, kv_heads, head_dim] into the cache, as the cache keeps it."""
     if cache.dtype == INT8:
         assert scales is not None
@@ -154,7 +154,7 @@ def _store(x: Tensor, cache: Tensor, scales: Tensor | None, block: Tensor, offse
 
 
 @dataclass(frozen=True, slots=True)
-class _Cached:
+class CachedBlocks:
     """Keys or values of a layer, read as numbers of `dtype`."""
 
     cache: Tensor
@@ -179,7 +179,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1).to(x.dtype)
 
 
-def _attend_decodes(q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: _Cached, values: _Cached) -> Tensor:
+def _attend_decodes(
+    q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: CachedBlocks, values: CachedBlocks
+) -> Tensor:
     count, block_size = q.shape[0], keys.cache.shape[2]
     width = -(-batch.max_context // block_size)
     tables = batch.block_tables[batch.rows[:count].long(), :width]
@@ -196,7 +198,9 @@ def _attend_decodes(q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: 
     return out.reshape(count, layout.heads, layout.head_dim)
 
 
-def _attend_one(q: Tensor, layout: HeadLayout, context: int, table: Tensor, keys: _Cached, values: _Cached) -> Tensor:
+def _attend_one(
+    q: Tensor, layout: HeadLayout, context: int, table: Tensor, keys: CachedBlocks, values: CachedBlocks
+) -> Tensor:
     block_size = keys.cache.shape[2]
     behind = 0 if layout.window is None else max(0, context - q.shape[0] - layout.window + 1) // block_size
     table = table[behind : -(-context // block_size)]
