@@ -62,7 +62,7 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJConfig", {**GPT, "rotary_dim": 8}),
     "gpt_neo": (
         "GPTNeoConfig",
-        {**COMMON, "num_layers": 4, "num_heads": 4, "attention_types": [[["global", "local"], 2]], "window_size": 40},
+        {**COMMON, "num_heads": 4, "attention_types": [[["global", "local", "global"], 1]], "window_size": 40},
     ),
     "xglm": (
         "XGLMConfig",
