@@ -1,4 +1,5 @@
-"""Llama and the families like it: pre-norm layers of attention and a gated feed-forward, dense or of experts.
+"""Llama and the families like it: layers of attention and a gated feed-forward, dense or of experts, with
+norms before these two parts, behind them, or both.
 
 The residual stream is one tensor updated in place; the residual addition and the norm after it are one operation.
 """
@@ -8,14 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
-from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router, held
+from penstock.engine.models.layers.attention import Attention, RowNorms
+from penstock.engine.models.layers.experts import (
+    ExpertMlp,
+    ExpertSlots,
+    ExpertSource,
+    Router,
+    SharedAndRouted,
+    held,
+)
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.weights import WeightReader
 
@@ -54,16 +63,16 @@ class LlamaDecoder(Decoder):
 def compose_layer(context: LayerContext) -> DecoderLayer:
     read, names, prefix, hidden = context.read, context.names, context.prefix, context.config.hidden_size
 
-    def norm(name: str) -> Tensor:
-        return read.norm(prefix + name, hidden)
+    def norm(name: str) -> Tensor | None:
+        return read.norm(prefix + name, hidden) if name else None
 
     return DecoderLayer(
         mixer_norm=norm(names.mixer_norm),
         mixer=compose_attention(context),
         feed_forward_norm=norm(names.feed_forward_norm),
         feed_forward=compose_feed_forward(context),
-        mixer_out_norm=norm(names.mixer_out_norm) if names.mixer_out_norm else None,
-        feed_forward_out_norm=norm(names.feed_forward_out_norm) if names.feed_forward_out_norm else None,
+        mixer_out_norm=norm(names.mixer_out_norm),
+        feed_forward_out_norm=norm(names.feed_forward_out_norm),
     )
 
 
@@ -88,6 +97,9 @@ def compose_attention(context: LayerContext) -> Attention:
         cos_sin=context.cos_sin,
         q_norm=read.norm(f"{prefix}q_norm", dim) if config.qk_norm else None,
         k_norm=read.norm(f"{prefix}k_norm", dim) if config.qk_norm else None,
+        row_norms=RowNorms(read.norm(f"{prefix}q_norm", q_size), read.norm(f"{prefix}k_norm", kv_size))
+        if config.row_norms
+        else None,
         eps=config.rms_eps,
         kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
     )
@@ -112,8 +124,18 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     if moe is None or not moe.layers[context.index]:
         return gated(read, context.prefix + names.mlp, names.gate_up, names.down, config.ffn_size, context.inner)
     block, ffn = context.prefix + names.moe, moe.ffn_size
-    router = Router(read.dense().linear(block, {"gate": moe.experts}, hidden), moe.top_k, moe.normalize)
-
+    corrected = f"{block}{names.correction_bias}"
+    router = Router(
+        linear=read.dense().linear(block, {names.router: moe.experts}, hidden),
+        top_k=moe.top_k,
+        normalize=moe.normalize,
+        scoring=moe.scoring,
+        bias=read.get(corrected, moe.experts, dtype=torch.float32) if moe.correction_bias else None,
+        groups=moe.groups,
+        top_groups=moe.top_groups,
+        group_score=moe.group_score,
+        scale=moe.scale,
+    )
     table = moe.placement[context.index] if moe.placement else None
 
     def experts(read: WeightReader) -> ExpertMlp:
@@ -125,7 +147,14 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         slots = None if table is None else ExpertSlots(table, moe.shard, moe.experts, backend.device)
         return ExpertMlp(backend.ops, router, parts, source, slots)
 
-    return backend.experts(lambda: experts(read), lambda: experts(read.dense()))
+    routed = backend.experts(lambda: experts(read), lambda: experts(read.dense()))
+    if not moe.shared_ffn_size:
+        return routed
+    return SharedAndRouted(
+        routed=routed,
+        shared=gated(read, block + names.shared_expert, names.gate_up, names.down, moe.shared_ffn_size, backend.ops),
+        gate=read.dense().linear(block, {names.shared_gate: 1}, hidden) if moe.shared_gate else None,
+    )
 
 
 LLAMA_LIKE = Architecture(LlamaDecoder, compose_layer)

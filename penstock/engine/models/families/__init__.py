@@ -21,9 +21,13 @@ from penstock.engine.models.families.family import (
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
+from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.llama import LLAMA
+from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
+from penstock.engine.models.families.olmo2 import OLMO2
+from penstock.engine.models.families.olmo3 import OLMO3
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
 from penstock.engine.models.families.qwen3 import QWEN3
@@ -53,7 +57,22 @@ __all__ = [
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+        PHI3,
+        GRANITE,
+        MINISTRAL,
+        OLMO2,
+        OLMO3,
+    )
 }
 """By `model_type`."""
 MULTIMODAL = KeyRules(
@@ -106,6 +125,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("attention_scale", head_dim**-0.5)
+    fields.setdefault("rms_eps", number(raw, "rms_norm_eps"))
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
     return ModelConfig(
@@ -118,7 +138,6 @@ def read_config(raw: HFConfig) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=integer(raw, "vocab_size"),
         max_positions=integer(raw, "max_position_embeddings"),
-        rms_eps=number(raw, "rms_norm_eps"),
         tied_embeddings=flag(raw, "tie_word_embeddings"),
         activation=family.activation,
         sandwich_norms=bool(family.names.mixer_out_norm),
