@@ -108,6 +108,8 @@ class ModelConfig:
     logit_softcap: float | None = None
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
+    by_transformers: bool = False
+    """Whether no family describes the model, so that the `transformers` library runs its layers."""
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

@@ -107,8 +107,8 @@ class ReferenceOps:
             k = (k.float() - key_smoothing.centre) / key_smoothing.scale
         block_size = k_cache.shape[2]
         block, offset = batch.slots // block_size, batch.slots % block_size
-        _store(k, k_cache, kv_scales and kv_scales[0], block, offset)
-        _store(v, v_cache, kv_scales and kv_scales[1], block, offset)
+        store(k, k_cache, kv_scales and kv_scales[0], block, offset)
+        store(v, v_cache, kv_scales and kv_scales[1], block, offset)
         return q
 
     def attention(
@@ -123,7 +123,7 @@ class ReferenceOps:
     ) -> Tensor:
         out = torch.empty_like(q)
         k_scales, v_scales = kv_scales or (None, None)
-        keys, values = _Cached(k_cache, k_scales, q.dtype), _Cached(v_cache, v_scales, q.dtype)
+        keys, values = CachedBlocks(k_cache, k_scales, q.dtype), CachedBlocks(v_cache, v_scales, q.dtype)
         decodes = batch.num_decodes
         if decodes:
             out[:decodes] = _attend_decodes(q[:decodes], layout, batch, keys, values, sinks)
@@ -168,7 +168,7 @@ def mean_squares(qkv: Tensor, layout: HeadLayout) -> Tensor:
     return torch.stack([part.float().pow(2).mean(-1) for part in (q, k)], dim=1)
 
 
-def _store(x: Tensor, cache: Tensor, scales: Tensor | None, block: Tensor, offset: Tensor) -> None:
+def store(x: Tensor, cache: Tensor, scales: Tensor | None, block: Tensor, offset: Tensor) -> None:
     """Write `x` [T, kv_heads, head_dim] into the cache, as the cache keeps it."""
     if cache.dtype == INT8:
         assert scales is not None
@@ -185,7 +185,7 @@ def _store(x: Tensor, cache: Tensor, scales: Tensor | None, block: Tensor, offse
 
 
 @dataclass(frozen=True, slots=True)
-class _Cached:
+class CachedBlocks:
     """Keys or values of a layer, read as numbers of `dtype`."""
 
     cache: Tensor
@@ -211,7 +211,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend_decodes(
-    q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: _Cached, values: _Cached, sinks: Tensor | None
+    q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: CachedBlocks, values: CachedBlocks, sinks: Tensor | None
 ) -> Tensor:
     count, block_size = q.shape[0], keys.cache.shape[2]
     width = -(-batch.max_context // block_size)
@@ -231,7 +231,13 @@ def _attend_decodes(
 
 
 def _attend_one(
-    q: Tensor, layout: HeadLayout, context: int, table: Tensor, keys: _Cached, values: _Cached, sinks: Tensor | None
+    q: Tensor,
+    layout: HeadLayout,
+    context: int,
+    table: Tensor,
+    keys: CachedBlocks,
+    values: CachedBlocks,
+    sinks: Tensor | None,
 ) -> Tensor:
     block_size = keys.cache.shape[2]
     behind = 0 if layout.window is None else max(0, context - q.shape[0] - layout.window + 1) // block_size

@@ -37,6 +37,7 @@ from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
 from penstock.engine.models.rope import read_rope
+from penstock.engine.models.transformers.config import read_library_config
 from penstock.errors import CheckpointError
 
 __all__ = [
@@ -98,7 +99,7 @@ def text_config(raw: HFConfig) -> HFConfig:
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a configuration; one that cannot be run is refused."""
+    """The family of a configuration; one that has none is refused."""
     family = FAMILIES.get(model_type)
     if family is None:
         raise CheckpointError(
@@ -110,6 +111,8 @@ def family_of(model_type: str) -> Family:
 def read_config(raw: HFConfig) -> ModelConfig:
     """Read Hugging Face `config.json` keys; a model that cannot be run exactly is refused, never approximated."""
     raw = text_config(raw)
+    if raw.get("model_type") not in FAMILIES:
+        return read_library_config(raw, ", ".join(FAMILIES))
     family = family_of(str(raw.get("model_type", "")))
     raw = family.checked(raw)
     fields = family.fields(raw)
