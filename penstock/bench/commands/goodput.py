@@ -56,15 +56,13 @@ def goodput(
     )  # fmt: skip
     loaded = offline.load(settings, [shaped], out)
     engine = loaded.engine
-    out.print(
-        f"[bold]{loaded.label}[/bold] on {engine.info.device}, {loaded.numbers}, ready in {loaded.seconds:.1f} s: {report.machine_line()}"
-    )
+    out.print(f"[bold]{loaded.label}[/bold] on {engine.info.device}, {loaded.numbers}: {report.machine_line()}")
     out.print(
         f"{requests} requests of the lengths of {workload}, at random times. Kept: the first token within "
         f"{slo_ttft:g} ms and 99% of the gaps of a request within {slo_gap:g} ms, for 95% of the requests."
     )
     phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in engine.info.startup.items())
-    out.print(f"Seconds to start: {phases}", style="dim")
+    out.print(f"Ready in {loaded.seconds:.1f} s ({phases})", style="dim")
     run(engine, shaped, salt="warm-up", progress=lambda _: None)
     rows = report.table(
         "Open loop",
