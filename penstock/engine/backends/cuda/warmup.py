@@ -50,7 +50,7 @@ def _kind_of(mixer: TokenMixer) -> object:
 
 def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCache:
     shape = decoder.cache_shape(limits.block_size, dtype)
-    return KVCache(shape, 2, decoder.embedding.device, num_rows=limits.max_rows + 1)
+    return KVCache(shape, 2, decoder.embedding.device, num_states=limits.max_rows + 2)
 
 
 def _visit_adapted(adapters: AdaptedModel, decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) -> None:
