@@ -70,6 +70,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 100}),
     "qwen3-moe": ("Qwen3MoeConfig", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3-moe-some-dense": ("Qwen3MoeConfig", {**QWEN_MOE, "mlp_only_layers": [1]}),
+    "qwen3-next": ("Qwen3NextConfig", {**HYBRID, **QWEN_MOE, "shared_expert_intermediate_size": 48}),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**HYBRID, **QWEN_MOE, "shared_expert_intermediate_size": 48}),
     "qwen3-next-dense": ("Qwen3NextConfig", {**HYBRID, "num_experts": 0}),
     "qwen3.5": ("Qwen3_5TextConfig", {**HYBRID, "linear_num_key_heads": 4, "tie_word_embeddings": True}),
     "gemma": ("GemmaConfig", {"head_dim": 32}),

@@ -81,7 +81,13 @@ class BlockPool:
         if not self._empty and first + count <= self.num_blocks:
             references.extend([1] * count)
             return list(range(first, first + count))
-        if self._empty or self.host is not None or self.states is not None or first < self.num_blocks or count > len(self._cached):
+        if (
+            self._empty
+            or self.host is not None
+            or self.states is not None
+            or first < self.num_blocks
+            or count > len(self._cached)
+        ):
             return [self.allocate() for _ in range(count)]
         evict, name_of, block_of = self._cached.popitem, self._name_of, self._block_of
         taken = [evict(last=False)[0] for _ in range(count)]

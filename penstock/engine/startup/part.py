@@ -228,7 +228,9 @@ def check_stateful(config: EngineConfig) -> None:
     if config.attention_parallel == "data":
         raise ConfigError("attention_parallel: data is not available for models with recurrent layers; use tensor")
     if config.state_interval < 1 or config.state_interval % config.block_size:
-        raise ConfigError(f"state_interval: {config.state_interval} is not a multiple of block_size {config.block_size}")
+        raise ConfigError(
+            f"state_interval: {config.state_interval} is not a multiple of block_size {config.block_size}"
+        )
     refused = {
         "host_memory": config.host_memory > 0,
         "role": config.role != "both",

@@ -85,8 +85,9 @@ def split(projected: Tensor, gates: Tensor, layout: DeltaLayout) -> tuple[Tensor
         b, a = gates.chunk(2, dim=-1)
         return projected[:, : layout.channels], projected[:, layout.channels :].contiguous(), b, a
     sizes = [layout.k_dim, layout.k_dim, ratio * layout.v_dim, ratio * layout.v_dim]
-    q, k, v, z = (part.reshape(tokens, -1) for part in projected.view(tokens, groups, -1).split(sizes, -1))
-    b, a = (part.reshape(tokens, -1) for part in gates.reshape(tokens, groups, -1).split([ratio, ratio], -1))
+    parts = torch.split(projected.reshape(tokens, groups, -1), sizes, -1)
+    q, k, v, z = (part.reshape(tokens, -1) for part in parts)
+    b, a = (part.reshape(tokens, -1) for part in gates.reshape(tokens, groups, -1).chunk(2, -1))
     return torch.cat((q, k, v), -1), z, b, a
 
 
@@ -111,10 +112,10 @@ def _convolve(inputs: Tensor, weight: Tensor, positions: Tensor, states: StateBa
 
 def _heads(mixed: Tensor, b: Tensor, a: Tensor, layout: DeltaLayout, weights: DeltaWeights) -> Heads:
     keys, ratio = layout.k_heads * layout.k_dim, layout.v_heads // layout.k_heads
-    q, k = (part.unflatten(1, (layout.k_heads, layout.k_dim)) for part in mixed[:, : 2 * keys].chunk(2, -1))
+    q, k = (part.reshape(-1, layout.k_heads, layout.k_dim) for part in mixed[:, : 2 * keys].chunk(2, -1))
     q, k = (part * torch.rsqrt(part.pow(2).sum(-1, keepdim=True) + 1e-6) for part in (q, k))
     q, k = (part.repeat_interleave(ratio, 1) for part in (q * layout.k_dim**-0.5, k))
-    v = mixed[:, 2 * keys :].unflatten(1, (layout.v_heads, layout.v_dim))
+    v = mixed[:, 2 * keys :].reshape(-1, layout.v_heads, layout.v_dim)
     g = weights.decay * F.softplus(a.float() + weights.decay_bias)
     return Heads(q, k, v, g, b.float().sigmoid())
 
@@ -167,7 +168,7 @@ def _chunk(heads: Heads, state: Tensor) -> tuple[Tensor, Tensor]:
     system = (scaled @ k.transpose(-1, -2)) * decay
     both = torch.cat((v * beta.unsqueeze(-1), scaled * total.exp().unsqueeze(-1)), -1)
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-    values, keys = solved.split([v.shape[-1], k.shape[-1]], -1)
+    values, keys = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
     values = values - keys @ state
     out = (q * total.exp().unsqueeze(-1)) @ state + ((q @ k.transpose(-1, -2)) * decay) @ values
     late = (total[..., -1:] - total).exp().unsqueeze(-1)

@@ -27,7 +27,7 @@ from penstock.engine.models.families.mixtral import MIXTRAL
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
 from penstock.engine.models.families.qwen3 import QWEN3
-from penstock.engine.models.families.qwen3_5 import QWEN3_5
+from penstock.engine.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
 from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
 from penstock.engine.models.families.tensor_names import TensorNames
@@ -54,7 +54,21 @@ __all__ = [
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5, GEMMA, GEMMA2, GEMMA3, PHI3)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+        PHI3,
+    )
 }
 """By `model_type`."""
 MULTIMODAL = KeyRules(
@@ -110,7 +124,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
     return ModelConfig(
         family=family.model_type,
         hidden_size=hidden,
-        ffn_size=integer(raw, "intermediate_size"),
+        ffn_size=integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -14,7 +14,7 @@ from penstock.engine.models.families.family import (
     layer_count,
 )
 from penstock.engine.models.families.tensor_names import TensorNames
-from penstock.engine.models.model_config import DeltaConfig
+from penstock.engine.models.model_config import DeltaConfig, MoeConfig
 from penstock.engine.models.rope import read_rope
 from penstock.errors import CheckpointError
 
@@ -74,8 +74,28 @@ def _recurrent_layers(raw: HFConfig) -> tuple[bool, ...]:
     return tuple(kind == RECURRENT for kind in kinds)
 
 
+def shared_moe(raw: HFConfig, layers: tuple[bool, ...], *, normalize: bool) -> MoeConfig:
+    """Experts beside a gated shared one, in `layers`."""
+    return MoeConfig(
+        experts=integer(raw, "num_experts"),
+        top_k=integer(raw, "num_experts_per_tok"),
+        ffn_size=integer(raw, "moe_intermediate_size"),
+        normalize=normalize,
+        layers=layers,
+        shared_ffn_size=integer(raw, "shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+
+
 def _fields(raw: HFConfig) -> ConfigFields:
-    return hybrid_fields(raw, grouped=True)
+    fields, layers = hybrid_fields(raw, grouped=True), layer_count(raw)
+    step, dense = integer(raw, "decoder_sparse_step"), raw["mlp_only_layers"] or ()
+    if not isinstance(dense, list | tuple):
+        raise CheckpointError(f"config key 'mlp_only_layers' must be a list, found {dense!r:.80}")
+    sparse = tuple(index not in dense and (index + 1) % step == 0 for index in range(layers))
+    if raw["num_experts"] != 0 and any(sparse):
+        fields["moe"] = shared_moe(raw, sparse, normalize=flag(raw, "norm_topk_prob"))
+    return fields
 
 
 QWEN3_NEXT = Family(
@@ -93,7 +113,7 @@ QWEN3_NEXT = Family(
         "norm_topk_prob",
     },
     norm_offset=1.0,
-    names=TensorNames(recurrent=("in_proj_qkvz", "out_proj")),
+    names=TensorNames(recurrent=("in_proj_qkvz", "out_proj"), shared_expert="shared_expert."),
     gguf=GGUFFormat(architectures=()),
     architecture=hybrid_architecture,
 )

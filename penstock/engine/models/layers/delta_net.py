@@ -47,7 +47,5 @@ class GatedDeltaNet:
             projected, gates = projected[:, : self.layout.width], projected[:, self.layout.width :]
         else:
             gates = self.gates(x)
-        mixed = self.delta_ops.delta_net(
-            projected, gates, self.layout, self.weights, batch, cache.conv, cache.state
-        )
+        mixed = self.delta_ops.delta_net(projected, gates, self.layout, self.weights, batch, cache.conv, cache.state)
         return self.output(mixed)
