@@ -73,7 +73,7 @@ class EngineConfig:
     """Of models with recurrent layers: a state is kept for later prompts every so many tokens, a multiple of the block
     size, and at the end of prompts; see `kv.states`."""
     kept_states: int | None = None
-    """Most states kept at the same time. Not set: four for each sequence, in at most a quarter of the cache's memory."""
+    """Most states kept at the same time. Not set: four per sequence, in at most a quarter of the cache's memory."""
     deterministic: bool = False
     """Batch-invariant: a request's tokens and log-probabilities are bit-identical whatever else runs; slower."""
     speculation: SpeculationForm = "off"

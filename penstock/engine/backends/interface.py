@@ -104,7 +104,7 @@ class StateBatch:
     """Which states the recurrent layers of a step read and write: int32 [T] each.
 
     A run is what a step computes of one sequence: a decoded token, with draft tokens behind it, or a chunk of a prompt.
-    States lie in slots. Slot 0 stands for none: a run that reads it starts empty, a token that writes it writes nothing.
+    States lie in slots. Slot 0 stands for none: a run that reads it starts empty, a token that writes it keeps nothing.
     A slot that one run writes is read by no other run of the step.
     """
 

@@ -37,8 +37,8 @@ class CacheShape:
 
     @property
     def blocks_suffice(self) -> bool:
-        """Whether a sequence's blocks are all that is kept of it; else another sequence can continue from them only where
-        a state was kept too (`kv.states`)."""
+        """Whether a sequence's blocks are all that is kept of it; else another sequence can continue from them only
+        where a state was kept too (`kv.states`)."""
         return self.state_bytes == 0
 
     def __str__(self) -> str:

@@ -6,11 +6,11 @@ block that ends there. States are large, so only some are kept: every `interval`
 full block, and where a prompt left one that came before it. A prefix counts as found only up to such a place. With its
 block's name a state is lost too.
 
-Draft tokens leave a state behind each of them, in free slots; once it is known how many were accepted, the sequence goes
-on from that one.
+Draft tokens leave a state behind each of them, in free slots; once it is known how many were accepted, the sequence
+goes on from that one.
 
-Invariant: there is a free slot for every sequence that may still start; what is kept and drafted takes only the others. A
-slot that a step reads is not given away before the next step is scheduled.
+Invariant: there is a free slot for every sequence that may still start; what is kept and drafted takes only the others.
+A slot that a step reads is not given away before the next step is scheduled.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class StateStore:
         return self.pool.free - (self._rows - self._running)
 
     def usable(self, seq: Sequence, names: list[bytes]) -> int:
-        """How many of the leading blocks that were found (`names`) a sequence can start behind. Remembers where it leaves
-        what came before, so that a state is kept there."""
+        """How many of the leading blocks that were found (`names`) a sequence can start behind. Remembers where it
+        leaves what came before, so that a state is kept there."""
         count = next((n for n in range(len(names), 0, -1) if self._find(names[n - 1]) is not None), 0)
         seq.branch = len(names) * self.block_size if count < len(names) else 0
         if count:

@@ -49,7 +49,7 @@ class RandomCheckpoint:
         model = read_config(config)
         reader = _composed(model)
         self.shapes = reader.shapes
-        self._norms = {name: 1.0 - model.norm_offset for name in reader.norms}
+        self._norms = dict.fromkeys(reader.norms, 1.0 - model.norm_offset)
         self._norms |= dict.fromkeys(reader.unshifted_norms, 1.0)
         self._pools: dict[torch.device, Tensor] = {}
 

@@ -1,7 +1,7 @@
 """Qwen3-Next and its successors: gated delta nets in most layers, gated attention in the others.
 
-The forward pass is Llama's. Qwen3-Next stores the projections of a delta net by key head, Qwen3.5 all queries, all keys,
-all values, all output gates; both run as they are stored.
+The forward pass is Llama's. Qwen3-Next stores the projections of a delta net by key head, Qwen3.5 all queries, all
+keys, all values, all output gates; both run as they are stored.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ ACTIVATIONS = ("relu", "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh",
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (
     [FULL] * 4, [SLIDING] * 4, [FULL, SLIDING] * 2, [SLIDING, FULL, FULL, FULL], ["attention"] * 4,
-    [FULL] * 3, ["linear_attention"] * 4, [FULL, "linear_attention"] * 2, ["chunked_attention"] * 4, ["linear_attention", FULL, FULL, FULL], "full", 3,
+    ["linear_attention"] * 4, [FULL, "linear_attention"] * 2,
+    [FULL] * 3, ["chunked_attention"] * 4, ["linear_attention", FULL, FULL, FULL], "full", 3,
 )  # fmt: skip
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}

@@ -79,7 +79,7 @@ def split_gate(qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
 
 
 def split(projected: Tensor, gates: Tensor, layout: DeltaLayout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs of the convolution [T, channels], output gates [T, v_heads * v_dim], update rates and decays [T, v_heads]."""
+    """Inputs of the convolution [T, channels], output gates [T, v_heads * v_dim], update rates and decays."""
     tokens, groups, ratio = len(projected), layout.k_heads, layout.v_heads // layout.k_heads
     if not layout.grouped:
         b, a = gates.chunk(2, dim=-1)
