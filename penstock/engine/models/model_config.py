@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
@@ -15,9 +15,15 @@ LayerTable = tuple[tuple[int, ...], ...]
 """Which expert each slot of each shard holds: [shard][slot]. Every expert is somewhere, on a shard at most once."""
 
 
+Scoring = Literal["softmax", "sigmoid"]
+"""How a router's logits become scores: over all experts, or of each by itself."""
+GroupScore = Literal["best", "best_two"]
+"""The score of a group of experts: its best expert's, or the sum of its best two."""
+
+
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """A feed-forward of many experts, of which each token visits a few."""
+    """A feed-forward of many experts, of which each token visits a few, and perhaps one that all tokens visit."""
 
     experts: int
     top_k: int
@@ -26,14 +32,57 @@ class MoeConfig:
     """Whether the weights of a token's experts are scaled to sum to one."""
     layers: tuple[bool, ...]
     """Which layers have experts; the others are dense."""
+    router_bias: bool = False
+    expert_bias: bool = False
+    """Whether the matrices of the experts have biases."""
     placement: tuple[LayerTable, ...] = ()
     """Of each layer, which shard holds which experts; empty: every process has all of them, or parts of all."""
     shard: int = 0
     """Whose experts of `placement` this process holds."""
+    scoring: Scoring = "softmax"
+    correction_bias: bool = False
+    """Whether a stored number per expert is added to the scores when experts are chosen; it is in no weight."""
+    groups: int = 1
+    top_groups: int = 1
+    """A token's experts are from this many of the groups, each a run of equally many experts."""
+    group_score: GroupScore = "best"
+    scale: float = 1.0
+    """Factor of the weights, after they were scaled to sum to one."""
+    shared_ffn_size: int = 0
+    """Width of the expert that every token visits; 0: there is none."""
+    shared_gate: bool = False
+    """Whether the shared expert's output is multiplied by the sigmoid of one number of the token."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
             raise CheckpointError(f"a token cannot visit {self.top_k} of {self.experts} experts")
+        if self.groups < 1 or self.experts % self.groups or not 0 < self.top_groups <= self.groups:
+            raise CheckpointError(f"{self.experts} experts cannot be in {self.groups} groups, {self.top_groups} chosen")
+        size = self.experts // self.groups
+        if self.groups > 1 and self.group_score == "best_two" and size < 2:
+            raise CheckpointError(f"groups of {size} expert have no two best")
+        if self.scoring == "sigmoid" and self.top_k > self.top_groups * size:
+            raise CheckpointError(f"a token cannot visit {self.top_k} experts of {self.top_groups} groups of {size}")
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Gated delta nets in place of attention in some layers."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one; the others have attention."""
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+    """Width of the causal convolution."""
+    grouped: bool
+    """Whether the checkpoint stores projections by key head; see `DeltaLayout`."""
+
+    def __post_init__(self) -> None:
+        if self.v_heads % self.k_heads:
+            raise CheckpointError(f"{self.v_heads} value heads cannot share {self.k_heads} key heads evenly")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +109,14 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """Whether each head of queries and keys is normalized."""
+    row_norms: bool = False
+    """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
     moe: MoeConfig | None = None
+    delta: DeltaConfig | None = None
+    gated_attention: bool = False
+    """Whether the query projection also gives a gate for each head's output."""
     sandwich_norms: bool = False
     """Whether the output of attention and feed-forward is normalized too, before it is added to the residual stream."""
     norm_offset: float = 0.0
@@ -71,7 +126,13 @@ class ModelConfig:
     """Factor of the products of queries and keys."""
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap) before the softmax."""
+    attention_sinks: bool = False
+    """Whether every head has a score of its own in its softmax that stands for no key."""
     logit_softcap: float | None = None
+    logit_scale: float = 1.0
+    """Factor of the logits, before they are capped."""
+    by_transformers: bool = False
+    """Whether no family describes the model, so that the `transformers` library runs its layers."""
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -81,4 +142,5 @@ class ModelConfig:
     @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
-        return self.moe is None and not self.sandwich_norms and self.activation == "silu"
+        plain = self.moe is None and self.delta is None and not self.gated_attention
+        return plain and not self.sandwich_norms and self.activation == "silu"

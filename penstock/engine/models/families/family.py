@@ -17,7 +17,7 @@ import numpy as np
 from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.model_config import DeltaConfig, MoeConfig
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 
@@ -39,17 +39,24 @@ Windows = tuple[int | None, ...]
 class ConfigFields(TypedDict, total=False):
     """Fields of `ModelConfig` that a family may set; the others follow from keys that all families have."""
 
+    activation: Activation
     attention_scale: float
+    attention_sinks: bool
     attention_softcap: float | None
+    delta: DeltaConfig
     embedding_scale: float
+    gated_attention: bool
     local_rope: RopeConfig
+    logit_scale: float
     logit_softcap: float | None
     mlp_bias: bool
     moe: MoeConfig
     output_bias: bool
     qk_norm: bool
     qkv_bias: bool
+    rms_eps: float
     rope: RopeConfig
+    row_norms: bool
     windows: Windows
 
 
@@ -111,7 +118,8 @@ class GGUFFormat:
     windowed: bool = True
     """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have."""
+    """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have. A
+    name with a suffix (`.weight`) stands for that tensor alone, and gives its whole name."""
 
 
 def llama_fields(raw: HFConfig) -> ConfigFields:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels.activation import gate
+from penstock.engine.backends.cuda.kernels.activation import gate_options, gated
 from penstock.engine.backends.cuda.kernels.common import (
     ceil_div,
     launch,
@@ -24,6 +24,7 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
+from penstock.engine.backends.interface import Activation
 
 _GROUP = 8
 """Tiles that take turns at the same columns of weights, so that both stay in the L2 cache."""
@@ -53,6 +54,7 @@ class Plan:
 @triton.jit
 def _route_kernel(
     logits_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     experts_ptr: tl.tensor,
     stride: tl.tensor,
@@ -61,6 +63,13 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     TOP_BLOCK: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -68,23 +77,68 @@ def _route_kernel(
     launch_successor(PDL)
     wait_for_inputs(PDL)
     x = tl.load(logits_ptr + row * stride + e, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
-    p = tl.exp(x - tl.max(x, axis=0))
-    left = tl.where(e < EXPERTS, p, -1.0)
+    if SIGMOID:
+        p = 1.0 / (1.0 + tl.exp(-x))
+        whole = 1.0
+    else:
+        p = tl.exp(x - tl.max(x, axis=0))
+        whole = tl.sum(p, axis=0)
+    choice = p
+    if BIAS:
+        # Scores and corrections are of one size: softmax scores must be what they are before they are corrected.
+        choice = p / whole + tl.load(bias_ptr + e, mask=e < EXPERTS, other=0.0)
+    left = tl.where(e < EXPERTS, choice, float("-inf"))
+    if GROUPS > 1:
+        of = e // (EXPERTS // GROUPS)
+        g = tl.arange(0, GROUP_BLOCK)
+        scores = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+        for group in tl.static_range(GROUPS):
+            inside = tl.where(of == group, left, float("-inf"))
+            score = tl.max(inside, axis=0)
+            if BEST_TWO:
+                score += tl.max(tl.where(e == tl.argmax(inside, axis=0), float("-inf"), inside), axis=0)
+            scores = tl.where(g == group, score, scores)
+        kept = e < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            group = tl.argmax(scores, axis=0)
+            kept = kept | (of == group)
+            scores = tl.where(g == group, float("-inf"), scores)
+        left = tl.where(kept & (e < EXPERTS), left, float("-inf"))
+        p = tl.where(kept, p, 0.0)
     i = tl.arange(0, TOP_BLOCK)
     best = tl.zeros([TOP_BLOCK], tl.float32)
     chosen = tl.zeros([TOP_BLOCK], tl.int32)
     for turn in tl.static_range(TOP_K):
         expert = tl.argmax(left, axis=0)
-        best = tl.where(i == turn, tl.max(left, axis=0), best)
+        weight = tl.max(left, axis=0)
+        if BIAS or GROUPS > 1:
+            # Nothing is left in the groups: the rest are visits without weight.
+            weight = tl.where(weight == float("-inf"), 0.0, tl.sum(tl.where(e == expert, p, 0.0), axis=0))
+        best = tl.where(i == turn, weight, best)
         chosen = tl.where(i == turn, expert, chosen)
-        left = tl.where(e == expert, -1.0, left)
-    total = tl.sum(best, axis=0) if NORMALIZE else tl.sum(p, axis=0)
-    tl.store(weights_ptr + row * TOP_K + i, best / total, mask=i < TOP_K)
+        left = tl.where(e == expert, float("-inf"), left)
+    total = tl.sum(best, axis=0) if NORMALIZE else whole
+    if SIGMOID and NORMALIZE:
+        total += 1e-20
+    tl.store(weights_ptr + row * TOP_K + i, best / total * SCALE, mask=i < TOP_K)
     tl.store(experts_ptr + row * TOP_K + i, chosen, mask=i < TOP_K)
 
 
-def route(logits: Tensor, top_k: int, normalize: bool, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """Softmax of [T, experts], the best `top_k` of each row: weights float32 and experts int32, [T, top_k] each."""
+def route(
+    logits: Tensor,
+    top_k: int,
+    normalize: bool,
+    *,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    best_two: bool = False,
+    scale: float = 1.0,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Scores of [T, experts], the best `top_k` of each row: weights float32 and experts int32, [T, top_k] each. What
+    else there is to routing is said at `models.layers.experts.Router`."""
     tokens, experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
@@ -93,6 +147,7 @@ def route(logits: Tensor, top_k: int, normalize: bool, *, pdl: bool = False) -> 
             _route_kernel,
             (tokens,),
             logits,
+            logits if bias is None else bias,
             weights,
             chosen,
             logits.stride(0),
@@ -101,6 +156,13 @@ def route(logits: Tensor, top_k: int, normalize: bool, *, pdl: bool = False) -> 
             TOP_K=top_k,
             TOP_BLOCK=next_power_of_2(top_k),
             NORMALIZE=normalize,
+            SIGMOID=sigmoid,
+            BIAS=bias is not None,
+            GROUPS=groups,
+            GROUP_BLOCK=next_power_of_2(groups),
+            TOP_GROUPS=top_groups,
+            BEST_TWO=best_two,
+            SCALE=scale,
             num_warps=1 if experts <= 256 else 4,
             pdl=pdl,
         )
@@ -165,6 +227,7 @@ def _grouped_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     order_ptr: tl.tensor,
     starts_ptr: tl.tensor,
@@ -180,8 +243,11 @@ def _grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
-    GELU: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -238,8 +304,12 @@ def _grouped_kernel(
         acc *= tl.load(scale_ptr + at)[None, :]
         if GATED:
             up *= tl.load(scale_ptr + at + N)[None, :]
+    if BIASED:
+        acc += tl.load(bias_ptr + at).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias_ptr + at + N).to(tl.float32)[None, :]
     if GATED:
-        acc = gate(acc, GELU) * up
+        acc = gated(acc, up, GATE, ALPHA, LIMIT)
         target = m
     else:
         acc *= tl.load(route_ptr + pair, mask=in_m, other=0.0)[:, None]
@@ -297,8 +367,9 @@ def grouped_linear(
     top_k: int,
     *,
     weight_scale: Tensor | None = None,
+    bias: Tensor | None = None,
     route_weights: Tensor | None = None,
-    gelu: bool = False,
+    activation: Activation = "silu",
     config: GroupedConfig | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -307,6 +378,7 @@ def grouped_linear(
     Without `route_weights`: `x` [T, K], `weight` [experts, 2 * N, K] (gate rows, then up rows), the result act(gate) *
     up [pairs, N] in expert order. With them (float32 [T, top_k]): `x` [pairs, K] in expert order, `weight` [experts, N,
     K], the result [pairs, N] by pair, each times its weight. `weight_scale`: float32, one per row of an e4m3 weight.
+    `bias`: one per row of `weight`, added before gate and route weights.
     """
     gated = route_weights is None
     experts, wide, depth = weight.shape
@@ -323,6 +395,7 @@ def grouped_linear(
         x,
         weight,
         x if weight_scale is None else weight_scale,
+        x if bias is None else bias,
         out,
         schedule.order,
         schedule.starts,
@@ -338,8 +411,9 @@ def grouped_linear(
         BLOCK_N=shape.block_n,
         BLOCK_K=max(16, min(shape.block_k, next_power_of_2(depth))),
         GATED=gated,
-        GELU=gelu,
+        **gate_options(activation),
         SCALED=weight_scale is not None,
+        BIASED=bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
