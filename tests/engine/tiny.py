@@ -45,6 +45,7 @@ GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_w
 QWEN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+TWO_IN_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("LlamaConfig", {}),
@@ -65,6 +66,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-two-ropes": ("Gemma3TextConfig", {**GEMMA, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
     "phi3": ("Phi3Config", {"sliding_window": 60}),
     "phi3-half-rotated": ("Phi3Config", {"rope_parameters": HALF_ROPE, "tie_word_embeddings": True}),
+    "cohere": ("CohereConfig", {"layer_norm_eps": 1e-4, "logit_scale": 0.3}),
+    "cohere-qknorm": ("CohereConfig", {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 40, "layer_types": TWO_IN_THREE}),
+    "glm4": ("Glm4Config", {"head_dim": 32}),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.engine.models.rope import RopeConfig
+from penstock.engine.models.rope import NO_ROPE, RopeConfig
 from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -55,11 +55,19 @@ class ModelConfig:
     """Of layers with a sliding window, where it is not that of the others."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None where a layer sees everything."""
+    chunked: bool = False
+    """Whether the windows are chunks: positions are cut every so many, and a token sees those of its own chunk."""
+    unrotated: tuple[bool, ...] = ()
+    """Which layers have no rotary embedding; empty: none."""
+    interleaved_rope: bool = False
+    """Whether rotation pairs neighbouring dimensions, instead of those half of the rotated ones apart."""
     tied_embeddings: bool
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_layer_norm: bool = False
+    """Whether `qk_norm` is a LayerNorm with weights of its own for every head."""
     activation: Activation = "silu"
     moe: MoeConfig | None = None
     sandwich_norms: bool = False
@@ -72,13 +80,21 @@ class ModelConfig:
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap) before the softmax."""
     logit_softcap: float | None = None
+    logit_scale: float = 1.0
+    """Factor of the logits."""
+    parallel: bool = False
+    """Whether attention and feed-forward of a layer read the same norm, and both are added to what it read."""
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Rotary embedding of each layer."""
-        return tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
+        ropes = tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
+        if not self.unrotated:
+            return ropes
+        return tuple(NO_ROPE if plain else rope for plain, rope in zip(self.unrotated, ropes, strict=True))
 
     @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
-        return self.moe is None and not self.sandwich_norms and self.activation == "silu"
+        plain = self.moe is None and not self.sandwich_norms and not self.parallel
+        return plain and self.activation == "silu"

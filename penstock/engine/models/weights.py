@@ -78,11 +78,11 @@ class WeightReader:
         """In place of what this process never uses, so that warm-up needs no special case."""
         return torch.zeros(shape, dtype=self._dtype, device=self.backend.device)
 
-    def norm(self, name: str, size: int) -> Tensor:
+    def norm(self, name: str, *shape: int) -> Tensor:
         """Norm weights; with an offset they stay float32, since one plus a small number would lose its digits."""
         if not self._norm_offset:
-            return self.get(f"{name}.weight", size)
-        return self.get(f"{name}.weight", size, dtype=torch.float32) + self._norm_offset
+            return self.get(f"{name}.weight", *shape)
+        return self.get(f"{name}.weight", *shape, dtype=torch.float32) + self._norm_offset
 
     def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "") -> Linear:
         """Matrices `at + part` of the given output sizes, stacked into one linear; or `at + fused`, where the

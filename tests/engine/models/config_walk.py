@@ -46,6 +46,10 @@ BASES: dict[str, dict[str, Any]] = {
     "gemma": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 12},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     "gemma3_text": {**GEMMA, "sliding_window_pattern": 2, "rope_local_base_freq": 3000.0},
+    "cohere": {"hidden_act": "silu", "layer_norm_eps": 1e-4, "logit_scale": 0.3, "use_qk_norm": True},
+    "cohere2": {"hidden_act": "silu", "layer_norm_eps": 1e-4, "logit_scale": 0.3, "sliding_window": 20,
+                "sliding_window_pattern": 2},
+    "glm4": {"hidden_act": "silu", "head_dim": 12, "partial_rotary_factor": 0.75},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""

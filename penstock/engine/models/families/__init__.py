@@ -18,9 +18,12 @@ from penstock.engine.models.families.family import (
     short_decimal,
     windows_by_type,
 )
+from penstock.engine.models.families.cohere import COHERE
+from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
+from penstock.engine.models.families.glm4 import GLM4
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
@@ -52,7 +55,7 @@ __all__ = [
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3)
+    for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, COHERE, COHERE2, GLM4)
 }
 """By `model_type`."""
 MULTIMODAL = KeyRules(
@@ -103,6 +106,8 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("attention_scale", head_dim**-0.5)
+    if "rms_eps" not in fields:
+        fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
     return ModelConfig(
@@ -115,7 +120,6 @@ def read_config(raw: HFConfig) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=integer(raw, "vocab_size"),
         max_positions=integer(raw, "max_position_embeddings"),
-        rms_eps=number(raw, "rms_norm_eps"),
         tied_embeddings=flag(raw, "tie_word_embeddings"),
         activation=family.activation,
         sandwich_norms=bool(family.names.mixer_out_norm),

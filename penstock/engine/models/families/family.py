@@ -40,6 +40,13 @@ class ConfigFields(TypedDict, total=False):
     """Fields of `ModelConfig` that a family may set; the others follow from keys that all families have."""
 
     attention_scale: float
+    chunked: bool
+    interleaved_rope: bool
+    logit_scale: float
+    parallel: bool
+    qk_layer_norm: bool
+    rms_eps: float
+    unrotated: tuple[bool, ...]
     attention_softcap: float | None
     embedding_scale: float
     local_rope: RopeConfig

@@ -72,6 +72,16 @@ def soft_cap(scores: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def oldest_visible(position: tl.tensor, WINDOW: tl.constexpr, CHUNKED: tl.constexpr) -> tl.tensor:
+    """The first position that the token at `position` sees; may be negative where windows slide."""
+    if CHUNKED:
+        oldest = position // WINDOW * WINDOW
+    else:
+        oldest = position - WINDOW + 1
+    return oldest
+
+
+@triton.jit
 def widen(x: tl.tensor, like: tl.tensor) -> tl.tensor:
     """Cached numbers as operands beside `like`: int8 takes the way through float32, which every backend has."""
     if x.dtype == tl.int8:
