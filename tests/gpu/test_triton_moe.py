@@ -91,6 +91,40 @@ def test_routing_takes_the_best_experts() -> None:
             check(f"weights {experts}", weights, best / best.sum(-1, keepdim=True) if normalize else best, 1e-5)
 
 
+def test_routing_by_sigmoid_groups_and_correction_equals_the_router() -> None:
+    """As DeepSeek V2 and V3, Kimi K2 and others choose; the correction decides who is chosen, and is in no weight."""
+    for experts, top_k, groups, top_groups in (
+        (32, 4, 8, 4),
+        (60, 6, 3, 2),
+        (256, 8, 8, 4),
+        (160, 6, 8, 3),
+        (12, 3, 1, 1),
+    ):
+        for scoring, best_two, biased, normalize in (
+            ("sigmoid", True, True, True),
+            ("softmax", False, False, False),
+            ("sigmoid", False, False, True),
+            ("softmax", True, True, False),
+        ):
+            logits = rand(rng.randrange(1, 5 if QUICK else 200), experts, dtype=torch.float32, scale=2)
+            bias = rand(experts, dtype=torch.float32, scale=0.1) if biased else None
+            score = "best_two" if best_two else "best"
+            with poisoned_outputs():
+                weights, chosen = moe.route(
+                    logits, top_k, normalize, sigmoid=scoring == "sigmoid", bias=bias, groups=groups,
+                    top_groups=top_groups, best_two=best_two, scale=2.5,
+                )  # fmt: skip
+            if MODE == "compile":
+                continue
+            router = Router(
+                lambda x: x, top_k, normalize, scoring, bias, groups, top_groups, score, 2.5,  # type: ignore[arg-type]
+            )  # fmt: skip
+            want, expected = router(logits)
+            name = f"{experts} {scoring} {score}"
+            check_equal(f"experts {name}", chosen.long().sort(-1).values, expected.sort(-1).values)
+            check(f"weights {name}", weights.sort(-1).values, want.sort(-1).values, 1e-5)
+
+
 def test_plan_sorts_pairs_by_expert_and_keeps_their_order() -> None:
     for experts, pairs in ((8, 2), (8, 64), (128, 8), (128, 300 if QUICK else 70_000), (3, 5000)):
         chosen = torch.randint(0, max(1, experts - 1), (pairs, 1), dtype=torch.int32, device=DEVICE)

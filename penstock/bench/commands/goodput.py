@@ -81,6 +81,7 @@ def goodput(
                 *(report.number(1e3 * value) for value in (found.gap.p50, found.gap.p99)),
                 report.number(found.tokens_per_s),
             )
+            out.print(f"target {wanted}: {found.rate:.1f} requests/s, {report.share(found.kept)} kept", style="dim")
             return found
 
         best, measured = open_loop.highest_rate(measure, low, high, runs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout
@@ -15,7 +16,14 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router, held
+from penstock.engine.models.layers.experts import (
+    ExpertMlp,
+    ExpertSlots,
+    ExpertSource,
+    Router,
+    SharedAndRouted,
+    held,
+)
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.weights import WeightReader
 
@@ -118,8 +126,18 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     if moe is None or not moe.layers[context.index]:
         return gated(read, context.prefix + names.mlp, names.gate_up, names.down, config.ffn_size, context.inner)
     block, ffn = context.prefix + names.moe, moe.ffn_size
-    router = Router(read.dense().linear(block, {"gate": moe.experts}, hidden), moe.top_k, moe.normalize)
-
+    corrected = f"{block}{names.correction_bias}"
+    router = Router(
+        linear=read.dense().linear(block, {names.router: moe.experts}, hidden),
+        top_k=moe.top_k,
+        normalize=moe.normalize,
+        scoring=moe.scoring,
+        bias=read.get(corrected, moe.experts, dtype=torch.float32) if moe.correction_bias else None,
+        groups=moe.groups,
+        top_groups=moe.top_groups,
+        group_score=moe.group_score,
+        scale=moe.scale,
+    )
     table = moe.placement[context.index] if moe.placement else None
 
     def experts(read: WeightReader) -> ExpertMlp:
@@ -131,7 +149,14 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         slots = None if table is None else ExpertSlots(table, moe.shard, moe.experts, backend.device)
         return ExpertMlp(backend.ops, router, parts, source, slots)
 
-    return backend.experts(lambda: experts(read), lambda: experts(read.dense()))
+    routed = backend.experts(lambda: experts(read), lambda: experts(read.dense()))
+    if not moe.shared_ffn_size:
+        return routed
+    return SharedAndRouted(
+        routed=routed,
+        shared=gated(read, block + names.shared_expert, names.gate_up, names.down, moe.shared_ffn_size, backend.ops),
+        gate=read.dense().linear(block, {names.shared_gate: 1}, hidden) if moe.shared_gate else None,
+    )
 
 
 LLAMA_LIKE = Architecture(LlamaDecoder, compose_layer)

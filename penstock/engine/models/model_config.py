@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from penstock.engine.models.rope import NO_ROPE, RopeConfig
 from penstock.errors import CheckpointError
@@ -15,9 +15,15 @@ LayerTable = tuple[tuple[int, ...], ...]
 """Which expert each slot of each shard holds: [shard][slot]. Every expert is somewhere, on a shard at most once."""
 
 
+Scoring = Literal["softmax", "sigmoid"]
+"""How a router's logits become scores: over all experts, or of each by itself."""
+GroupScore = Literal["best", "best_two"]
+"""The score of a group of experts: its best expert's, or the sum of its best two."""
+
+
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """A feed-forward of many experts, of which each token visits a few."""
+    """A feed-forward of many experts, of which each token visits a few, and perhaps one that all tokens visit."""
 
     experts: int
     top_k: int
@@ -30,10 +36,30 @@ class MoeConfig:
     """Of each layer, which shard holds which experts; empty: every process has all of them, or parts of all."""
     shard: int = 0
     """Whose experts of `placement` this process holds."""
+    scoring: Scoring = "softmax"
+    correction_bias: bool = False
+    """Whether a stored number per expert is added to the scores when experts are chosen; it is in no weight."""
+    groups: int = 1
+    top_groups: int = 1
+    """A token's experts are from this many of the groups, each a run of equally many experts."""
+    group_score: GroupScore = "best"
+    scale: float = 1.0
+    """Factor of the weights, after they were scaled to sum to one."""
+    shared_ffn_size: int = 0
+    """Width of the expert that every token visits; 0: there is none."""
+    shared_gate: bool = False
+    """Whether the shared expert's output is multiplied by the sigmoid of one number of the token."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
             raise CheckpointError(f"a token cannot visit {self.top_k} of {self.experts} experts")
+        if self.groups < 1 or self.experts % self.groups or not 0 < self.top_groups <= self.groups:
+            raise CheckpointError(f"{self.experts} experts cannot be in {self.groups} groups, {self.top_groups} chosen")
+        size = self.experts // self.groups
+        if self.groups > 1 and self.group_score == "best_two" and size < 2:
+            raise CheckpointError(f"groups of {size} expert have no two best")
+        if self.scoring == "sigmoid" and self.top_k > self.top_groups * size:
+            raise CheckpointError(f"a token cannot visit {self.top_k} experts of {self.top_groups} groups of {size}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

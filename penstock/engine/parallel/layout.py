@@ -88,6 +88,7 @@ def splits(model: ModelConfig, tensor: int) -> bool:
         cut = [] if model.moe.placement else [model.moe.ffn_size]
         # Without a dense layer nothing has the dense width.
         widths = cut if all(model.moe.layers) else [model.ffn_size, *cut]
+        widths.append(model.moe.shared_ffn_size)
     return model.num_heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
 
 
@@ -131,6 +132,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
             layers=moe.layers[first:last],
             placement=moe.placement[first:last],
             shard=place.shard,
+            shared_ffn_size=moe.shared_ffn_size // parts,
         )
     return dataclasses.replace(
         model,

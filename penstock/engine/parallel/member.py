@@ -18,6 +18,8 @@ from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.select import rank_device
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.experts import SharedAndRouted
+from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.adapters import adapter_cut
@@ -127,12 +129,15 @@ class DraftMember(Member):
 
 def _exchanged(layer: DecoderLayer, group: Group) -> DecoderLayer:
     """Layers are whole, and each shard has its own tokens: only those for experts elsewhere are exchanged."""
-    experts: Any = layer.feed_forward
-    return (
-        layer
-        if not hasattr(experts, "slots")
-        else dataclasses.replace(layer, feed_forward=ExchangedExperts(experts, group))
-    )
+    found: Any = layer.feed_forward
+    if isinstance(found, SharedAndRouted):  # every shard has the shared expert
+        routed: Any = found.routed
+        changed: FeedForward = dataclasses.replace(found, routed=ExchangedExperts(routed, group))
+    elif hasattr(found, "slots"):
+        changed = ExchangedExperts(found, group)
+    else:
+        return layer
+    return dataclasses.replace(layer, feed_forward=changed)
 
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:

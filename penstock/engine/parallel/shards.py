@@ -92,10 +92,12 @@ class Cuts:
         expert = (*tensors.expert_gate_up, tensors.fused_gate_up, tensors.expert_down)
         self._dense = self._gated(model.ffn_size, *dense)
         self._experts = self._dense if model.moe is None else self._gated(model.moe.ffn_size, *expert)
+        self._shared = {} if model.moe is None else self._gated(model.moe.shared_ffn_size, *dense)
+        self._shared_prefix = f".{tensors.shared_expert}"
         if model.moe is not None and model.moe.placement:
             self._experts = {}  # whole experts, each on some shards
         if place.data:
-            self._attention, self._dense = {}, {}
+            self._attention, self._dense, self._shared = {}, {}, {}
         rows = head_rows(model, place)
         begin = min(place.shard * rows, model.vocab_size)
         end = min(begin + rows, model.vocab_size)
@@ -140,6 +142,8 @@ class Cuts:
             return self._head
         module = name.rpartition(".")[0].rpartition(".")[2]
         feed_forward = self._experts if ".experts." in name else self._dense
+        if self._shared_prefix in name:
+            feed_forward = self._shared
         return self._attention.get(module) or feed_forward.get(module) or WHOLE
 
     def apply(self, name: str, tensor: Tensor) -> Tensor:

@@ -63,7 +63,18 @@ class GroupedExpertMlp:
         return self.apply(x, weights, chosen if self.slots is None else self.slots.here(chosen))
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return moe.route(self.router.linear(x), self.router.top_k, self.router.normalize)
+        router = self.router
+        return moe.route(
+            router.linear(x),
+            router.top_k,
+            router.normalize,
+            sigmoid=router.scoring == "sigmoid",
+            bias=router.bias,
+            groups=router.groups,
+            top_groups=router.top_groups,
+            best_two=router.group_score == "best_two",
+            scale=router.scale,
+        )
 
     def apply(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         if not len(x):

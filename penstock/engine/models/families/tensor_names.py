@@ -26,7 +26,13 @@ class TensorNames:
     fused: bool = False
     """Whether the family's own checkpoints do."""
     moe: str = "mlp."
-    """Of the block that holds a router called `gate` and `experts.N.`."""
+    """Of the block that holds the router and `experts.N.`."""
+    router: str = "gate"
+    correction_bias: str = "gate.e_score_correction_bias"
+    """Where scores are corrected before experts are chosen."""
+    shared_expert: str = "shared_experts."
+    shared_gate: str = "shared_expert_gate"
+    """Where every token visits one more expert; its matrices are called as those of a dense feed-forward."""
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
 

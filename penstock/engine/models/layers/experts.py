@@ -17,24 +17,54 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import Ops
+from penstock.engine.backends.interface import ActivationOps, Ops
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.model_config import LayerTable
+from penstock.engine.models.model_config import GroupScore, LayerTable, Scoring
+
+SMALL_TOTAL = 1e-20
+"""Added to the sum that sigmoid weights are divided by: all of them may be zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Scores every expert for every token and keeps the best."""
+    """Scores every expert for every token and keeps the best. The fields are those of `MoeConfig`."""
 
     linear: Linear
     top_k: int
     normalize: bool
+    scoring: Scoring = "softmax"
+    bias: Tensor | None = None
+    """The correction of the scores by which experts are chosen: float32 [experts]."""
+    groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "best"
+    scale: float = 1.0
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 [T, top_k] and experts int64 [T, top_k], the best first."""
-        weights, experts = self.linear(x).float().softmax(-1).topk(self.top_k, dim=-1)
-        return (weights / _sum(weights).unsqueeze(-1) if self.normalize else weights), experts
+        logits = self.linear(x).float()
+        scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
+        if self.bias is None and self.groups == 1:
+            weights, experts = scores.topk(self.top_k, dim=-1)
+        else:
+            choice = scores if self.bias is None else scores + self.bias
+            if self.groups > 1:
+                others = ~self._in_best_groups(choice)
+                scores, choice = scores.masked_fill(others, 0.0), choice.masked_fill(others, float("-inf"))
+            experts = choice.topk(self.top_k, dim=-1).indices
+            weights = scores.gather(1, experts)
+        if self.normalize:
+            total = _sum(weights).unsqueeze(-1)
+            weights = weights / (total + SMALL_TOTAL if self.scoring == "sigmoid" else total)
+        return (weights if self.scale == 1.0 else weights * self.scale), experts
+
+    def _in_best_groups(self, choice: Tensor) -> Tensor:
+        """bool [T, experts]."""
+        grouped = choice.view(len(choice), self.groups, -1)
+        best = grouped.topk(2, dim=-1).values.sum(-1) if self.group_score == "best_two" else grouped.amax(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(self.top_groups, dim=-1).indices, True)
+        return kept.unsqueeze(-1).expand_as(grouped).flatten(1)
 
 
 class ExpertSlots:
@@ -161,6 +191,42 @@ class ExpertMlp:
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
         self.experts[slot] = expert
+
+
+@dataclass(frozen=True, slots=True)
+class SharedAndRouted:
+    """Experts of which each token visits a few, and one that every token visits."""
+
+    routed: FeedForward
+    """`Experts`, perhaps spread over processes."""
+    shared: GatedMlp
+    gate: Linear | None = None
+    """One number per token, whose sigmoid the shared expert's output is multiplied by."""
+
+    @property
+    def ops(self) -> ActivationOps:
+        return self.routed.ops
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        """Where those who look for experts go on."""
+        return self.routed
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        gate = () if self.gate is None else (self.gate,)
+        return *self.routed.linears, *self.shared.linears, *gate
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.routed.weight_bytes + self.shared.weight_bytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The shared expert first: experts may write over their input.
+        shared = self.shared.forward(x)
+        if self.gate is not None:
+            shared = shared * torch.sigmoid(self.gate(x))
+        return self.routed.forward(x) + shared
 
 
 def _sum(x: Tensor) -> Tensor:

@@ -53,6 +53,7 @@ class Plan:
 @triton.jit
 def _route_kernel(
     logits_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     experts_ptr: tl.tensor,
     stride: tl.tensor,
@@ -61,6 +62,13 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     TOP_BLOCK: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -68,23 +76,68 @@ def _route_kernel(
     launch_successor(PDL)
     wait_for_inputs(PDL)
     x = tl.load(logits_ptr + row * stride + e, mask=e < EXPERTS, other=float("-inf")).to(tl.float32)
-    p = tl.exp(x - tl.max(x, axis=0))
-    left = tl.where(e < EXPERTS, p, -1.0)
+    if SIGMOID:
+        p = 1.0 / (1.0 + tl.exp(-x))
+        whole = 1.0
+    else:
+        p = tl.exp(x - tl.max(x, axis=0))
+        whole = tl.sum(p, axis=0)
+    choice = p
+    if BIAS:
+        # Scores and corrections are of one size: softmax scores must be what they are before they are corrected.
+        choice = p / whole + tl.load(bias_ptr + e, mask=e < EXPERTS, other=0.0)
+    left = tl.where(e < EXPERTS, choice, float("-inf"))
+    if GROUPS > 1:
+        of = e // (EXPERTS // GROUPS)
+        g = tl.arange(0, GROUP_BLOCK)
+        scores = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
+        for group in tl.static_range(GROUPS):
+            inside = tl.where(of == group, left, float("-inf"))
+            score = tl.max(inside, axis=0)
+            if BEST_TWO:
+                score += tl.max(tl.where(e == tl.argmax(inside, axis=0), float("-inf"), inside), axis=0)
+            scores = tl.where(g == group, score, scores)
+        kept = e < 0
+        for _ in tl.static_range(TOP_GROUPS):
+            group = tl.argmax(scores, axis=0)
+            kept = kept | (of == group)
+            scores = tl.where(g == group, float("-inf"), scores)
+        left = tl.where(kept & (e < EXPERTS), left, float("-inf"))
+        p = tl.where(kept, p, 0.0)
     i = tl.arange(0, TOP_BLOCK)
     best = tl.zeros([TOP_BLOCK], tl.float32)
     chosen = tl.zeros([TOP_BLOCK], tl.int32)
     for turn in tl.static_range(TOP_K):
         expert = tl.argmax(left, axis=0)
-        best = tl.where(i == turn, tl.max(left, axis=0), best)
+        weight = tl.max(left, axis=0)
+        if BIAS or GROUPS > 1:
+            # Nothing is left in the groups: the rest are visits without weight.
+            weight = tl.where(weight == float("-inf"), 0.0, tl.sum(tl.where(e == expert, p, 0.0), axis=0))
+        best = tl.where(i == turn, weight, best)
         chosen = tl.where(i == turn, expert, chosen)
-        left = tl.where(e == expert, -1.0, left)
-    total = tl.sum(best, axis=0) if NORMALIZE else tl.sum(p, axis=0)
-    tl.store(weights_ptr + row * TOP_K + i, best / total, mask=i < TOP_K)
+        left = tl.where(e == expert, float("-inf"), left)
+    total = tl.sum(best, axis=0) if NORMALIZE else whole
+    if SIGMOID and NORMALIZE:
+        total += 1e-20
+    tl.store(weights_ptr + row * TOP_K + i, best / total * SCALE, mask=i < TOP_K)
     tl.store(experts_ptr + row * TOP_K + i, chosen, mask=i < TOP_K)
 
 
-def route(logits: Tensor, top_k: int, normalize: bool, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """Softmax of [T, experts], the best `top_k` of each row: weights float32 and experts int32, [T, top_k] each."""
+def route(
+    logits: Tensor,
+    top_k: int,
+    normalize: bool,
+    *,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    best_two: bool = False,
+    scale: float = 1.0,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Scores of [T, experts], the best `top_k` of each row: weights float32 and experts int32, [T, top_k] each. What
+    else there is to routing is said at `models.layers.experts.Router`."""
     tokens, experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
@@ -93,6 +146,7 @@ def route(logits: Tensor, top_k: int, normalize: bool, *, pdl: bool = False) -> 
             _route_kernel,
             (tokens,),
             logits,
+            logits if bias is None else bias,
             weights,
             chosen,
             logits.stride(0),
@@ -101,6 +155,13 @@ def route(logits: Tensor, top_k: int, normalize: bool, *, pdl: bool = False) -> 
             TOP_K=top_k,
             TOP_BLOCK=next_power_of_2(top_k),
             NORMALIZE=normalize,
+            SIGMOID=sigmoid,
+            BIAS=bias is not None,
+            GROUPS=groups,
+            GROUP_BLOCK=next_power_of_2(groups),
+            TOP_GROUPS=top_groups,
+            BEST_TWO=best_two,
+            SCALE=scale,
             num_warps=1 if experts <= 256 else 4,
             pdl=pdl,
         )
