@@ -237,9 +237,9 @@ class Ops(ActivationOps, Protocol):
         `qkv` is [T, (heads + 2 * kv_heads) * head_dim] and may be overwritten. `cos_sin` is float32
         [max_positions, rotary]: cosines in the first half of a row, sines in the second; rotation pairs
         dimension i with i + rotary / 2, and leaves those from `rotary` on as they are. With `q_norm`/`k_norm`
-        each head is RMS-normalized first. `layout` may ask for other pairs and for LayerNorms. An FP8 cache stores keys and values divided by `kv_scales` and clamped
-        to its range; an int8 cache stores them rounded, and writes `kv_scales`. `key_smoothing` is applied
-        after the rotation, before keys are stored and queries returned.
+        each head is RMS-normalized first. `layout` may ask for other pairs and for LayerNorms. An FP8 cache stores
+        keys and values divided by `kv_scales` and clamped to its range; an int8 cache stores them rounded, and
+        writes `kv_scales`. `key_smoothing` is applied after the rotation, before keys are stored and queries returned.
         """
         ...
 

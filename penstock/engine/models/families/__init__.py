@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 from penstock.engine.loading.keys import KeyRules
+from penstock.engine.models.families.cohere import COHERE
+from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.config_keys import INERT
 from penstock.engine.models.families.family import (
     ConfigFields,
@@ -18,8 +20,6 @@ from penstock.engine.models.families.family import (
     short_decimal,
     windows_by_type,
 )
-from penstock.engine.models.families.cohere import COHERE
-from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3

@@ -24,6 +24,10 @@ PARALLEL_NAMES = TensorNames(feed_forward_norm="input_layernorm")
 """One norm for both parts."""
 
 
+LAYER_NORM_EPSILON = "attention.layer_norm_epsilon"
+"""In GGUF files."""
+
+
 def parallel_fields(raw: HFConfig) -> ConfigFields:
     bias = flag(raw, "attention_bias")
     return {
@@ -49,14 +53,9 @@ def parallel_architecture() -> Architecture:
 
 def parallel_from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
     return {
-        "layer_norm_eps": keys.number("attention.layer_norm_epsilon", 1e-5),
+        "layer_norm_eps": config["rms_norm_eps"],
         "logit_scale": keys.number("logit_scale", 1.0) or 1.0,
     }
-
-
-def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
-    # Command-R+ alone has the norms; it is the one of 64 layers.
-    return {**parallel_from_gguf(keys, config), "use_qk_norm": keys.whole("block_count", 0) >= 64}
 
 
 COHERE = Family(
@@ -68,8 +67,9 @@ COHERE = Family(
     names=PARALLEL_NAMES,
     gguf=GGUFFormat(
         architectures=("command-r",),
-        config=_from_gguf,
-        reads=frozenset({"attention.layer_norm_epsilon", "logit_scale"}),
+        epsilon=LAYER_NORM_EPSILON,
+        config=parallel_from_gguf,
+        reads=frozenset({LAYER_NORM_EPSILON, "logit_scale"}),
         windowed=False,
     ),
     architecture=parallel_architecture,

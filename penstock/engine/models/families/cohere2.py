@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.models.families.cohere import (
+    LAYER_NORM_EPSILON,
     PARALLEL_NAMES,
     parallel_architecture,
     parallel_fields,
@@ -21,6 +22,7 @@ from penstock.engine.models.families.family import (
     alternating_windows,
     integer,
 )
+from penstock.engine.models.families.gemma2 import layer_types
 
 _PERIOD = 4
 
@@ -31,7 +33,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
-    return parallel_from_gguf(keys, config)
+    return {**parallel_from_gguf(keys, config), **layer_types(keys, config, _PERIOD)}
 
 
 COHERE2 = Family(
@@ -52,7 +54,8 @@ COHERE2 = Family(
     gguf=GGUFFormat(
         architectures=("cohere2",),
         config=_from_gguf,
-        reads=frozenset({"attention.layer_norm_epsilon", "logit_scale"}),
+        epsilon=LAYER_NORM_EPSILON,
+        reads=frozenset({LAYER_NORM_EPSILON, "logit_scale", "attention.sliding_window_pattern"}),
     ),
     architecture=parallel_architecture,
 )

@@ -1,4 +1,4 @@
-"""GLM-4 (0414) and GLM-Z1: norms after attention and feed-forward, a half of each head rotated by neighbouring pairs."""
+"""GLM-4 (0414) and GLM-Z1: norms after attention and feed-forward, half of each head rotated by neighbouring pairs."""
 
 from __future__ import annotations
 
