@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.engine.models.families.family import (
     SILU,
     ConfigFields,
@@ -11,7 +9,6 @@ from penstock.engine.models.families.family import (
     GGUFFormat,
     HFConfig,
     flag,
-    mapping,
 )
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.rope import RopeConfig, read_rope
@@ -21,11 +18,7 @@ GLM_ROTATED = 0.5
 
 
 def glm_rope(raw: HFConfig) -> RopeConfig:
-    given: dict[str, Any] = {**raw}
-    parameters = mapping(raw, "rope_scaling") or mapping(raw, "rope_parameters")
-    if parameters.get("partial_rotary_factor") is None and given.get("partial_rotary_factor") is None:
-        given["partial_rotary_factor"] = GLM_ROTATED
-    return read_rope(given, partial=True)
+    return read_rope({"partial_rotary_factor": GLM_ROTATED, **raw}, partial=True)
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
