@@ -44,6 +44,14 @@ LONG_ROPE = {
 GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40}
 QWEN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.11,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
+OLMO3_ROPES = {FULL: YARN_ROPE, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 TWO_IN_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -64,11 +72,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {"head_dim": 32}),
     "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3-two-ropes": ("Gemma3TextConfig", {**GEMMA, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
+    "granite": ("GraniteConfig", GRANITE),
+    "ministral": ("MinistralConfig", {"head_dim": 32, "sliding_window": 40, "layer_types": [SLIDING, FULL, SLIDING]}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 40, "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPES}),
     "phi3": ("Phi3Config", {"sliding_window": 60}),
     "phi3-half-rotated": ("Phi3Config", {"rope_parameters": HALF_ROPE, "tie_word_embeddings": True}),
     "cohere": ("CohereConfig", {"layer_norm_eps": 1e-4, "logit_scale": 0.3}),
     "cohere-qknorm": ("CohereConfig", {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False}),
     "cohere2": ("Cohere2Config", {"sliding_window": 40, "layer_types": TWO_IN_THREE}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 40, "layer_types": TWO_IN_THREE, "rope_parameters": LLAMA3_ROPE}),
+    "exaone4-full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "glm4": ("Glm4Config", {"head_dim": 32}),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }

@@ -28,6 +28,8 @@ from torch import Tensor
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+OverRanks = Callable[[Tensor], Tensor]
+"""The mean over all ranks, of which each calls it with a tensor of the same shape."""
 KVScales = tuple[Tensor, Tensor]
 """What cached keys and cached values are multiplied by when read. FP8 cache: float32 [kv_heads] each. Int8 cache:
 `SCALE_DTYPE` [num_blocks, kv_heads, block_size] each, written with the tokens: their largest magnitude / 127."""
@@ -165,15 +167,16 @@ class ActivationOps(Protocol):
     """What stands between the linears of a layer. The results go into linears only, so a backend may hand over
     activations in another form (FP8 with scales) that its linears understand; hence `Any`."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Any:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Any:
         """Normalize the last axis of `x` [T, hidden] in float32 and scale by `weight`; a new tensor, of `dtype` (None:
-        that of `x`) where it is a plain one."""
+        that of `x`) where it is a plain one. Without `weight`, `x` as it is (layers without a norm before them)."""
         ...
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> Any:
-        """`residual += x` in place, then `rms_norm(residual)` in the dtype of `x`; a new tensor (may reuse `x`).
+        """`residual += x` in place, then `rms_norm(residual, weight)` in the dtype of `x`; a new tensor (may reuse
+        `x`).
 
         With `x_weight`, what is added is `rms_norm(x, x_weight)`.
         """
@@ -203,10 +206,10 @@ class Ops(ActivationOps, Protocol):
         """`x` [T, hidden] in float32; a new tensor."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor: ...
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor: ...
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> Tensor: ...
 
     def centre(self, residual: Tensor, *added: Tensor) -> None:
@@ -217,6 +220,16 @@ class Ops(ActivationOps, Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def norm_rows(
+        self, qkv: Tensor, layout: HeadLayout, q_norm: Tensor, k_norm: Tensor, eps: float, over_ranks: OverRanks | None
+    ) -> Tensor:
+        """The queries of each token RMS-normalized together, and its keys, in place; `qkv` as in `rope_and_cache`.
+
+        `q_norm` is [heads * head_dim], `k_norm` [kv_heads * head_dim]. `over_ranks`: where other ranks have the other
+        heads; takes mean squares float32 [T, 2] of this rank's queries and keys to those of all.
+        """
+        ...
 
     def rope_and_cache(
         self,
@@ -301,10 +314,14 @@ class Staging(Protocol):
 
 
 class CopyEvent(Protocol):
-    """The end of a copy."""
+    """The end of a copy, or another point in what a device was given to do."""
 
     def synchronize(self) -> object:
-        """Block until the copy is done."""
+        """Block until the device has come to it."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from here to a later point; the device has come to both."""
         ...
 
 
@@ -320,6 +337,11 @@ class DeviceAccess(Protocol):
     @abstractmethod
     def staging(self) -> Staging:
         """Upload buffers for one place that uploads a few times per step."""
+        ...
+
+    @abstractmethod
+    def mark(self) -> CopyEvent | None:
+        """The point that follows what was launched so far; None where everything launched is done."""
         ...
 
     @abstractmethod
@@ -387,6 +409,8 @@ class StepDefaults:
     max_running: int
     token_budget: int
     encoder_token_budget: int
+    gap_s: float | None = None
+    """The gap between tokens that running streams keep while few prompts wait; None: no bound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from penstock.engine.models.architecture import LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
 from penstock.engine.models.layers.factory import LayerFactory
-from penstock.engine.models.layers.linear import SoftCapped
+from penstock.engine.models.layers.linear import shaped
 from penstock.engine.models.layers.mixer import FusedMixer
 from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.engine.models.llama import LLAMA_LIKE
@@ -101,17 +101,14 @@ def compose_decoder(
     # A stored head is used, whatever tie_word_embeddings says.
     rows = {heads[0] if heads else f"{prefix}embed_tokens": head_rows or vocab}
     head = backend.as_head(read.linear("", rows, hidden) if has_ends else backend.linear(read.zeros(16, hidden)))
-    final_norm = read.norm(f"{prefix}norm", hidden)
-    if config.logit_scale != 1.0:  # the head is linear, so the norm before it can take its factor
-        final_norm = final_norm.float() * config.logit_scale
     can_fuse = config.plain_layers and all(isinstance(layer.mixer, FusedMixer) for layer in layers)
     decoder = architecture.decoder(
         config=config,
         ops=backend.ops,
         embedding=embedding,
         layers=layers,
-        final_norm=final_norm,
-        head=head if config.logit_softcap is None else SoftCapped(head, config.logit_softcap),
+        final_norm=read.norm(f"{prefix}norm", hidden),
+        head=shaped(head, config.logit_scale, config.logit_softcap),
         max_positions=max_positions,
         fused_up_to=fused_up_to if can_fuse else 0,
     )

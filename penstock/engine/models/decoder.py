@@ -27,9 +27,10 @@ from penstock.engine.models.model_config import ModelConfig
 class DecoderLayer:
     """The parts of one layer."""
 
-    mixer_norm: Tensor
+    mixer_norm: Tensor | None
+    """None, as below: the part reads the residual stream as it is."""
     mixer: TokenMixer
-    feed_forward_norm: Tensor
+    feed_forward_norm: Tensor | None
     feed_forward: FeedForward
     mixer_out_norm: Tensor | None = None
     feed_forward_out_norm: Tensor | None = None

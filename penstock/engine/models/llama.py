@@ -1,4 +1,5 @@
-"""Llama and the families like it: pre-norm layers of attention and a gated feed-forward, dense or of experts.
+"""Llama and the families like it: layers of attention and a gated feed-forward, dense or of experts, with
+norms before these two parts, behind them, or both.
 
 The residual stream is one tensor updated in place; the residual addition and the norm after it are one operation.
 """
@@ -15,7 +16,7 @@ from penstock.engine.backends.interface import ActivationOps, AttentionBatch, He
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
-from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.attention import Attention, RowNorms
 from penstock.engine.models.layers.experts import (
     ExpertMlp,
     ExpertSlots,
@@ -62,16 +63,16 @@ class LlamaDecoder(Decoder):
 def compose_layer(context: LayerContext) -> DecoderLayer:
     read, names, prefix, hidden = context.read, context.names, context.prefix, context.config.hidden_size
 
-    def norm(name: str) -> Tensor:
-        return read.norm(prefix + name, hidden)
+    def norm(name: str) -> Tensor | None:
+        return read.norm(prefix + name, hidden) if name else None
 
     return DecoderLayer(
         mixer_norm=norm(names.mixer_norm),
         mixer=compose_attention(context),
         feed_forward_norm=norm(names.feed_forward_norm),
         feed_forward=compose_feed_forward(context),
-        mixer_out_norm=norm(names.mixer_out_norm) if names.mixer_out_norm else None,
-        feed_forward_out_norm=norm(names.feed_forward_out_norm) if names.feed_forward_out_norm else None,
+        mixer_out_norm=norm(names.mixer_out_norm),
+        feed_forward_out_norm=norm(names.feed_forward_out_norm),
     )
 
 
@@ -102,6 +103,9 @@ def compose_attention(context: LayerContext) -> Attention:
         cos_sin=context.cos_sin,
         q_norm=read.norm(f"{prefix}q_norm", *q_gains) if config.qk_norm else None,
         k_norm=read.norm(f"{prefix}k_norm", *k_gains) if config.qk_norm else None,
+        row_norms=RowNorms(read.norm(f"{prefix}q_norm", q_size), read.norm(f"{prefix}k_norm", kv_size))
+        if config.row_norms
+        else None,
         eps=config.rms_eps,
         kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
     )

@@ -92,8 +92,11 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """Whether each head of queries and keys is normalized."""
     qk_layer_norm: bool = False
-    """Whether `qk_norm` is a LayerNorm with weights of its own for every head."""
+    """Whether that is a LayerNorm with weights of its own for every head."""
+    row_norms: bool = False
+    """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
     moe: MoeConfig | None = None
     sandwich_norms: bool = False
@@ -107,7 +110,7 @@ class ModelConfig:
     """Scores s become cap * tanh(s / cap) before the softmax."""
     logit_softcap: float | None = None
     logit_scale: float = 1.0
-    """Factor of the logits."""
+    """Factor of the logits, before they are capped."""
     parallel: bool = False
     """Whether attention and feed-forward of a layer read the same norm, and both are added to what it read."""
 

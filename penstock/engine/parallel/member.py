@@ -143,7 +143,11 @@ def _exchanged(layer: DecoderLayer, group: Group) -> DecoderLayer:
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
     assert isinstance(layer.mixer, Attention), "only attention is cut by heads"
     attention = layer.mixer
+    row_norms = attention.row_norms
+    if row_norms is not None:
+        # Every shard has as many heads, so the mean of their means is that of all.
+        row_norms = dataclasses.replace(row_norms, over_ranks=lambda means: group.sum(means) / group.size)
     mixer = dataclasses.replace(
-        attention, ops=summing(attention.ops, group), output=SummedLinear(attention.output, group)
+        attention, ops=summing(attention.ops, group), output=SummedLinear(attention.output, group), row_norms=row_norms
     )
     return dataclasses.replace(layer, mixer=mixer, feed_forward=SummedFeedForward(layer.feed_forward, group))

@@ -88,6 +88,8 @@ class Cuts:
             tensors.fused_qkv: Cut(outputs=(q, _shift(kv, queries), _shift(kv, queries + keys))),
             tensors.output: Cut(inputs=q),
         }
+        if model.row_norms:
+            self._attention |= {"q_norm": Cut(outputs=(q,)), "k_norm": Cut(outputs=(kv,))}
         dense = (*tensors.gate_up, tensors.fused_gate_up, tensors.down)
         expert = (*tensors.expert_gate_up, tensors.fused_gate_up, tensors.expert_down)
         self._dense = self._gated(model.ffn_size, *dense)

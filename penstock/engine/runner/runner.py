@@ -46,6 +46,7 @@ class Runner:
         several steps are in flight in a pipeline, each samples when it is waited for. `mover`: makes the copies to and
         from the host. `scores_prompts`: see `RunnerResources`."""
         self.backend = backend
+        self._timed = not deferred and not several_ranks
         self.decoder = decoder
         self.adapters = adapters
         self.kv = kv
@@ -64,9 +65,12 @@ class Runner:
 
     def run(self, batch: Batch) -> PendingStep:
         """Launch one step."""
+        began = self.backend.mark() if self._timed else None
         if batch.transfers is not None:
             assert self.mover is not None
             self.mover.run(batch.transfers)
         if self.adapters is not None:
             self.adapters.fill_slots()
-        return self.executor.run(batch)
+        step = self.executor.run(batch)
+        step.began = began
+        return step

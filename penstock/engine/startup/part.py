@@ -28,6 +28,7 @@ from penstock.engine.models.calibration import Forward, calibrate
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.tap import Tap
 from penstock.engine.models.weights import Weights
 from penstock.engine.startup.adapters import adapt_model
 from penstock.engine.startup.memory import count_blocks, longest_sequence, sliding_window, state_rows
@@ -87,11 +88,13 @@ def load_part(
     backend: Backend | None = None,
     beside: int = 0,
     own_cache: bool = True,
+    tap: Tap | None = None,
 ) -> Part:
     """Read the checkpoint and make decoder and cache; `checkpoint` replaces the one that `config` names.
 
     `backend`: to share with another model in this process. `beside`: bytes that every block needs elsewhere.
-    `own_cache`: or else the cache is made later, like another model's; until then it has one block.
+    `own_cache`: or else the cache is made later, like another model's; until then it has one block. `tap`: what a
+    drafter in this process wants of it.
     """
     threads = config.threads or max(1, (os.cpu_count() or 1) // (1 if member is None else member.neighbours))
     torch.set_num_threads(threads)
@@ -176,20 +179,22 @@ def load_part(
         num_blocks = count_blocks(
             config if own_cache else replace(config, num_blocks=1),
             backend,
-            decoder,
+            _tapped(decoder, tap),
             kv_dtype,
             max_running=max_running,
             max_model_len=wanted_len,
             budget=budget,
             beside=beside,
         )
-        shape = decoder.cache_shape(config.block_size, kv_dtype)
+        shape = _tapped(decoder, tap).cache_shape(config.block_size, kv_dtype)
         if not shape.blocks_suffice:
             check_stateful(config)
         if member is not None:
             num_blocks = member.least(num_blocks)
             decoder = member.connect(decoder)
             adapters = None if adapters is None else adapters.with_decoders(member.connect)
+        if tap is not None:
+            decoder, adapters = tap.on(decoder), None if adapters is None else adapters.with_decoders(tap.on)
         kv = KVCache(shape, num_blocks, device, state_rows(max_running))
     max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
     if max_model_len < wanted_len and own_cache:
@@ -199,6 +204,10 @@ def load_part(
             wanted_len,
         )
     return Part(backend, model, decoder, kv, max_running, budget, max_model_len, adapters)
+
+
+def _tapped(decoder: Decoder, tap: Tap | None) -> Decoder:
+    return decoder if tap is None else tap.on(decoder)
 
 
 def _together(member: Member, decoder: Decoder) -> Forward:

@@ -49,7 +49,13 @@ BASES: dict[str, dict[str, Any]] = {
     "cohere": {"hidden_act": "silu", "layer_norm_eps": 1e-4, "logit_scale": 0.3, "use_qk_norm": True},
     "cohere2": {"hidden_act": "silu", "layer_norm_eps": 1e-4, "logit_scale": 0.3, "sliding_window": 20,
                 "sliding_window_pattern": 2},
+    "exaone4": {"hidden_act": "silu", "sliding_window": 20, "sliding_window_pattern": 2},
     "glm4": {"hidden_act": "silu", "head_dim": 12, "partial_rotary_factor": 0.75},
+    "granite": {"hidden_act": "silu", "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+                "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    "ministral": {"hidden_act": "silu", "sliding_window": 20, "head_dim": 12},
+    "olmo2": {"hidden_act": "silu"},
+    "olmo3": {"hidden_act": "silu", "sliding_window": 20},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""

@@ -14,9 +14,19 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels import activation, decode, filters, masks, norm, prefill, rope, sampler
+from penstock.engine.backends.cuda.kernels import (
+    activation,
+    decode,
+    filters,
+    masks,
+    norm,
+    prefill,
+    rope,
+    row_norm,
+    sampler,
+)
 from penstock.engine.backends.cuda.kernels.addends import Addends
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing
+from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing, OverRanks
 
 _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
@@ -46,11 +56,16 @@ class TritonOps:
     def widen(self, x: Tensor) -> Tensor:
         return x.float()
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
         return norm.rms_norm(x, weight, eps, dtype=dtype, pdl=self.pdl)
 
     def add_rms_norm(
-        self, x: Tensor | Addends, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+        self,
+        x: Tensor | Addends,
+        residual: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        x_weight: Tensor | None = None,
     ) -> Tensor:
         return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self.pdl)
 
@@ -62,6 +77,17 @@ class TritonOps:
 
     def gelu_mul(self, gate_up: Tensor | Addends) -> Tensor:
         return activation.gelu_mul(gate_up, pdl=self.pdl)
+
+    def norm_rows(
+        self,
+        qkv: Tensor | Addends,
+        layout: HeadLayout,
+        q_norm: Tensor,
+        k_norm: Tensor,
+        eps: float,
+        over_ranks: OverRanks | None,
+    ) -> Tensor:
+        return row_norm.norm_rows(qkv, layout, q_norm, k_norm, eps, over_ranks, pdl=self.pdl)
 
     def rope_and_cache(
         self,

@@ -6,6 +6,7 @@ decodes are padded to the longest context and done in one call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
+    OverRanks,
 )
 from penstock.engine.backends.reference import filters, masks
 from penstock.engine.backends.reference.noise import gumbel
@@ -47,14 +49,14 @@ class ReferenceOps:
     def widen(self, x: Tensor) -> Tensor:
         return x.float()
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-        return _rms(x, weight, eps, dtype)
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        return x.to(dtype or x.dtype, copy=True) if weight is None else _rms(x, weight, eps, dtype)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> Tensor:
         residual.add_(x if x_weight is None else _rms(x, x_weight, eps))
-        return _rms(residual, weight, eps, x.dtype)
+        return self.rms_norm(residual, weight, eps, x.dtype)
 
     def centre(self, residual: Tensor, *added: Tensor) -> None:
         for x in added:
@@ -68,6 +70,17 @@ class ReferenceOps:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
+
+    def norm_rows(
+        self, qkv: Tensor, layout: HeadLayout, q_norm: Tensor, k_norm: Tensor, eps: float, over_ranks: OverRanks | None
+    ) -> Tensor:
+        means = mean_squares(qkv, layout)
+        if over_ranks is not None:
+            means = over_ranks(means)
+        q, k, _ = _rows(qkv, layout)
+        for part, norm, mean in ((q, q_norm, means[:, :1]), (k, k_norm, means[:, 1:])):
+            part.copy_(part.float() * torch.rsqrt(mean + eps) * norm.float())
+        return qkv
 
     def rope_and_cache(
         self,
@@ -147,6 +160,18 @@ class ReferenceOps:
         scaled = logits / torch.where(random, temperatures, 1.0).unsqueeze(1)
         noise = gumbel(keys, logits.shape[1]).masked_fill_(~random.unsqueeze(1), 0.0)
         return scaled.add_(noise).argmax(-1)
+
+
+def _rows(qkv: Tensor, layout: HeadLayout) -> Sequence[Tensor]:
+    """All queries, keys and values of each token: views."""
+    q, k = layout.heads * layout.head_dim, layout.kv_heads * layout.head_dim
+    return torch.split(qkv, [q, k, k], dim=1)
+
+
+def mean_squares(qkv: Tensor, layout: HeadLayout) -> Tensor:
+    """float32 [T, 2]: of each token's queries, and of its keys."""
+    q, k, _ = _rows(qkv, layout)
+    return torch.stack([part.float().pow(2).mean(-1) for part in (q, k)], dim=1)
 
 
 def _store(x: Tensor, cache: Tensor, scales: Tensor | None, block: Tensor, offset: Tensor) -> None:

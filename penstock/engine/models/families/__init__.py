@@ -8,6 +8,7 @@ from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.config_keys import INERT
+from penstock.engine.models.families.exaone4 import EXAONE4
 from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
@@ -24,9 +25,13 @@ from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
 from penstock.engine.models.families.glm4 import GLM4
+from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.llama import LLAMA
+from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
+from penstock.engine.models.families.olmo2 import OLMO2
+from penstock.engine.models.families.olmo3 import OLMO3
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
 from penstock.engine.models.families.qwen3 import QWEN3
@@ -55,7 +60,26 @@ __all__ = [
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, COHERE, COHERE2, GLM4)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+        PHI3,
+        GRANITE,
+        MINISTRAL,
+        OLMO2,
+        OLMO3,
+        COHERE,
+        COHERE2,
+        GLM4,
+        EXAONE4,
+    )
 }
 """By `model_type`."""
 MULTIMODAL = KeyRules(

@@ -42,21 +42,22 @@ class ConfigFields(TypedDict, total=False):
     attention_scale: float
     chunked: bool
     interleaved_rope: bool
-    logit_scale: float
     parallel: bool
     qk_layer_norm: bool
-    rms_eps: float
     unrotated: tuple[bool, ...]
     attention_softcap: float | None
     embedding_scale: float
     local_rope: RopeConfig
+    logit_scale: float
     logit_softcap: float | None
     mlp_bias: bool
     moe: MoeConfig
     output_bias: bool
     qk_norm: bool
     qkv_bias: bool
+    rms_eps: float
     rope: RopeConfig
+    row_norms: bool
     windows: Windows
 
 
