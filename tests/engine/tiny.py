@@ -81,8 +81,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("CohereConfig", {"layer_norm_eps": 1e-4, "logit_scale": 0.3}),
     "cohere-qknorm": ("CohereConfig", {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False}),
     "cohere2": ("Cohere2Config", {"sliding_window": 40, "layer_types": TWO_IN_THREE}),
-    "exaone4": ("Exaone4Config", {"sliding_window": 40, "layer_types": TWO_IN_THREE, "rope_parameters": LLAMA3_ROPE}),
-    "exaone4-full": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 40, "layer_types": TWO_IN_THREE}),
+    "exaone4-full": (
+        "Exaone4Config",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3_ROPE},
+    ),
     "glm4": ("Glm4Config", {"head_dim": 32}),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }

@@ -584,7 +584,6 @@ CLASSES: dict[str, Any] = {
         "vocab_size": 151552,
     },
     "exaone4": {
-        "_rope_type_labels": ABSENT,
         "attention_dropout": 0.0,
         "base_model_ep_plan": ABSENT,
         "bos_token_id": 0,
