@@ -209,6 +209,10 @@ class ModelConfig:
         "adapters, and at least 16.", least=1, most=512, example="64",
     )  # fmt: skip
 
+    trust_remote_code: tuple[str, ...] = setting(
+        (), doc="Checkpoints whose own modelling code may run, by name: this folder or repository. Needs "
+        "penstock[transformers].", example="[org/name]",
+    )  # fmt: skip
     fallback: tuple[str, ...] = setting(
         (), doc="Models or remotes that answer when no replica of this model can, in order.", example="[small, api]"
     )

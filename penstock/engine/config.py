@@ -110,6 +110,8 @@ class EngineConfig:
     """CPU threads; all cores when not set."""
     watchdog_s: float = 60.0
     """An engine with work that completes no step for this long is declared stuck and exits."""
+    trust_remote_code: tuple[str, ...] = ()
+    """Checkpoints whose own modelling code may run: folders, or repositories that they were fetched from."""
     adapters: tuple[AdapterSpec, ...] = ()
     """LoRA adapters that requests may name; more can be loaded while the engine runs."""
     adapter_slots: int | None = None

@@ -44,6 +44,11 @@ LONG_ROPE = {
 GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40}
 QWEN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 4, "sliding_window": 40, "swiglu_limit": 3.0,
+}  # fmt: skip
+GPT_OSS_ROPE = {**YARN_ROPE, "truncate": False}
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 GRANITE = {
     "embedding_multiplier": 3.0,
@@ -72,6 +77,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {"head_dim": 32}),
     "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3-two-ropes": ("Gemma3TextConfig", {**GEMMA, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
+    "gpt-oss": ("GptOssConfig", {**GPT_OSS, "rope_parameters": GPT_OSS_ROPE}),
     "granite": ("GraniteConfig", GRANITE),
     "ministral": ("MinistralConfig", {"head_dim": 32, "sliding_window": 40, "layer_types": [SLIDING, FULL, SLIDING]}),
     "olmo2": ("Olmo2Config", {}),
@@ -106,6 +112,8 @@ def write_checkpoint(
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
                 parameter.normal_(0, 0.4)
+            elif key.endswith("sinks"):
+                parameter.normal_(0, 2)
             elif "norm" in key:
                 parameter.normal_(1, 0.2)
             else:

@@ -166,6 +166,7 @@ def _assemble(
         kv_format=_kv_format(config, part, ranks, scheduler),
         weight_bytes=part.decoder.weight_bytes,
         kv_bytes=sum(tensor.nbytes for tensor in (*part.kv.tensors, *part.kv.states)),
+        runs_through="transformers" if part.model.by_transformers else "",
     )
     overlap = part.backend.overlaps
     # In a pipeline no step waits for another's tokens, whether it verifies or not.

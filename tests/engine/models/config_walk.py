@@ -51,6 +51,8 @@ BASES: dict[str, dict[str, Any]] = {
                 "sliding_window_pattern": 2},
     "exaone4": {"hidden_act": "silu", "sliding_window": 20, "sliding_window_pattern": 2},
     "glm4": {"hidden_act": "silu", "head_dim": 12, "partial_rotary_factor": 0.75},
+    "gpt_oss": {"sliding_window": 20, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "attention_bias": True, "swiglu_limit": 2.0, "swiglu_alpha": 1.5, "rope_parameters": None},
     "granite": {"hidden_act": "silu", "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
                 "residual_multiplier": 0.4, "logits_scaling": 2.0},
     "ministral": {"hidden_act": "silu", "sliding_window": 20, "head_dim": 12},

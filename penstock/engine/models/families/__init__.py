@@ -25,6 +25,7 @@ from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
 from penstock.engine.models.families.glm4 import GLM4
+from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.ministral import MINISTRAL
@@ -40,6 +41,7 @@ from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
 from penstock.engine.models.rope import read_rope
+from penstock.engine.models.transformers.config import read_library_config
 from penstock.errors import CheckpointError
 
 __all__ = [
@@ -71,6 +73,7 @@ FAMILIES: dict[str, Family] = {
         GEMMA2,
         GEMMA3,
         PHI3,
+        GPT_OSS,
         GRANITE,
         MINISTRAL,
         OLMO2,
@@ -104,7 +107,7 @@ def text_config(raw: HFConfig) -> HFConfig:
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a configuration; one that cannot be run is refused."""
+    """The family of a configuration; one that has none is refused."""
     family = FAMILIES.get(model_type)
     if family is None:
         raise CheckpointError(
@@ -116,6 +119,8 @@ def family_of(model_type: str) -> Family:
 def read_config(raw: HFConfig) -> ModelConfig:
     """Read Hugging Face `config.json` keys; a model that cannot be run exactly is refused, never approximated."""
     raw = text_config(raw)
+    if raw.get("model_type") not in FAMILIES:
+        return read_library_config(raw, ", ".join(FAMILIES))
     family = family_of(str(raw.get("model_type", "")))
     raw = family.checked(raw)
     fields = family.fields(raw)
@@ -129,6 +134,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
     windows = fields.setdefault("windows", (None,) * layers)
     if windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
+    fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
     if "rms_eps" not in fields:
         fields["rms_eps"] = number(raw, "rms_norm_eps")
@@ -145,7 +151,6 @@ def read_config(raw: HFConfig) -> ModelConfig:
         vocab_size=integer(raw, "vocab_size"),
         max_positions=integer(raw, "max_position_embeddings"),
         tied_embeddings=flag(raw, "tie_word_embeddings"),
-        activation=family.activation,
         sandwich_norms=bool(family.names.mixer_out_norm),
         norm_offset=family.norm_offset,
         **fields,

@@ -39,12 +39,14 @@ Windows = tuple[int | None, ...]
 class ConfigFields(TypedDict, total=False):
     """Fields of `ModelConfig` that a family may set; the others follow from keys that all families have."""
 
+    activation: Activation
     attention_scale: float
     chunked: bool
     interleaved_rope: bool
     parallel: bool
     qk_layer_norm: bool
     unrotated: tuple[bool, ...]
+    attention_sinks: bool
     attention_softcap: float | None
     embedding_scale: float
     local_rope: RopeConfig
@@ -121,7 +123,8 @@ class GGUFFormat:
     windowed: bool = True
     """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have."""
+    """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have. A
+    name with a suffix (`.weight`) stands for that tensor alone, and gives its whole name."""
 
 
 def llama_fields(raw: HFConfig) -> ConfigFields:
