@@ -36,7 +36,9 @@ from penstock.engine.models.families.olmo3 import OLMO3
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
 from penstock.engine.models.families.qwen3 import QWEN3
+from penstock.engine.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
+from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
@@ -69,6 +71,9 @@ FAMILIES: dict[str, Family] = {
         QWEN2,
         QWEN3,
         QWEN3_MOE,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
         GEMMA,
         GEMMA2,
         GEMMA3,
@@ -132,7 +137,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if heads % kv_heads or head_dim % 2 or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
-    if windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
+    if "delta" not in fields and windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
@@ -143,7 +148,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
     return ModelConfig(
         family=family.model_type,
         hidden_size=hidden,
-        ffn_size=integer(raw, "intermediate_size"),
+        ffn_size=integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
