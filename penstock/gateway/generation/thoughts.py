@@ -157,6 +157,11 @@ def _told(wanted: Asked, style: ThoughtStyle | None, names: Collection[str]) -> 
     return told, budget
 
 
+def channels_of(plan: Plan, text: TextModel) -> ChannelTokens | None:
+    """The control tokens of a model whose answers are several messages."""
+    return ChannelTokens(text) if plan.style.channels else None
+
+
 class ThoughtReading(Struct, frozen=True):
     """How the tokens of an answer are read."""
 
