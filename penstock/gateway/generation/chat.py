@@ -227,6 +227,10 @@ class ChatGenerations(GenerationFactory):
         continued = messages[-1]["content"] if options.continue_final else None
         read = None if thoughts is None else reading(thoughts, model.text, tokens, toolbox, continued)
         if thoughts is not None and read is not None:
+            if params.grammar and read.in_text:
+                begun = read.state == "thinking"
+                described = await grammar_for(self.grammars, request, toolbox, exchange, None, read.style, begun)
+                params = replace(params, grammar=described)
             params = with_thought(params, thoughts, read)
         if request.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=request.prompt_logprobs)

@@ -97,6 +97,20 @@ async def test_a_model_that_runs(serving: Serving, thinker: TextModel, engine: E
         await client.close()
 
 
+async def test_marks_that_are_text(serving: Serving, thinker: TextModel, engine: Engine) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+    served = {"reasoning": "seed_oss"}
+    async with serving(text=thinker, backend=InProcessBackend(engine), served=served) as running:  # type: ignore[arg-type]
+        for budget in (None, 9):
+            for seed in range(3):
+                reply = await running.chat(response_format=wanted, thinking_budget=budget, max_tokens=200, seed=seed)
+                choice = reply.json()["choices"][0]
+                if choice["finish_reason"] == "stop":
+                    assert set(json.loads(choice["message"]["content"])) == {"yes"}, choice
+                else:
+                    assert budget is None and choice["message"]["content"] == "", choice
+
+
 async def test_the_clients_of_openai_and_anthropic(serving: Serving, thinker: TextModel) -> None:
     async with serving(scripted(thinker, SAID), text=thinker) as running:
         client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none", max_retries=0)
