@@ -61,6 +61,11 @@ class Decoder(ABC):
         return self.run(self.embed(token_ids), batch, kv)
 
     @property
+    def launched_eagerly(self) -> bool:
+        """Whether every step is launched from Python, because it can be neither recorded nor captured."""
+        return False
+
+    @property
     def followers(self) -> Followers | None:
         """The other ranks that replay captured steps with this one; None where there are none, or nothing is captured
         with them."""

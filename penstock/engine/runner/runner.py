@@ -60,7 +60,7 @@ class Runner:
             backend, decoder, kv, self.rows, self.inputs, adapters, max_rows, max_verified, scores_prompts
         )
         # Other ranks that cannot follow captured steps launch every step themselves: nothing of it is recorded here.
-        eager = several_ranks and decoder.followers is None
+        eager = decoder.launched_eagerly or (several_ranks and decoder.followers is None)
         self.executor: Executor = EagerExecutor(resources, deferred=deferred) if eager else backend.executor(resources)
 
     def run(self, batch: Batch) -> PendingStep:

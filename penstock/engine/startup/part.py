@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from penstock.engine.adapters.runtime import AdaptedModel
-from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.backend import Backend, WeightPlan
 from penstock.engine.backends.interface import FP8, INT8, StepLimits
 from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
+from penstock.engine.loading.checkpoint import SafetensorsCheckpoint
 from penstock.engine.models.build import build_decoder
 from penstock.engine.models.calibration import Forward, calibrate
 from penstock.engine.models.decoder import Decoder
@@ -31,8 +32,8 @@ from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.tap import Tap
 from penstock.engine.models.weights import Weights
 from penstock.engine.startup.adapters import adapt_model
-from penstock.engine.startup.memory import count_blocks, longest_sequence, sliding_window, state_rows
-from penstock.errors import ConfigError
+from penstock.engine.startup.memory import longest_sequence, size_cache, sliding_window
+from penstock.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.member import Member
@@ -105,6 +106,8 @@ def load_part(
     with phases("open"):
         weights = open_weights(config, checkpoint)
         model = local = read_config(weights.config)
+        if model.by_transformers:
+            check_by_transformers(config, model, weights)
         head_rows = None
         if member is not None:
             weights, local, head_rows = member.cut(
@@ -141,7 +144,7 @@ def load_part(
             wanted_len,
         )
     with phases("weights"), torch.inference_mode():
-        decoder = build_decoder(
+        decoder = _by_transformers(config, weights, model, backend, dtype, wanted_len, plan, phases) or build_decoder(
             weights,
             local,
             backend,
@@ -154,6 +157,8 @@ def load_part(
             head_rows=head_rows,
             progress=lambda fraction: phases.report("weights", fraction),
         )
+    if model.by_transformers:
+        model = decoder.config  # its windows were found meanwhile
     if backend.calibrates and (kv_dtype == INT8 or plan.quantize is not None):
         if config.rank_restarts:
             raise ConfigError(
@@ -165,7 +170,7 @@ def load_part(
             decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
     cut = None if member is None else member.adapter_cut(model)
     adapters = adapt_model(config, backend, decoder, dtype=dtype, cut=cut)
-    if backend.compiles:
+    if backend.compiles and not decoder.launched_eagerly:
         with phases("compile"):
             most_decodes = max(max_running, config.max_verified(max_running))
             limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
@@ -176,7 +181,7 @@ def load_part(
     with phases("kv cache"):
         if member is not None and config.ranks_per_device > 1:
             member.least(0)  # none measures what is free before all have loaded
-        num_blocks = count_blocks(
+        num_blocks, num_states = size_cache(
             config if own_cache else replace(config, num_blocks=1),
             backend,
             _tapped(decoder, tap),
@@ -190,12 +195,12 @@ def load_part(
         if not shape.blocks_suffice:
             check_stateful(config)
         if member is not None:
-            num_blocks = member.least(num_blocks)
+            num_blocks, num_states = member.least(num_blocks), member.least(num_states)
             decoder = member.connect(decoder)
             adapters = None if adapters is None else adapters.with_decoders(member.connect)
         if tap is not None:
             decoder, adapters = tap.on(decoder), None if adapters is None else adapters.with_decoders(tap.on)
-        kv = KVCache(shape, num_blocks, device, state_rows(max_running))
+        kv = KVCache(shape, num_blocks, device, num_states)
     max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
     if max_model_len < wanted_len and own_cache:
         _log.warning(
@@ -232,15 +237,62 @@ def check_deterministic(config: EngineConfig, model: ModelConfig, backend: Backe
         raise ConfigError("deterministic: true is not available with adapters on this device")
 
 
-def check_stateful(config: EngineConfig) -> None:
-    """Refuse what relies on blocks alone, for layers that keep a state per sequence: a state has no earlier versions to
-    return to, and belongs to one sequence."""
+def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:
+    """Refuse what models that the `transformers` library runs do not have."""
     refused = {
-        "speculation": config.speculation != "off",
         "deterministic": config.deterministic,
+        "tensor_parallel, pipeline_parallel": config.ranks > 1,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"{name}: not available for {model.family} models, which run through transformers")
+    if not isinstance(weights, SafetensorsCheckpoint):
+        raise CheckpointError(
+            f"{model.family} models run through transformers, which needs a folder of weights that are not quantized; "
+            "weights: int8 or int4 rounds them when they are loaded"
+        )
+
+
+def _by_transformers(
+    config: EngineConfig,
+    weights: Weights,
+    model: ModelConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    max_positions: int,
+    plan: WeightPlan,
+    phases: Phases,
+) -> Decoder | None:
+    """The decoder of a model that no family describes; None for all others."""
+    if not model.by_transformers:
+        return None
+    from penstock.engine.models.transformers.load import load_decoder
+
+    assert isinstance(weights, SafetensorsCheckpoint)
+    return load_decoder(
+        weights.folder,
+        model,
+        weights.config,
+        backend,
+        dtype=dtype,
+        max_positions=max_positions,
+        quantize=plan.quantize,
+        custom_code=config.trust_remote_code,
+        progress=lambda fraction: phases.report("weights", fraction),
+    )
+
+
+def check_stateful(config: EngineConfig) -> None:
+    """Refuse what cannot keep states of sequences."""
+    if config.attention_parallel == "data":
+        raise ConfigError("attention_parallel: data is not available for models with recurrent layers; use tensor")
+    if config.state_interval < 1 or config.state_interval % config.block_size:
+        raise ConfigError(
+            f"state_interval: {config.state_interval} is not a multiple of block_size {config.block_size}"
+        )
+    refused = {
         "host_memory": config.host_memory > 0,
         "role": config.role != "both",
-        "tensor_parallel, pipeline_parallel": config.ranks > 1,
     }
     for name, is_set in refused.items():
         if is_set:
