@@ -8,6 +8,8 @@ pass 0 up to t and to its own of the passes before.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +23,7 @@ class HeadModel(nn.Module):
 
     def __init__(self, config: ModelConfig, draft_vocab: int, taps: int, positions: int) -> None:
         super().__init__()
+        self.rope: Tensor
         hidden, dim = config.hidden_size, config.head_dim
         self.config = config
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, dim
@@ -70,7 +73,7 @@ class HeadModel(nn.Module):
         return found
 
     def _layer(self, embedded: Tensor, features: Tensor, step: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        layer = self.layers[0]
+        layer: Any = self.layers[0]
         attention, mlp = layer["self_attn"], layer["mlp"]
         x = torch.cat((layer["input_layernorm"](embedded), layer["hidden_norm"](features)), dim=-1)
         q = self._rotated(attention["q_proj"](x), self.heads, step)
@@ -95,11 +98,11 @@ class HeadModel(nn.Module):
         return self.heads // self.kv_heads
 
     def _split(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self.dim)).transpose(1, 2)
+        return x.view(*x.shape[:-1], heads, self.dim).transpose(1, 2)
 
     def _rotated(self, x: Tensor, heads: int, step: int) -> Tensor:
         x = self._split(x, heads)
-        table: Tensor = self.rope[step : step + x.shape[2]]  # type: ignore[index]
+        table: Tensor = self.rope[step : step + x.shape[2]]
         half = table.shape[1] // 2
         cos, sin = table[:, :half].to(x.dtype), table[:, half:].to(x.dtype)
         a, b = x[..., :half], x[..., half : 2 * half]

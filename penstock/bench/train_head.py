@@ -149,7 +149,7 @@ def hidden_states(decoder: Decoder, tapped: tuple[int, ...], tokens: Tensor) -> 
     count, length = tokens.shape
     dtype, device = decoder.embedding.dtype, decoder.embedding.device
     width = -(-length // _BLOCK)
-    kv = KVCache(decoder.cache_shape(_BLOCK, dtype), count * width + 1, device, num_rows=count)
+    kv = KVCache(decoder.cache_shape(_BLOCK, dtype), count * width + 1, device)
     tables = 1 + torch.arange(count * width, dtype=torch.int32, device=device).view(count, width)
     positions = torch.arange(length, device=device).repeat(count)
     owner = torch.arange(count, device=device).repeat_interleave(length)
@@ -178,7 +178,7 @@ def hidden_states(decoder: Decoder, tapped: tuple[int, ...], tokens: Tensor) -> 
 def collect(decoder: Decoder, tapped: tuple[int, ...], texts: Tensor, until: float) -> Collected:
     """Hidden states of as many texts as there is time for, on the decoder's device."""
     streams, finals = [], []
-    for part in texts.split(64):
+    for part in torch.split(texts, 64):
         stream, final = hidden_states(decoder, tapped, part[:, :-1])
         streams.append(stream)
         finals.append(final)
@@ -218,7 +218,7 @@ def layer_config(target: ModelConfig) -> dict[str, Any]:
 def _unit_rows(decoder: Decoder) -> Sequence[Tensor]:
     """Hidden states whose logits are the columns of the head: it may be kept in any form, and this reads it."""
     eye = torch.eye(decoder.config.hidden_size, dtype=decoder.embedding.dtype, device=decoder.embedding.device)
-    return eye.split(64)
+    return torch.split(eye, 64)
 
 
 @torch.no_grad()
@@ -298,7 +298,7 @@ def fit(
 
 @torch.inference_mode()
 def _model_logits(decoder: Decoder, final: Tensor) -> Tensor:
-    return torch.cat([decoder.logits(part) for part in final.flatten(0, 1).split(4096)])
+    return torch.cat([decoder.logits(part) for part in torch.split(final.flatten(0, 1), 4096)])
 
 
 def _targets(decoder: Decoder, final: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
