@@ -230,6 +230,17 @@ class ModelConfig:
     tool_format: Literal["auto", "hermes", "smollm2", "llama3", "mistral"] = setting(
         "auto", doc="How the model writes function calls; auto reads it from the chat template."
     )
+    reasoning: Literal[
+        "auto", "off", "think", "deepseek_r1", "granite", "granite33", "hunyuan", "mistral", "seed_oss", "kimi",
+        "cohere", "gpt_oss",
+    ] = setting(
+        "auto", doc="How the model marks its thoughts, which are told from its answers; auto reads it from the chat "
+        "template, off leaves them in the text.",
+    )  # fmt: skip
+    thinking_budget: int | None = setting(
+        None, doc="Tokens after which a thought is closed and the answer begins, for requests that do not say; when "
+        "not set, any number.", least=0, example="4096",
+    )  # fmt: skip
     sampling: SamplingConfig | None = setting(  # noqa: RUF009
         None, doc="Sampling values of requests that give none; when not set, those that the checkpoint's makers "
         "recommend.", example="{temperature: 0.7, top_p: 0.9}",
