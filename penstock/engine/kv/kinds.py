@@ -1,8 +1,8 @@
 """Cache kinds: what a layer keeps of earlier tokens, and what that costs.
 
 A kind names the bytes that a block of tokens and a running sequence need in one layer, so that the cache can be sized
-before it exists, and allocates the tensors. `PagedKV` is the one that models use today: keys and values in blocks that
-sequences may share. A latent cache (MLA) is paged in the same way with one vector per token; a recurrent layer has
+before it exists, and allocates the tensors. `PagedKV` is what most models use: keys and values in blocks that
+sequences may share. `PagedLatent` is paged in the same way with one vector per token (MLA). A recurrent layer has
 `block_bytes` 0 and a state per sequence, found by the sequence's row in the batch.
 """
 
@@ -97,3 +97,50 @@ class PagedKV:
         scales = zeros(shape, SCALE_DTYPE, device)
         found = zip(values, scales, strict=True)
         return CacheTensors([PagedKVCache(k, v, (ks, vs)) for (k, v), (ks, vs) in found], [values, scales])
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLatentCache:
+    """One layer's latents."""
+
+    latents: Tensor
+    """[num_blocks, block_size, width]."""
+    scales: Tensor | None
+    """Of an int8 cache: [num_blocks, block_size]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLatent:
+    """One vector per token in blocks of tokens: what all heads' keys and values are made of, and a rotated key.
+
+    Every shard of a layer has the whole of it. An int8 cache has one scale per token beside it, as `PagedKV` does.
+    """
+
+    width: int
+    block_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"latents of {self.width} in {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def element_bytes(self) -> float:
+        """Of one element, its share of the scale included."""
+        return self.dtype.itemsize + (SCALE_DTYPE.itemsize / self.width if self.dtype == INT8 else 0)
+
+    @property
+    def block_bytes(self) -> int:
+        return round(self.block_size * self.width * self.element_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        return 0
+
+    def allocate(self, layers: int, num_blocks: int, num_rows: int, device: torch.device) -> CacheTensors:
+        shape = (layers, 1, num_blocks, self.block_size)
+        latents = zeros((*shape, self.width), self.dtype, device)
+        if self.dtype != INT8:
+            return CacheTensors([PagedLatentCache(one[0], None) for one in latents], [latents])
+        scales = zeros(shape, SCALE_DTYPE, device)
+        found = zip(latents, scales, strict=True)
+        return CacheTensors([PagedLatentCache(one[0], scale[0]) for one, scale in found], [latents, scales])

@@ -107,14 +107,20 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     hidden, backend = config.hidden_size, context.read.backend
 
     def gated(
-        read: WeightReader, prefix: str, gate_up: tuple[str, str], down: str, ffn: int, ops: ActivationOps
+        read: WeightReader,
+        prefix: str,
+        gate_up: tuple[str, str],
+        down: str,
+        ffn: int,
+        ops: ActivationOps,
+        bias: bool = config.mlp_bias,
     ) -> GatedMlp:
         parts = dict.fromkeys(gate_up, ffn)
         return GatedMlp(
             ops=ops,
             activation=config.activation,
-            gate_up=read.linear(prefix, parts, hidden, config.mlp_bias, fused=names.fused_gate_up),
-            down=read.linear(prefix, {down: hidden}, ffn, config.mlp_bias),
+            gate_up=read.linear(prefix, parts, hidden, bias, fused=names.fused_gate_up),
+            down=read.linear(prefix, {down: hidden}, ffn, bias),
         )
 
     if moe is None or not moe.layers[context.index]:
@@ -136,7 +142,8 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
 
     def experts(read: WeightReader) -> ExpertMlp:
         def make(index: int) -> GatedMlp:
-            return gated(read, f"{block}experts.{index}.", names.expert_gate_up, names.expert_down, ffn, backend.ops)
+            at, gate_up, down = f"{block}experts.{index}.", names.expert_gate_up, names.expert_down
+            return gated(read, at, gate_up, down, ffn, backend.ops, bias=False)
 
         source = ExpertSource(make, lambda index: read.touch(f"{block}experts.{index}."))
         parts = [make(index) for index in held(table, moe.shard, moe.experts)]

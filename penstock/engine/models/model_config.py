@@ -62,6 +62,25 @@ class MoeConfig:
             raise CheckpointError(f"a token cannot visit {self.top_k} experts of {self.top_groups} groups of {size}")
 
 
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention over latents (MLA): see `LatentLayout`. The model then has one KV head, the latent's."""
+
+    query_rank: int | None
+    """Width that queries are projected through; None: they are projected at once."""
+    rank: int
+    """Width of a latent."""
+    plain: int
+    rotary: int
+    value: int
+    """Dimensions of a head: of its query and key that are not rotated, that are, and of its value."""
+    interleaved: bool
+    norm_eps: float
+    """Of the norms between the projections."""
+    input_bias: bool = False
+    """Whether the projections down have a bias."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Everything the decoder needs to know about its shape. The defaults are those of Llama."""
@@ -98,6 +117,12 @@ class ModelConfig:
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap) before the softmax."""
     logit_softcap: float | None = None
+    latent: LatentConfig | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """What rotary tables are made for."""
+        return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

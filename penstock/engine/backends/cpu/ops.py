@@ -23,8 +23,10 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
+    LatentLayout,
+    LatentWeights,
 )
-from penstock.engine.backends.reference import filters
+from penstock.engine.backends.reference import filters, latent
 from penstock.errors import PenstockError
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -316,6 +318,19 @@ class CpuOps:
                 self._caches.clear()
             view = self._caches[key] = _CacheView(k_cache, v_cache, layout, kv_scales)
         return view
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         _need(logits, "logits", torch.float32)

@@ -14,9 +14,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels import activation, decode, filters, masks, norm, prefill, rope, sampler
+from penstock.engine.backends.cuda.kernels import activation, decode, filters, latent, masks, norm, prefill, rope, sampler
 from penstock.engine.backends.cuda.kernels.addends import Addends
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing
+from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing, LatentLayout, LatentWeights
 
 _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
@@ -128,6 +128,35 @@ class TritonOps:
             decode.decode_attention(
                 q[part], layout, few, k_cache, v_cache, out[part], counters, shape, kv_scales, pdl=self.pdl
             )
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        tokens, decodes = q.shape[0], batch.num_decodes
+        out = torch.empty((tokens, layout.heads * layout.value), dtype=q.dtype, device=q.device)
+        if not tokens:
+            return out
+        query = latent.prepare(q, kv, layout, weights, cos_sin, batch, cache, scales, pdl=self.pdl)
+        shape = latent.choose_decode(max(1, decodes), layout, q.element_size(), self.processors)
+        if decodes == tokens <= latent.FEW:
+            latent.decode(query, layout, weights, batch, cache, scales, shape, values=out, pdl=self.pdl)
+            return out
+        seen = torch.empty((tokens, layout.heads, layout.latent), dtype=q.dtype, device=q.device)
+        if decodes:
+            latent.decode(query, layout, weights, batch, cache, scales, shape, seen=seen, pdl=self.pdl)
+        if batch.context_lens.shape[0] > decodes:
+            tile = latent.choose_prefill(layout, q.element_size())
+            latent.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
+        latent.values_of(seen, layout, weights, out, pdl=self.pdl)
+        return out
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits, pdl=self.pdl)

@@ -21,8 +21,10 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
+    LatentLayout,
+    LatentWeights,
 )
-from penstock.engine.backends.reference import filters, masks
+from penstock.engine.backends.reference import filters, latent, masks
 from penstock.engine.backends.reference.noise import gumbel
 
 
@@ -114,6 +116,19 @@ class ReferenceOps:
             table = batch.block_tables[batch.rows[i]]
             out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, keys, values)
         return out.view(q.shape[0], -1)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits)

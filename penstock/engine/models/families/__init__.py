@@ -18,6 +18,7 @@ from penstock.engine.models.families.family import (
     short_decimal,
     windows_by_type,
 )
+from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
@@ -52,7 +53,7 @@ __all__ = [
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3)
+    for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2)
 }
 """By `model_type`."""
 MULTIMODAL = KeyRules(
@@ -95,8 +96,8 @@ def read_config(raw: HFConfig) -> ModelConfig:
     heads = integer(raw, "num_attention_heads")
     hidden = integer(raw, "hidden_size")
     layers = layer_count(raw)
-    kv_heads = integer(raw, "num_key_value_heads", heads)
-    head_dim = integer(raw, "head_dim", hidden // heads)
+    kv_heads = fields.pop("num_kv_heads", None) or integer(raw, "num_key_value_heads", heads)
+    head_dim = fields.pop("head_dim", None) or integer(raw, "head_dim", hidden // heads)
     if heads % kv_heads or head_dim % 2 or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
