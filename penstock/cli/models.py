@@ -36,6 +36,7 @@ def list_(url: Url = DEFAULT_URL, key: Key = None, output: Output = "table") -> 
         Column("name", lambda entry: entry["id"], rank=0),
         Column("state", lambda entry: entry["state"], rank=0),
         Column("context", lambda entry: entry["context_window"] or None),
+        Column("runs through", lambda entry: entry.get("runs_through"), rank=3),
         Column("aliases", lambda entry: entry["aliases"], rank=2, fold=True),
     ]
     show(columns, call("GET", url, key, "/models", under="/v1")["data"], output)

@@ -63,6 +63,8 @@ class TerminalReporter(Reporter):
         else:
             where = info.device if info.ranks == 1 else f"{info.ranks} ranks starting at {info.device}"
             self._note(f"{child}: up on {where}, {info.dtype} ({phases})")
+            if info.runs_through:
+                self._note(f"{child}: runs through {info.runs_through}, exactly but slower than a family of our own")
         if self._bars is not None and child in self._tasks:
             self._bars.update(self._tasks[child], phase="ready", completed=100, total=100)
 

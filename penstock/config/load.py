@@ -133,11 +133,12 @@ def conflicts(config: Config) -> list[str]:
             problem = name_problem(spec.name) if spec.source else "a source is needed"
             if problem is not None:
                 problems.append(f"models[{index}].adapters[{position}]: {problem}")
-        if model.speculation == "draft" and model.draft_model is None:
-            problems.append(f"models[{index}]: speculation: draft needs a draft_model")
-        for name in ("draft_model", "draft_tensor_parallel"):
-            if model.speculation != "draft" and getattr(model, name) is not None:
-                problems.append(f"models[{index}]: {name} is only used with speculation: draft")
+        if model.speculation in ("draft", "eagle3") and model.draft_model is None:
+            problems.append(f"models[{index}]: speculation: {model.speculation} needs a draft_model")
+        if model.speculation not in ("draft", "eagle3", "auto") and model.draft_model is not None:
+            problems.append(f"models[{index}]: draft_model is only used with speculation: draft or eagle3")
+        if model.speculation not in ("draft", "auto") and model.draft_tensor_parallel is not None:
+            problems.append(f"models[{index}]: draft_tensor_parallel is only used with speculation: draft")
         if (model.draft_tensor_parallel or 1) > model.tensor_parallel:
             problems.append(f"models[{index}]: draft_tensor_parallel is more than tensor_parallel")
         if model.replica_count > 1 and model.time_slice:

@@ -170,12 +170,14 @@ class ModelConfig:
         False, doc="Batch-invariant: the same bits for a request in any batch; slower, above all for prompts."
     )
     speculation: SpeculationForm = setting(  # noqa: RUF009
-        "off", doc="Speculative decoding where it is faster: ngram (from the text itself) or draft (needs draft_model)."
-    )
+        "off", doc="Speculative decoding where it is faster: ngram (from the text itself), draft or eagle3 (need "
+        "draft_model), mtp (a layer of the checkpoint), or auto (the first of these that there is, else ngram)."
+    )  # fmt: skip
     speculation_depth: int = setting(6, doc="Maximum draft tokens per sequence and step.", least=1, most=32)
     draft_model: str | None = setting(
-        None, doc="Source of a smaller model with the same vocabulary, for speculation: draft.", example="smollm2-135m"
-    )
+        None, doc="Source of a smaller model with the same vocabulary, for speculation: draft, or of an EAGLE-3 head.",
+        example="smollm2-135m",
+    )  # fmt: skip
     draft_tensor_parallel: int | None = setting(
         None, doc="Devices that split the draft model; when not set, as many of tensor_parallel as can.",
         least=1, example="1",
@@ -207,6 +209,10 @@ class ModelConfig:
         "adapters, and at least 16.", least=1, most=512, example="64",
     )  # fmt: skip
 
+    trust_remote_code: tuple[str, ...] = setting(
+        (), doc="Checkpoints whose own modelling code may run, by name: this folder or repository. Needs "
+        "penstock[transformers].", example="[org/name]",
+    )  # fmt: skip
     fallback: tuple[str, ...] = setting(
         (), doc="Models or remotes that answer when no replica of this model can, in order.", example="[small, api]"
     )

@@ -12,7 +12,7 @@ WeightForm = Literal["auto", "dense", "int8", "int4", "fp8"]
 ActivationForm = Literal["auto", "int8", "int16"]
 KVDType = Literal["auto", "full", "int8", "fp8"]
 DType = Literal["auto", "float32", "float16", "bfloat16"]
-SpeculationForm = Literal["off", "ngram", "draft"]
+SpeculationForm = Literal["off", "ngram", "draft", "eagle3", "mtp", "auto"]
 AttentionForm = Literal["tensor", "data"]
 Role = Literal["both", "prefill", "decode"]
 LOCAL = "local"
@@ -73,11 +73,13 @@ class EngineConfig:
     """Batch-invariant: a request's tokens and log-probabilities are bit-identical whatever else runs; slower."""
     speculation: SpeculationForm = "off"
     """Verify several draft tokens in one step, where that is measured to pay. `ngram`: draft tokens from the text
-    itself. `draft`: from `draft_model`. What is generated stays the same."""
+    itself. `draft`: from `draft_model`. `eagle3`: from a head that reads the model's hidden states, `draft_model` too.
+    `mtp`: from the layer that the checkpoint has for this. `auto`: the first of these that there is, else `ngram`. What
+    is generated stays the same."""
     speculation_depth: int = 6
     """Most draft tokens per sequence and step."""
     draft_model: str | None = None
-    """Path of a smaller checkpoint with the same vocabulary, for `speculation: draft`."""
+    """Path of a smaller checkpoint with the same vocabulary, for `speculation: draft`, or of an EAGLE-3 head."""
     draft_tensor_parallel: int | None = None
     """Devices that share the work of the draft model, the first ones of the first stage; as many of `tensor_parallel`
     as split it evenly when not set."""
@@ -108,6 +110,8 @@ class EngineConfig:
     """CPU threads; all cores when not set."""
     watchdog_s: float = 60.0
     """An engine with work that completes no step for this long is declared stuck and exits."""
+    trust_remote_code: tuple[str, ...] = ()
+    """Checkpoints whose own modelling code may run: folders, or repositories that they were fetched from."""
     adapters: tuple[AdapterSpec, ...] = ()
     """LoRA adapters that requests may name; more can be loaded while the engine runs."""
     adapter_slots: int | None = None

@@ -39,6 +39,7 @@ from penstock.engine.grammar.constraints import Constraints, MakeCompiler
 from penstock.engine.grammar.interface import TokenMatcher
 from penstock.engine.grammar.token_rules import TokenRules
 from penstock.engine.kv.exchange import BlockExchange
+from penstock.engine.lead import Lead
 from penstock.engine.request import (
     GRAMMAR_REFUSED,
     QUEUE_FULL,
@@ -66,6 +67,7 @@ _REVIVAL_S = 0.05
 """How long a step waits for a rank that is being started again."""
 
 _DISK_WAIT_S = 0.0005
+_NO_WAIT_S = 5e-5
 """How long a step that can do nothing waits for blocks from disk."""
 
 
@@ -133,6 +135,7 @@ class Engine:
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._last_landed = 0.0
+        self._lead = Lead()
 
     @classmethod
     def load(
@@ -262,7 +265,7 @@ class Engine:
             self.balancer.tick(now)
         batch = self.scheduler.schedule(now, self._drafts())
         if batch is not None:
-            self._launch(batch)
+            self._launch(batch, now)
         waits = batch is None or (batch.speculative and not self._pipelined)
         depth = 0 if waits else self._depth
         if len(self._in_flight) > depth:
@@ -275,6 +278,16 @@ class Engine:
                     self.adapters.wait()
             return None
         return self._output()
+
+    def spare_s(self) -> float:
+        """How long the caller may wait for further requests before it asks for the next step: until shortly before the
+        device is done with the one in flight, so that a prompt that comes meanwhile need not wait for another. 0 where
+        there is nothing to gain."""
+        if self._depth != 1 or self._pipelined or len(self._in_flight) != 1 or self.scheduler.waiting:
+            return 0.0
+        if self.speculation is not None or self._constraints.opening or self._deltas:
+            return 0.0
+        return self._lead.spare_s(self.clock())
 
     def load_snapshot(self) -> EngineLoad:
         scheduler, pool = self.scheduler, self.scheduler.allocator.pool
@@ -310,6 +323,7 @@ class Engine:
         self.steps = self._step_tokens = self._prompt_tokens = self._generation_tokens = 0
         self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = self.scheduler.host_hit_tokens = 0
         self.scheduler.pace.forget()
+        self._lead = Lead()
         self.forget_caches()
         if self.speculation is not None:
             self.speculation.reset_counters()
@@ -370,12 +384,13 @@ class Engine:
         for seq, why in failed:
             self._finish(seq, "error", why)
 
-    def _launch(self, batch: Batch) -> None:
+    def _launch(self, batch: Batch, began: float) -> None:
         with self._recovering(batch):
             batch.masks = self._constraints.begin(batch)
             step = self.runner.run(batch)
             step.launched_at = self.clock()
             self._in_flight.append(step)
+            self._lead.launched(self.scheduler.expected_s(batch), began, step.launched_at, batch.plain)
 
     @contextmanager
     def _recovering(self, batch: Batch) -> Iterator[None]:
@@ -397,10 +412,12 @@ class Engine:
                 step.finish()
             if step.sampling is not None:
                 return  # it raised
+        asked = self.clock()
         done = step.wait()
         now = self.clock()
-        self.scheduler.landed(step.batch, now - max(step.launched_at, self._last_landed))
+        self.scheduler.landed(step.batch, step.took(now - max(step.launched_at, self._last_landed)))
         self._last_landed = now
+        self._lead.landed(blocked=now - asked > _NO_WAIT_S, now=now)
         self.steps += 1
         self._step_tokens += step.batch.num_tokens
         for chunk, tokens, logprobs in done:

@@ -5,10 +5,12 @@ A step that decodes and computes prompts takes about
     base(decodes) + per_token * prompt tokens + per_key * (prompt tokens x keys they attend to)
 
 All three are measured while the engine runs: `base` in steps that only decode, per power of two of sequences; the
-other two by least squares over what steps with prompts took beyond their base, the last few hundred counting most.
-Until a step with prompts has been measured nothing is bounded. Prompts always get `LEAST` tokens of a step, so that a
-target that cannot be kept slows them down and does not stop them. Against a target that only a request asks for, they
-get at least as long as the decodes, so that no caller can slow down the prompts of others by more than that.
+other two by least squares over what steps with prompts took beyond their base, the last few hundred counting most. A
+target that is only a default yields where many prompts wait: then throughput matters more, and gaps are as long as
+the token budget makes them. Until a step with prompts has been measured nothing is bounded. Prompts always get
+`LEAST` tokens of a step, so that a target that cannot be kept slows them down and does not stop them. Against a
+target that only a request asks for, they get at least as long as the decodes, so that no caller can slow down the
+prompts of others by more than that.
 """
 
 from __future__ import annotations
@@ -16,10 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+TILE = 128
+"""Where prompts are cut short, they are cut to a multiple of this: matrices are computed in tiles of so many rows, and
+captured steps have so many places, so that one token more may cost as much as all of them."""
 LEAST = 32
 """Prompt tokens of a step that every target leaves."""
 MARGIN = 0.9
 """Part of a target that is planned for; the rest is for what the estimate misses."""
+YIELDS_S = 0.25
+"""Prompts that take so long together make a default target yield."""
 _FORGET = 0.98
 _SMOOTH = 0.1
 _STALLED = 8.0
@@ -29,9 +36,11 @@ _STALLED = 8.0
 class Pace:
     """Measures steps and bounds the prompt tokens of the next. Seconds throughout."""
 
-    def __init__(self, target_s: float | None = None) -> None:
+    def __init__(self, target_s: float | None = None, *, yields: bool = False) -> None:
+        """`yields`: the target is a default, and gives way where many prompts wait."""
         self.target_s = target_s
         """For every stream; None: only for those that ask for one."""
+        self.yields = yields
         self.forget()
 
     def forget(self) -> None:
@@ -43,10 +52,7 @@ class Pace:
 
     def observe(self, decodes: int, prompts: Sequence[tuple[int, int]], seconds: float) -> None:
         """A step took so long. `prompts`: first position and number of tokens of each prompt in it."""
-        tokens = keys = 0.0
-        for start, length in prompts:
-            tokens += length
-            keys += length * (start + length / 2)
+        tokens, keys = _size(prompts)
         if not tokens:
             bucket = decodes.bit_length()
             known = self._bases.get(bucket)
@@ -71,12 +77,21 @@ class Pace:
         """The estimate for a step."""
         return self._base(decodes) + self._per_token * tokens + self._per_key * keys
 
-    def budget(self, decodes: int, own_target_s: float | None) -> float:
-        """Seconds that prompts may take of a step with so many decodes; infinite where nothing bounds them."""
+    def expected(self, decodes: int, prompts: Sequence[tuple[int, int]]) -> float:
+        """The estimate for a step with these prompts, as `observe` has them; 0 while there is none."""
+        if not self._bases or (prompts and not self._tt):
+            return 0.0
+        return self.seconds(decodes, *_size(prompts))
+
+    def budget(self, decodes: int, own_target_s: float | None, backlog: int = 0) -> float:
+        """Seconds that prompts may take of a step with so many decodes; infinite where nothing bounds them. `backlog`:
+        tokens of all prompts that wait."""
         if not decodes or not self._tt:
             return math.inf
         base = self._base(decodes)
-        left = math.inf if self.target_s is None else max(self.target_s * MARGIN - base, 0.0)
+        left = math.inf
+        if self.target_s is not None and not (self.yields and backlog * self._per_token > YIELDS_S):
+            left = max(self.target_s * MARGIN - base, 0.0)
         if own_target_s is not None:
             left = min(left, max(own_target_s * MARGIN - base, base))
         return left
@@ -97,6 +112,10 @@ class Pace:
         else:
             fits = (math.sqrt(linear * linear + 4 * square * seconds) - linear) / (2 * square)
         return min(most, int(fits))
+
+    def cut(self, tokens: int, before: int) -> int:
+        """At most `tokens` of a prompt, so that those of the step, `before` of them planned, fill whole tiles."""
+        return max((before + tokens) // TILE * TILE - before, 0)
 
     def cost(self, start: int, length: int) -> float:
         """Seconds of a budget that a chunk of a prompt takes."""
@@ -122,3 +141,12 @@ class Pace:
             elif per_token < 0.0:
                 per_token, per_key = 0.0, self._ks / self._kk
         self._per_token, self._per_key = per_token, per_key / 1e3
+
+
+def _size(prompts: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Tokens, and tokens times the keys that they attend to."""
+    tokens = keys = 0.0
+    for start, length in prompts:
+        tokens += length
+        keys += length * (start + length / 2)
+    return tokens, keys

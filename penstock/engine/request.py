@@ -291,3 +291,6 @@ class EngineInfo:
     """Memory of the matrices that steps read, on one device; 0: not known."""
     kv_bytes: int = 0
     """Memory of the KV cache on one device."""
+    runs_through: str = ""
+    """The library whose modelling code runs the layers (`transformers`), where no family describes the model; empty:
+    the engine's own."""

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 RECALL_S = 10.0
 """A sequence does not wait longer than this for its blocks to be read from disk; it is computed instead."""
+_BACKLOG = 64
+"""Waiting sequences whose prompts are counted."""
 AGEING_S = 30.0
 LEAST_SHARE, LEAST_BESIDE_DECODES = 128, 32
 """Prompt tokens that are not divided further between steps in flight: a smaller step would read the weights for too
@@ -120,8 +122,10 @@ class Scheduler:
         adapters: AdapterPool | None = None,
         batches: int = 1,
         target_gap_s: float | None = None,
+        default_gap_s: float | None = None,
     ) -> None:
-        """`batches`: steps in flight between which sequences take turns; with 1 every step may have all of them."""
+        """`batches`: steps in flight between which sequences take turns; with 1 every step may have all of them.
+        `default_gap_s`: the target where `target_gap_s` gives none, which yields when many prompts wait."""
         self.allocator = allocator
         self.batches = batches
         self.max_running = max_running
@@ -129,13 +133,15 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.ageing_s = ageing_s
         self.adapters = adapters
-        self.pace = Pace(target_gap_s)
+        self.pace = Pace(default_gap_s, yields=True) if target_gap_s is None else Pace(target_gap_s)
         self._own_targets: dict[Sequence, float] = {}
         """Running sequences with a target of their own for the gap between tokens."""
         self._prompt_s = math.inf
         """Seconds that prompts may still take of the step that is being scheduled."""
         self._prompt_least = 0
         """Prompt tokens that it computes in any case."""
+        self._prompt_tokens = 0
+        """Those that it computes, so far."""
         self.running: dict[Sequence, None] = {}
         self._rows = list(range(max_running - 1, -1, -1))
         self._parked: dict[Sequence, int] = {}
@@ -274,14 +280,17 @@ class Scheduler:
     def landed(self, batch: Batch, seconds: float | None = None) -> None:
         """A step is over, after so long, or was never launched. Every scheduled step lands once."""
         if seconds is not None:
-            prompts: list[tuple[int, int]] = []
-            if batch.num_decodes < batch.num_tokens:
-                prompts = [(chunk.start, chunk.length) for chunk in batch.chunks if not chunk.decodes]
+            prompts = _prompts(batch)
             self.pace.observe(len(batch.chunks) - len(prompts), prompts, seconds)
         self._in_flight -= 1
         self._prompts_in_flight -= batch.num_tokens - batch.num_decodes
         if self._parked:
             self._rows.extend(self._parked.pop(c.seq) for c in batch.chunks if c.samples and c.seq in self._parked)
+
+    def expected_s(self, batch: Batch) -> float:
+        """Seconds that a step should take; 0 while nothing is known."""
+        prompts = _prompts(batch)
+        return self.pace.expected(len(batch.chunks) - len(prompts), prompts)
 
     def start_over(self) -> None:
         """The caches are lost, and what was in flight: all running sequences wait again."""
@@ -385,7 +394,9 @@ class Scheduler:
             budget = min(budget, len(decodes) + self._prompt_share(prompts, len(decodes)))
         spare = budget - len(decodes)
         own_target = min(self._own_targets.values()) if self._own_targets else None
-        self._prompt_s, self._prompt_least = self.pace.budget(len(decodes), own_target), LEAST
+        backlog = self._backlog(prefills) if self.pace.target_s is not None else 0
+        self._prompt_s, self._prompt_least = self.pace.budget(len(decodes), own_target, backlog), LEAST
+        self._prompt_tokens = 0
         chunks: dict[Sequence, Chunk] = {}
         grow, size = self.allocator.grow, self.allocator.block_size
         roomy = self.allocator.window is None  # with a window, growing also releases
@@ -416,13 +427,22 @@ class Scheduler:
                 budget -= length + len(verified)
         return list(chunks.values()), budget
 
+    def _backlog(self, prefills: list[tuple[Sequence, int]]) -> int:
+        """Prompt tokens still to be computed, of the running and of the first that wait; what is cached counts too."""
+        waiting = sum(seq.length for _, seq in self._waiting[:_BACKLOG]) if self._waiting else 0
+        return waiting + sum(remaining for _, remaining in prefills)
+
     def _paced(self, seq: Sequence, length: int) -> int:
         """How many of its next `length` prompt tokens the streams in this step leave time for."""
-        return max(self.pace.tokens(self._prompt_s, seq.computed, length), min(length, self._prompt_least))
+        fits = self.pace.tokens(self._prompt_s, seq.computed, length)
+        if fits < length:
+            fits = self.pace.cut(fits, self._prompt_tokens)
+        return max(fits, min(length, self._prompt_least))
 
     def _spend(self, seq: Sequence, length: int) -> None:
         """Its next `length` prompt tokens are part of the step."""
         self._prompt_least = max(self._prompt_least - length, 0)
+        self._prompt_tokens += length
         if self._prompt_s != math.inf:
             self._prompt_s = self.pace.left(self._prompt_s - self.pace.cost(seq.computed, length))
 
@@ -549,3 +569,10 @@ class Scheduler:
         self._in_flight += 1
         self._prompts_in_flight += batch.num_tokens - batch.num_decodes
         return batch
+
+
+def _prompts(batch: Batch) -> list[tuple[int, int]]:
+    """First position and number of tokens of each prompt in a step."""
+    if batch.num_decodes == batch.num_tokens:
+        return []
+    return [(chunk.start, chunk.length) for chunk in batch.chunks if not chunk.decodes]

@@ -136,6 +136,7 @@ class EngineServer:
             while self._stop_reason is None:
                 if self._engine.has_work:
                     self._receive(STARVED_S if self._fruitless > 1 else 0.0)
+                    self._linger()
                     self._step()
                 else:
                     self._made_progress()
@@ -151,6 +152,12 @@ class EngineServer:
         self._peers.release(self._engine.load_snapshot, time.monotonic())
         self._peers.tell_all(Stopped(self._stop_reason), time.monotonic())
         return EXIT_FAILED if self._failures else 0
+
+    def _linger(self) -> None:
+        """Take in what comes until the next step must be launched; see `Engine.spare_s`."""
+        spare = getattr(self._engine, "spare_s", None)  # only some run ahead
+        while spare is not None and self._stop_reason is None and (spare_s := spare()) >= STARVED_S:
+            self._receive(spare_s)
 
     def _receive(self, wait_s: float) -> None:
         if wait_s > 0 and not self._poller.poll(int(wait_s * 1000)):

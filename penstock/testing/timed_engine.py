@@ -131,6 +131,9 @@ class TimedEngine:
             self._sleep(seconds)
         return self.end()
 
+    def spare_s(self) -> float:
+        return 0.0
+
     def load_snapshot(self) -> EngineLoad:
         scheduler, pool = self.scheduler, self.scheduler.allocator.pool
         return EngineLoad(

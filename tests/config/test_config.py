@@ -132,7 +132,7 @@ def test_every_mistake_is_reported_at_once() -> None:
         ("models: smollm2", "expected a list"),
         ("models: []", "at least one model"),
         ("models: [{source: a}, {source: b, aliases: [a]}]", 'name "a" is already taken by models[0]'),
-        ("models: [{speculation: on}]", "expected one of off, ngram, draft, found True"),
+        ("models: [{speculation: on}]", "expected one of off, ngram, draft, eagle3, mtp, auto, found True"),
         ("cache: {exact: maybe}", "expected one of off, asked, on, found 'maybe'"),
         ("cache: {exact: on}\nserver: {workers: 2}", "several workers need a shared cache"),
         ("cache: {semantic: on}\nencoders: []", "an encoder is needed"),

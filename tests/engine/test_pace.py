@@ -169,3 +169,13 @@ def test_prompts_without_streams_are_not_slowed_down() -> None:
     world.submit("long", 8000, 4)
     world.step()
     assert world.took[0][0].num_tokens == 8000
+
+
+def test_a_default_target_yields_where_many_prompts_wait() -> None:
+    pace = taught()
+    pace.yields = True
+    assert pace.budget(4, None, backlog=2_000) < math.inf
+    assert pace.budget(4, None, backlog=20_000) == math.inf
+    assert pace.budget(4, 0.02, backlog=20_000) < math.inf  # a request's own does not
+    pace.yields = False
+    assert pace.budget(4, None, backlog=20_000) < math.inf

@@ -55,6 +55,19 @@ DEEPSEEK_ROPE = {
 }  # fmt: skip
 V2_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 4.0}
 
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 4, "sliding_window": 40, "swiglu_limit": 3.0,
+}  # fmt: skip
+GPT_OSS_ROPE = {**YARN_ROPE, "truncate": False}
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.11,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+}
+OLMO3_ROPES = {FULL: YARN_ROPE, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,9 +92,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("DeepseekV3Config", {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE}),
     "deepseek-v3-halves": (
         "DeepseekV3Config",
-        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_interleave": False, "q_lora_rank": None,
-         "attention_bias": True, "first_k_dense_replace": 0, "n_shared_experts": 1},
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+        },
     ),
+    "gpt-oss": ("GptOssConfig", {**GPT_OSS, "rope_parameters": GPT_OSS_ROPE}),
+    "granite": ("GraniteConfig", GRANITE),
+    "ministral": ("MinistralConfig", {"head_dim": 32, "sliding_window": 40, "layer_types": [SLIDING, FULL, SLIDING]}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 40, "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPES}),
     "phi3": ("Phi3Config", {"sliding_window": 60}),
     "phi3-half-rotated": ("Phi3Config", {"rope_parameters": HALF_ROPE, "tie_word_embeddings": True}),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
@@ -103,6 +129,8 @@ def write_checkpoint(
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
                 parameter.normal_(0, 0.4)
+            elif key.endswith("sinks"):
+                parameter.normal_(0, 2)
             elif "norm" in key:
                 parameter.normal_(1, 0.2)
             else:

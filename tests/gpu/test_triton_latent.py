@@ -1,8 +1,9 @@
-"""Attention over cached latents: what is cached, decodes and prompts together, all cache types, against the reference."""
+"""Attention over cached latents: what is cached, decodes beside prompts, all cache types, against the reference."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, integers, poisoned_outputs, rand, rng, time_us
@@ -110,10 +111,6 @@ def bench_decode_over_latents() -> Iterator[Row]:
             cache, _ = make_cache(layout, blocks, BF16)
             q, kv = rand(sequences, heads * 192, dtype=BF16), rand(sequences, 576, dtype=BF16)
             weights = LatentWeights(rand(512, dtype=BF16), 1e-6, rand(heads, 256, 512, dtype=BF16, scale=0.1))
-            calls.append(
-                lambda q=q, kv=kv, weights=weights, batch=batch, cache=cache: ops.latent_attention(
-                    q, kv, layout, weights, table, batch, cache
-                )
-            )
+            calls.append(partial(ops.latent_attention, q, kv, layout, weights, table, batch, cache))
         read = sequences * context * 576 * 2 + heads * 256 * 512 * 2
         yield bandwidth(f"latents {heads} heads, {sequences} x {context}", time_us(calls), read)

@@ -18,7 +18,7 @@ def goodput(
     requests: Annotated[int, typer.Option(min=20, help="Requests at each rate.")] = 256,
     target: Annotated[
         list[str] | None,
-        typer.Option("--target", help="target_gap_ms, or off; repeat for several. Default: off, and --slo-gap."),
+        typer.Option("--target", help="target_gap_ms, off, or default: what is held without one; repeat for several."),
     ] = None,
     slo_ttft: Annotated[float, typer.Option(min=1, help="Objective: ms to the first token.")] = 500.0,
     slo_gap: Annotated[float, typer.Option(min=1, help="Objective: ms for 99% of the gaps of a request.")] = 30.0,
@@ -61,14 +61,22 @@ def goodput(
         f"{requests} requests of the lengths of {workload}, at random times. Kept: the first token within "
         f"{slo_ttft:g} ms and 99% of the gaps of a request within {slo_gap:g} ms, for 95% of the requests."
     )
+    phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in engine.info.startup.items())
+    out.print(f"Ready in {loaded.seconds:.1f} s ({phases})", style="dim")
     run(engine, shaped, salt="warm-up", progress=lambda _: None)
     rows = report.table(
         "Open loop",
         *("target ms", "requests/s", "kept", "TTFT p50 ms", "p99 ms", "gap p50 ms", "p99 ms", "output tok/s"),
     )
     results: list[open_loop.Goodput] = []
-    for wanted in target or ["off", f"{slo_gap:g}"]:
-        engine.scheduler.pace.target_s = None if wanted == "off" else float(wanted) / 1e3
+    pace = engine.scheduler.pace
+    default_s = pace.target_s
+    for wanted in target or ["off", "default", f"{slo_gap:g}"]:
+        pace.yields = wanted == "default"
+        if pace.yields:
+            pace.target_s = default_s
+        else:
+            pace.target_s = None if wanted == "off" else float(wanted) / 1e3
 
         def measure(rate: float, wanted: str = wanted) -> open_loop.AtRate:
             with out.status(f"target {wanted}: {rate:.1f} requests/s"):

@@ -69,7 +69,7 @@ class PeerGroup(Protocol):
         ...
 
     def add_rms_norm(
-        self, ops: object, x: Any, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None
+        self, ops: object, x: Any, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None
     ) -> Any:
         """`ops.add_rms_norm` of the sum of every rank's `x`, in one launch; None where there is no such kernel."""
         ...

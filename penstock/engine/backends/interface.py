@@ -19,20 +19,23 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.activation import Activation as Activation
+from penstock.engine.backends.activation import ClampedSwiglu as ClampedSwiglu
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+OverRanks = Callable[[Tensor], Tensor]
+"""The mean over all ranks, of which each calls it with a tensor of the same shape."""
 KVScales = tuple[Tensor, Tensor]
 """What cached keys and cached values are multiplied by when read. FP8 cache: float32 [kv_heads] each. Int8 cache:
 `SCALE_DTYPE` [num_blocks, kv_heads, block_size] each, written with the tokens: their largest magnitude / 127."""
-Activation = Literal["silu", "gelu_tanh"]
-"""Of the gate in a feed-forward; gelu in its tanh form."""
 FP8 = torch.float8_e4m3fn
 INT8 = torch.int8
 SCALE_DTYPE = torch.bfloat16
@@ -47,7 +50,7 @@ class KeySmoothing(NamedTuple):
 
     All scores of a query change by the same constant, which softmax cancels, and quantization loses less: some channels
     of the keys are nearly constant over tokens, some are far larger than the others. Float32 [kv_heads, head_dim] each.
-    With `softcap` the scores themselves matter, so there the centre must be zero.
+    With `softcap` or sinks the scores themselves matter, so there the centre must be zero.
     """
 
     centre: Tensor
@@ -159,8 +162,8 @@ class HeadLayout:
 class LatentLayout:
     """How queries split into heads where all heads share one latent key per token (MLA).
 
-    A query head is `plain` dimensions and `rotary` rotated ones. What is cached of a token is its latent, of which every
-    head's plain key and value are linear functions, and one rotated key for all heads.
+    A query head is `plain` dimensions and `rotary` rotated ones. What is cached of a token is its latent, of which
+    every head's plain key and value are linear functions, and one rotated key for all heads.
     """
 
     heads: int
@@ -198,15 +201,16 @@ class ActivationOps(Protocol):
     """What stands between the linears of a layer. The results go into linears only, so a backend may hand over
     activations in another form (FP8 with scales) that its linears understand; hence `Any`."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Any:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Any:
         """Normalize the last axis of `x` [T, hidden] in float32 and scale by `weight`; a new tensor, of `dtype` (None:
-        that of `x`) where it is a plain one."""
+        that of `x`) where it is a plain one. Without `weight`, `x` as it is (layers without a norm before them)."""
         ...
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> Any:
-        """`residual += x` in place, then `rms_norm(residual)` in the dtype of `x`; a new tensor (may reuse `x`).
+        """`residual += x` in place, then `rms_norm(residual, weight)` in the dtype of `x`; a new tensor (may reuse
+        `x`).
 
         With `x_weight`, what is added is `rms_norm(x, x_weight)`.
         """
@@ -218,6 +222,10 @@ class ActivationOps(Protocol):
 
     def gelu_mul(self, gate_up: Tensor) -> Any:
         """As `silu_mul`, with gelu in its tanh form."""
+        ...
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Any:
+        """As `silu_mul`, with the gate `ClampedSwiglu`."""
         ...
 
 
@@ -236,15 +244,27 @@ class Ops(ActivationOps, Protocol):
         """`x` [T, hidden] in float32; a new tensor."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor: ...
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor: ...
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> Tensor: ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
+
+    def norm_rows(
+        self, qkv: Tensor, layout: HeadLayout, q_norm: Tensor, k_norm: Tensor, eps: float, over_ranks: OverRanks | None
+    ) -> Tensor:
+        """The queries of each token RMS-normalized together, and its keys, in place; `qkv` as in `rope_and_cache`.
+
+        `q_norm` is [heads * head_dim], `k_norm` [kv_heads * head_dim]. `over_ranks`: where other ranks have the other
+        heads; takes mean squares float32 [T, 2] of this rank's queries and keys to those of all.
+        """
+        ...
 
     def rope_and_cache(
         self,
@@ -279,8 +299,12 @@ class Ops(ActivationOps, Protocol):
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim]."""
+        """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim].
+
+        `sinks`, float32 [heads]: a score of each head that takes part in its softmax and stands for no key.
+        """
         ...
 
     def latent_attention(
@@ -296,9 +320,9 @@ class Ops(ActivationOps, Protocol):
     ) -> Tensor:
         """Causal attention over cached latents: [T, heads * value].
 
-        `q` is [T, heads * (plain + rotary)], `kv` [T, latent + rotary]; both may be overwritten, and rows may lie apart.
-        Latents are normalized, queries and keys rotated by `cos_sin` (see `rope_and_cache`), the new tokens stored in
-        `cache` [num_blocks, block_size, latent + rotary]. `scales`: of an FP8 cache float32 [1], of an int8 cache
+        `q` is [T, heads * (plain + rotary)], `kv` [T, latent + rotary]; their rows may lie apart. Latents are
+        normalized, queries and keys rotated by `cos_sin` (see `rope_and_cache`), the new tokens stored in `cache`
+        [num_blocks, block_size, latent + rotary]. `scales`: of an FP8 cache float32 [1], of an int8 cache
         `SCALE_DTYPE` [num_blocks, block_size], written with the tokens.
         """
         ...
@@ -349,10 +373,14 @@ class Staging(Protocol):
 
 
 class CopyEvent(Protocol):
-    """The end of a copy."""
+    """The end of a copy, or another point in what a device was given to do."""
 
     def synchronize(self) -> object:
-        """Block until the copy is done."""
+        """Block until the device has come to it."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from here to a later point; the device has come to both."""
         ...
 
 
@@ -368,6 +396,11 @@ class DeviceAccess(Protocol):
     @abstractmethod
     def staging(self) -> Staging:
         """Upload buffers for one place that uploads a few times per step."""
+        ...
+
+    @abstractmethod
+    def mark(self) -> CopyEvent | None:
+        """The point that follows what was launched so far; None where everything launched is done."""
         ...
 
     @abstractmethod
@@ -435,6 +468,8 @@ class StepDefaults:
     max_running: int
     token_budget: int
     encoder_token_budget: int
+    gap_s: float | None = None
+    """The gap between tokens that running streams keep while few prompts wait; None: no bound."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,3 +71,9 @@ class KVCache:
     @property
     def block_size(self) -> int:
         return self.shape.block_size
+
+    def of_layers(self, begin: int, end: int) -> KVCache:
+        """The same memory for a decoder that has only some of the layers."""
+        part = copy(self)
+        part.layers = self.layers[begin:end]
+        return part

@@ -100,6 +100,33 @@ class PagedKV:
 
 
 @dataclass(frozen=True, slots=True)
+class PagedRows:
+    """One vector per token, in blocks of tokens: what a drafter reads of the model (`models.tap`).
+
+    A layer is called with [slots, width], the rows of all blocks one after the other.
+    """
+
+    width: int
+    block_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"rows of {self.width} in {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.width * self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        return 0
+
+    def allocate(self, layers: int, num_blocks: int, num_rows: int, device: torch.device) -> CacheTensors:
+        rows = zeros((layers, 1, num_blocks, self.block_size, self.width), self.dtype, device)
+        return CacheTensors([layer.view(-1, self.width) for layer in rows], [rows])
+
+
+@dataclass(frozen=True, slots=True)
 class PagedLatentCache:
     """One layer's latents."""
 

@@ -100,7 +100,8 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     config["rope_scaling"] = rope_scaling(file, key, config)
     if family.gguf.config is not None:
         config |= family.gguf.config(key, config)
-    require_same(where, key, "attention.scale", max(config.get("query_pre_attn_scalar", head_dim), 1) ** -0.5)
+    if "attention_multiplier" not in config:  # which is that scale
+        require_same(where, key, "attention.scale", max(config.get("query_pre_attn_scalar", head_dim), 1) ** -0.5)
     # What all families are asked, and this one's configuration does not have; its tensors are checked all the same.
     config = {name: value for name, value in config.items() if family.rules.knows(name)}
     _add_token_ids(config, file)

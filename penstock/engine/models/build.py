@@ -11,7 +11,7 @@ from penstock.engine.models.architecture import LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
 from penstock.engine.models.layers.factory import LayerFactory
-from penstock.engine.models.layers.linear import SoftCapped
+from penstock.engine.models.layers.linear import shaped
 from penstock.engine.models.layers.mixer import FusedMixer
 from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.engine.models.llama import LLAMA_LIKE
@@ -108,7 +108,7 @@ def compose_decoder(
         embedding=embedding,
         layers=layers,
         final_norm=read.norm(f"{prefix}norm", hidden),
-        head=head if config.logit_softcap is None else SoftCapped(head, config.logit_softcap),
+        head=shaped(head, config.logit_scale, config.logit_softcap),
         max_positions=max_positions,
         fused_up_to=fused_up_to if can_fuse else 0,
     )

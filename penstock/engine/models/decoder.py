@@ -27,9 +27,10 @@ from penstock.engine.models.model_config import ModelConfig
 class DecoderLayer:
     """The parts of one layer."""
 
-    mixer_norm: Tensor
+    mixer_norm: Tensor | None
+    """None, as below: the part reads the residual stream as it is."""
     mixer: TokenMixer
-    feed_forward_norm: Tensor
+    feed_forward_norm: Tensor | None
     feed_forward: FeedForward
     mixer_out_norm: Tensor | None = None
     feed_forward_out_norm: Tensor | None = None
@@ -58,6 +59,11 @@ class Decoder(ABC):
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """Final hidden states [T, hidden] of the packed tokens; `kv` knows the tokens afterwards."""
         return self.run(self.embed(token_ids), batch, kv)
+
+    @property
+    def launched_eagerly(self) -> bool:
+        """Whether every step is launched from Python, because it can be neither recorded nor captured."""
+        return False
 
     @property
     def followers(self) -> Followers | None:

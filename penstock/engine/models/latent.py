@@ -49,7 +49,9 @@ def compose_attention(context: LayerContext) -> LatentAttention:
         if not latent.input_bias:
             return read.linear(prefix, {QUERY: queries, **kv}, hidden)
         # Only one of the two has a bias.
-        return StackedLinear([read.linear(prefix, {QUERY: queries}, hidden), read.linear(prefix, kv, hidden, bias=True)])
+        return StackedLinear(
+            [read.linear(prefix, {QUERY: queries}, hidden), read.linear(prefix, kv, hidden, bias=True)]
+        )
 
     narrow = latent.query_rank
     rows = latent.plain + latent.value

@@ -1,4 +1,5 @@
-"""Llama and the families like it: pre-norm layers of attention and a gated feed-forward, dense or of experts.
+"""Llama and the families like it: layers of attention and a gated feed-forward, dense or of experts, with
+norms before these two parts, behind them, or both.
 
 The residual stream is one tensor updated in place; the residual addition and the norm after it are one operation.
 """
@@ -15,7 +16,7 @@ from penstock.engine.backends.interface import ActivationOps, AttentionBatch, He
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
-from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.attention import Attention, RowNorms
 from penstock.engine.models.layers.experts import (
     ExpertMlp,
     ExpertSlots,
@@ -62,16 +63,16 @@ class LlamaDecoder(Decoder):
 def compose_layer(context: LayerContext) -> DecoderLayer:
     read, names, prefix, hidden = context.read, context.names, context.prefix, context.config.hidden_size
 
-    def norm(name: str) -> Tensor:
-        return read.norm(prefix + name, hidden)
+    def norm(name: str) -> Tensor | None:
+        return read.norm(prefix + name, hidden) if name else None
 
     return DecoderLayer(
         mixer_norm=norm(names.mixer_norm),
         mixer=compose_attention(context),
         feed_forward_norm=norm(names.feed_forward_norm),
         feed_forward=compose_feed_forward(context),
-        mixer_out_norm=norm(names.mixer_out_norm) if names.mixer_out_norm else None,
-        feed_forward_out_norm=norm(names.feed_forward_out_norm) if names.feed_forward_out_norm else None,
+        mixer_out_norm=norm(names.mixer_out_norm),
+        feed_forward_out_norm=norm(names.feed_forward_out_norm),
     )
 
 
@@ -96,8 +97,12 @@ def compose_attention(context: LayerContext) -> Attention:
         cos_sin=context.cos_sin,
         q_norm=read.norm(f"{prefix}q_norm", dim) if config.qk_norm else None,
         k_norm=read.norm(f"{prefix}k_norm", dim) if config.qk_norm else None,
+        row_norms=RowNorms(read.norm(f"{prefix}q_norm", q_size), read.norm(f"{prefix}k_norm", kv_size))
+        if config.row_norms
+        else None,
         eps=config.rms_eps,
         kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
+        sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32) if config.attention_sinks else None,
     )
 
 
@@ -107,13 +112,7 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     hidden, backend = config.hidden_size, context.read.backend
 
     def gated(
-        read: WeightReader,
-        prefix: str,
-        gate_up: tuple[str, str],
-        down: str,
-        ffn: int,
-        ops: ActivationOps,
-        bias: bool = config.mlp_bias,
+        read: WeightReader, prefix: str, gate_up: tuple[str, str], down: str, ffn: int, bias: bool, ops: ActivationOps
     ) -> GatedMlp:
         parts = dict.fromkeys(gate_up, ffn)
         return GatedMlp(
@@ -124,11 +123,12 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         )
 
     if moe is None or not moe.layers[context.index]:
-        return gated(read, context.prefix + names.mlp, names.gate_up, names.down, config.ffn_size, context.inner)
+        at, bias = context.prefix + names.mlp, config.mlp_bias
+        return gated(read, at, names.gate_up, names.down, config.ffn_size, bias, context.inner)
     block, ffn = context.prefix + names.moe, moe.ffn_size
     corrected = f"{block}{names.correction_bias}"
     router = Router(
-        linear=read.dense().linear(block, {names.router: moe.experts}, hidden),
+        linear=read.dense().linear(block, {names.router: moe.experts}, hidden, moe.router_bias),
         top_k=moe.top_k,
         normalize=moe.normalize,
         scoring=moe.scoring,
@@ -142,8 +142,8 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
 
     def experts(read: WeightReader) -> ExpertMlp:
         def make(index: int) -> GatedMlp:
-            at, gate_up, down = f"{block}experts.{index}.", names.expert_gate_up, names.expert_down
-            return gated(read, at, gate_up, down, ffn, backend.ops, bias=False)
+            at, bias = f"{block}experts.{index}.", moe.expert_bias
+            return gated(read, at, names.expert_gate_up, names.expert_down, ffn, bias, backend.ops)
 
         source = ExpertSource(make, lambda index: read.touch(f"{block}experts.{index}."))
         parts = [make(index) for index in held(table, moe.shard, moe.experts)]
@@ -153,9 +153,10 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     routed = backend.experts(lambda: experts(read), lambda: experts(read.dense()))
     if not moe.shared_ffn_size:
         return routed
+    at, ffn, bias = block + names.shared_expert, moe.shared_ffn_size, config.mlp_bias
     return SharedAndRouted(
         routed=routed,
-        shared=gated(read, block + names.shared_expert, names.gate_up, names.down, moe.shared_ffn_size, backend.ops),
+        shared=gated(read, at, names.gate_up, names.down, ffn, bias, backend.ops),
         gate=read.dense().linear(block, {names.shared_gate: 1}, hidden) if moe.shared_gate else None,
     )
 

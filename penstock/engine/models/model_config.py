@@ -32,6 +32,9 @@ class MoeConfig:
     """Whether the weights of a token's experts are scaled to sum to one."""
     layers: tuple[bool, ...]
     """Which layers have experts; the others are dense."""
+    router_bias: bool = False
+    expert_bias: bool = False
+    """Whether the matrices of the experts have biases."""
     placement: tuple[LayerTable, ...] = ()
     """Of each layer, which shard holds which experts; empty: every process has all of them, or parts of all."""
     shard: int = 0
@@ -105,6 +108,9 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    """Whether each head of queries and keys is normalized."""
+    row_norms: bool = False
+    """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
     moe: MoeConfig | None = None
     sandwich_norms: bool = False
@@ -116,8 +122,14 @@ class ModelConfig:
     """Factor of the products of queries and keys."""
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap) before the softmax."""
+    attention_sinks: bool = False
+    """Whether every head has a score of its own in its softmax that stands for no key."""
     logit_softcap: float | None = None
     latent: LatentConfig | None = None
+    logit_scale: float = 1.0
+    """Factor of the logits, before they are capped."""
+    by_transformers: bool = False
+    """Whether no family describes the model, so that the `transformers` library runs its layers."""
 
     @property
     def rotary_dim(self) -> int:

@@ -284,7 +284,7 @@ def lead(
     """Rank 0's decoder over its own part of a model, which all ranks share, or those of `groups`."""
     stage = Stage(decoder, groups or ranks.groups, shares)
     head: Linear = decoder.head if stage.groups.tensor is None else LeadHead(stage, ranks, model)
-    parts = {field.name: getattr(decoder, field.name) for field in fields(decoder)}
+    parts = {field.name: getattr(decoder, field.name) for field in fields(Decoder)}
     known = np.zeros((max_rows, max_blocks), np.int64)
     made = LeadDecoder(**{**parts, "head": head}, stage=stage, ranks=ranks, model=model, known=known)
     ranks.when_lost.append(made.start_over)

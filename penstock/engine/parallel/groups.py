@@ -84,7 +84,7 @@ class Group:
         return x
 
     def add_rms_norm(
-        self, ops: ActivationOps, x: Any, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None
+        self, ops: ActivationOps, x: Any, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None
     ) -> Any:
         """`ops.add_rms_norm` of the sum of every member's `x`."""
         if self.peers is not None and not self.in_order:  # steps of any size then take the same operations

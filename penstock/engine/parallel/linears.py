@@ -42,7 +42,9 @@ class SummingOps:
             raise AttributeError(name)  # of a copy that is not whole yet
         return getattr(self._ops, name)
 
-    def add_rms_norm(self, x: Any, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None) -> Any:
+    def add_rms_norm(
+        self, x: Any, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
+    ) -> Any:
         if isinstance(x, Unsummed):
             return self._group.add_rms_norm(self._ops, x.part, residual, weight, eps, x_weight)
         return self._ops.add_rms_norm(x, residual, weight, eps, x_weight)

@@ -43,7 +43,7 @@ from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
 from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.sleep.rank import RankSleep
-from penstock.engine.speculative.setup import load_draft
+from penstock.engine.speculative.setup import Draft, load_draft
 from penstock.engine.startup.offload import open_tiers
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
@@ -261,17 +261,17 @@ def _outcome(number: int, done: Future[Any]) -> Reply:
 
 def _load(setup: Setup, member: Worker) -> list[ServedModel]:
     """This rank's part of the target, and of the draft model if it has one."""
-    draft = load_draft(setup.config, Phases(None), member)
+    draft = load_draft(setup.config, setup.checkpoint, Phases(None), member)
     part = load_part(
         setup.config,
         setup.checkpoint,
         Phases(None),
         member,
-        backend=None if draft is None else draft.part.backend,
+        backend=None if draft is None else draft.backend,
         beside=0 if draft is None else draft.block_bytes,
     )
     models = [ServedModel(part, Stage(part.decoder, member.groups, shares_of(member.place, part.kv, part.max_running)))]
-    if draft is not None and draft.member is not None:
+    if isinstance(draft, Draft) and draft.member is not None:
         models.append(ServedModel(draft.sized_like(part), Stage(draft.part.decoder, draft.member.groups)))
     return models
 

@@ -201,14 +201,18 @@ def _scale(
         return norm / scales
 
     qkv, output = linears[:2]
-    layer = replace(layer, mixer_norm=behind_norm(layer.mixer_norm, qkv, names.mixer_norm))
+    # Where a part reads the residual stream itself, its groups are clipped, not scaled.
+    if layer.mixer_norm is not None:
+        layer = replace(layer, mixer_norm=behind_norm(layer.mixer_norm, qkv, names.mixer_norm))
     if model.num_heads == model.num_kv_heads:
         # A value's channel comes out of attention as the same channel; with shared KV heads it would be several.
         _behind_rows(qkv, output, group)
     if len(linears) != 4:
         return layer  # experts share their inputs: their groups are clipped, not scaled
     gate_up, down = linears[2:]
-    layer = replace(layer, feed_forward_norm=behind_norm(layer.feed_forward_norm, gate_up, names.feed_forward_norm))
+    if layer.feed_forward_norm is not None:
+        norm = behind_norm(layer.feed_forward_norm, gate_up, names.feed_forward_norm)
+        layer = replace(layer, feed_forward_norm=norm)
     _behind_rows(gate_up, down, group)
     return layer
 

@@ -46,6 +46,7 @@ class Runner:
         several steps are in flight in a pipeline, each samples when it is waited for. `mover`: makes the copies to and
         from the host. `scores_prompts`: see `RunnerResources`."""
         self.backend = backend
+        self._timed = not deferred and not several_ranks
         self.decoder = decoder
         self.adapters = adapters
         self.kv = kv
@@ -59,14 +60,17 @@ class Runner:
             backend, decoder, kv, self.rows, self.inputs, adapters, max_rows, max_verified, scores_prompts
         )
         # Other ranks that cannot follow captured steps launch every step themselves: nothing of it is recorded here.
-        eager = several_ranks and decoder.followers is None
+        eager = decoder.launched_eagerly or (several_ranks and decoder.followers is None)
         self.executor: Executor = EagerExecutor(resources, deferred=deferred) if eager else backend.executor(resources)
 
     def run(self, batch: Batch) -> PendingStep:
         """Launch one step."""
+        began = self.backend.mark() if self._timed else None
         if batch.transfers is not None:
             assert self.mover is not None
             self.mover.run(batch.transfers)
         if self.adapters is not None:
             self.adapters.fill_slots()
-        return self.executor.run(batch)
+        step = self.executor.run(batch)
+        step.began = began
+        return step

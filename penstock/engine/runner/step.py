@@ -32,6 +32,8 @@ class PendingStep:
     logprobs: LogprobTensors | None = None
     event: CopyEvent | None = None
     """Ends the copy of the tokens to the host; None: they are there."""
+    began: CopyEvent | None = None
+    """Precedes the step on the device; None where steps are not timed there."""
     launched_at: float = 0.0
     sampling: Callable[[], None] | None = None
     """Samples, once the hidden states are back from the last stage of a pipeline; None: that has been launched."""
@@ -41,6 +43,13 @@ class PendingStep:
         if self.sampling is not None:
             self.sampling()
             self.sampling = None
+
+    def took(self, otherwise: float) -> float | None:
+        """Seconds that the step took, once it was waited for; `otherwise` is what the host saw of it. None: unknown, as
+        nobody waits for a step that samples nothing."""
+        if self.began is None:
+            return otherwise
+        return None if self.event is None else self.began.elapsed_time(self.event) / 1e3
 
     def last_tokens(self) -> list[tuple[Sequence, int]]:
         """Block until the step's tokens are on the host; of each sequence the one behind its last token."""

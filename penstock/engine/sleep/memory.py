@@ -110,6 +110,10 @@ def storages_of(tensors: list[Tensor]) -> Storages:
     return {storage._cdata: storage for storage in storages if storage.resizable()}
 
 
+def _is_own(item: object) -> bool:
+    return type(item).__module__.startswith("penstock.") or dataclasses.is_dataclass(item)
+
+
 def walk(root: object) -> Iterator[Any]:
     """Every object reachable from `root` through attributes, fields and containers, each once."""
     seen: set[int] = set()
@@ -128,7 +132,7 @@ def walk(root: object) -> Iterator[Any]:
             todo += item
         elif getattr(type(item), "resident", False):
             continue
-        elif type(item).__module__.startswith("penstock.") or dataclasses.is_dataclass(item):
+        elif isinstance(item, torch.nn.Module) or _is_own(item):
             todo += vars(item).values() if hasattr(item, "__dict__") else ()
             slots = (name for cls in type(item).__mro__ for name in getattr(cls, "__slots__", ()))
             todo += [getattr(item, name) for name in slots if hasattr(item, name)]

@@ -41,11 +41,15 @@ class _State:
 class DraftProposer:
     """See `Proposer`. `runner` is the draft model's; it uses the rows and blocks that `scheduler` gave out."""
 
+    first = 0
+    """The first token that it computes."""
+
     def __init__(self, runner: Runner, scheduler: Scheduler, *, window: int, budget: int) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.window = window
         self.budget = budget
+        self.single_tokens = runner.executor.prefers_single_tokens
         self._overall = Acceptance(0.7, decay=0.995, weight=8.0)
         self._costs = StepCosts()
         self._states: dict[Sequence, _State] = {}
@@ -106,7 +110,7 @@ class DraftProposer:
                 ready[seq] = count  # short enough to be computed together with the last token
                 continue
             length = min(behind, left)
-            if length:
+            if length > 1:  # a single token would count as a decode
                 chunks.append(self._chunk(seq, state, length, samples=False))
                 left -= length
             if length == behind:
@@ -147,7 +151,7 @@ class DraftProposer:
     def _chunk(self, seq: Sequence, state: _State, length: int, *, samples: bool) -> Chunk:
         first, end = state.read, state.read + length
         # Tokens beyond the last one are computed each on its own, as in verification: CUDA graphs hold such steps.
-        drafts = tuple(seq.tokens[first + 1 : end]) if samples and self.runner.executor.prefers_single_tokens else ()
+        drafts = tuple(seq.tokens[first + 1 : end]) if samples and self.single_tokens else ()
         chunk = Chunk(seq, first, length, samples, drafts)
         size = self.scheduler.allocator.block_size
         for index in range(first // size, (end - 1) // size + 1):
@@ -161,7 +165,7 @@ class DraftProposer:
             state = self._states[seq] = _State(self._overall)
         if state.epoch != seq.epoch:
             state.epoch = seq.epoch
-            state.read = self._known_prefix(seq)
+            state.read = max(self._known_prefix(seq), self.first)
         return state
 
     def _known_prefix(self, seq: Sequence) -> int:

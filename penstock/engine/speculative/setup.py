@@ -15,14 +15,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.select import pick_device
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, SpeculationForm
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import read_config
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.draft import FOLLOWED, DraftProposer
+from penstock.engine.speculative.eagle3 import is_head
+from penstock.engine.speculative.head_setup import HEADS, HeadDraft, check_head, head_proposer, load_head
 from penstock.engine.speculative.ngram import NgramProposer
 from penstock.engine.speculative.speculation import Proposer, Speculation
 from penstock.engine.startup.memory import state_rows
@@ -47,6 +50,13 @@ class Draft:
     caches: int = 1
     """Of the target, where shards have sequences of their own: their blocks are numbered through."""
 
+    tap = None
+    """It reads tokens, nothing of the target."""
+
+    @property
+    def backend(self) -> Backend:
+        return self.part.backend
+
     @property
     def block_bytes(self) -> int:
         """What it needs beside every block of the target in this process."""
@@ -59,13 +69,20 @@ class Draft:
         return replace(self.part, kv=kv, max_running=target.max_running, max_model_len=target.max_model_len)
 
 
-def spread_draft(config: EngineConfig) -> EngineConfig:
-    """The configuration, checked before there are ranks, with the number of shards that have a part of the draft."""
+def spread_draft(config: EngineConfig, checkpoint: object | None = None) -> EngineConfig:
+    """The configuration, checked before there are ranks: with the form of speculation in place of `auto`, and with the
+    number of shards that have a part of a draft model."""
+    if config.speculation == "auto":
+        config = replace(config, speculation=_form(config, checkpoint))
+        log.info("speculation: auto means %s here", config.speculation)
     most, asked = config.tensor_parallel, config.draft_tensor_parallel
+    if config.speculation in HEADS:
+        check_head(config)
+    if config.draft_model is not None and config.speculation not in ("draft", "eagle3"):
+        raise ConfigError("draft_model is only used with speculation: draft or eagle3")
     if config.speculation != "draft":
-        for name in ("draft_model", "draft_tensor_parallel"):
-            if getattr(config, name) is not None:
-                raise ConfigError(f"{name} is only used with speculation: draft")
+        if asked is not None:
+            raise ConfigError("draft_tensor_parallel is only used with speculation: draft")
         return config
     if asked is not None and asked > most:
         raise ConfigError(f"draft_tensor_parallel: {asked} is more than tensor_parallel: {most}")
@@ -83,9 +100,20 @@ def spread_draft(config: EngineConfig) -> EngineConfig:
     return replace(config, draft_tensor_parallel=shards)
 
 
-def load_draft(config: EngineConfig, phases: Phases, member: Member | None = None) -> Draft | None:
-    """This process's part of the draft model, if it has one; before the target, so that its memory is taken into
+def _form(config: EngineConfig, checkpoint: object | None) -> SpeculationForm:
+    """What `auto` means: the drafter that is named, or that the checkpoint has; n-grams without any."""
+    if config.draft_model is not None:
+        return "eagle3" if is_head(Path(config.draft_model)) else "draft"
+    return "ngram"
+
+
+def load_draft(
+    config: EngineConfig, checkpoint: object | None, phases: Phases, member: Member | None = None
+) -> Draft | HeadDraft | None:
+    """This process's part of the drafter, if it has one; before the target, so that its memory is taken into
     account."""
+    if config.speculation in HEADS:
+        return load_head(config, checkpoint, phases, member)
     if config.speculation != "draft":
         return None
     shards = config.draft_tensor_parallel or 1
@@ -135,7 +163,7 @@ def _alone(config: EngineConfig) -> EngineConfig:
 def make_speculation(
     config: EngineConfig,
     target: Part,
-    draft: Draft | None,
+    draft: Draft | HeadDraft | None,
     scheduler: Scheduler,
     ranks: Ranks | None,
     *,
@@ -145,7 +173,9 @@ def make_speculation(
     if config.speculation == "off":
         return None
     proposer: Proposer = NgramProposer(config.speculation_depth)
-    if draft is not None:
+    if isinstance(draft, HeadDraft):
+        proposer = head_proposer(config, target, draft, scheduler)
+    elif draft is not None:
         proposer = _draft_proposer(config, target, draft, scheduler, ranks)
     return Speculation(
         proposer,

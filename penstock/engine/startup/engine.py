@@ -54,7 +54,7 @@ def load_engine(
 ) -> Engine:
     """See `Engine.load`."""
     # Once, for all ranks.
-    config = spread_draft(replace(config, adapter_rank=adapter_rank(config)))
+    config = spread_draft(replace(config, adapter_rank=adapter_rank(config)), checkpoint)
     if config.ranks == 1:
         if config.expert_parallel or config.attention_parallel == "data":
             raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
@@ -83,7 +83,7 @@ def _check_restarts(config: EngineConfig) -> None:
         f"weights: {config.weights}": config.weights in ("int8", "int4"),
         "kv_dtype: int8": config.kv_dtype == "int8",
         f"role: {config.role}": config.role != "both",
-        "speculation: draft": config.speculation == "draft",
+        f"speculation: {config.speculation}": config.speculation not in ("off", "ngram"),
     }
     for name, is_set in refused.items():
         if is_set:
@@ -111,14 +111,15 @@ def _assemble(
     phases: Phases,
     ranks: Ranks | None,
 ) -> Engine:
-    draft = load_draft(config, phases, ranks)
+    draft = load_draft(config, checkpoint, phases, ranks)
     part = load_part(
         config,
         checkpoint,
         phases,
         ranks,
-        backend=None if draft is None else draft.part.backend,
+        backend=None if draft is None else draft.backend,
         beside=0 if draft is None else draft.block_bytes,
+        tap=None if draft is None else draft.tap,
     )
     host, mover = _host_tier(config, part, ranks, phases)
     adapters = None if part.adapters is None else manage_adapters(config, part.adapters, find_adapter, ranks)
@@ -132,6 +133,7 @@ def _assemble(
         adapters=adapters.pool if adapters is not None else None,
         batches=config.pipeline_parallel + part.backend.overlaps if pipelined else 1,
         target_gap_s=None if config.target_gap_ms is None else config.target_gap_ms / 1e3,
+        default_gap_s=part.backend.defaults.gap_s,
     )
     runner = Runner(
         part.backend,
@@ -164,6 +166,7 @@ def _assemble(
         kv_format=_kv_format(config, part, ranks, scheduler),
         weight_bytes=part.decoder.weight_bytes,
         kv_bytes=sum(tensor.nbytes for tensor in (*part.kv.tensors, *part.kv.states)),
+        runs_through="transformers" if part.model.by_transformers else "",
     )
     overlap = part.backend.overlaps
     # In a pipeline no step waits for another's tokens, whether it verifies or not.

@@ -18,20 +18,22 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from penstock.engine.adapters.runtime import AdaptedModel
-from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.backend import Backend, WeightPlan
 from penstock.engine.backends.interface import FP8, INT8, StepLimits
 from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
+from penstock.engine.loading.checkpoint import SafetensorsCheckpoint
 from penstock.engine.models.build import build_decoder
 from penstock.engine.models.calibration import Forward, calibrate
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.tap import Tap
 from penstock.engine.models.weights import Weights
 from penstock.engine.startup.adapters import adapt_model
 from penstock.engine.startup.memory import count_blocks, longest_sequence, sliding_window, state_rows
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.member import Member
@@ -87,11 +89,13 @@ def load_part(
     backend: Backend | None = None,
     beside: int = 0,
     own_cache: bool = True,
+    tap: Tap | None = None,
 ) -> Part:
     """Read the checkpoint and make decoder and cache; `checkpoint` replaces the one that `config` names.
 
     `backend`: to share with another model in this process. `beside`: bytes that every block needs elsewhere.
-    `own_cache`: or else the cache is made later, like another model's; until then it has one block.
+    `own_cache`: or else the cache is made later, like another model's; until then it has one block. `tap`: what a
+    drafter in this process wants of it.
     """
     threads = config.threads or max(1, (os.cpu_count() or 1) // (1 if member is None else member.neighbours))
     torch.set_num_threads(threads)
@@ -102,6 +106,8 @@ def load_part(
     with phases("open"):
         weights = open_weights(config, checkpoint)
         model = local = read_config(weights.config)
+        if model.by_transformers:
+            check_by_transformers(config, model, weights)
         head_rows = None
         if member is not None:
             weights, local, head_rows = member.cut(
@@ -138,7 +144,7 @@ def load_part(
             wanted_len,
         )
     with phases("weights"), torch.inference_mode():
-        decoder = build_decoder(
+        decoder = _by_transformers(config, weights, model, backend, dtype, wanted_len, plan, phases) or build_decoder(
             weights,
             local,
             backend,
@@ -151,6 +157,8 @@ def load_part(
             head_rows=head_rows,
             progress=lambda fraction: phases.report("weights", fraction),
         )
+    if model.by_transformers:
+        model = decoder.config  # its windows were found meanwhile
     if backend.calibrates and (kv_dtype == INT8 or plan.quantize is not None):
         if config.rank_restarts:
             raise ConfigError(
@@ -162,7 +170,7 @@ def load_part(
             decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
     cut = None if member is None else member.adapter_cut(model)
     adapters = adapt_model(config, backend, decoder, dtype=dtype, cut=cut)
-    if backend.compiles:
+    if backend.compiles and not decoder.launched_eagerly:
         with phases("compile"):
             most_decodes = max(max_running, config.max_verified(max_running))
             limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
@@ -176,20 +184,22 @@ def load_part(
         num_blocks = count_blocks(
             config if own_cache else replace(config, num_blocks=1),
             backend,
-            decoder,
+            _tapped(decoder, tap),
             kv_dtype,
             max_running=max_running,
             max_model_len=wanted_len,
             budget=budget,
             beside=beside,
         )
-        shape = decoder.cache_shape(config.block_size, kv_dtype)
+        shape = _tapped(decoder, tap).cache_shape(config.block_size, kv_dtype)
         if not shape.blocks_suffice:
             check_stateful(config)
         if member is not None:
             num_blocks = member.least(num_blocks)
             decoder = member.connect(decoder)
             adapters = None if adapters is None else adapters.with_decoders(member.connect)
+        if tap is not None:
+            decoder, adapters = tap.on(decoder), None if adapters is None else adapters.with_decoders(tap.on)
         kv = KVCache(shape, num_blocks, device, state_rows(max_running))
     max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
     if max_model_len < wanted_len and own_cache:
@@ -199,6 +209,10 @@ def load_part(
             wanted_len,
         )
     return Part(backend, model, decoder, kv, max_running, budget, max_model_len, adapters)
+
+
+def _tapped(decoder: Decoder, tap: Tap | None) -> Decoder:
+    return decoder if tap is None else tap.on(decoder)
 
 
 def _together(member: Member, decoder: Decoder) -> Forward:
@@ -215,12 +229,59 @@ def check_deterministic(config: EngineConfig, model: ModelConfig, backend: Backe
             "deterministic: true with expert_parallel needs expert_copies: 0 and expert_rebalance_s: 0, because sums "
             "depend on which shard has an expert"
         )
+    if model.latent is not None:
+        raise ConfigError("deterministic: true is not available for models whose attention is over latents (MLA)")
     if backend.all_invariant:
         return
     if model.moe is not None:
         raise ConfigError("deterministic: true is not available for mixture-of-experts models on this device")
     if config.adapters or config.adapter_slots:
         raise ConfigError("deterministic: true is not available with adapters on this device")
+
+
+def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:
+    """Refuse what models that the `transformers` library runs do not have."""
+    refused = {
+        "deterministic": config.deterministic,
+        "tensor_parallel, pipeline_parallel": config.ranks > 1,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"{name}: not available for {model.family} models, which run through transformers")
+    if not isinstance(weights, SafetensorsCheckpoint):
+        raise CheckpointError(
+            f"{model.family} models run through transformers, which needs a folder of weights that are not quantized; "
+            "weights: int8 or int4 rounds them when they are loaded"
+        )
+
+
+def _by_transformers(
+    config: EngineConfig,
+    weights: Weights,
+    model: ModelConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    max_positions: int,
+    plan: WeightPlan,
+    phases: Phases,
+) -> Decoder | None:
+    """The decoder of a model that no family describes; None for all others."""
+    if not model.by_transformers:
+        return None
+    from penstock.engine.models.transformers.load import load_decoder
+
+    assert isinstance(weights, SafetensorsCheckpoint)
+    return load_decoder(
+        weights.folder,
+        model,
+        weights.config,
+        backend,
+        dtype=dtype,
+        max_positions=max_positions,
+        quantize=plan.quantize,
+        custom_code=config.trust_remote_code,
+        progress=lambda fraction: phases.report("weights", fraction),
+    )
 
 
 def check_stateful(config: EngineConfig) -> None:

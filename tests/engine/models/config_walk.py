@@ -46,6 +46,13 @@ BASES: dict[str, dict[str, Any]] = {
     "gemma": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 12},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     "gemma3_text": {**GEMMA, "sliding_window_pattern": 2, "rope_local_base_freq": 3000.0},
+    "gpt_oss": {"sliding_window": 20, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "attention_bias": True, "swiglu_limit": 2.0, "swiglu_alpha": 1.5, "rope_parameters": None},
+    "granite": {"hidden_act": "silu", "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+                "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    "ministral": {"hidden_act": "silu", "sliding_window": 20, "head_dim": 12},
+    "olmo2": {"hidden_act": "silu"},
+    "olmo3": {"hidden_act": "silu", "sliding_window": 20},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""

@@ -134,7 +134,7 @@ def test_another_vocabulary_is_refused_at_start(target: Path, other: Path, tmp_p
         make_engine(target, speculation="draft", draft_model=str(small))
     with pytest.raises(ConfigError, match="needs a draft_model"):
         make_engine(target, speculation="draft")
-    with pytest.raises(ConfigError, match="only used with speculation: draft"):
+    with pytest.raises(ConfigError, match="only used with speculation: draft or eagle3"):
         make_engine(target, draft_model=str(other))
     for name, folder in (("a", target), ("b", other)):
         shutil.copytree(folder, tmp_path / name)

@@ -25,8 +25,10 @@ from penstock.engine.backends.interface import (
     KVScales,
     LatentLayout,
     LatentWeights,
+    OverRanks,
 )
 from penstock.engine.backends.reference import filters, latent
+from penstock.engine.backends.reference.ops import mean_squares
 from penstock.errors import PenstockError
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -192,29 +194,32 @@ class CpuOps:
         self._lib.pk_widen(self._ctx, x.data_ptr(), out.data_ptr(), *x.shape, dtype_code(x, "x"))
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
         need_contiguous(x, "x")
         out = torch.empty_like(x, dtype=dtype)
         self._lib.pk_rms_norm(
-            self._ctx, x.data_ptr(), weight.data_ptr(), out.data_ptr(),
-            *_rows(x, weight), eps, dtype_code(out, "the result"), _is_wide(x, out), dtype_code(weight, "weight"),
+            self._ctx, x.data_ptr(), None if weight is None else weight.data_ptr(), out.data_ptr(),
+            *_rows(x, weight), eps, dtype_code(out, "the result"), _is_wide(x, out),
+            0 if weight is None else dtype_code(weight, "weight"),
         )  # fmt: skip
         return out
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> Tensor:
         need_contiguous(x, "x")
         need_contiguous(residual, "residual")
         if x.shape != residual.shape:
             raise LayoutError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ")
-        if x_weight is not None and (x_weight.shape != weight.shape or x_weight.dtype is not weight.dtype):
-            raise LayoutError(f"x_weight must be as weight, {weight.dtype} {tuple(weight.shape)}")
+        either = x_weight if weight is None else weight
+        if _kind(x_weight) not in (None, _kind(either)):
+            raise LayoutError(f"x_weight must be as weight, {_kind(either)}, got {_kind(x_weight)}")
         out = torch.empty_like(x)
         self._lib.pk_add_rms_norm(
-            self._ctx, x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
+            self._ctx, x.data_ptr(), residual.data_ptr(), None if weight is None else weight.data_ptr(),
             None if x_weight is None else x_weight.data_ptr(), out.data_ptr(),
-            *_rows(x, weight), eps, dtype_code(x, "x"), _is_wide(residual, x), dtype_code(weight, "weight"),
+            *_rows(x, either), eps, dtype_code(x, "x"), _is_wide(residual, x),
+            0 if either is None else dtype_code(either, "weight"),
         )  # fmt: skip
         return out
 
@@ -224,14 +229,36 @@ class CpuOps:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(self._lib.pk_gelu_mul, gate_up)
 
-    def _gate_mul(self, kernel: Callable[..., None], gate_up: Tensor) -> Tensor:
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        return self._gate_mul(self._lib.pk_clamped_swiglu, gate_up, alpha, limit)
+
+    def _gate_mul(self, kernel: Callable[..., None], gate_up: Tensor, *settings: float) -> Tensor:
         need_contiguous(gate_up, "gate_up")
         rows, width = gate_up.shape
         if width % 2:
             raise LayoutError(f"gate_up must hold two halves, got width {width}")
         out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
-        kernel(self._ctx, gate_up.data_ptr(), out.data_ptr(), rows, width // 2, dtype_code(gate_up, "gate_up"))
+        code = dtype_code(gate_up, "gate_up")
+        kernel(self._ctx, gate_up.data_ptr(), out.data_ptr(), rows, width // 2, *settings, code)
         return out
+
+    def norm_rows(
+        self, qkv: Tensor, layout: HeadLayout, q_norm: Tensor, k_norm: Tensor, eps: float, over_ranks: OverRanks | None
+    ) -> Tensor:
+        need_contiguous(qkv, "qkv")
+        tokens, width = qkv.shape
+        queries, keys = layout.heads * layout.head_dim, layout.kv_heads * layout.head_dim
+        for norm, size in ((q_norm, queries), (k_norm, keys)):
+            need_contiguous(norm, "q_norm and k_norm")
+            if norm.shape != (size,) or norm.dtype is not q_norm.dtype:
+                raise LayoutError(f"a norm of {size} in {q_norm.dtype} is needed, got {norm.dtype} {norm.shape}")
+        means = None if over_ranks is None else over_ranks(mean_squares(qkv, layout))
+        self._lib.pk_norm_rows(
+            self._ctx, qkv.data_ptr(), q_norm.data_ptr(), k_norm.data_ptr(),
+            None if means is None else means.data_ptr(), tokens, width, queries, keys, eps,
+            dtype_code(qkv, "qkv"), dtype_code(q_norm, "q_norm"),
+        )  # fmt: skip
+        return qkv
 
     def rope_and_cache(
         self,
@@ -284,6 +311,7 @@ class CpuOps:
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         heads, dim = layout.heads, layout.head_dim
         step, head_step, one = q.stride()
@@ -293,6 +321,11 @@ class CpuOps:
         args = AttentionArgs.from_buffer_copy(self._cache_view(k_cache, v_cache, layout, kv_scales).attention)
         out = torch.empty((q.shape[0], heads * dim), dtype=q.dtype)
         args.fixed = self.batch_invariant
+        if sinks is not None:
+            _need(sinks, "sinks", torch.float32)
+            if sinks.shape != (heads,):
+                raise LayoutError(f"sinks must be [{heads}], got {tuple(sinks.shape)}")
+            args.sinks = sinks.data_ptr()
         args.q, args.out, args.q_stride, args.dtype = q.data_ptr(), out.data_ptr(), step, dtype_code(q, "q")
         args.query_starts, args.context_lens, args.rows = view.query_starts, view.context_lens, view.rows
         args.block_tables, args.table_stride, args.sequences = view.block_tables, view.table_stride, view.sequences
@@ -385,9 +418,14 @@ class CpuOps:
         return out
 
 
-def _rows(x: Tensor, weight: Tensor) -> tuple[int, int]:
+def _kind(weight: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+    return None if weight is None else (weight.shape, weight.dtype)
+
+
+def _rows(x: Tensor, weight: Tensor | None) -> tuple[int, int]:
     width = x.shape[-1]
-    need_contiguous(weight, "weight")
-    if weight.shape != (width,):
-        raise LayoutError(f"weight must be [{width}], got {tuple(weight.shape)}")
+    if weight is not None:
+        need_contiguous(weight, "weight")
+        if weight.shape != (width,):
+            raise LayoutError(f"weight must be [{width}], got {tuple(weight.shape)}")
     return x.numel() // width if width else 0, width

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class TorchCudaBackend(Backend):
     """See `Backend`."""
 
-    defaults = StepDefaults(max_running=256, token_budget=8448, encoder_token_budget=16384)
+    defaults = StepDefaults(max_running=256, token_budget=8448, encoder_token_budget=16384, gap_s=0.03)
     """64 prompt tokens for each of an H200's 132 multiprocessors: attention of a long prompt leaves none of them idle
     in its last wave."""
     in_host_memory = False
@@ -93,11 +93,13 @@ class TorchCudaBackend(Backend):
     def staging(self) -> Staging:
         return PinnedStaging(self.device)
 
+    def mark(self) -> CopyEvent:
+        event: CopyEvent = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()  # type: ignore[attr-defined]
+        return event
+
     def to_host(self, *tensors: Tensor) -> tuple[list[Tensor], CopyEvent | None]:
-        copies = [_to_pinned(tensor) for tensor in tensors]
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return copies, event
+        return [_to_pinned(tensor) for tensor in tensors], self.mark()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

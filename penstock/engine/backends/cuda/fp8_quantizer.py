@@ -35,11 +35,11 @@ class Fp8Quantizer:
 class Fp8Activations:
     """Norms and gates that give FP8 with one scale per token, for the linears behind them; `dtype` is ignored."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> ScaledTensor:
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> ScaledTensor:
         return ScaledTensor(*norm.rms_norm_fp8(x, weight, eps))
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> ScaledTensor:
         return ScaledTensor(*norm.rms_norm_fp8(x, weight, eps, residual, x_weight))
 
@@ -48,3 +48,6 @@ class Fp8Activations:
 
     def gelu_mul(self, gate_up: Tensor) -> ScaledTensor:
         return ScaledTensor(*activation.gelu_mul_fp8(gate_up))
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> ScaledTensor:
+        return ScaledTensor(*activation.clamped_swiglu_fp8(gate_up, alpha, limit))

@@ -62,12 +62,12 @@ class CudaPeerGroup:
         ops: object,
         x: Tensor | Addends,
         residual: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         eps: float,
         x_weight: Tensor | None,
     ) -> Any:
         base = x if isinstance(x, Tensor) else x.base
-        if not peers.fits_norm(base) or not self.takes(x):
+        if weight is None or not peers.fits_norm(base) or not self.takes(x):
             return None
         two_shot = is_two_shot(base.nbytes, self.size)
         if isinstance(ops, TritonOps):

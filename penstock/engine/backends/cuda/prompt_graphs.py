@@ -23,6 +23,7 @@ from penstock.engine.backends.interface import AttentionBatch, Followers, HostBa
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.runner.follower import BlockTables
 from penstock.engine.runner.inputs import Packed
 from penstock.engine.runner.rows import FLOATS, Rows
@@ -32,9 +33,9 @@ PROMPTS = 8
 """Most prompts in a captured step."""
 TOKENS = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1025, 128))
 """Numbers of prompt tokens that get a graph when nothing else runs."""
-DECODES = (16, 64, 256)
+DECODES = (16, 32, 64, 96, 128, 192, 256)
 """Numbers of decoded tokens beside prompts. Each takes a graph per size below, and capturing takes time at start."""
-TOKENS_BESIDE_DECODES = (64, 128, 192, 256, 384, 512, 640, 768, 1024)
+TOKENS_BESIDE_DECODES = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ class PromptGraphs:
         self._captured: dict[Shape, _Captured] = {}
         self._pool: Any = None
         # A state per sequence would be advanced by the padding too.
-        self._applies = all(isinstance(layer.mixer, Attention) for layer in decoder.layers)
+        self._applies = all(isinstance(layer.mixer, Attention | LatentAttention) for layer in decoder.layers)
 
     def shape_of(self, batch: Batch) -> Shape | None:
         """The smallest shape that holds a step; None when there is none, or the step needs more than samples."""

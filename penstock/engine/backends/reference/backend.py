@@ -78,6 +78,9 @@ class ReferenceBackend(Backend):
     def staging(self) -> Staging:
         return HostStaging()
 
+    def mark(self) -> CopyEvent | None:
+        return None
+
     def to_host(self, *tensors: Tensor) -> tuple[list[Tensor], CopyEvent | None]:
         return list(tensors), None
 

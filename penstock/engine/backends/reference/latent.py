@@ -72,7 +72,8 @@ def prepare(
     latent = (latent * weights.norm.float()).to(q.dtype)
     key = rotate(kv[:, layout.latent :], cos, sin, layout.interleaved)
     store(torch.cat((latent, key), -1), cache, scales, batch.slots)
-    plain, rotary = q.view(q.shape[0], layout.heads, layout.query).split([layout.plain, layout.rotary], -1)
+    heads = q.view(q.shape[0], layout.heads, layout.query)
+    plain, rotary = heads[..., : layout.plain], heads[..., layout.plain :]
     return plain, rotate(rotary, cos.unsqueeze(1), sin.unsqueeze(1), layout.interleaved)
 
 
@@ -151,7 +152,8 @@ def _attend_one(
     for first in range(0, layout.heads, step):
         some = slice(first, first + step)
         made = latents[:, : layout.latent] @ weights.up[some].flatten(0, 1).t()
-        keys, values = made.view(context, -1, layout.plain + layout.value).split([layout.plain, layout.value], -1)
+        made = made.view(context, -1, layout.plain + layout.value)
+        keys, values = made[..., : layout.plain], made[..., layout.plain :]
         turned = latents[:, None, layout.latent :].expand(-1, keys.shape[1], -1)
         out[some] = F.scaled_dot_product_attention(
             q[some],

@@ -6,6 +6,7 @@ decodes are padded to the longest context and done in one call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from penstock.engine.backends.interface import (
     KVScales,
     LatentLayout,
     LatentWeights,
+    OverRanks,
 )
 from penstock.engine.backends.reference import filters, latent, masks
 from penstock.engine.backends.reference.noise import gumbel
@@ -44,14 +46,14 @@ class ReferenceOps:
     def widen(self, x: Tensor) -> Tensor:
         return x.float()
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-        return _rms(x, weight, eps, dtype)
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        return x.to(dtype or x.dtype, copy=True) if weight is None else _rms(x, weight, eps, dtype)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, x_weight: Tensor | None = None
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> Tensor:
         residual.add_(x if x_weight is None else _rms(x, x_weight, eps))
-        return _rms(residual, weight, eps, x.dtype)
+        return self.rms_norm(residual, weight, eps, x.dtype)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -60,6 +62,22 @@ class ReferenceOps:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+    def norm_rows(
+        self, qkv: Tensor, layout: HeadLayout, q_norm: Tensor, k_norm: Tensor, eps: float, over_ranks: OverRanks | None
+    ) -> Tensor:
+        means = mean_squares(qkv, layout)
+        if over_ranks is not None:
+            means = over_ranks(means)
+        q, k, _ = _rows(qkv, layout)
+        for part, norm, mean in ((q, q_norm, means[:, :1]), (k, k_norm, means[:, 1:])):
+            part.copy_(part.float() * torch.rsqrt(mean + eps) * norm.float())
+        return qkv
 
     def rope_and_cache(
         self,
@@ -91,8 +109,8 @@ class ReferenceOps:
             k = (k.float() - key_smoothing.centre) / key_smoothing.scale
         block_size = k_cache.shape[2]
         block, offset = batch.slots // block_size, batch.slots % block_size
-        _store(k, k_cache, kv_scales and kv_scales[0], block, offset)
-        _store(v, v_cache, kv_scales and kv_scales[1], block, offset)
+        store(k, k_cache, kv_scales and kv_scales[0], block, offset)
+        store(v, v_cache, kv_scales and kv_scales[1], block, offset)
         return q
 
     def attention(
@@ -103,18 +121,19 @@ class ReferenceOps:
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(q)
         k_scales, v_scales = kv_scales or (None, None)
-        keys, values = _Cached(k_cache, k_scales, q.dtype), _Cached(v_cache, v_scales, q.dtype)
+        keys, values = CachedBlocks(k_cache, k_scales, q.dtype), CachedBlocks(v_cache, v_scales, q.dtype)
         decodes = batch.num_decodes
         if decodes:
-            out[:decodes] = _attend_decodes(q[:decodes], layout, batch, keys, values)
+            out[:decodes] = _attend_decodes(q[:decodes], layout, batch, keys, values, sinks)
         starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
         for i in range(decodes, len(contexts)):
             begin, end = starts[i], starts[i + 1]
             table = batch.block_tables[batch.rows[i]]
-            out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, keys, values)
+            out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, keys, values, sinks)
         return out.view(q.shape[0], -1)
 
     def latent_attention(
@@ -152,7 +171,19 @@ class ReferenceOps:
         return scaled.add_(noise).argmax(-1)
 
 
-def _store(x: Tensor, cache: Tensor, scales: Tensor | None, block: Tensor, offset: Tensor) -> None:
+def _rows(qkv: Tensor, layout: HeadLayout) -> Sequence[Tensor]:
+    """All queries, keys and values of each token: views."""
+    q, k = layout.heads * layout.head_dim, layout.kv_heads * layout.head_dim
+    return torch.split(qkv, [q, k, k], dim=1)
+
+
+def mean_squares(qkv: Tensor, layout: HeadLayout) -> Tensor:
+    """float32 [T, 2]: of each token's queries, and of its keys."""
+    q, k, _ = _rows(qkv, layout)
+    return torch.stack([part.float().pow(2).mean(-1) for part in (q, k)], dim=1)
+
+
+def store(x: Tensor, cache: Tensor, scales: Tensor | None, block: Tensor, offset: Tensor) -> None:
     """Write `x` [T, kv_heads, head_dim] into the cache, as the cache keeps it."""
     if cache.dtype == INT8:
         assert scales is not None
@@ -169,7 +200,7 @@ def _store(x: Tensor, cache: Tensor, scales: Tensor | None, block: Tensor, offse
 
 
 @dataclass(frozen=True, slots=True)
-class _Cached:
+class CachedBlocks:
     """Keys or values of a layer, read as numbers of `dtype`."""
 
     cache: Tensor
@@ -194,7 +225,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1).to(x.dtype)
 
 
-def _attend_decodes(q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: _Cached, values: _Cached) -> Tensor:
+def _attend_decodes(
+    q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: CachedBlocks, values: CachedBlocks, sinks: Tensor | None
+) -> Tensor:
     count, block_size = q.shape[0], keys.cache.shape[2]
     width = -(-batch.max_context // block_size)
     tables = batch.block_tables[batch.rows[:count].long(), :width]
@@ -207,11 +240,20 @@ def _attend_decodes(q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: 
     tables = tables * visible.view(count, width, block_size).any(-1)
     k, v = (cached.gather(tables).masked_fill(~visible[:, None, :, None], 0) for cached in (keys, values))
     grouped = q.view(count, layout.kv_heads, -1, layout.head_dim)
-    out = _softmax_attention(grouped, k, v, visible[:, None, None], layout)
+    sinks = None if sinks is None else sinks.view(layout.kv_heads, -1, 1)
+    out = _softmax_attention(grouped, k, v, visible[:, None, None], layout, sinks)
     return out.reshape(count, layout.heads, layout.head_dim)
 
 
-def _attend_one(q: Tensor, layout: HeadLayout, context: int, table: Tensor, keys: _Cached, values: _Cached) -> Tensor:
+def _attend_one(
+    q: Tensor,
+    layout: HeadLayout,
+    context: int,
+    table: Tensor,
+    keys: CachedBlocks,
+    values: CachedBlocks,
+    sinks: Tensor | None,
+) -> Tensor:
     block_size = keys.cache.shape[2]
     behind = 0 if layout.window is None else max(0, context - q.shape[0] - layout.window + 1) // block_size
     table = table[behind : -(-context // block_size)]
@@ -224,12 +266,23 @@ def _attend_one(q: Tensor, layout: HeadLayout, context: int, table: Tensor, keys
     visible = key_at <= query_at
     if layout.window is not None:
         visible &= key_at > query_at - layout.window
-    return _softmax_attention(q.transpose(0, 1), k, v, visible, layout).transpose(0, 1)
+    sinks = None if sinks is None else sinks.view(-1, 1, 1)
+    return _softmax_attention(q.transpose(0, 1), k, v, visible, layout, sinks).transpose(0, 1)
 
 
-def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, layout: HeadLayout) -> Tensor:
-    if layout.softcap is None:
+def _softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, layout: HeadLayout, sinks: Tensor | None
+) -> Tensor:
+    """`sinks`: broadcast over the scores but their last axis."""
+    if layout.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=layout.scale)
-    scores = (q.float() @ k.float().transpose(-1, -2)) * (layout.scale / layout.softcap)
-    scores = scores.tanh_().mul_(layout.softcap).masked_fill_(~visible, float("-inf"))
-    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+    scores = (q.float() @ k.float().transpose(-1, -2)) * layout.scale
+    if layout.softcap is not None:
+        scores = scores.div_(layout.softcap).tanh_().mul_(layout.softcap)
+    scores.masked_fill_(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().expand(*scores.shape[:-1]).unsqueeze(-1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ v.float()).to(q.dtype)

@@ -6,6 +6,7 @@ from functools import cache
 
 from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import INERT
+from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
@@ -18,13 +19,17 @@ from penstock.engine.models.families.family import (
     short_decimal,
     windows_by_type,
 )
-from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
+from penstock.engine.models.families.gpt_oss import GPT_OSS
+from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.llama import LLAMA
+from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
+from penstock.engine.models.families.olmo2 import OLMO2
+from penstock.engine.models.families.olmo3 import OLMO3
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
 from penstock.engine.models.families.qwen3 import QWEN3
@@ -33,6 +38,7 @@ from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
 from penstock.engine.models.rope import read_rope
+from penstock.engine.models.transformers.config import read_library_config
 from penstock.errors import CheckpointError
 
 __all__ = [
@@ -53,7 +59,26 @@ __all__ = [
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA, GEMMA2, GEMMA3, PHI3, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2,
+        QWEN3,
+        QWEN3_MOE,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+        PHI3,
+        GPT_OSS,
+        GRANITE,
+        MINISTRAL,
+        OLMO2,
+        OLMO3,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        KIMI_K2,
+    )
 }
 """By `model_type`."""
 MULTIMODAL = KeyRules(
@@ -78,7 +103,7 @@ def text_config(raw: HFConfig) -> HFConfig:
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a configuration; one that cannot be run is refused."""
+    """The family of a configuration; one that has none is refused."""
     family = FAMILIES.get(model_type)
     if family is None:
         raise CheckpointError(
@@ -90,20 +115,24 @@ def family_of(model_type: str) -> Family:
 def read_config(raw: HFConfig) -> ModelConfig:
     """Read Hugging Face `config.json` keys; a model that cannot be run exactly is refused, never approximated."""
     raw = text_config(raw)
+    if raw.get("model_type") not in FAMILIES:
+        return read_library_config(raw, ", ".join(FAMILIES))
     family = family_of(str(raw.get("model_type", "")))
     raw = family.checked(raw)
     fields = family.fields(raw)
     heads = integer(raw, "num_attention_heads")
     hidden = integer(raw, "hidden_size")
     layers = layer_count(raw)
-    kv_heads = fields.pop("num_kv_heads", None) or integer(raw, "num_key_value_heads", heads)
-    head_dim = fields.pop("head_dim", None) or integer(raw, "head_dim", hidden // heads)
-    if heads % kv_heads or head_dim % 2 or head_dim > 1 << 16:
+    kv_heads = fields.setdefault("num_kv_heads", integer(raw, "num_key_value_heads", heads))
+    head_dim = fields.setdefault("head_dim", integer(raw, "head_dim", hidden // heads))
+    if heads % kv_heads or (head_dim % 2 and "latent" not in fields) or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
     if windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
+    fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
+    fields.setdefault("rms_eps", number(raw, "rms_norm_eps"))
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
     return ModelConfig(
@@ -112,13 +141,9 @@ def read_config(raw: HFConfig) -> ModelConfig:
         ffn_size=integer(raw, "intermediate_size"),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
         vocab_size=integer(raw, "vocab_size"),
         max_positions=integer(raw, "max_position_embeddings"),
-        rms_eps=number(raw, "rms_norm_eps"),
         tied_embeddings=flag(raw, "tie_word_embeddings"),
-        activation=family.activation,
         sandwich_norms=bool(family.names.mixer_out_norm),
         norm_offset=family.norm_offset,
         **fields,

@@ -2,8 +2,8 @@
 which each token visits a few beside one that all tokens visit.
 
 V3 scores experts by sigmoids, corrects the scores by which it chooses, and chooses from the best groups. V2 scores by
-softmax. The layers for multi-token prediction that V3 checkpoints have behind the last layer (`num_nextn_predict_layers`
-of them, named as if they were further layers) are no part of the decoder and are not read by it.
+softmax. The layers for multi-token prediction that V3 checkpoints have behind the last layer
+(`num_nextn_predict_layers` of them, named as if they were further layers) are no part of the decoder and are not read.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from penstock.engine.models.families.family import (
     layer_count,
     number,
 )
+from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import LatentConfig, MoeConfig
 from penstock.engine.models.rope import read_rope, rope_parameters
 from penstock.errors import CheckpointError
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
 NORM_EPS = 1e-6
 """Of the norms inside attention, whatever `rms_norm_eps` is."""
 _KEYS = frozenset({
-    "attention_bias", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "n_group", "topk_group", "n_routed_experts",
-    "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor",
+    "attention_bias", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "n_group", "topk_group",
+    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "routed_scaling_factor",
     "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "num_nextn_predict_layers", "num_mtp_layers",
 })  # fmt: skip
+_NAMES = TensorNames(more_linears=("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"))
 _LIMITS: Mapping[str, Any] = {"hidden_act": SILU, "moe_layer_freq": (1,)}
 
 
@@ -60,6 +63,8 @@ def latent_fields(raw: HFConfig, interleaved: bool) -> ConfigFields:
     heads = integer(raw, "num_attention_heads")
     if integer(raw, "num_key_value_heads", heads) != heads:
         raise CheckpointError("num_key_value_heads must be num_attention_heads: all heads share one latent")
+    if rotary % 2:
+        raise CheckpointError(f"qk_rope_head_dim is {rotary}; dimensions are rotated in pairs")
     bias = flag(raw, "attention_bias")
     narrow = None if raw.get("q_lora_rank") is None else integer(raw, "q_lora_rank")
     latent = LatentConfig(
@@ -84,7 +89,7 @@ def latent_fields(raw: HFConfig, interleaved: bool) -> ConfigFields:
 
 def _scale(raw: HFConfig, dim: int) -> float:
     """Scores grow with the context that the rotary embedding is scaled for."""
-    parameters, scale = rope_parameters(raw), dim**-0.5
+    parameters, scale = rope_parameters(raw), float(dim**-0.5)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default" or not parameters.get("mscale_all_dim"):
         return scale
@@ -145,6 +150,7 @@ DEEPSEEK_V2 = Family(
     reads=_KEYS | {"num_experts", "topk_method", "mlp_bias"},
     limits={**_LIMITS, "scoring_func": ("softmax",)},
     gguf=GGUFFormat(architectures=()),
+    names=_NAMES,
     architecture=_architecture,
 )
 DEEPSEEK_V3 = Family(
@@ -154,6 +160,7 @@ DEEPSEEK_V3 = Family(
     reads=_KEYS | {"num_local_experts", "rope_interleave"},
     limits={**_LIMITS, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     gguf=GGUFFormat(architectures=()),
+    names=_NAMES,
     architecture=_architecture,
 )
 KIMI_K2 = Family(
@@ -164,5 +171,6 @@ KIMI_K2 = Family(
     limits=DEEPSEEK_V3.limits,
     gguf=GGUFFormat(architectures=()),
     reference="deepseek_v3",
+    names=_NAMES,
     architecture=_architecture,
 )

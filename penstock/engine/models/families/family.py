@@ -39,12 +39,15 @@ Windows = tuple[int | None, ...]
 class ConfigFields(TypedDict, total=False):
     """Fields of `ModelConfig` that a family may set; the others follow from keys that all families have."""
 
+    activation: Activation
     attention_scale: float
+    attention_sinks: bool
     attention_softcap: float | None
     embedding_scale: float
     head_dim: int
     latent: LatentConfig
     local_rope: RopeConfig
+    logit_scale: float
     logit_softcap: float | None
     mlp_bias: bool
     moe: MoeConfig | None
@@ -52,7 +55,9 @@ class ConfigFields(TypedDict, total=False):
     output_bias: bool
     qk_norm: bool
     qkv_bias: bool
+    rms_eps: float
     rope: RopeConfig
+    row_norms: bool
     windows: Windows
 
 
@@ -114,7 +119,8 @@ class GGUFFormat:
     windowed: bool = True
     """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have."""
+    """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have. A
+    name with a suffix (`.weight`) stands for that tensor alone, and gives its whole name."""
 
 
 def llama_fields(raw: HFConfig) -> ConfigFields:

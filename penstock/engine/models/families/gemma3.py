@@ -13,7 +13,6 @@ from penstock.engine.models.families.family import (
     GGUFKeys,
     HFConfig,
     integer,
-    mapping,
 )
 from penstock.engine.models.families.gemma import TANH, gemma_from_gguf
 from penstock.engine.models.families.gemma2 import (
@@ -23,27 +22,15 @@ from penstock.engine.models.families.gemma2 import (
     gemma2_fields,
     layer_types,
 )
-from penstock.engine.models.rope import RopeConfig, read_rope
+from penstock.engine.models.families.two_ropes import two_ropes
 
 _PERIOD = 6
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
     period = integer(raw, "sliding_window_pattern", _PERIOD)
-    full, local = _ropes(raw)
+    full, local = two_ropes(raw, raw["rope_local_base_freq"])
     return {**gemma2_fields(raw, period), "qk_norm": True, "rope": full, "local_rope": local}
-
-
-def _ropes(raw: HFConfig) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers that see everything, and of those with a window. Files written before there was one entry for each kind
-    of layer have `rope_theta` and `rope_scaling` for the former, `rope_local_base_freq` for the latter."""
-    ropes, scaling = mapping(raw, "rope_parameters"), mapping(raw, "rope_scaling")
-    whole = {key: raw[key] for key in ("max_position_embeddings", "partial_rotary_factor") if key in raw}
-    rounded = {"truncate": ropes.get("truncate", True)}  # the reference looks for it one level up
-    full, local = (mapping(ropes, kind) or {"rope_type": "default"} for kind in ("full_attention", "sliding_attention"))
-    full = {"rope_theta": raw["rope_theta"], **full, **scaling, **rounded}
-    local = {"rope_theta": raw["rope_local_base_freq"], **local, **rounded}
-    return read_rope(whole, full), read_rope(whole, local)
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:

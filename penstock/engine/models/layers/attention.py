@@ -15,9 +15,20 @@ from penstock.engine.backends.interface import (
     KeySmoothing,
     KVScales,
     Ops,
+    OverRanks,
 )
 from penstock.engine.kv.kinds import PagedKV, PagedKVCache
 from penstock.engine.models.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class RowNorms:
+    """Norms of all queries of a token together, and of all its keys: those of the heads that are here."""
+
+    q: Tensor
+    k: Tensor
+    over_ranks: OverRanks | None = None
+    """Where other ranks have the other heads; see `Ops.norm_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +44,16 @@ class Attention:
     """Rotary table [positions, rotated dimensions], shared with other layers."""
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    row_norms: RowNorms | None = None
+    """Instead of those of heads."""
     eps: float = 0.0
-    """Of these two norms."""
+    """Of these norms."""
     kv_scales: KVScales | None = None
     """With an FP8 cache: what this layer's keys and values are divided by when stored."""
     key_smoothing: KeySmoothing | None = None
     """With an int8 cache: how this layer's keys are smoothed there."""
+    sinks: Tensor | None = None
+    """float32 [heads]: a score of each head that takes part in the softmax and stands for no key."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -55,11 +70,14 @@ class Attention:
         # `_attend`, written out: steps that are neither recorded nor fused pay for every call.
         ops, heads, k, v = self.attention_ops, self.heads, cache.k, cache.v
         scales = cache.scales or self.kv_scales
+        qkv = self.qkv(x)
+        if self.row_norms is not None:
+            qkv = self._normed(qkv)
         q = ops.rope_and_cache(
-            self.qkv(x), heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales,
+            qkv, heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales,
             self.key_smoothing,
         )  # fmt: skip
-        return self.output(ops.attention(q, heads, batch, k, v, scales))
+        return self.output(ops.attention(q, heads, batch, k, v, scales, self.sinks))
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
         """See `FusedMixer`; for linears that are `FusedLinear`."""
@@ -72,7 +90,14 @@ class Attention:
     def _attend(self, qkv: Tensor, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
         ops, heads, k, v = self.attention_ops, self.heads, cache.k, cache.v
         scales = cache.scales or self.kv_scales
+        if self.row_norms is not None:
+            qkv = self._normed(qkv)
         q = ops.rope_and_cache(
             qkv, heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales, self.key_smoothing
         )
-        return ops.attention(q, heads, batch, k, v, scales)
+        return ops.attention(q, heads, batch, k, v, scales, self.sinks)
+
+    def _normed(self, qkv: Tensor) -> Tensor:
+        norms = self.row_norms
+        assert norms is not None
+        return self.attention_ops.norm_rows(qkv, self.heads, norms.q, norms.k, self.eps, norms.over_ranks)

@@ -68,3 +68,22 @@ class SoftCapped:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.linear(x).float().div_(self.cap).tanh_().mul_(self.cap)
+
+
+class Scaled:
+    """A head whose logits are multiplied by a factor, in float32."""
+
+    def __init__(self, linear: Linear, factor: float) -> None:
+        self.linear = linear
+        self.factor = factor
+        self.weight_bytes = linear.weight_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x).float().mul_(self.factor)
+
+
+def shaped(head: Linear, scale: float, softcap: float | None) -> Linear:
+    """`head` with what its family does to the logits."""
+    if scale != 1.0:
+        head = Scaled(head, scale)
+    return head if softcap is None else SoftCapped(head, softcap)

@@ -94,6 +94,7 @@ class ModelEndpoints:
             "max_output_tokens": min(caps, default=None),
             "limits": self._quotas.describe(caller),
             "sampling": model.sampling.given,
+            "runs_through": info.runs_through or "penstock" if (info := model.backend.info) is not None else None,
             "ready": model.backend.ready,
             "state": model.state,
             "capabilities": {

@@ -35,6 +35,7 @@ def _norm_kernel(
     eps: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
     ADD: tl.constexpr,
     X_NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
@@ -45,7 +46,8 @@ def _norm_kernel(
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     launch_successor(PDL)
-    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     if DELTA:
         rank = tl.load(delta_ranks_ptr + row)
     wait_for_inputs(PDL)
@@ -61,8 +63,9 @@ def _norm_kernel(
         total = x.to(residual_ptr.dtype.element_ty)
         tl.store(residual, total, mask=mask)
         x = total.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)
-    y = x * inverse * weight
+    y = x
+    if NORM:
+        y = x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * weight
     out = out_ptr + row * HIDDEN + cols
     if QUANTIZE:
         scale = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-12) / FP8_MAX
@@ -74,7 +77,7 @@ def _norm_kernel(
 def _launch(
     x: Tensor | Addends,
     residual: Tensor | None,
-    weight: Tensor,
+    weight: Tensor | None,
     x_weight: Tensor | None,
     eps: float,
     out: Tensor,
@@ -91,8 +94,8 @@ def _launch(
         (tokens,),
         x,
         x if residual is None else residual,
-        weight,
-        weight if x_weight is None else x_weight,
+        x if weight is None else weight,
+        x if x_weight is None else x_weight,
         out,
         x if scale is None else scale,
         *delta,
@@ -100,6 +103,7 @@ def _launch(
         eps,
         HIDDEN=hidden,
         BLOCK=block,
+        NORM=weight is not None,
         ADD=residual is not None,
         X_NORM=x_weight is not None,
         QUANTIZE=scale is not None,
@@ -109,8 +113,11 @@ def _launch(
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None, pdl: bool = False) -> Tensor:
-    """`x` [T, hidden] (rows may be strided) normalized in float32 and scaled by `weight`; a new tensor of `dtype`."""
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, *, dtype: torch.dtype | None = None, pdl: bool = False
+) -> Tensor:
+    """`x` [T, hidden] (rows may be strided) normalized in float32 and scaled by `weight`; a new tensor of `dtype`.
+    Without `weight`, a copy; so too below."""
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     _launch(x, None, weight, None, eps, out, None, pdl)
     return out
@@ -119,7 +126,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None
 def add_rms_norm(
     x: Tensor | Addends,
     residual: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     x_weight: Tensor | None = None,
     *,
@@ -133,7 +140,7 @@ def add_rms_norm(
 
 def rms_norm_fp8(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     residual: Tensor | None = None,
     x_weight: Tensor | None = None,

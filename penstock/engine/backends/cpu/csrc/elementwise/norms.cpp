@@ -29,6 +29,15 @@ PK_INLINE void add_scaled_row(R* residual, const T* x, const float* weight, int6
     }
 }
 
+// Without `weight`, a copy.
+template <class S, class T>
+PK_INLINE void norm_row(const S* row, const float* weight, T* out, int64_t n, float eps) {
+    if (weight)
+        scale_row(row, weight, out, n, rms_factor(square_sum(row, n), n, eps));
+    else
+        convert(row, out, int(n));
+}
+
 // The types of activations and of the residual stream they are added to: the same, or float32 for the stream.
 template <class F>
 PK_INLINE void dispatch_stream(int dtype, int wide, F&& f) {
@@ -53,7 +62,7 @@ PK_FUNCTION(void, pk_widen)(Context* ctx, const void* x, float* out, int64_t row
     });
 }
 
-// `x` is of `dtype`, or of float32 when `wide`; the result always of `dtype`.
+// `x` is of `dtype`, or of float32 when `wide`; the result always of `dtype`. Without `weight`, rows are only copied.
 PK_FUNCTION(void, pk_rms_norm)(Context* ctx, const void* x, const void* weight, void* out, int64_t rows, int64_t n,
                                float eps, int dtype, int wide, int weight_dtype) {
     Guard hold(ctx->busy);
@@ -63,16 +72,14 @@ PK_FUNCTION(void, pk_rms_norm)(Context* ctx, const void* x, const void* weight, 
         using S = elem<decltype(s)>;
         ctx->pool.rows(rows, grain(n), [&](int64_t begin, int64_t end, int) {
             for (int64_t r = begin; r < end; ++r) {
-                const S* row = static_cast<const S*>(x) + r * n;
-                float factor = rms_factor(square_sum(row, n), n, eps);
-                scale_row(row, scale, static_cast<T*>(out) + r * n, n, factor);
+                norm_row(static_cast<const S*>(x) + r * n, scale, static_cast<T*>(out) + r * n, n, eps);
             }
         });
     });
 }
 
 // `residual` is of `dtype`, as x and the result are, or of float32 when `wide`. With `x_weight` (of the same type as
-// `weight`), x is normalized before it is added.
+// `weight`), x is normalized before it is added. Without `weight`, the sum is the result.
 PK_FUNCTION(void, pk_add_rms_norm)(Context* ctx, const void* x, void* residual, const void* weight,
                                    const void* x_weight, void* out, int64_t rows, int64_t n, float eps, int dtype,
                                    int wide, int weight_dtype) {
@@ -90,8 +97,29 @@ PK_FUNCTION(void, pk_add_rms_norm)(Context* ctx, const void* x, void* residual, 
                     add_scaled_row(row, added, x_scale, n, rms_factor(square_sum(added, n), n, eps));
                 else
                     add_row(row, added, n);
-                float factor = rms_factor(square_sum(row, n), n, eps);
-                scale_row(row, scale, static_cast<T*>(out) + r * n, n, factor);
+                norm_row(row, scale, static_cast<T*>(out) + r * n, n, eps);
+            }
+        });
+    });
+}
+
+// The first `queries` elements of each row normalized together, and the `keys` behind them; in place. `means`: mean
+// squares [rows][2] of the two, where more than what is here counts; null: of what is here.
+PK_FUNCTION(void, pk_norm_rows)(Context* ctx, void* x, const void* q_norm, const void* k_norm, const float* means,
+                                int64_t rows, int64_t width, int64_t queries, int64_t keys, float eps, int dtype,
+                                int norm_dtype) {
+    Guard hold(ctx->busy);
+    const float* q_scale = as_floats(ctx->shared, q_norm, queries, norm_dtype);
+    const float* k_scale = as_floats(ctx->tasks, k_norm, keys, norm_dtype);
+    dispatch(dtype, [&](auto* t) {
+        using T = elem<decltype(t)>;
+        ctx->pool.rows(rows, grain(queries + keys), [&](int64_t begin, int64_t end, int) {
+            for (int64_t r = begin; r < end; ++r) {
+                T *q = static_cast<T*>(x) + r * width, *k = q + queries;
+                float q_mean = means ? means[2 * r] : square_sum(q, queries) / float(queries);
+                float k_mean = means ? means[2 * r + 1] : square_sum(k, keys) / float(keys);
+                scale_row(q, q_scale, q, queries, 1.0f / std::sqrt(q_mean + eps));
+                scale_row(k, k_scale, k, keys, 1.0f / std::sqrt(k_mean + eps));
             }
         });
     });
@@ -107,8 +135,19 @@ PK_FUNCTION(void, pk_gelu_mul)(Context* ctx, const void* x, void* out, int64_t r
     gate_all(ctx, kGelu, x, out, rows, ffn, dtype);
 }
 
+PK_FUNCTION(void, pk_clamped_swiglu)(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, float alpha,
+                                     float limit, int dtype) {
+    Guard hold(ctx->busy);
+    for_gated_rows(ctx, x, out, rows, ffn, dtype, [&](auto* from, auto* to, int64_t begin, int64_t end) {
+        using T = elem<decltype(to)>;
+        gate_rows(from, to, begin, end, ffn, [&](vf v, vf up) { return clamped_swiglu<T>(v, up, alpha, limit); });
+    });
+}
+
 PK_RECORDABLE(pk_widen)
 PK_RECORDABLE(pk_rms_norm)
 PK_RECORDABLE(pk_add_rms_norm)
+PK_RECORDABLE(pk_norm_rows)
 PK_RECORDABLE(pk_silu_mul)
 PK_RECORDABLE(pk_gelu_mul)
+PK_RECORDABLE(pk_clamped_swiglu)

@@ -1,0 +1,109 @@
+"""`TransformersDecoder`: a model of the `transformers` library as the engine runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.kv.kinds import PagedKV
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.transformers.hidden import HiddenStates
+
+
+@dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """Stands for the mixer and the feed-forward of a layer: which cache it has, which linears. The library runs it."""
+
+    ops: ActivationOps
+    heads: HeadLayout
+    linears: tuple[Linear, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(linear.weight_bytes for linear in self.linears)
+
+    def cache_kind(self, block_size: int, dtype: torch.dtype) -> PagedKV:
+        return PagedKV(self.heads.kv_heads, self.heads.head_dim, block_size, dtype)
+
+    def forward(self, x: Any, *_: Any) -> Tensor:
+        raise NotImplementedError("a layer of a model that transformers runs is not run by itself")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersDecoder(Decoder):
+    """See `Decoder`. `layers` has one entry for every attention call of a pass."""
+
+    hidden: HiddenStates
+    other_bytes: int = 0
+    """Of weights that no linear of the engine's holds, such as stacked experts."""
+
+    @property
+    def launched_eagerly(self) -> bool:
+        return True
+
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        return self.hidden(token_ids, batch, kv)
+
+    def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        raise NotImplementedError("a model that transformers runs begins with token ids")
+
+    @property
+    def weight_bytes(self) -> int:
+        layers = sum(layer.mixer.weight_bytes for layer in self.layers)
+        return layers + self.head.weight_bytes + self.other_bytes
+
+
+class ModelHead:
+    """What a model does after its layers, whatever that is: the projection, scaling, caps. It is called with hidden
+    states in place of its layers'."""
+
+    def __init__(self, model: Any, base: str, linear: Linear | None) -> None:
+        """`base`: the attribute that holds the layers; they are taken out."""
+        self._hidden = _GivenHidden()
+        setattr(model, base, self._hidden)
+        self._model = model
+        self.linear = linear
+        self.weight_bytes = 0 if linear is None else linear.weight_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._hidden.states = x.unsqueeze(0)
+        ids = torch.zeros(1, x.shape[0], dtype=torch.int64, device=x.device)
+        logits: Tensor = self._model(input_ids=ids, use_cache=False).logits
+        return logits[0].float()
+
+
+class _GivenHidden(nn.Module):
+    """Gives hidden states back. Any part of it is itself: some heads ask for the decoder of their model's decoder."""
+
+    states: Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return self
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return _Output(self.states)
+
+
+class _Output:
+    """Stands for the output of a model's layers: hidden states, and nothing else of what it may have."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.last_hidden_state,)[index]

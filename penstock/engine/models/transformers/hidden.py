@@ -1,0 +1,110 @@
+"""Two ways to compute the hidden states of a step's packed tokens with a model of the `transformers` library.
+
+`PackedPass`: all tokens in one row, through the engine's attention (`attention`). `SequencePass`: for models that have
+attention of their own (position biases, local patterns): one sequence after the other, each with its earlier keys
+and values gathered from the paged cache.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.backends.interface import FP8, AttentionBatch, KVScales
+from penstock.engine.backends.reference.ops import CachedBlocks, store
+from penstock.engine.kv.cache import KVCache
+from penstock.engine.models.transformers.attention import CALLS, PagedCalls, Site
+
+
+class HiddenStates(Protocol):
+    """The layers of a model between tokens and head."""
+
+    sites: list[Site]
+
+    def __call__(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        """[T, hidden]; `kv` knows the tokens afterwards."""
+        ...
+
+
+class PackedPass:
+    """See `HiddenStates`."""
+
+    def __init__(self, base: nn.Module, sites: list[Site], calls: PagedCalls) -> None:
+        self.sites = sites
+        self._base = base
+        self._calls = calls
+
+    def __call__(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        self._calls.begin(batch, kv)
+        token = CALLS.set(self._calls)
+        try:
+            out = self._base(
+                input_ids=token_ids.unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False
+            )
+        finally:
+            CALLS.reset(token)
+        hidden: Tensor = out.last_hidden_state
+        return hidden[0]
+
+
+class SequencePass:
+    """See `HiddenStates`."""
+
+    def __init__(self, base: nn.Module, sites: list[Site], positions: bool, device: torch.device) -> None:
+        """`positions`: whether the model is told them."""
+        self.sites = sites
+        self._base = base
+        self._positions = positions
+        self._dtype = next(p.dtype for p in base.parameters() if p.is_floating_point())
+        self._ones = [torch.ones(site.heads.kv_heads, device=device) for site in sites]
+
+    def __call__(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        starts, contexts, rows = (x.tolist() for x in (batch.query_starts, batch.context_lens, batch.rows))
+        parts = []
+        for begin, end, context, row in zip(starts, starts[1:], contexts, rows, strict=False):
+            cache = self._earlier(context - (end - begin), batch.block_tables[row], kv)
+            options: dict[str, Any] = {}
+            if self._positions:
+                options["position_ids"] = batch.positions[begin:end].unsqueeze(0)
+            out = self._base(
+                input_ids=token_ids[begin:end].unsqueeze(0), past_key_values=cache, use_cache=True, **options
+            )
+            self._keep(cache, batch.slots[begin:end], kv)
+            parts.append(out.last_hidden_state[0])
+        return torch.cat(parts)
+
+    def _scales(self, index: int, layer: Any) -> KVScales | None:
+        if layer.k.dtype == FP8:
+            return self._ones[index], self._ones[index]
+        scales: KVScales | None = layer.scales
+        return scales
+
+    def _earlier(self, length: int, table: Tensor, kv: KVCache) -> Any:
+        """The cache of a sequence as the library has it."""
+        library: Any = import_module("transformers.cache_utils")
+        layers: list[Any] = []
+        for index, (site, cache) in enumerate(zip(self.sites, kv.layers, strict=True)):
+            layer = library.DynamicLayer()
+            if length:
+                blocks = table[: -(-length // kv.block_size)]
+                scales = self._scales(index, cache) or (None, None)
+                k = CachedBlocks(cache.k, scales[0], self._dtype).gather(blocks)[None, :, :length, : site.key_dim]
+                v = CachedBlocks(cache.v, scales[1], self._dtype).gather(blocks)[None, :, :length, : site.value_dim]
+                layer.lazy_initialization(k, v)
+                layer.keys, layer.values = k, v
+            layers.append(layer)
+        return library.Cache(layers=layers)
+
+    def _keep(self, cache: Any, slots: Tensor, kv: KVCache) -> None:
+        """Write the new tokens of a sequence into its blocks."""
+        new = len(slots)
+        block, offset = slots // kv.block_size, slots % kv.block_size
+        for index, (layer, paged) in enumerate(zip(cache.layers, kv.layers, strict=True)):
+            scales = self._scales(index, paged) or (None, None)
+            for x, into, scale in ((layer.keys, paged.k, scales[0]), (layer.values, paged.v, scales[1])):
+                rows = x[0, :, -new:].transpose(0, 1)
+                rows = torch.nn.functional.pad(rows, (0, into.shape[-1] - rows.shape[-1]))
+                store(rows, into, scale, block, offset)

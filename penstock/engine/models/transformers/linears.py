@@ -1,0 +1,84 @@
+"""The engine's linears in a model of the `transformers` library: in place of `nn.Linear` and `Conv1D`, so that weights
+have the form that is fastest here, may be quantized, and take adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.weights import WeightReader
+
+_KINDS = frozenset({"Linear", "Conv1D", "FalconLinear"})
+"""Classes that compute x W^T + b and nothing else; a subclass by another name may compute more."""
+
+
+class EngineLinear(nn.Module):
+    """Calls a linear of the engine's on packed tokens."""
+
+    def __init__(self, name: str, linear: Linear, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.name = name
+        self.linear = linear
+        self.in_features = inputs
+        self.out_features = outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        return self.linear(rows).view(*x.shape[:-1], self.out_features)
+
+
+class ModuleWeights:
+    """The weights of a loaded model. See `Weights`."""
+
+    def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
+        self.config = config
+        self._modules = dict(linears_of(model))
+
+    def names(self) -> Collection[str]:
+        parts = [(name, module) for name, module in self._modules.items()]
+        biases = [f"{name}.bias" for name, module in parts if getattr(module, "bias", None) is not None]
+        return {f"{name}.weight" for name in self._modules} | set(biases)
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
+        stem, _, kind = name.rpartition(".")
+        module: Any = self._modules[stem]
+        tensor: Tensor = getattr(module, kind).detach()
+        if kind == "weight" and type(module).__name__ == "Conv1D":
+            tensor = tensor.t().contiguous()
+        return tensor.to(device)
+
+    def release(self, name: str) -> None:
+        """Forget a module whose weights were read."""
+        del self._modules[name]
+
+
+def linears_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules to replace, by name."""
+    return [(name, module) for name, module in model.named_modules() if type(module).__name__ in _KINDS]
+
+
+def shape_of(module: Any) -> tuple[int, int]:
+    """Outputs and inputs."""
+    rows, columns = module.weight.shape
+    return (columns, rows) if type(module).__name__ == "Conv1D" else (rows, columns)
+
+
+def replace_linears(model: nn.Module, read: WeightReader, weights: ModuleWeights, head: str) -> list[EngineLinear]:
+    """Replace every linear; memory peaks at the model plus one of them. `head`: the name of the output projection."""
+    made = []
+    for name, module in linears_of(model):
+        outputs, inputs = shape_of(module)
+        above, _, last = name.rpartition(".")
+        bias = getattr(module, "bias", None) is not None
+        linear = read.linear(f"{above}." if above else "", {last: outputs}, inputs, bias)
+        if name == head:
+            linear = read.backend.as_head(linear)
+        replaced = EngineLinear(name, linear, inputs, outputs)
+        setattr(model.get_submodule(above), last, replaced)
+        weights.release(name)
+        made.append(replaced)
+    return made

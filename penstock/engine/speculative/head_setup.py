@@ -1,0 +1,161 @@
+"""A drafter's head beside its target: loaded before it, and put to work over what the target keeps of its tokens.
+
+With several shards rank 0 has the head alone: every shard has the whole residual stream, so nothing has to be sent.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.interface import StepLimits
+from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
+from penstock.engine.config import EngineConfig
+from penstock.engine.kv.cache import CacheShape, KVCache
+from penstock.engine.models.decoder import DecoderLayer
+from penstock.engine.models.families import read_config
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.tap import Tap
+from penstock.engine.models.weights import Weights
+from penstock.engine.runner.runner import Runner
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculative.draft import FOLLOWED
+from penstock.engine.speculative.eagle3 import load_eagle3
+from penstock.engine.speculative.head_decoder import HeadDecoder
+from penstock.engine.speculative.head_proposer import HeadProposer
+from penstock.engine.startup.memory import state_rows
+from penstock.engine.startup.part import Part, Phases, open_weights
+from penstock.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from penstock.engine.parallel.member import Member
+
+HEADS = ("eagle3", "mtp")
+"""Forms of speculation whose drafter reads hidden states of the model."""
+
+
+class Head(Protocol):
+    """A head's weights on the device."""
+
+    @property
+    def tap(self) -> Tap:
+        """What the target has to keep for it."""
+        ...
+
+    @property
+    def layer(self) -> DecoderLayer: ...
+
+    def decoder(self, backend: Backend, features: Tensor, block_size: int, embedding: Tensor, head: Linear,
+                max_positions: int) -> HeadDecoder:  # fmt: skip
+        """The drafter over what a target keeps (`features`), with the target's embedding and head where it has none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDraft:
+    """A head that waits for its target."""
+
+    backend: Backend
+    head: Head
+    shape: CacheShape
+    weights: Weights
+    """The target's, whole."""
+    alone: bool
+    """Whether the target is on this device only."""
+
+    @property
+    def tap(self) -> Tap:
+        return self.head.tap
+
+    @property
+    def block_bytes(self) -> int:
+        """What its own cache needs beside every block of the target; what the target keeps for it is the target's."""
+        return self.shape.block_bytes
+
+
+def check_head(config: EngineConfig) -> None:
+    """Refuse what a head cannot work with."""
+    if config.pipeline_parallel > 1:
+        raise ConfigError(
+            f"speculation: {config.speculation} reads hidden states of several layers, which are on other devices "
+            "with pipeline_parallel; use tensor_parallel, or speculation: draft or ngram"
+        )
+    if config.attention_parallel == "data":
+        raise ConfigError(f"speculation: {config.speculation} is not available with attention_parallel: data")
+    if config.role != "both" and config.ranks > 1:
+        raise ConfigError(f"speculation: {config.speculation} with tensor_parallel is not available with a role")
+
+
+def load_head(
+    config: EngineConfig, checkpoint: object | None, phases: Phases, member: Member | None
+) -> HeadDraft | None:
+    """On rank 0: the head that the configuration names, or that the checkpoint has."""
+    if member is not None and member.place.rank > 0:
+        return None
+    threads = config.threads or max(1, (os.cpu_count() or 1) // (1 if member is None else member.neighbours))
+    device = pick_device(config.device)
+    if member is not None:
+        device = member.device(device)
+    dtype = pick_dtype(config.dtype, device)
+    with phases("draft head"), torch.inference_mode():
+        torch.set_num_threads(threads)
+        backend = pick_backend(device, threads)
+        weights = open_weights(config, checkpoint)
+        target = read_config(weights.config)
+        positions = min(config.max_model_len or target.max_positions, target.max_positions)
+        try:
+            head = _read(config, weights, target, backend, dtype, positions)
+        except CheckpointError as error:
+            where = "draft_model" if config.speculation == "eagle3" else "speculation: mtp"
+            raise ConfigError(f"{where}: {error}") from error
+    kind = head.layer.mixer.cache_kind(config.block_size, dtype)
+    return HeadDraft(backend, head, CacheShape((kind,), config.block_size), weights, member is None)
+
+
+def _read(
+    config: EngineConfig, weights: Weights, target: ModelConfig, backend: Backend, dtype: torch.dtype, positions: int
+) -> Head:
+    if config.speculation == "mtp":
+        raise CheckpointError("the checkpoint has no MTP layer")
+    if config.draft_model is None:
+        raise ConfigError("speculation: eagle3 needs a draft_model, the source of the head")
+    return load_eagle3(Path(config.draft_model), target, backend, dtype, positions)
+
+
+def head_proposer(config: EngineConfig, target: Part, draft: HeadDraft, scheduler: Scheduler) -> HeadProposer:
+    """The head at work beside `target`, which keeps what it taps."""
+    backend, embedding, head = draft.backend, target.decoder.embedding, target.decoder.head
+    if not draft.alone:
+        embedding, head = _whole_ends(draft, target)
+    positions = target.decoder.max_positions
+    decoder = draft.head.decoder(backend, target.kv.layers[-1], config.block_size, embedding, head, positions)
+    kv = KVCache(draft.shape, target.kv.num_blocks, target.kv.device, state_rows(target.max_running))
+    most = config.max_verified(target.max_running)
+    if backend.compiles:
+        limits = StepLimits(max(target.max_running, most), target.token_budget, positions, config.block_size)
+        backend.compile(decoder, decoder.embedding.dtype, limits, None)
+    runner = Runner(
+        backend,
+        decoder,
+        kv,
+        max_rows=target.max_running,
+        max_model_len=target.max_model_len,
+        block_size=config.block_size,
+        max_verified=most,
+        followed=FOLLOWED,
+        scores_prompts=False,
+    )
+    runner.executor.prepare(target.token_budget)
+    return HeadProposer(runner, scheduler, window=target.max_model_len, budget=target.token_budget)
+
+
+def _whole_ends(draft: HeadDraft, target: Part) -> tuple[Tensor, Linear]:
+    """Embedding and head of a target that is cut, whole: a head of its own spares the drafter the other ranks."""
+    raise ConfigError("not yet")

@@ -1,0 +1,90 @@
+"""Tiny random checkpoints of model types that no family describes: they run through `transformers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from tests.engine.tiny import COMMON
+
+NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "initializer_range": 0.4}
+GPT: dict[str, Any] = {**NO_IDS, "vocab_size": 199, "n_positions": 1024, "n_embd": 64, "n_layer": 3, "n_head": 4}
+BLOOM: dict[str, Any] = {**NO_IDS, "vocab_size": 199, "hidden_size": 64, "n_layer": 3, "n_head": 4}
+OPT: dict[str, Any] = {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 48, "dropout": 0.0, "pad_token_id": 1}
+WINDOW: dict[str, Any] = {"sliding_window": 40}
+MOE: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "head_dim": 16,
+}
+HALF: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+}
+
+FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", GPT),
+    "gpt_bigcode": ("GPTBigCodeConfig", {**GPT, "multi_query": True}),
+    "gpt_neox": ("GPTNeoXConfig", {**COMMON, **HALF}),
+    "opt": ("OPTConfig", OPT),
+    "starcoder2": ("Starcoder2Config", {**COMMON, **WINDOW}),
+    "stablelm": ("StableLmConfig", {**COMMON, **HALF, "use_qkv_bias": True}),
+    "phi": ("PhiConfig", {**COMMON, **HALF}),
+    "persimmon": ("PersimmonConfig", {**COMMON, **HALF}),
+    "nemotron": ("NemotronConfig", {**COMMON, **HALF, "head_dim": 20}),
+    "helium": ("HeliumConfig", {**COMMON, "head_dim": 16}),
+    "arcee": ("ArceeConfig", COMMON),
+    "apertus": ("ApertusConfig", COMMON),
+    "seed_oss": ("SeedOssConfig", {**COMMON, "head_dim": 24}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", {**COMMON, "head_dim": 16}),
+    "ernie4_5": ("Ernie4_5Config", {**COMMON, "head_dim": 16}),
+    "smollm3": ("SmolLM3Config", COMMON),
+    "dots1": ("Dots1Config", {**COMMON, **MOE}),
+    "diffllama": ("DiffLlamaConfig", COMMON),
+    "biogpt": ("BioGptConfig", {**COMMON, "pad_token_id": 1}),
+    "vaultgemma": ("VaultGemmaConfig", {**COMMON, **WINDOW, "head_dim": 32, "attn_logit_softcapping": 5.0}),
+    "bloom": ("BloomConfig", BLOOM),
+    "mpt": (
+        "MptConfig",
+        {**NO_IDS, "vocab_size": 199, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 1024},
+    ),
+    "falcon": ("FalconConfig", {**COMMON, "multi_query": True, "new_decoder_architecture": False}),
+    "falcon-alibi": ("FalconConfig", {**COMMON, "alibi": True, "multi_query": False}),
+    "codegen": ("CodeGenConfig", {**GPT, "rotary_dim": 8}),
+    "gptj": ("GPTJConfig", {**GPT, "rotary_dim": 8}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {**COMMON, "num_heads": 4, "attention_types": [[["global", "local", "global"], 1]], "window_size": 40},
+    ),
+    "xglm": (
+        "XGLMConfig",
+        {**COMMON, "d_model": 64, "num_layers": 3, "attention_heads": 4, "ffn_dim": 96, "pad_token_id": 1},
+    ),
+}
+"""The last ones have attention of their own."""
+
+
+def write_foreign(model_type: str, folder: Path, **changes: Any) -> Path:
+    """A reproducible random checkpoint."""
+    name, settings = FOREIGN[model_type]
+    config = getattr(transformers, name)(**{**settings, **changes})
+    torch.manual_seed(sum(map(ord, model_type)))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith("bias"):
+                parameter.normal_(0, 0.4)
+            elif "norm" in key or ".ln_" in key or "layernorm" in key:
+                parameter.normal_(1, 0.2)
+            elif "lambda" not in key:
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    return folder
