@@ -43,6 +43,10 @@ class RopeConfig:
     """longrope: a divisor of each frequency, for contexts within the original length and beyond it."""
 
 
+NO_ROPE = RopeConfig(kind="none")
+"""Of layers that know no positions."""
+
+
 def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of rotary embeddings. Newer files keep everything under rope_parameters; older ones have rope_theta
     beside rope_scaling. The reference prefers the older key, and takes nothing from the newer one then."""

@@ -29,12 +29,15 @@ from penstock.engine.backends.cuda.kernels import (
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.interface import (
     AttentionBatch,
+    DeltaLayout,
+    DeltaWeights,
     HeadLayout,
     KeySmoothing,
     LatentLayout,
     LatentWeights,
     OverRanks,
 )
+from penstock.engine.backends.reference import delta
 
 _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
@@ -76,6 +79,9 @@ class TritonOps:
         x_weight: Tensor | None = None,
     ) -> Tensor:
         return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self.pdl)
+
+    def centre(self, residual: Tensor, *added: Tensor | Addends) -> None:
+        norm.centre(residual, added, pdl=self.pdl)
 
     def silu_mul(self, gate_up: Tensor | Addends) -> Tensor:
         return activation.silu_mul(gate_up, pdl=self.pdl)
@@ -199,6 +205,24 @@ class TritonOps:
             latent.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
         latent.values_of(seen, layout, weights, out, pdl=self.pdl)
         return out
+
+    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        return delta.split_gate(qkv, layout)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+    def delta_net(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        layout: DeltaLayout,
+        weights: DeltaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits, pdl=self.pdl)
