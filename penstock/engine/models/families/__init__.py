@@ -149,10 +149,11 @@ def read_config(raw: HFConfig) -> ModelConfig:
         fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
+    moe = fields.get("moe")
     return ModelConfig(
         family=family.model_type,
         hidden_size=hidden,
-        ffn_size=integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None),
+        ffn_size=integer(raw, "intermediate_size", None if moe is None else moe.ffn_size),
         num_layers=layers,
         num_heads=heads,
         vocab_size=integer(raw, "vocab_size"),
