@@ -32,6 +32,7 @@ TRACED = (
     "qwen3.5", "qwen3.5-moe", "gemma", "gemma2", "gemma3-two-ropes", "phi3",
     "gpt-oss", "granite", "ministral", "olmo2", "olmo3", "cohere", "cohere2", "glm4", "exaone4",
     "deepseek-v2-lite", "deepseek-v3",
+    "glm4-moe", "llama4",
 )  # fmt: skip
 """A checkpoint of each family."""
 INTERNAL = (
