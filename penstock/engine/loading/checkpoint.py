@@ -53,7 +53,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return GGUFCheckpoint(gguf)
     if path.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: give a .gguf file or a folder with config.json")
-    return read_quantized(SafetensorsCheckpoint(path))
+    folder = SafetensorsCheckpoint(path)
+    family = FAMILIES.get(str(text_config(folder.config).get("model_type")))
+    return read_quantized(with_stacks(folder, None if family is None else family.names))
 
 
 class GGUFCheckpoint:

@@ -35,6 +35,8 @@ class TensorNames:
     """Where every token visits one more expert; its matrices are called as those of a dense feed-forward."""
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    expert_stacks: tuple[str, str] | None = None
+    """Of checkpoints that store a layer's experts as stacks of ordinary matrices: gate and up, and down."""
 
     @property
     def linears(self) -> frozenset[str]:
