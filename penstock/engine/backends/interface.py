@@ -19,12 +19,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from penstock.engine.backends.activation import Activation as Activation
+from penstock.engine.backends.activation import ClampedSwiglu as ClampedSwiglu
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -33,8 +36,6 @@ OverRanks = Callable[[Tensor], Tensor]
 KVScales = tuple[Tensor, Tensor]
 """What cached keys and cached values are multiplied by when read. FP8 cache: float32 [kv_heads] each. Int8 cache:
 `SCALE_DTYPE` [num_blocks, kv_heads, block_size] each, written with the tokens: their largest magnitude / 127."""
-Activation = Literal["silu", "gelu_tanh"]
-"""Of the gate in a feed-forward; gelu in its tanh form."""
 FP8 = torch.float8_e4m3fn
 INT8 = torch.int8
 SCALE_DTYPE = torch.bfloat16
@@ -49,7 +50,7 @@ class KeySmoothing(NamedTuple):
 
     All scores of a query change by the same constant, which softmax cancels, and quantization loses less: some channels
     of the keys are nearly constant over tokens, some are far larger than the others. Float32 [kv_heads, head_dim] each.
-    With `softcap` the scores themselves matter, so there the centre must be zero.
+    With `softcap` or sinks the scores themselves matter, so there the centre must be zero.
     """
 
     centre: Tensor
@@ -184,6 +185,10 @@ class ActivationOps(Protocol):
         """As `silu_mul`, with gelu in its tanh form."""
         ...
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Any:
+        """As `silu_mul`, with the gate `ClampedSwiglu`."""
+        ...
+
 
 class Ops(ActivationOps, Protocol):
     """Device operations of a decoder. All may write into their inputs where the text says so."""
@@ -209,6 +214,8 @@ class Ops(ActivationOps, Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
 
     def norm_rows(
         self, qkv: Tensor, layout: HeadLayout, q_norm: Tensor, k_norm: Tensor, eps: float, over_ranks: OverRanks | None
@@ -253,8 +260,12 @@ class Ops(ActivationOps, Protocol):
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim]."""
+        """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim].
+
+        `sinks`, float32 [heads]: a score of each head that takes part in its softmax and stands for no key.
+        """
         ...
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:

@@ -17,12 +17,15 @@ from torch import Tensor
 
 from penstock.engine.backends.host_memory import is_host
 from penstock.engine.loading.dequantize import dequantize
+from penstock.engine.loading.expert_stacks import with_stacks
 from penstock.engine.loading.gguf import GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf, gguf_family
 from penstock.engine.loading.gguf_names import origins, raw_of
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.parallel import ParallelReader
 from penstock.engine.loading.quantized import read_quantized
+from penstock.engine.loading.stacked_experts import StackedExperts
+from penstock.engine.models.families import FAMILIES
 from penstock.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -54,8 +57,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if path.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: give a .gguf file or a folder with config.json")
     folder = SafetensorsCheckpoint(path)
-    family = FAMILIES.get(str(text_config(folder.config).get("model_type")))
-    return read_quantized(with_stacks(folder, None if family is None else family.names))
+    family = FAMILIES.get(str(folder.config.get("model_type")))
+    if family is None:
+        return read_quantized(folder)
+    checkpoint = read_quantized(with_stacks(folder, family.names))
+    return StackedExperts(checkpoint, family.names) if family.names.stacked_experts else checkpoint
 
 
 class GGUFCheckpoint:

@@ -25,6 +25,7 @@ class ExpertStacks:
         self._stored: set[str] = set(inner.names())
         self._parts: dict[str, tuple[str, int, int | None]] = {}
         """By name: the stack, the expert, and which half of its rows."""
+        assert names.expert_stacks is not None
         gate_up, down = (f"{name}.weight" for name in names.expert_stacks)
         for name in [name for name in self._stored if name.endswith((f".{gate_up}", f".{down}"))]:
             self._stored.remove(name)
@@ -55,9 +56,9 @@ class ExpertStacks:
         return matrix.contiguous().to(device)
 
 
-def with_stacks(checkpoint: Any, names: TensorNames | None) -> Any:
+def with_stacks(checkpoint: Any, names: TensorNames) -> Any:
     """`checkpoint` under the names of single experts, where its family stores stacks."""
     experts = checkpoint.config.get("num_local_experts")
-    if names is None or not names.expert_stacks or not isinstance(experts, int):
+    if names.expert_stacks is None or not isinstance(experts, int):
         return checkpoint
     return ExpertStacks(checkpoint, names, experts)

@@ -32,6 +32,9 @@ class MoeConfig:
     """Whether the weights of a token's experts are scaled to sum to one."""
     layers: tuple[bool, ...]
     """Which layers have experts; the others are dense."""
+    router_bias: bool = False
+    expert_bias: bool = False
+    """Whether the matrices of the experts have biases."""
     placement: tuple[LayerTable, ...] = ()
     """Of each layer, which shard holds which experts; empty: every process has all of them, or parts of all."""
     shard: int = 0
@@ -100,6 +103,8 @@ class ModelConfig:
     """Factor of the products of queries and keys."""
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap) before the softmax."""
+    attention_sinks: bool = False
+    """Whether every head has a score of its own in its softmax that stands for no key."""
     logit_softcap: float | None = None
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""

@@ -227,13 +227,17 @@ class CpuOps:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(self._lib.pk_gelu_mul, gate_up)
 
-    def _gate_mul(self, kernel: Callable[..., None], gate_up: Tensor) -> Tensor:
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        return self._gate_mul(self._lib.pk_clamped_swiglu, gate_up, alpha, limit)
+
+    def _gate_mul(self, kernel: Callable[..., None], gate_up: Tensor, *settings: float) -> Tensor:
         need_contiguous(gate_up, "gate_up")
         rows, width = gate_up.shape
         if width % 2:
             raise LayoutError(f"gate_up must hold two halves, got width {width}")
         out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
-        kernel(self._ctx, gate_up.data_ptr(), out.data_ptr(), rows, width // 2, dtype_code(gate_up, "gate_up"))
+        code = dtype_code(gate_up, "gate_up")
+        kernel(self._ctx, gate_up.data_ptr(), out.data_ptr(), rows, width // 2, *settings, code)
         return out
 
     def norm_rows(
@@ -305,6 +309,7 @@ class CpuOps:
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         heads, dim = layout.heads, layout.head_dim
         step, head_step, one = q.stride()
@@ -314,6 +319,11 @@ class CpuOps:
         args = AttentionArgs.from_buffer_copy(self._cache_view(k_cache, v_cache, layout, kv_scales).attention)
         out = torch.empty((q.shape[0], heads * dim), dtype=q.dtype)
         args.fixed = self.batch_invariant
+        if sinks is not None:
+            _need(sinks, "sinks", torch.float32)
+            if sinks.shape != (heads,):
+                raise LayoutError(f"sinks must be [{heads}], got {tuple(sinks.shape)}")
+            args.sinks = sinks.data_ptr()
         args.q, args.out, args.q_stride, args.dtype = q.data_ptr(), out.data_ptr(), step, dtype_code(q, "q")
         args.query_starts, args.context_lens, args.rows = view.query_starts, view.context_lens, view.rows
         args.block_tables, args.table_stride, args.sequences = view.block_tables, view.table_stride, view.sequences

@@ -88,7 +88,7 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) ->
     q = torch.zeros(limits.max_rows, heads.heads, heads.head_dim, dtype=decoder.embedding.dtype, device=device)
     for decodes in range(1, limits.max_rows + 1):
         batch = _batch(decodes, [], tables, limits)
-        ops.attention(q[:decodes], heads, batch, cache.k, cache.v, cache.scales or mixer.kv_scales)
+        ops.attention(q[:decodes], heads, batch, cache.k, cache.v, cache.scales or mixer.kv_scales, mixer.sinks)
 
 
 def _forward(

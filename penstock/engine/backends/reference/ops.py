@@ -61,6 +61,11 @@ class ReferenceOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
     def norm_rows(
         self, qkv: Tensor, layout: HeadLayout, q_norm: Tensor, k_norm: Tensor, eps: float, over_ranks: OverRanks | None
     ) -> Tensor:
@@ -114,18 +119,19 @@ class ReferenceOps:
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(q)
         k_scales, v_scales = kv_scales or (None, None)
         keys, values = CachedBlocks(k_cache, k_scales, q.dtype), CachedBlocks(v_cache, v_scales, q.dtype)
         decodes = batch.num_decodes
         if decodes:
-            out[:decodes] = _attend_decodes(q[:decodes], layout, batch, keys, values)
+            out[:decodes] = _attend_decodes(q[:decodes], layout, batch, keys, values, sinks)
         starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
         for i in range(decodes, len(contexts)):
             begin, end = starts[i], starts[i + 1]
             table = batch.block_tables[batch.rows[i]]
-            out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, keys, values)
+            out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, keys, values, sinks)
         return out.view(q.shape[0], -1)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
@@ -205,7 +211,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend_decodes(
-    q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: CachedBlocks, values: CachedBlocks
+    q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: CachedBlocks, values: CachedBlocks, sinks: Tensor | None
 ) -> Tensor:
     count, block_size = q.shape[0], keys.cache.shape[2]
     width = -(-batch.max_context // block_size)
@@ -219,12 +225,19 @@ def _attend_decodes(
     tables = tables * visible.view(count, width, block_size).any(-1)
     k, v = (cached.gather(tables).masked_fill(~visible[:, None, :, None], 0) for cached in (keys, values))
     grouped = q.view(count, layout.kv_heads, -1, layout.head_dim)
-    out = _softmax_attention(grouped, k, v, visible[:, None, None], layout)
+    sinks = None if sinks is None else sinks.view(layout.kv_heads, -1, 1)
+    out = _softmax_attention(grouped, k, v, visible[:, None, None], layout, sinks)
     return out.reshape(count, layout.heads, layout.head_dim)
 
 
 def _attend_one(
-    q: Tensor, layout: HeadLayout, context: int, table: Tensor, keys: CachedBlocks, values: CachedBlocks
+    q: Tensor,
+    layout: HeadLayout,
+    context: int,
+    table: Tensor,
+    keys: CachedBlocks,
+    values: CachedBlocks,
+    sinks: Tensor | None,
 ) -> Tensor:
     block_size = keys.cache.shape[2]
     behind = 0 if layout.window is None else max(0, context - q.shape[0] - layout.window + 1) // block_size
@@ -238,12 +251,23 @@ def _attend_one(
     visible = key_at <= query_at
     if layout.window is not None:
         visible &= key_at > query_at - layout.window
-    return _softmax_attention(q.transpose(0, 1), k, v, visible, layout).transpose(0, 1)
+    sinks = None if sinks is None else sinks.view(-1, 1, 1)
+    return _softmax_attention(q.transpose(0, 1), k, v, visible, layout, sinks).transpose(0, 1)
 
 
-def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, layout: HeadLayout) -> Tensor:
-    if layout.softcap is None:
+def _softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, layout: HeadLayout, sinks: Tensor | None
+) -> Tensor:
+    """`sinks`: broadcast over the scores but their last axis."""
+    if layout.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=layout.scale)
-    scores = (q.float() @ k.float().transpose(-1, -2)) * (layout.scale / layout.softcap)
-    scores = scores.tanh_().mul_(layout.softcap).masked_fill_(~visible, float("-inf"))
-    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+    scores = (q.float() @ k.float().transpose(-1, -2)) * layout.scale
+    if layout.softcap is not None:
+        scores = scores.div_(layout.softcap).tanh_().mul_(layout.softcap)
+    scores.masked_fill_(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().expand(*scores.shape[:-1]).unsqueeze(-1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ v.float()).to(q.dtype)

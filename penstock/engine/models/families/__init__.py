@@ -21,17 +21,22 @@ from penstock.engine.models.families.family import (
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
+from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
+from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
 from penstock.engine.models.families.olmo2 import OLMO2
 from penstock.engine.models.families.olmo3 import OLMO3
+from penstock.engine.models.families.olmoe import OLMOE
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
+from penstock.engine.models.families.qwen2_moe import QWEN2_MOE
 from penstock.engine.models.families.qwen3 import QWEN3
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
+from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
@@ -68,10 +73,17 @@ FAMILIES: dict[str, Family] = {
         GEMMA2,
         GEMMA3,
         PHI3,
+        GPT_OSS,
         GRANITE,
         MINISTRAL,
         OLMO2,
         OLMO3,
+        OLMOE,
+        QWEN2_MOE,
+        GRANITE_MOE,
+        GRANITE_MOE_SHARED,
+        GRANITE_MOE_HYBRID,
+        SMOLLM3,
     )
 }
 """By `model_type`."""
@@ -124,14 +136,15 @@ def read_config(raw: HFConfig) -> ModelConfig:
     windows = fields.setdefault("windows", (None,) * layers)
     if windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
+    fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
+    fields.setdefault("ffn_size", integer(raw, "intermediate_size"))
     fields.setdefault("rms_eps", number(raw, "rms_norm_eps"))
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
     return ModelConfig(
         family=family.model_type,
         hidden_size=hidden,
-        ffn_size=integer(raw, "intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -139,7 +152,6 @@ def read_config(raw: HFConfig) -> ModelConfig:
         vocab_size=integer(raw, "vocab_size"),
         max_positions=integer(raw, "max_position_embeddings"),
         tied_embeddings=flag(raw, "tie_word_embeddings"),
-        activation=family.activation,
         sandwich_norms=bool(family.names.mixer_out_norm),
         norm_offset=family.norm_offset,
         **fields,

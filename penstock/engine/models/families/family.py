@@ -39,9 +39,12 @@ Windows = tuple[int | None, ...]
 class ConfigFields(TypedDict, total=False):
     """Fields of `ModelConfig` that a family may set; the others follow from keys that all families have."""
 
+    activation: Activation
     attention_scale: float
+    attention_sinks: bool
     attention_softcap: float | None
     embedding_scale: float
+    ffn_size: int
     local_rope: RopeConfig
     logit_scale: float
     logit_softcap: float | None
@@ -114,7 +117,8 @@ class GGUFFormat:
     windowed: bool = True
     """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have."""
+    """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have. A
+    name with a suffix (`.weight`) stands for that tensor alone, and gives its whole name."""
 
 
 def llama_fields(raw: HFConfig) -> ConfigFields:

@@ -35,6 +35,10 @@ class TensorNames:
     """Where every token visits one more expert; its matrices are called as those of a dense feed-forward."""
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_experts: bool = False
+    """Whether the family's checkpoints store the experts of a layer as one tensor; see `loading.stacked_experts`."""
+    interleaved_gate_up: bool = False
+    """There: whether gate and up columns alternate."""
     expert_stacks: tuple[str, str] | None = None
     """Of checkpoints that store a layer's experts as stacks of ordinary matrices: gate and up, and down."""
 

@@ -21,6 +21,7 @@ from penstock.engine.backends.cuda.kernels.common import (
     launch,
     launch_successor,
     next_power_of_2,
+    sink_factor,
     soft_cap,
     wait_for_inputs,
     widen,
@@ -143,6 +144,7 @@ def _prefill_kernel(
     table_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     q_stride: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,
@@ -161,6 +163,7 @@ def _prefill_kernel(
     SCALED: tl.constexpr,
     HALF: tl.constexpr,
     INT8: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -273,7 +276,11 @@ def _prefill_kernel(
     )
     if SCALED and not INT8:
         acc *= tl.load(v_scale_ptr + kv_head)
-    acc = acc / total[:, None]
+    if SINKS:
+        factor = sink_factor(sinks_ptr + kv_head * GROUP + m % GROUP, m < BLOCK_M, peak, total)
+        acc = acc * factor[:, None]
+    else:
+        acc = acc / total[:, None]
     out = out_ptr + (q_at * (KV_HEADS * GROUP * DIM))[:, None] + lane
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
@@ -299,6 +306,7 @@ def prefill_attention(
     out: Tensor,
     config: PrefillConfig,
     kv_scales: tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> None:
@@ -322,6 +330,7 @@ def prefill_attention(
         batch.block_tables,
         k_scale,
         v_scale,
+        q if sinks is None else sinks,
         q.stride(0),
         batch.block_tables.stride(0),
         layout.scale,
@@ -340,6 +349,7 @@ def prefill_attention(
         SCALED=kv_scales is not None,
         HALF=k_cache.dtype == torch.float8_e4m3fn,
         INT8=k_cache.dtype == torch.int8,
+        SINKS=sinks is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,

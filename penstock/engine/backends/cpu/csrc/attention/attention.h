@@ -32,6 +32,13 @@ inline void load_queries(const AttentionArgs& a, int64_t token, int head, int co
     });
 }
 
+// What the sums of a head are multiplied by in the end: one over the total of its softmax, in which its sink takes part.
+PK_INLINE float final_factor(const AttentionArgs& a, int head, float max, float total) {
+    if (!a.sinks) return 1.0f / total;
+    const float sink = a.sinks[head], top = std::max(max, sink), keep = std::exp(max - top);
+    return keep / (total * keep + std::exp(sink - top));
+}
+
 inline void store_outputs(const AttentionArgs& a, int64_t token, int head, const float* row, float factor) {
     dispatch(a.dtype, [&](auto* t) {
         using T = elem<decltype(t)>;

@@ -165,9 +165,11 @@ void prefill_tile(const AttentionArgs& a, const Task& task, float* scratch) {
         }
         product(scores, kPanel, values, width, acc, width, rows, width, count, true);
     }
-    for (int r = 0; r < rows; ++r)
-        store_outputs(a, first_token + task.begin + r / group, task.kv_head * group + r % group, acc + r * width,
-                      1.0f / total[r]);
+    for (int r = 0; r < rows; ++r) {
+        const int head = task.kv_head * group + r % group;
+        store_outputs(a, first_token + task.begin + r / group, head, acc + r * width,
+                      final_factor(a, head, max[r], total[r]));
+    }
 }
 
 }  // namespace pk::PK_SET

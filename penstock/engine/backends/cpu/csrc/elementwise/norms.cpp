@@ -135,9 +135,19 @@ PK_FUNCTION(void, pk_gelu_mul)(Context* ctx, const void* x, void* out, int64_t r
     gate_all(ctx, kGelu, x, out, rows, ffn, dtype);
 }
 
+PK_FUNCTION(void, pk_clamped_swiglu)(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, float alpha,
+                                     float limit, int dtype) {
+    Guard hold(ctx->busy);
+    for_gated_rows(ctx, x, out, rows, ffn, dtype, [&](auto* from, auto* to, int64_t begin, int64_t end) {
+        using T = elem<decltype(to)>;
+        gate_rows(from, to, begin, end, ffn, [&](vf v, vf up) { return clamped_swiglu<T>(v, up, alpha, limit); });
+    });
+}
+
 PK_RECORDABLE(pk_widen)
 PK_RECORDABLE(pk_rms_norm)
 PK_RECORDABLE(pk_add_rms_norm)
 PK_RECORDABLE(pk_norm_rows)
 PK_RECORDABLE(pk_silu_mul)
 PK_RECORDABLE(pk_gelu_mul)
+PK_RECORDABLE(pk_clamped_swiglu)

@@ -361,11 +361,21 @@ class PrefillTile {
         }
     }
 
+    // As `final_factor`, of 16 rows, with maxima in units of log 2.
+    vf final_factors(int t) const {
+        const vf total = load(totals + t * 16), max = load(tops + t * 16);
+        if (!a.sinks) return splat(1.0f) / total;
+        float of_rows[16];
+        for (int i = 0; i < 16; ++i) of_rows[i] = a.sinks[task.kv_head * group + (t * 16 + i) % group] * kLog2;
+        const vf sink = load(of_rows), top = vmax(max, sink), keep = power_below(max, top);
+        return keep / (total * keep + power_below(sink, top));
+    }
+
     void finish() {
         bf16* const out = static_cast<bf16*>(a.out) +
                           ((first_token + task.begin) * a.heads + int64_t(task.kv_head) * group) * dim;
         for (int t = 0; t < tiles; ++t) {
-            const vf factor = splat(1.0f) / load(totals + t * 16);
+            const vf factor = final_factors(t);
             for (int d = 0; d < dim; d += 16) {
                 __m512i x[16];
                 for (int i = 0; i < 16; ++i) x[i] = (__m512i)(load(sums + (t * dim + d + i) * 16) * factor);
