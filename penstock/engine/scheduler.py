@@ -140,6 +140,8 @@ class Scheduler:
         """Seconds that prompts may still take of the step that is being scheduled."""
         self._prompt_least = 0
         """Prompt tokens that it computes in any case."""
+        self._prompt_tokens = 0
+        """Those that it computes, so far."""
         self.running: dict[Sequence, None] = {}
         self._rows = list(range(max_running - 1, -1, -1))
         self._parked: dict[Sequence, int] = {}
@@ -394,6 +396,7 @@ class Scheduler:
         own_target = min(self._own_targets.values()) if self._own_targets else None
         backlog = self._backlog(prefills) if self.pace.target_s is not None else 0
         self._prompt_s, self._prompt_least = self.pace.budget(len(decodes), own_target, backlog), LEAST
+        self._prompt_tokens = 0
         chunks: dict[Sequence, Chunk] = {}
         grow, size = self.allocator.grow, self.allocator.block_size
         roomy = self.allocator.window is None  # with a window, growing also releases
@@ -431,11 +434,15 @@ class Scheduler:
 
     def _paced(self, seq: Sequence, length: int) -> int:
         """How many of its next `length` prompt tokens the streams in this step leave time for."""
-        return max(self.pace.tokens(self._prompt_s, seq.computed, length), min(length, self._prompt_least))
+        fits = self.pace.tokens(self._prompt_s, seq.computed, length)
+        if fits < length:
+            fits = self.pace.cut(fits, self._prompt_tokens)
+        return max(fits, min(length, self._prompt_least))
 
     def _spend(self, seq: Sequence, length: int) -> None:
         """Its next `length` prompt tokens are part of the step."""
         self._prompt_least = max(self._prompt_least - length, 0)
+        self._prompt_tokens += length
         if self._prompt_s != math.inf:
             self._prompt_s = self.pace.left(self._prompt_s - self.pace.cost(seq.computed, length))
 
