@@ -93,7 +93,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteConfig", GRANITE),
     "ministral": ("MinistralConfig", {"head_dim": 32, "sliding_window": 40, "layer_types": [SLIDING, FULL, SLIDING]}),
     "granite-moe": ("GraniteMoeConfig", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}),
-    "granite-moe-shared": ("GraniteMoeSharedConfig", {**GRANITE, "num_local_experts": 5, "shared_intermediate_size": 48}),
+    "granite-moe-shared": (
+        "GraniteMoeSharedConfig",
+        {**GRANITE, "num_local_experts": 5, "shared_intermediate_size": 48},
+    ),
     "granite4": ("GraniteMoeHybridConfig", {**GRANITE4, "num_local_experts": 0, "position_embedding_type": "rope"}),
     "granite4-experts-nope": ("GraniteMoeHybridConfig", {**GRANITE4, "num_local_experts": 5}),
     "qwen2-moe": ("Qwen2MoeConfig", {**QWEN2_MOE, "mlp_only_layers": [1]}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from penstock.engine.models.rope import RopeConfig
+from penstock.engine.models.rope import NO_ROPE, RopeConfig
 from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class ModelConfig:
     """Of layers with a sliding window, where it is not that of the others."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None where a layer sees everything."""
+    unrotated: tuple[bool, ...] = ()
+    """Which layers have no rotary embedding; empty: none."""
     tied_embeddings: bool
     qkv_bias: bool = False
     output_bias: bool = False
@@ -114,7 +116,10 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Rotary embedding of each layer."""
-        return tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
+        ropes = tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
+        if not self.unrotated:
+            return ropes
+        return tuple(NO_ROPE if plain else rope for plain, rope in zip(self.unrotated, ropes, strict=True))
 
     @property
     def plain_layers(self) -> bool:

@@ -48,6 +48,7 @@ the key, or its model asks for it although the class does not have it. `SHARED` 
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from penstock.engine.loading.keys import ABSENT

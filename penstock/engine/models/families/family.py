@@ -56,6 +56,7 @@ class ConfigFields(TypedDict, total=False):
     rms_eps: float
     rope: RopeConfig
     row_norms: bool
+    unrotated: tuple[bool, ...]
     windows: Windows
 
 

@@ -36,8 +36,12 @@ _NAMES = TensorNames(
 )
 """The parts of stacks have names that no checkpoint has; see `loading.expert_stacks`."""
 _EXPERTS = frozenset({"num_local_experts", "num_experts_per_tok"})
-_ATTENTION = ("attention", "full_attention")
 _MAMBA = ("mamba", "linear_attention")
+_OF_MAMBA = frozenset({
+    "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand",
+    "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",
+})  # fmt: skip
+"""Keys of layers that supported models do not have."""
 _GGUF = GGUF_SCALES | {
     "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
 }  # fmt: skip
@@ -60,18 +64,14 @@ def _experts(raw: HFConfig, shared: int) -> MoeConfig:
 
 
 def _moe_fields(raw: HFConfig) -> ConfigFields:
-    bias, shared = flag(raw, "attention_bias"), number(raw, "shared_intermediate_size") if _is_shared(raw) else 0
-    experts = _experts(raw, integer(raw, "shared_intermediate_size") if shared else 0)
-    return {"qkv_bias": bias, "output_bias": bias, **multiplied(raw), "moe": experts}
-
-
-def _is_shared(raw: HFConfig) -> bool:
-    return "shared_intermediate_size" in raw
+    bias = flag(raw, "attention_bias")
+    shared = integer(raw, "shared_intermediate_size") if raw.get("shared_intermediate_size", 0) != 0 else 0
+    return {"qkv_bias": bias, "output_bias": bias, **multiplied(raw), "moe": _experts(raw, shared)}
 
 
 def _hybrid_fields(raw: HFConfig) -> ConfigFields:
     bias, layers = flag(raw, "attention_bias"), layer_count(raw)
-    kinds = raw["layer_types"]
+    kinds = raw.get("layers_block_type") or raw["layer_types"]
     if kinds is None or (isinstance(kinds, list | tuple) and any(kind in _MAMBA for kind in kinds)):
         raise CheckpointError(
             "layer_types has Mamba layers (linear_attention), which granitemoehybrid models do not support here; "
@@ -140,6 +140,7 @@ GRANITE_MOE_HYBRID = Family(
     fields=_hybrid_fields,
     reads=MULTIPLIERS
     | _EXPERTS
+    | _OF_MAMBA
     | {"attention_bias", "shared_intermediate_size", "position_embedding_type", "layers_block_type"},
     names=_NAMES,
     gguf=GGUFFormat(architectures=()),

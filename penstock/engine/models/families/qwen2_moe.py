@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts in all or some layers, and one that every token visits behind a gate."""
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts in all or some layers, and a gated one that every token visits."""
 
 from __future__ import annotations
 
