@@ -44,6 +44,16 @@ LONG_ROPE = {
 GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40}
 QWEN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "full_attention_interval": 2,
+}
+
 GPT_OSS: dict[str, Any] = {
     "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 4, "sliding_window": 40, "swiglu_limit": 3.0,
 }  # fmt: skip
@@ -86,6 +96,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 100}),
     "qwen3-moe": ("Qwen3MoeConfig", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3-moe-some-dense": ("Qwen3MoeConfig", {**QWEN_MOE, "mlp_only_layers": [1]}),
+    "qwen3-next": ("Qwen3NextConfig", {**HYBRID, **QWEN_MOE, "shared_expert_intermediate_size": 48}),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**HYBRID, **QWEN_MOE, "shared_expert_intermediate_size": 48}),
+    "qwen3-next-dense": ("Qwen3NextConfig", {**HYBRID, "num_experts": 0}),
+    "qwen3.5": ("Qwen3_5TextConfig", {**HYBRID, "linear_num_key_heads": 4, "tie_word_embeddings": True}),
     "gemma": ("GemmaConfig", {"head_dim": 32}),
     "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3-two-ropes": ("Gemma3TextConfig", {**GEMMA, "sliding_window_pattern": 2, "num_key_value_heads": 1}),

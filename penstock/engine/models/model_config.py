@@ -65,6 +65,26 @@ class MoeConfig:
             raise CheckpointError(f"a token cannot visit {self.top_k} experts of {self.top_groups} groups of {size}")
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Gated delta nets in place of attention in some layers."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one; the others have attention."""
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+    """Width of the causal convolution."""
+    grouped: bool
+    """Whether the checkpoint stores projections by key head; see `DeltaLayout`."""
+
+    def __post_init__(self) -> None:
+        if self.v_heads % self.k_heads:
+            raise CheckpointError(f"{self.v_heads} value heads cannot share {self.k_heads} key heads evenly")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Everything the decoder needs to know about its shape. The defaults are those of Llama."""
@@ -96,6 +116,9 @@ class ModelConfig:
     """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
     moe: MoeConfig | None = None
+    delta: DeltaConfig | None = None
+    gated_attention: bool = False
+    """Whether the query projection also gives a gate for each head's output."""
     sandwich_norms: bool = False
     """Whether the output of attention and feed-forward is normalized too, before it is added to the residual stream."""
     norm_offset: float = 0.0
@@ -124,4 +147,5 @@ class ModelConfig:
     @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
-        return self.moe is None and not self.sandwich_norms and self.activation == "silu"
+        plain = self.moe is None and self.delta is None and not self.gated_attention
+        return plain and not self.sandwich_norms and self.activation == "silu"

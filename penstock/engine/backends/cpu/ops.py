@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cpu.native import AttentionArgs, Handle, RopeArgs
+from penstock.engine.backends.cpu.recorder import NotRecordableError
 from penstock.engine.backends.interface import (
     FP8,
     INT8,
     SCALE_DTYPE,
     AttentionBatch,
+    DeltaLayout,
+    DeltaWeights,
     HeadLayout,
     KeySmoothing,
     KVScales,
     OverRanks,
 )
-from penstock.engine.backends.reference import filters
+from penstock.engine.backends.reference import delta, filters
 from penstock.engine.backends.reference.ops import mean_squares
 from penstock.errors import PenstockError
 
@@ -349,6 +352,26 @@ class CpuOps:
                 self._caches.clear()
             view = self._caches[key] = _CacheView(k_cache, v_cache, layout, kv_scales)
         return view
+
+    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        return delta.split_gate(qkv, layout)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+    def delta_net(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        layout: DeltaLayout,
+        weights: DeltaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        if batch.states is None:
+            raise NotRecordableError("gated delta nets are not recorded")
+        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         _need(logits, "logits", torch.float32)

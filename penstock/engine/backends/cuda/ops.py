@@ -26,7 +26,15 @@ from penstock.engine.backends.cuda.kernels import (
     sampler,
 )
 from penstock.engine.backends.cuda.kernels.addends import Addends
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing, OverRanks
+from penstock.engine.backends.interface import (
+    AttentionBatch,
+    DeltaLayout,
+    DeltaWeights,
+    HeadLayout,
+    KeySmoothing,
+    OverRanks,
+)
+from penstock.engine.backends.reference import delta
 
 _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
@@ -162,6 +170,24 @@ class TritonOps:
             decode.decode_attention(
                 q[part], layout, few, k_cache, v_cache, out[part], counters, shape, kv_scales, sinks, pdl=self.pdl
             )
+
+    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        return delta.split_gate(qkv, layout)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+    def delta_net(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        layout: DeltaLayout,
+        weights: DeltaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits, pdl=self.pdl)

@@ -19,12 +19,14 @@ from penstock.engine.backends.interface import (
     INT8,
     INT8_MAX,
     AttentionBatch,
+    DeltaLayout,
+    DeltaWeights,
     HeadLayout,
     KeySmoothing,
     KVScales,
     OverRanks,
 )
-from penstock.engine.backends.reference import filters, masks
+from penstock.engine.backends.reference import delta, filters, masks
 from penstock.engine.backends.reference.noise import gumbel
 
 
@@ -133,6 +135,24 @@ class ReferenceOps:
             table = batch.block_tables[batch.rows[i]]
             out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, keys, values, sinks)
         return out.view(q.shape[0], -1)
+
+    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        return delta.split_gate(qkv, layout)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+    def delta_net(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        layout: DeltaLayout,
+        weights: DeltaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits)

@@ -35,7 +35,9 @@ from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
 from penstock.engine.models.families.qwen2_moe import QWEN2_MOE
 from penstock.engine.models.families.qwen3 import QWEN3
+from penstock.engine.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
+from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
 from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
@@ -69,6 +71,9 @@ FAMILIES: dict[str, Family] = {
         QWEN2,
         QWEN3,
         QWEN3_MOE,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
         GEMMA,
         GEMMA2,
         GEMMA3,
@@ -134,11 +139,13 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if heads % kv_heads or head_dim % 2 or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
-    if windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
+    if "delta" not in fields and windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
-    fields.setdefault("ffn_size", integer(raw, "intermediate_size"))
+    fields.setdefault(
+        "ffn_size", integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None)
+    )
     fields.setdefault("rms_eps", number(raw, "rms_norm_eps"))
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)

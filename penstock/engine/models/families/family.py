@@ -17,7 +17,7 @@ import numpy as np
 from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.model_config import DeltaConfig, MoeConfig
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 
@@ -43,8 +43,10 @@ class ConfigFields(TypedDict, total=False):
     attention_scale: float
     attention_sinks: bool
     attention_softcap: float | None
+    delta: DeltaConfig
     embedding_scale: float
     ffn_size: int
+    gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float
     logit_softcap: float | None

@@ -42,11 +42,14 @@ class TensorNames:
     expert_stacks: tuple[str, str] | None = None
     """Of checkpoints that store a layer's experts as stacks of ordinary matrices: gate and up, and down."""
 
+    recurrent: tuple[str, ...] = ()
+    """Matrices of mixers other than attention that are quantized."""
+
     @property
     def linears(self) -> frozenset[str]:
         """Last parts of the names of all matrices that are quantized: routers, embeddings and heads are not."""
         parts = (*self.qkv, self.output, *self.gate_up, self.down, *self.expert_gate_up, self.expert_down)
-        return frozenset((*parts, self.fused_qkv, self.fused_gate_up))
+        return frozenset((*parts, self.fused_qkv, self.fused_gate_up, *self.recurrent))
 
 
 LLAMA_NAMES = TensorNames()
