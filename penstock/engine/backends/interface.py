@@ -186,8 +186,14 @@ class HeadLayout:
     scale: float
     window: int | None = None
     """Sliding window: a token sees itself and the `window - 1` before it. None: everything before it."""
+    chunked: bool = False
+    """Positions are cut into chunks of `window` instead: a token sees those of its chunk up to itself."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap) before the softmax. None: they stay."""
+    interleaved: bool = False
+    """Rotation pairs dimension 2i with 2i + 1, instead of i with i + rotary / 2."""
+    centred_norms: bool = False
+    """The norms of queries and keys are LayerNorms with weights of their own for every head: [heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +290,11 @@ class Ops(ActivationOps, Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> Tensor: ...
 
+    def centre(self, residual: Tensor, *added: Tensor) -> None:
+        """Add one or two tensors, or nothing, to the residual stream, and subtract the mean of every row, in place. An
+        RMS norm behind it is a LayerNorm."""
+        ...
+
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
@@ -319,9 +330,9 @@ class Ops(ActivationOps, Protocol):
         `qkv` is [T, (heads + 2 * kv_heads) * head_dim] and may be overwritten. `cos_sin` is float32
         [max_positions, rotary]: cosines in the first half of a row, sines in the second; rotation pairs
         dimension i with i + rotary / 2, and leaves those from `rotary` on as they are. With `q_norm`/`k_norm`
-        each head is RMS-normalized first. An FP8 cache stores keys and values divided by `kv_scales` and clamped
-        to its range; an int8 cache stores them rounded, and writes `kv_scales`. `key_smoothing` is applied
-        after the rotation, before keys are stored and queries returned.
+        each head is RMS-normalized first. `layout` may ask for other pairs and for LayerNorms. An FP8 cache stores
+        keys and values divided by `kv_scales` and clamped to its range; an int8 cache stores them rounded, and
+        writes `kv_scales`. `key_smoothing` is applied after the rotation, before keys are stored and queries returned.
         """
         ...
 

@@ -77,8 +77,8 @@ def _layer_names(family: Family) -> dict[str, str]:
     """GGUF names below `blk.N.` to Hugging Face names below `layers.N.`."""
     names = family.names
     found = {
-        "attn_norm": names.mixer_norm,
         "ffn_norm": names.feed_forward_norm,
+        "attn_norm": names.mixer_norm,
         "attn_qkv": names.attention + names.fused_qkv,
         "attn_output": names.attention + names.output,
         "attn_q_norm": names.attention + "q_norm",

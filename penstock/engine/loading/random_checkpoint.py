@@ -121,9 +121,9 @@ class ShapeReader(WeightReader):
         self.unshifted_norms.add(f"{name}.weight")
         return self.get(f"{name}.weight", size)
 
-    def norm(self, name: str, size: int) -> Tensor:
+    def norm(self, name: str, *shape: int) -> Tensor:
         self.norms.add(f"{name}.weight")
-        return self.get(f"{name}.weight", size)
+        return self.get(f"{name}.weight", *shape)
 
     def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "") -> Linear:
         if fused and self._fused:

@@ -80,6 +80,9 @@ def compose_attention(context: LayerContext) -> Attention:
     read, config, names, dim = context.read, context.config, context.names, context.config.head_dim
     prefix, hidden = context.prefix + names.attention, config.hidden_size
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+    q_gains, k_gains = (
+        ((config.num_heads, dim), (config.num_kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
+    )
     qkv = dict(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
     return Attention(
         ops=context.inner,
@@ -92,11 +95,14 @@ def compose_attention(context: LayerContext) -> Attention:
             head_dim=dim,
             scale=config.attention_scale,
             window=config.windows[context.index],
+            chunked=config.chunked and config.windows[context.index] is not None,
             softcap=config.attention_softcap,
+            interleaved=config.interleaved_rope,
+            centred_norms=config.qk_layer_norm,
         ),
         cos_sin=context.cos_sin,
-        q_norm=read.norm(f"{prefix}q_norm", dim) if config.qk_norm else None,
-        k_norm=read.norm(f"{prefix}k_norm", dim) if config.qk_norm else None,
+        q_norm=read.norm(f"{prefix}q_norm", *q_gains) if config.qk_norm else None,
+        k_norm=read.norm(f"{prefix}k_norm", *k_gains) if config.qk_norm else None,
         row_norms=RowNorms(read.norm(f"{prefix}q_norm", q_size), read.norm(f"{prefix}k_norm", kv_size))
         if config.row_norms
         else None,

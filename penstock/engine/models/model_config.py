@@ -104,14 +104,20 @@ class ModelConfig:
     """Of layers with a sliding window, where it is not that of the others."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None where a layer sees everything."""
+    chunked: bool = False
+    """Whether the windows are chunks: positions are cut every so many, and a token sees those of its own chunk."""
     unrotated: tuple[bool, ...] = ()
     """Which layers have no rotary embedding; empty: none."""
+    interleaved_rope: bool = False
+    """Whether rotation pairs neighbouring dimensions, instead of those half of the rotated ones apart."""
     tied_embeddings: bool
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether each head of queries and keys is normalized."""
+    qk_layer_norm: bool = False
+    """Whether that is a LayerNorm with weights of its own for every head."""
     row_norms: bool = False
     """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
@@ -133,6 +139,8 @@ class ModelConfig:
     logit_softcap: float | None = None
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
+    parallel: bool = False
+    """Whether attention and feed-forward of a layer read the same norm, and both are added to what it read."""
     by_transformers: bool = False
     """Whether no family describes the model, so that the `transformers` library runs its layers."""
 
@@ -147,5 +155,5 @@ class ModelConfig:
     @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
-        plain = self.moe is None and self.delta is None and not self.gated_attention
+        plain = self.moe is None and self.delta is None and not self.gated_attention and not self.parallel
         return plain and not self.sandwich_norms and self.activation == "silu"

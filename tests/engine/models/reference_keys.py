@@ -52,6 +52,10 @@ TRACED = (
     "qwen3-next",
     "qwen3.5",
     "qwen3.5-moe",
+    "cohere",
+    "cohere2",
+    "glm4",
+    "exaone4",
 )
 """A checkpoint of each family."""
 INTERNAL = (

@@ -77,6 +77,9 @@ class TritonOps:
     ) -> Tensor:
         return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self.pdl)
 
+    def centre(self, residual: Tensor, *added: Tensor | Addends) -> None:
+        norm.centre(residual, added, pdl=self.pdl)
+
     def silu_mul(self, gate_up: Tensor | Addends) -> Tensor:
         return activation.silu_mul(gate_up, pdl=self.pdl)
 

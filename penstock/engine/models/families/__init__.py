@@ -5,7 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 from penstock.engine.loading.keys import KeyRules
+from penstock.engine.models.families.cohere import COHERE
+from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.config_keys import INERT
+from penstock.engine.models.families.exaone4 import EXAONE4
 from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
@@ -21,6 +24,7 @@ from penstock.engine.models.families.family import (
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
+from penstock.engine.models.families.glm4 import GLM4
 from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
@@ -89,6 +93,10 @@ FAMILIES: dict[str, Family] = {
         GRANITE_MOE_SHARED,
         GRANITE_MOE_HYBRID,
         SMOLLM3,
+        COHERE,
+        COHERE2,
+        GLM4,
+        EXAONE4,
     )
 }
 """By `model_type`."""
@@ -146,7 +154,8 @@ def read_config(raw: HFConfig) -> ModelConfig:
     fields.setdefault(
         "ffn_size", integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None)
     )
-    fields.setdefault("rms_eps", number(raw, "rms_norm_eps"))
+    if "rms_eps" not in fields:
+        fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
     return ModelConfig(

@@ -41,6 +41,11 @@ class ConfigFields(TypedDict, total=False):
 
     activation: Activation
     attention_scale: float
+    chunked: bool
+    interleaved_rope: bool
+    parallel: bool
+    qk_layer_norm: bool
+    unrotated: tuple[bool, ...]
     attention_sinks: bool
     attention_softcap: float | None
     delta: DeltaConfig
@@ -58,7 +63,6 @@ class ConfigFields(TypedDict, total=False):
     rms_eps: float
     rope: RopeConfig
     row_norms: bool
-    unrotated: tuple[bool, ...]
     windows: Windows
 
 
@@ -117,6 +121,8 @@ class GGUFFormat:
     """Further `config.json` keys, given those that all families have."""
     reads: frozenset[str] = frozenset()
     """The keys that `config` reads, and that other families may have only at values that say nothing."""
+    epsilon: str = "attention.layer_norm_rms_epsilon"
+    """The key of the epsilon of all norms."""
     windowed: bool = True
     """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)
