@@ -27,37 +27,8 @@ from penstock.engine.loading.keys import ABSENT
 from tests.engine.tiny import COMMON, FAMILIES
 
 TARGET = Path(__file__).parents[3] / "penstock/engine/models/reference_keys.py"
-TRACED = (
-    "llama-gqa",
-    "mistral-window",
-    "mixtral",
-    "qwen2-window",
-    "qwen3-qknorm",
-    "qwen3-moe",
-    "gemma",
-    "gemma2",
-    "gemma3-two-ropes",
-    "phi3",
-    "gpt-oss",
-    "granite",
-    "ministral",
-    "olmo2",
-    "olmo3",
-    "granite-moe",
-    "granite-moe-shared",
-    "granite4",
-    "qwen2-moe",
-    "olmoe",
-    "smollm3",
-    "qwen3-next",
-    "qwen3.5",
-    "qwen3.5-moe",
-    "cohere",
-    "cohere2",
-    "glm4",
-    "exaone4",
-)
-"""A checkpoint of each family."""
+TRACED = tuple(sorted({config: name for name, (config, _) in reversed(FAMILIES.items())}.values()))
+"""The first checkpoint of each configuration class."""
 INTERNAL = (
     "_attn_implementation_internal",
     "_experts_implementation_internal",
