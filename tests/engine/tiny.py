@@ -76,6 +76,19 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 6.0,
 }
+GRANITE4 = {
+    **GRANITE,
+    "layer_types": [FULL] * 3,
+    "mamba_n_heads": 8,
+    "shared_intermediate_size": 80,
+    "position_embedding_type": None,
+}
+QWEN2_MOE = {
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 OLMO3_ROPES = {FULL: YARN_ROPE, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LLAMA4: dict[str, Any] = {"head_dim": 32, "intermediate_size_mlp": 112, "num_local_experts": 4, "attn_scale": 0.3}
@@ -125,6 +138,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOssConfig", {**GPT_OSS, "rope_parameters": GPT_OSS_ROPE}),
     "granite": ("GraniteConfig", GRANITE),
     "ministral": ("MinistralConfig", {"head_dim": 32, "sliding_window": 40, "layer_types": [SLIDING, FULL, SLIDING]}),
+    "granite-moe": ("GraniteMoeConfig", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}),
+    "granite-moe-shared": (
+        "GraniteMoeSharedConfig",
+        {**GRANITE, "num_local_experts": 5, "shared_intermediate_size": 48},
+    ),
+    "granite4": ("GraniteMoeHybridConfig", {**GRANITE4, "num_local_experts": 0, "position_embedding_type": "rope"}),
+    "granite4-experts-nope": ("GraniteMoeHybridConfig", {**GRANITE4, "num_local_experts": 5}),
+    "qwen2-moe": ("Qwen2MoeConfig", {**QWEN2_MOE, "mlp_only_layers": [1]}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", {"sliding_window": 40, "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPES}),
     "phi3": ("Phi3Config", {"sliding_window": 60}),

@@ -29,6 +29,7 @@ from penstock.engine.models.families.glm4 import GLM4
 from penstock.engine.models.families.glm4_moe import GLM4_MOE
 from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
+from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
 from penstock.engine.models.families.ministral import MINISTRAL
@@ -36,12 +37,15 @@ from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
 from penstock.engine.models.families.olmo2 import OLMO2
 from penstock.engine.models.families.olmo3 import OLMO3
+from penstock.engine.models.families.olmoe import OLMOE
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
+from penstock.engine.models.families.qwen2_moe import QWEN2_MOE
 from penstock.engine.models.families.qwen3 import QWEN3
 from penstock.engine.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
 from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
+from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
@@ -89,6 +93,12 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         KIMI_K2,
+        OLMOE,
+        QWEN2_MOE,
+        GRANITE_MOE,
+        GRANITE_MOE_SHARED,
+        GRANITE_MOE_HYBRID,
+        SMOLLM3,
         COHERE,
         COHERE2,
         GLM4,
@@ -150,6 +160,9 @@ def read_config(raw: HFConfig) -> ModelConfig:
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
+    fields.setdefault(
+        "ffn_size", integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None)
+    )
     if "rms_eps" not in fields:
         fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "ffn_size" not in fields:

@@ -41,6 +41,8 @@ class TensorNames:
     """Whether the family's checkpoints store the experts of a layer as one tensor; see `loading.stacked_experts`."""
     interleaved_gate_up: bool = False
     """There: whether gate and up columns alternate."""
+    expert_stacks: tuple[str, str] | None = None
+    """Of checkpoints that store a layer's experts as stacks of ordinary matrices: gate and up, and down."""
 
     recurrent: tuple[str, ...] = ()
     """Matrices of mixers other than attention that are quantized."""
