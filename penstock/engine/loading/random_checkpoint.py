@@ -115,11 +115,14 @@ class ShapeReader(WeightReader):
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.shapes[name] = shape
-        return self._nothing
+        return torch.empty(shape, device="meta")
 
     def unshifted(self, name: str, size: int) -> Tensor:
         self.unshifted_norms.add(f"{name}.weight")
         return self.get(f"{name}.weight", size)
+
+    def ones(self, size: int) -> Tensor:
+        return self._nothing
 
     def norm(self, name: str, *shape: int) -> Tensor:
         self.norms.add(f"{name}.weight")

@@ -76,7 +76,7 @@ def compose_decoder(
     embedding = read.get(f"{prefix}embed_tokens.weight", vocab, hidden) if has_ends else read.zeros(1, hidden)
     if config.embedding_scale != 1.0:
         embedding = embedding * config.embedding_scale
-    ropes = {rope: cos_sin_table(rope, config.head_dim, max_positions, backend.device) for rope in config.ropes}
+    ropes = {rope: cos_sin_table(rope, config.rotary_dim, max_positions, backend.device) for rope in config.ropes}
     layers: list[DecoderLayer] = []
     for index, rope in enumerate(config.ropes):
         context = LayerContext(
