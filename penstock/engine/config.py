@@ -48,7 +48,7 @@ class EngineConfig:
     """Most tokens computed in one step; 512 on CPU and 8448 on CUDA when not set."""
     target_gap_ms: float | None = None
     """The gap between tokens that running streams keep while prompts are computed: a step with streams computes only as
-    many prompt tokens as fit into it, as measured; see `pace`. Not set: up to `token_budget`."""
+    many prompt tokens as fit into it, as measured; see `pace`. Not set: the default of the device, which yields."""
     block_size: int = 16
     kv_memory: int | None = None
     """Bytes for the KV cache; measured from what is free when not set."""
@@ -69,6 +69,11 @@ class EngineConfig:
     disk_path: str = ""
     """Folder of that file, on a fast disk."""
     prefix_cache: bool = True
+    state_interval: int = 1024
+    """Of models with recurrent layers: a state is kept for later prompts every so many tokens, a multiple of the block
+    size, and at the end of prompts; see `kv.states`."""
+    kept_states: int | None = None
+    """Most states kept at the same time. Not set: four per sequence, in at most a quarter of the cache's memory."""
     deterministic: bool = False
     """Batch-invariant: a request's tokens and log-probabilities are bit-identical whatever else runs; slower."""
     speculation: SpeculationForm = "off"

@@ -133,7 +133,11 @@ class GroupedExpertMlp:
             return torch.empty_like(x)
         top_k, chosen, experts = chosen.shape[1], chosen.int(), self.gate_up.experts
         plan = moe.plan(chosen, experts)
-        inner = self.gate_up.product(x, plan, top_k, self.activation, None)
+        choices = top_k
+        if self.router.weight_inputs:  # a row for every choice
+            x, choices = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1), 1
+            weights = torch.ones_like(weights)
+        inner = self.gate_up.product(x, plan, choices, self.activation, None)
         pairs = self.down.product(inner, plan, top_k, self.activation, weights)
         return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
 

@@ -18,6 +18,7 @@ from penstock.engine.backends.cuda.kernels import (
     activation,
     decode,
     filters,
+    latent,
     masks,
     norm,
     prefill,
@@ -26,7 +27,17 @@ from penstock.engine.backends.cuda.kernels import (
     sampler,
 )
 from penstock.engine.backends.cuda.kernels.addends import Addends
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing, OverRanks
+from penstock.engine.backends.interface import (
+    AttentionBatch,
+    DeltaLayout,
+    DeltaWeights,
+    HeadLayout,
+    KeySmoothing,
+    LatentLayout,
+    LatentWeights,
+    OverRanks,
+)
+from penstock.engine.backends.reference import delta
 
 _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
@@ -68,6 +79,9 @@ class TritonOps:
         x_weight: Tensor | None = None,
     ) -> Tensor:
         return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self.pdl)
+
+    def centre(self, residual: Tensor, *added: Tensor | Addends) -> None:
+        norm.centre(residual, added, pdl=self.pdl)
 
     def silu_mul(self, gate_up: Tensor | Addends) -> Tensor:
         return activation.silu_mul(gate_up, pdl=self.pdl)
@@ -162,6 +176,53 @@ class TritonOps:
             decode.decode_attention(
                 q[part], layout, few, k_cache, v_cache, out[part], counters, shape, kv_scales, sinks, pdl=self.pdl
             )
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        tokens, decodes = q.shape[0], batch.num_decodes
+        out = torch.empty((tokens, layout.heads * layout.value), dtype=q.dtype, device=q.device)
+        if not tokens:
+            return out
+        query = latent.prepare(q, kv, layout, weights, cos_sin, batch, cache, scales, pdl=self.pdl)
+        shape = latent.choose_decode(max(1, decodes), layout, q.element_size(), self.processors)
+        if decodes == tokens <= latent.FEW:
+            latent.decode(query, layout, weights, batch, cache, scales, shape, values=out, pdl=self.pdl)
+            return out
+        seen = torch.empty((tokens, layout.heads, layout.latent), dtype=q.dtype, device=q.device)
+        if decodes:
+            latent.decode(query, layout, weights, batch, cache, scales, shape, seen=seen, pdl=self.pdl)
+        if batch.context_lens.shape[0] > decodes:
+            tile = latent.choose_prefill(layout, q.element_size())
+            latent.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
+        latent.values_of(seen, layout, weights, out, pdl=self.pdl)
+        return out
+
+    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        return delta.split_gate(qkv, layout)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+    def delta_net(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        layout: DeltaLayout,
+        weights: DeltaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits, pdl=self.pdl)

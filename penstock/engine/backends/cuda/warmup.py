@@ -17,11 +17,12 @@ from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.cuda.graphs import buckets_up_to
 from penstock.engine.backends.cuda.kernels.common import building_kernels
 from penstock.engine.backends.cuda.prompt_graphs import TOKENS
-from penstock.engine.backends.interface import AttentionBatch, StepLimits
+from penstock.engine.backends.interface import AttentionBatch, StateBatch, StepLimits
 from penstock.engine.grammar.interface import words_for
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.mixer import TokenMixer
 
 
@@ -50,7 +51,7 @@ def _kind_of(mixer: TokenMixer) -> object:
 
 def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCache:
     shape = decoder.cache_shape(limits.block_size, dtype)
-    return KVCache(shape, 2, decoder.embedding.device, num_rows=limits.max_rows + 1)
+    return KVCache(shape, 2, decoder.embedding.device, num_states=limits.max_rows + 2)
 
 
 def _visit_adapted(adapters: AdaptedModel, decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) -> None:
@@ -81,6 +82,9 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) ->
         _forward(decoder, kv, tables, limits, 0, prompts)
         _forward(decoder, kv, tables, limits, 1, prompts)
     mixer, cache = decoder.layers[0].mixer, kv.layers[0]
+    if isinstance(mixer, LatentAttention):
+        for decodes in buckets_up_to(limits.max_rows):
+            _forward(decoder, kv, tables, limits, decodes, [2])
     if not isinstance(mixer, Attention):
         return
     heads = mixer.heads
@@ -113,4 +117,5 @@ def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: StepLimits)
         num_decodes=decodes,
         max_query=max(prompts, default=1),
         max_context=limits.max_context,
+        states=StateBatch(*(nowhere.to(torch.int32) for _ in range(4))),
     )
