@@ -48,6 +48,8 @@ class MoeConfig:
     group_score: GroupScore = "best"
     scale: float = 1.0
     """Factor of the weights, after they were scaled to sum to one."""
+    weight_inputs: bool = False
+    """Whether weights multiply what the experts read, not what they give."""
     shared_ffn_size: int = 0
     """Width of the expert that every token visits; 0: there is none."""
     shared_gate: bool = False
@@ -63,6 +65,25 @@ class MoeConfig:
             raise CheckpointError(f"groups of {size} expert have no two best")
         if self.scoring == "sigmoid" and self.top_k > self.top_groups * size:
             raise CheckpointError(f"a token cannot visit {self.top_k} experts of {self.top_groups} groups of {size}")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention over latents (MLA): see `LatentLayout`. The model then has one KV head, the latent's."""
+
+    query_rank: int | None
+    """Width that queries are projected through; None: they are projected at once."""
+    rank: int
+    """Width of a latent."""
+    plain: int
+    rotary: int
+    value: int
+    """Dimensions of a head: of its query and key that are not rotated, that are, and of its value."""
+    interleaved: bool
+    norm_eps: float
+    """Of the norms between the projections."""
+    input_bias: bool = False
+    """Whether the projections down have a bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +104,15 @@ class DeltaConfig:
     def __post_init__(self) -> None:
         if self.v_heads % self.k_heads:
             raise CheckpointError(f"{self.v_heads} value heads cannot share {self.k_heads} key heads evenly")
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Attention temperature: the query at position p is multiplied by 1 + strength * log(1 + floor((p + 1) / period)),
+    so that softmaxes over long contexts stay sharp."""
+
+    period: float
+    strength: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +138,8 @@ class ModelConfig:
     """Whether the windows are chunks: positions are cut every so many, and a token sees those of its own chunk."""
     unrotated: tuple[bool, ...] = ()
     """Which layers have no rotary embedding; empty: none."""
+    query_growth: QueryGrowth | None = None
+    """Of layers without rotary embedding."""
     interleaved_rope: bool = False
     """Whether rotation pairs neighbouring dimensions, instead of those half of the rotated ones apart."""
     tied_embeddings: bool
@@ -116,6 +148,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether each head of queries and keys is normalized."""
+    unweighted_qk_norm: bool = False
+    """Whether that is so in layers with rotary embedding, and without weights."""
     qk_layer_norm: bool = False
     """Whether that is a LayerNorm with weights of its own for every head."""
     row_norms: bool = False
@@ -137,12 +171,18 @@ class ModelConfig:
     attention_sinks: bool = False
     """Whether every head has a score of its own in its softmax that stands for no key."""
     logit_softcap: float | None = None
+    latent: LatentConfig | None = None
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
     parallel: bool = False
     """Whether attention and feed-forward of a layer read the same norm, and both are added to what it read."""
     by_transformers: bool = False
     """Whether no family describes the model, so that the `transformers` library runs its layers."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """What rotary tables are made for."""
+        return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
