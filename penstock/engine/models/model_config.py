@@ -140,6 +140,11 @@ class ModelConfig:
         return tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
 
     @property
+    def recurrent(self) -> bool:
+        """Whether some layer of the model keeps a state, perhaps one that another process has."""
+        return self.delta is not None
+
+    @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
         plain = self.moe is None and self.delta is None and not self.gated_attention

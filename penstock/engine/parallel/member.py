@@ -18,6 +18,7 @@ from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.select import rank_device
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.experts import SharedAndRouted
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.model_config import ModelConfig
@@ -141,7 +142,12 @@ def _exchanged(layer: DecoderLayer, group: Group) -> DecoderLayer:
 
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
-    assert isinstance(layer.mixer, Attention), "only attention is cut by heads"
+    summed_parts = SummedFeedForward(layer.feed_forward, group)
+    if isinstance(layer.mixer, GatedDeltaNet):
+        net = layer.mixer
+        recurrent = dataclasses.replace(net, ops=summing(net.ops, group), output=SummedLinear(net.output, group))
+        return dataclasses.replace(layer, mixer=recurrent, feed_forward=summed_parts)
+    assert isinstance(layer.mixer, Attention), "only attention and delta nets are cut by heads"
     attention = layer.mixer
     row_norms = attention.row_norms
     if row_norms is not None:
@@ -150,4 +156,4 @@ def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
     mixer = dataclasses.replace(
         attention, ops=summing(attention.ops, group), output=SummedLinear(attention.output, group), row_norms=row_norms
     )
-    return dataclasses.replace(layer, mixer=mixer, feed_forward=SummedFeedForward(layer.feed_forward, group))
+    return dataclasses.replace(layer, mixer=mixer, feed_forward=summed_parts)
