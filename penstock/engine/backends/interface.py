@@ -186,8 +186,14 @@ class HeadLayout:
     scale: float
     window: int | None = None
     """Sliding window: a token sees itself and the `window - 1` before it. None: everything before it."""
+    chunked: bool = False
+    """Positions are cut into chunks of `window` instead: a token sees those of its chunk up to itself."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap) before the softmax. None: they stay."""
+    interleaved: bool = False
+    """Rotation pairs dimension 2i with 2i + 1, instead of i with i + rotary / 2."""
+    centred_norms: bool = False
+    """The norms of queries and keys are LayerNorms with weights of their own for every head: [heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +235,45 @@ class DeltaWeights:
     norm: Tensor
     """[v_dim]."""
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayout:
+    """How queries split into heads where all heads share one latent key per token (MLA).
+
+    A query head is `plain` dimensions and `rotary` rotated ones. What is cached of a token is its latent, of which
+    every head's plain key and value are linear functions, and one rotated key for all heads.
+    """
+
+    heads: int
+    latent: int
+    plain: int
+    rotary: int
+    value: int
+    scale: float
+    interleaved: bool
+    """Whether rotation pairs neighbouring dimensions; else dimension i with i + rotary / 2. What is rotated lies in
+    halves in either case."""
+
+    @property
+    def query(self) -> int:
+        """Dimensions of a query head."""
+        return self.plain + self.rotary
+
+    @property
+    def cached(self) -> int:
+        """Numbers that are cached of a token."""
+        return self.latent + self.rotary
+
+
+class LatentWeights(NamedTuple):
+    """What stands between a token's projections and its attention."""
+
+    norm: Tensor
+    """Of latents: [latent]."""
+    eps: float
+    up: Tensor
+    """[heads, plain + value, latent]: the rows that make a latent into a head's plain key, then into its value."""
 
 
 class ActivationOps(Protocol):
@@ -284,6 +329,11 @@ class Ops(ActivationOps, Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> Tensor: ...
 
+    def centre(self, residual: Tensor, *added: Tensor) -> None:
+        """Add one or two tensors, or nothing, to the residual stream, and subtract the mean of every row, in place. An
+        RMS norm behind it is a LayerNorm."""
+        ...
+
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
@@ -319,9 +369,9 @@ class Ops(ActivationOps, Protocol):
         `qkv` is [T, (heads + 2 * kv_heads) * head_dim] and may be overwritten. `cos_sin` is float32
         [max_positions, rotary]: cosines in the first half of a row, sines in the second; rotation pairs
         dimension i with i + rotary / 2, and leaves those from `rotary` on as they are. With `q_norm`/`k_norm`
-        each head is RMS-normalized first. An FP8 cache stores keys and values divided by `kv_scales` and clamped
-        to its range; an int8 cache stores them rounded, and writes `kv_scales`. `key_smoothing` is applied
-        after the rotation, before keys are stored and queries returned.
+        each head is RMS-normalized first. `layout` may ask for other pairs and for LayerNorms. An FP8 cache stores
+        keys and values divided by `kv_scales` and clamped to its range; an int8 cache stores them rounded, and
+        writes `kv_scales`. `key_smoothing` is applied after the rotation, before keys are stored and queries returned.
         """
         ...
 
@@ -338,6 +388,26 @@ class Ops(ActivationOps, Protocol):
         """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim].
 
         `sinks`, float32 [heads]: a score of each head that takes part in its softmax and stands for no key.
+        """
+        ...
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention over cached latents: [T, heads * value].
+
+        `q` is [T, heads * (plain + rotary)], `kv` [T, latent + rotary]; their rows may lie apart. Latents are
+        normalized, queries and keys rotated by `cos_sin` (see `rope_and_cache`), the new tokens stored in `cache`
+        [num_blocks, block_size, latent + rotary]. `scales`: of an FP8 cache float32 [1], of an int8 cache
+        `SCALE_DTYPE` [num_blocks, block_size], written with the tokens.
         """
         ...
 

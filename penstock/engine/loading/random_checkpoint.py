@@ -115,15 +115,18 @@ class ShapeReader(WeightReader):
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.shapes[name] = shape
-        return self._nothing
+        return torch.empty(shape, device="meta")
 
     def unshifted(self, name: str, size: int) -> Tensor:
         self.unshifted_norms.add(f"{name}.weight")
         return self.get(f"{name}.weight", size)
 
-    def norm(self, name: str, size: int) -> Tensor:
+    def ones(self, size: int) -> Tensor:
+        return self._nothing
+
+    def norm(self, name: str, *shape: int) -> Tensor:
         self.norms.add(f"{name}.weight")
-        return self.get(f"{name}.weight", size)
+        return self.get(f"{name}.weight", *shape)
 
     def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "") -> Linear:
         if fused and self._fused:

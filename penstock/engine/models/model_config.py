@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from penstock.engine.models.rope import RopeConfig
+from penstock.engine.models.rope import NO_ROPE, RopeConfig
 from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class MoeConfig:
     group_score: GroupScore = "best"
     scale: float = 1.0
     """Factor of the weights, after they were scaled to sum to one."""
+    weight_inputs: bool = False
+    """Whether weights multiply what the experts read, not what they give."""
     shared_ffn_size: int = 0
     """Width of the expert that every token visits; 0: there is none."""
     shared_gate: bool = False
@@ -63,6 +65,25 @@ class MoeConfig:
             raise CheckpointError(f"groups of {size} expert have no two best")
         if self.scoring == "sigmoid" and self.top_k > self.top_groups * size:
             raise CheckpointError(f"a token cannot visit {self.top_k} experts of {self.top_groups} groups of {size}")
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention over latents (MLA): see `LatentLayout`. The model then has one KV head, the latent's."""
+
+    query_rank: int | None
+    """Width that queries are projected through; None: they are projected at once."""
+    rank: int
+    """Width of a latent."""
+    plain: int
+    rotary: int
+    value: int
+    """Dimensions of a head: of its query and key that are not rotated, that are, and of its value."""
+    interleaved: bool
+    norm_eps: float
+    """Of the norms between the projections."""
+    input_bias: bool = False
+    """Whether the projections down have a bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +106,15 @@ class DeltaConfig:
             raise CheckpointError(f"{self.v_heads} value heads cannot share {self.k_heads} key heads evenly")
 
 
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Attention temperature: the query at position p is multiplied by 1 + strength * log(1 + floor((p + 1) / period)),
+    so that softmaxes over long contexts stay sharp."""
+
+    period: float
+    strength: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Everything the decoder needs to know about its shape. The defaults are those of Llama."""
@@ -104,12 +134,24 @@ class ModelConfig:
     """Of layers with a sliding window, where it is not that of the others."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None where a layer sees everything."""
+    chunked: bool = False
+    """Whether the windows are chunks: positions are cut every so many, and a token sees those of its own chunk."""
+    unrotated: tuple[bool, ...] = ()
+    """Which layers have no rotary embedding; empty: none."""
+    query_growth: QueryGrowth | None = None
+    """Of layers without rotary embedding."""
+    interleaved_rope: bool = False
+    """Whether rotation pairs neighbouring dimensions, instead of those half of the rotated ones apart."""
     tied_embeddings: bool
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether each head of queries and keys is normalized."""
+    unweighted_qk_norm: bool = False
+    """Whether that is so in layers with rotary embedding, and without weights."""
+    qk_layer_norm: bool = False
+    """Whether that is a LayerNorm with weights of its own for every head."""
     row_norms: bool = False
     """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
@@ -129,15 +171,26 @@ class ModelConfig:
     attention_sinks: bool = False
     """Whether every head has a score of its own in its softmax that stands for no key."""
     logit_softcap: float | None = None
+    latent: LatentConfig | None = None
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
+    parallel: bool = False
+    """Whether attention and feed-forward of a layer read the same norm, and both are added to what it read."""
     by_transformers: bool = False
     """Whether no family describes the model, so that the `transformers` library runs its layers."""
 
     @property
+    def rotary_dim(self) -> int:
+        """What rotary tables are made for."""
+        return self.head_dim if self.latent is None else self.latent.rotary
+
+    @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Rotary embedding of each layer."""
-        return tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
+        ropes = tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
+        if not self.unrotated:
+            return ropes
+        return tuple(NO_ROPE if plain else rope for plain, rope in zip(self.unrotated, ropes, strict=True))
 
     @property
     def recurrent(self) -> bool:
@@ -147,5 +200,5 @@ class ModelConfig:
     @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
-        plain = self.moe is None and self.delta is None and not self.gated_attention
+        plain = self.moe is None and self.delta is None and not self.gated_attention and not self.parallel
         return plain and not self.sandwich_norms and self.activation == "silu"

@@ -21,6 +21,7 @@ from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.experts import SharedAndRouted
 from penstock.engine.models.layers.feed_forward import FeedForward
+from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.adapters import adapter_cut
@@ -142,11 +143,11 @@ def _exchanged(layer: DecoderLayer, group: Group) -> DecoderLayer:
 
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
-    summed_parts = SummedFeedForward(layer.feed_forward, group)
-    if isinstance(layer.mixer, GatedDeltaNet):
-        net = layer.mixer
-        recurrent = dataclasses.replace(net, ops=summing(net.ops, group), output=SummedLinear(net.output, group))
-        return dataclasses.replace(layer, mixer=recurrent, feed_forward=summed_parts)
+    feed_forward = SummedFeedForward(layer.feed_forward, group)
+    if isinstance(layer.mixer, LatentAttention | GatedDeltaNet):
+        other: Any = layer.mixer
+        mixed = dataclasses.replace(other, ops=summing(other.ops, group), output=SummedLinear(other.output, group))
+        return dataclasses.replace(layer, mixer=mixed, feed_forward=feed_forward)
     assert isinstance(layer.mixer, Attention), "only attention and delta nets are cut by heads"
     attention = layer.mixer
     row_norms = attention.row_norms
@@ -156,4 +157,4 @@ def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
     mixer = dataclasses.replace(
         attention, ops=summing(attention.ops, group), output=SummedLinear(attention.output, group), row_norms=row_norms
     )
-    return dataclasses.replace(layer, mixer=mixer, feed_forward=summed_parts)
+    return dataclasses.replace(layer, mixer=mixer, feed_forward=feed_forward)

@@ -31,7 +31,17 @@ ARCHITECTURES = {
     "gemma3-two-ropes": "gemma3",
     "phi3-longrope": "phi3",
     "phi3-half-rotated": "phi3",
+    "cohere": "command-r",
+    "cohere-qknorm": "command-r",
+    "cohere2": "cohere2",
+    "glm4": "glm4",
+    "exaone4": "exaone4",
     "granite": "granite",
+    "granite-moe": "granitemoe",
+    "granite-moe-shared": "granitemoe",
+    "qwen2-moe": "qwen2moe",
+    "olmoe": "olmoe",
+    "smollm3": "smollm3",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
 }
@@ -51,6 +61,11 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 OUT_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 GEMMA_NAMES = {
@@ -58,13 +73,28 @@ GEMMA_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+STACKS = {
+    "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
+    "block_sparse_moe.output_linear": ("ffn_down_exps",),
+    "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
+    "shared_mlp.output_linear": ("ffn_down_shexp",),
+}
+INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe")
+GLM_NAMES = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
+OTHER_NAMES = {
+    "gemma2": GEMMA_NAMES,
+    "gemma3": GEMMA_NAMES,
+    "olmo2": OUT_NORMS,
+    "exaone4": OUT_NORMS,
+    "glm4": GLM_NAMES,
+}
 EXPERTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 def convert(folder: Path, arch: str) -> Path:
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    names = NAMES | (GEMMA_NAMES if arch in ("gemma2", "gemma3") else {}) | (OUT_NORMS if arch == "olmo2" else {})
+    names = NAMES | OTHER_NAMES.get(arch, {})
     tensors: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -82,7 +112,13 @@ def convert(folder: Path, arch: str) -> Path:
         if expert is not None:
             stacks.setdefault(f"blk.{layer}.ffn_{EXPERTS[expert[2]]}_exps.weight", {})[int(expert[1])] = tensor
             continue
-        if arch in ("llama", "granite") and part in ("self_attn.q_proj", "self_attn.k_proj"):
+        if part in STACKS:
+            parts = np.split(tensor, 2, axis=-2) if len(STACKS[part]) == 2 else [tensor]
+            tensors |= {f"blk.{layer}.{theirs}.weight": half for theirs, half in zip(STACKS[part], parts, strict=True)}
+            continue
+        if part == "mlp.shared_expert_gate":
+            tensor = tensor.reshape(-1)
+        if arch in INTERLEAVED and part in ("self_attn.q_proj", "self_attn.k_proj"):
             tensor = interleaved(tensor, heads if part.endswith("q_proj") else kv_heads)
         tensors[f"blk.{layer}.{names[part]}.{suffix}"] = tensor
     tensors |= {name: np.stack([stack[i] for i in sorted(stack)]) for name, stack in stacks.items()}
@@ -94,19 +130,29 @@ def convert(folder: Path, arch: str) -> Path:
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": kv_heads,
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
     }
+    if "layer_norm_eps" in config:
+        keys |= {"attention.layer_norm_epsilon": config["layer_norm_eps"], "logit_scale": config["logit_scale"]}
+    else:
+        keys["attention.layer_norm_rms_epsilon"] = config["rms_norm_eps"]
     if config.get("head_dim"):
         keys |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         keys["attention.sliding_window"] = config["sliding_window"]
-    if stacks:
-        keys |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if experts:
+        keys |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
     if "moe_intermediate_size" in config:
         keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    for width in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        if width in config:
+            keys["expert_shared_feed_forward_length"] = config[width]
     if arch == "gemma2":
         keys |= {f"{part}_logit_softcapping": config[f"{part}_logit_softcapping"] for part in ("attn", "final")}
+    if arch in ("phi3", "glm4"):
+        dim = config.get("head_dim") or config["hidden_size"] // heads
+        keys["rope.dimension_count"] = int(dim * rope["partial_rotary_factor"])
     if arch.startswith("granite"):
         keys |= {f"{part}_scale": config[f"{part}_multiplier"] for part in ("embedding", "residual")}
         keys |= {"attention.scale": config["attention_multiplier"], "logit_scale": config["logits_scaling"]}
@@ -114,8 +160,6 @@ def convert(folder: Path, arch: str) -> Path:
         scaled = rope.get("full_attention", rope)
         keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": scaled["factor"]}
         keys["rope.scaling.original_context_length"] = scaled["original_max_position_embeddings"]
-    if arch == "phi3":
-        keys["rope.dimension_count"] = int(config["hidden_size"] // heads * rope["partial_rotary_factor"])
     if rope.get("rope_type") == "longrope":
         keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
         for length in ("short", "long"):
@@ -138,6 +182,9 @@ def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, mo
     name, overrides = tiny.FAMILIES[family]
     usual = {"query_pre_attn_scalar": 32} if "query_pre_attn_scalar" in overrides else {}
     usual |= {"sliding_window_pattern": 6} if "sliding_window_pattern" in overrides else {}
+    usual |= {"no_rope_layer_interval": 4, "num_hidden_layers": 4} if "no_rope_layer_interval" in overrides else {}
+    usual |= {"mlp_only_layers": []} if "mlp_only_layers" in overrides else {}
+    usual |= {"num_hidden_layers": 5, "layer_types": None} if "layer_types" in overrides else {}
     monkeypatch.setitem(tiny.FAMILIES, family, (name, {**overrides, **usual}))
     folder = write_checkpoint(family, tmp_path)
     prompt = [23 * i % 199 for i in range(150)]

@@ -96,6 +96,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "pk_widen": (None, (c_void_p, *[c_void_p] * 2, c_int64, c_int64, c_int)),
     "pk_rms_norm": (None, (c_void_p, *[c_void_p] * 3, c_int64, c_int64, c_float, c_int, c_int, c_int)),
     "pk_add_rms_norm": (None, (c_void_p, *[c_void_p] * 5, c_int64, c_int64, c_float, c_int, c_int, c_int)),
+    "pk_centre": (None, (c_void_p, *[c_void_p] * 3, c_int64, c_int64, c_int, c_int)),
     "pk_norm_rows": (None, (c_void_p, *[c_void_p] * 4, *[c_int64] * 4, c_float, c_int, c_int)),
     "pk_silu_mul": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),
     "pk_gelu_mul": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)),

@@ -26,9 +26,11 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
+    LatentLayout,
+    LatentWeights,
     OverRanks,
 )
-from penstock.engine.backends.reference import delta, filters
+from penstock.engine.backends.reference import delta, filters, latent
 from penstock.engine.backends.reference.ops import mean_squares
 from penstock.errors import PenstockError
 
@@ -126,18 +128,27 @@ class _CacheView:
             "heads": layout.heads, "kv_heads": layout.kv_heads, "head_dim": layout.head_dim,
             "block_size": k_cache.shape[2], "cache_dtype": _CACHE_CODES[k_cache.dtype],
         }  # fmt: skip
-        self.rope = RopeArgs(num_slots=k_cache.shape[0] * k_cache.shape[2], **common)
+        self.rope = RopeArgs(
+            num_slots=k_cache.shape[0] * k_cache.shape[2], interleaved=layout.interleaved,
+            centred=layout.centred_norms, **common,
+        )  # fmt: skip
         self.attention = AttentionArgs(
-            window=layout.window or 0, scale=layout.scale, softcap=layout.softcap or 0.0, **common
+            window=layout.window or 0,
+            chunked=layout.chunked,
+            scale=layout.scale,
+            softcap=layout.softcap or 0.0,
+            **common,
         )
 
 
-def _set_norms(args: RopeArgs, q_norm: Tensor | None, k_norm: Tensor | None, dim: int) -> None:
-    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
-    for norm in norms:
+def _set_norms(args: RopeArgs, q_norm: Tensor | None, k_norm: Tensor | None, layout: HeadLayout) -> None:
+    found = [(norm, heads) for norm, heads in ((q_norm, layout.heads), (k_norm, layout.kv_heads)) if norm is not None]
+    norms = [norm for norm, _ in found]
+    for norm, heads in found:
         need_contiguous(norm, "q_norm and k_norm")
-        if norm.shape != (dim,) or norm.dtype is not norms[0].dtype:
-            raise LayoutError(f"q_norm and k_norm must be one dtype and [{dim}], got {norm.dtype} {norm.shape}")
+        shape = (heads, layout.head_dim) if layout.centred_norms else (layout.head_dim,)
+        if norm.shape != shape or norm.dtype is not norms[0].dtype:
+            raise LayoutError(f"q_norm and k_norm must be one dtype and {shape}, got {norm.dtype} {norm.shape}")
     args.q_norm = None if q_norm is None else q_norm.data_ptr()
     args.k_norm = None if k_norm is None else k_norm.data_ptr()
     args.norm_dtype = dtype_code(norms[0], "q_norm")
@@ -224,6 +235,19 @@ class CpuOps:
         )  # fmt: skip
         return out
 
+    def centre(self, residual: Tensor, *added: Tensor) -> None:
+        need_contiguous(residual, "residual")
+        for x in added:
+            need_contiguous(x, "what is added to the residual stream")
+            if x.shape != residual.shape or x.dtype is not added[0].dtype:
+                raise LayoutError(f"{x.dtype} {tuple(x.shape)} cannot be added to a stream of {tuple(residual.shape)}")
+        like = added[0] if added else residual
+        pointers = [x.data_ptr() for x in added]
+        self._lib.pk_centre(
+            self._ctx, residual.data_ptr(), *pointers, *[None] * (2 - len(pointers)), *residual.shape,
+            dtype_code(like, "x"), _is_wide(residual, like),
+        )  # fmt: skip
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(self._lib.pk_silu_mul, gate_up)
 
@@ -292,7 +316,7 @@ class CpuOps:
         args.positions, args.slots = view.positions, view.slots
         args.eps = eps
         if q_norm is not None or k_norm is not None:
-            _set_norms(args, q_norm, k_norm, dim)
+            _set_norms(args, q_norm, k_norm, layout)
         if key_smoothing is not None:
             _set_smoothing(args, key_smoothing, layout)
         problem = self._lib.pk_rope_and_cache(self._ctx, byref(args))
@@ -352,6 +376,19 @@ class CpuOps:
                 self._caches.clear()
             view = self._caches[key] = _CacheView(k_cache, v_cache, layout, kv_scales)
         return view
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
 
     def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         return delta.split_gate(qkv, layout)

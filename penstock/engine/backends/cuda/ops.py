@@ -19,6 +19,7 @@ from penstock.engine.backends.cuda.kernels import (
     decode,
     delta,
     filters,
+    latent,
     masks,
     norm,
     prefill,
@@ -33,6 +34,8 @@ from penstock.engine.backends.interface import (
     DeltaWeights,
     HeadLayout,
     KeySmoothing,
+    LatentLayout,
+    LatentWeights,
     OverRanks,
 )
 from penstock.engine.backends.reference.delta import split_gate
@@ -77,6 +80,9 @@ class TritonOps:
         x_weight: Tensor | None = None,
     ) -> Tensor:
         return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self.pdl)
+
+    def centre(self, residual: Tensor, *added: Tensor | Addends) -> None:
+        norm.centre(residual, added, pdl=self.pdl)
 
     def silu_mul(self, gate_up: Tensor | Addends) -> Tensor:
         return activation.silu_mul(gate_up, pdl=self.pdl)
@@ -171,6 +177,35 @@ class TritonOps:
             decode.decode_attention(
                 q[part], layout, few, k_cache, v_cache, out[part], counters, shape, kv_scales, sinks, pdl=self.pdl
             )
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        tokens, decodes = q.shape[0], batch.num_decodes
+        out = torch.empty((tokens, layout.heads * layout.value), dtype=q.dtype, device=q.device)
+        if not tokens:
+            return out
+        query = latent.prepare(q, kv, layout, weights, cos_sin, batch, cache, scales, pdl=self.pdl)
+        shape = latent.choose_decode(max(1, decodes), layout, q.element_size(), self.processors)
+        if decodes == tokens <= latent.FEW:
+            latent.decode(query, layout, weights, batch, cache, scales, shape, values=out, pdl=self.pdl)
+            return out
+        seen = torch.empty((tokens, layout.heads, layout.latent), dtype=q.dtype, device=q.device)
+        if decodes:
+            latent.decode(query, layout, weights, batch, cache, scales, shape, seen=seen, pdl=self.pdl)
+        if batch.context_lens.shape[0] > decodes:
+            tile = latent.choose_prefill(layout, q.element_size())
+            latent.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
+        latent.values_of(seen, layout, weights, out, pdl=self.pdl)
+        return out
 
     def split_gate(self, qkv: Tensor | Addends, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         if isinstance(qkv, Addends):

@@ -24,10 +24,17 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
+    LatentLayout,
+    LatentWeights,
     OverRanks,
 )
-from penstock.engine.backends.reference import delta, filters, masks
+from penstock.engine.backends.reference import delta, filters, latent, masks
 from penstock.engine.backends.reference.noise import gumbel
+
+
+def _layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return _rms(wide - wide.mean(-1, keepdim=True), weight, eps, x.dtype)
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -54,6 +61,11 @@ class ReferenceOps:
     ) -> Tensor:
         residual.add_(x if x_weight is None else _rms(x, x_weight, eps))
         return self.rms_norm(residual, weight, eps, x.dtype)
+
+    def centre(self, residual: Tensor, *added: Tensor) -> None:
+        for x in added:
+            residual.add_(x)
+        residual.sub_(residual.float().mean(-1, keepdim=True))
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -96,14 +108,16 @@ class ReferenceOps:
         heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
         rows = qkv.view(qkv.shape[0], heads + 2 * kv_heads, dim)
         q, k, v = torch.split(rows, [heads, kv_heads, kv_heads], dim=1)
+        norm = _layer_norm if layout.centred_norms else _rms
         if q_norm is not None:
-            q = _rms(q, q_norm, eps)
+            q = norm(q, q_norm, eps)
         if k_norm is not None:
-            k = _rms(k, k_norm, eps)
+            k = norm(k, k_norm, eps)
         half = cos_sin.shape[1] // 2
         table = cos_sin[batch.positions].unsqueeze(1)
         cos, sin = table[..., :half], table[..., half:]
-        q, k = (_rotate(x, cos, sin) for x in (q, k))
+        rotate = _rotate_interleaved if layout.interleaved else _rotate
+        q, k = (rotate(x, cos, sin) for x in (q, k))
         if key_smoothing is not None:
             q = (q.float() * key_smoothing.scale.repeat_interleave(heads // kv_heads, 0)).to(q.dtype)
             k = (k.float() - key_smoothing.centre) / key_smoothing.scale
@@ -135,6 +149,19 @@ class ReferenceOps:
             table = batch.block_tables[batch.rows[i]]
             out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, keys, values, sinks)
         return out.view(q.shape[0], -1)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
 
     def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         return delta.split_gate(qkv, layout)
@@ -230,6 +257,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1).to(x.dtype)
 
 
+def _rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide, rotary = x.float(), 2 * cos.shape[-1]
+    low, high = wide[..., :rotary:2], wide[..., 1:rotary:2]
+    turned = torch.stack((low * cos - high * sin, high * cos + low * sin), dim=-1).flatten(-2)
+    return torch.cat((turned, wide[..., rotary:]), dim=-1).to(x.dtype)
+
+
+def _oldest(layout: HeadLayout, position: Tensor) -> Tensor:
+    """The first position that a token sees, of a layout with a window; may be negative."""
+    assert layout.window is not None
+    return position - (position % layout.window if layout.chunked else layout.window - 1)
+
+
 def _attend_decodes(
     q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: CachedBlocks, values: CachedBlocks, sinks: Tensor | None
 ) -> Tensor:
@@ -240,7 +280,7 @@ def _attend_decodes(
     last = batch.context_lens[:count].unsqueeze(1) - 1
     visible = key_at <= last
     if layout.window is not None:
-        visible &= key_at > last - layout.window
+        visible &= key_at >= _oldest(layout, last)
     # What is invisible holds anything: entries of the table too, and a weight of zero does not silence a NaN.
     tables = tables * visible.view(count, width, block_size).any(-1)
     k, v = (cached.gather(tables).masked_fill(~visible[:, None, :, None], 0) for cached in (keys, values))
@@ -270,7 +310,7 @@ def _attend_one(
     query_at = torch.arange(context - q.shape[0], context, device=q.device).unsqueeze(1)
     visible = key_at <= query_at
     if layout.window is not None:
-        visible &= key_at > query_at - layout.window
+        visible &= key_at >= _oldest(layout, query_at)
     sinks = None if sinks is None else sinks.view(-1, 1, 1)
     return _softmax_attention(q.transpose(0, 1), k, v, visible, layout, sinks).transpose(0, 1)
 

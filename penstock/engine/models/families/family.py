@@ -17,7 +17,7 @@ import numpy as np
 from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
-from penstock.engine.models.model_config import DeltaConfig, MoeConfig
+from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MoeConfig, QueryGrowth
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 
@@ -41,18 +41,29 @@ class ConfigFields(TypedDict, total=False):
 
     activation: Activation
     attention_scale: float
+    chunked: bool
+    interleaved_rope: bool
+    parallel: bool
+    qk_layer_norm: bool
+    unrotated: tuple[bool, ...]
     attention_sinks: bool
     attention_softcap: float | None
     delta: DeltaConfig
     embedding_scale: float
+    ffn_size: int
+    head_dim: int
+    latent: LatentConfig
     gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float
     logit_softcap: float | None
     mlp_bias: bool
-    moe: MoeConfig
+    moe: MoeConfig | None
+    num_kv_heads: int
     output_bias: bool
     qk_norm: bool
+    query_growth: QueryGrowth | None
+    unweighted_qk_norm: bool
     qkv_bias: bool
     rms_eps: float
     rope: RopeConfig
@@ -115,6 +126,8 @@ class GGUFFormat:
     """Further `config.json` keys, given those that all families have."""
     reads: frozenset[str] = frozenset()
     """The keys that `config` reads, and that other families may have only at values that say nothing."""
+    epsilon: str = "attention.layer_norm_rms_epsilon"
+    """The key of the epsilon of all norms."""
     windowed: bool = True
     """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)
@@ -150,6 +163,8 @@ class Family:
     gguf: GGUFFormat
     multimodal_type: str = ""
     """`model_type` of models whose decoder is of this family; the decoder's keys are under `text_config`."""
+    reference: str = ""
+    """The `model_type` whose class the reference reads such files with, where it is another."""
     architecture: Callable[[], Architecture] | None = None
     """Layers and forward pass, imported when a model is built; None: those of `models.llama`."""
 
@@ -159,12 +174,12 @@ class Family:
 
     @property
     def rules(self) -> KeyRules:
-        return decoder_rules(self.model_type, self.reads, self.limits)
+        return decoder_rules(self.model_type, self.reads, self.limits, self.reference or self.model_type)
 
     def checked(self, raw: HFConfig) -> dict[str, Any]:
         """The keys to read, with defaults; CheckpointError for one whose value cannot be honoured."""
         self.rules.check(raw)
-        return with_defaults(self.model_type, raw, self.reads)
+        return with_defaults(self.reference or self.model_type, raw, self.reads)
 
 
 def integer(raw: HFConfig, key: str, default: int | None = None) -> int:
@@ -174,6 +189,14 @@ def integer(raw: HFConfig, key: str, default: int | None = None) -> int:
         value = default
     if not isinstance(value, int) or not 0 < value < 1 << 31:
         raise CheckpointError(f"config key {key!r} must be a positive integer below 2**31, found {value!r:.80}")
+    return value
+
+
+def count(raw: HFConfig, key: str) -> int:
+    """An integer of the configuration, not negative."""
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+        raise CheckpointError(f"config key {key!r} must be an integer, not negative, found {value!r:.80}")
     return value
 
 
@@ -217,22 +240,22 @@ def window_of(raw: HFConfig) -> int | None:
     return window
 
 
-def windows_by_type(raw: HFConfig, window: int | None) -> Windows | None:
+def windows_by_type(raw: HFConfig, window: int | None, local: str = "sliding_attention") -> Windows | None:
     """From `layer_types`, where it is given."""
     kinds = raw.get("layer_types")
     if kinds is None:
         return None
     if not isinstance(kinds, list | tuple):
         raise CheckpointError(f"layer_types must be a list, found {kinds!r:.80}")
-    known: dict[str, int | None] = {"full_attention": None, "attention": None, "sliding_attention": window}
+    known: dict[str, int | None] = {"full_attention": None, "attention": None, local: window}
     unknown = {str(kind) for kind in kinds} - known.keys()
     if unknown or len(kinds) != layer_count(raw):
         raise CheckpointError(
             f"layer_types must name one of {', '.join(known)} for each of {layer_count(raw)} layers, "
             f"found {kinds!r:.80}"
         )
-    if window is None and "sliding_attention" in kinds:
-        raise CheckpointError("layer_types has sliding_attention, but there is no sliding window")
+    if window is None and local in kinds:
+        raise CheckpointError(f"layer_types has {local}, but there is no window")
     return tuple(known[kind] for kind in kinds)
 
 

@@ -24,6 +24,7 @@ from penstock.engine.backends.cuda.kernels.common import (
     launch,
     launch_successor,
     next_power_of_2,
+    oldest_visible,
     sink_factor,
     soft_cap,
     split_fp8,
@@ -136,6 +137,7 @@ def _decode_kernel(
     LONG_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     INT8: tl.constexpr,
@@ -160,7 +162,8 @@ def _decode_kernel(
     q = tl.load(q_ptr + seq * q_stride + (kv_head * GROUP + m)[:, None] * DIM + d[None, :], mask=q_mask, other=0.0)
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N
+        oldest = tl.maximum(oldest_visible(context - 1, WINDOW, CHUNKED), 0)
+        first = oldest // BLOCK_N * BLOCK_N
     tiles = tl.cdiv(context - first, BLOCK_N)
     share = tl.cdiv(tiles, SPLITS)
     if LONG_SPLITS < SPLITS:
@@ -193,7 +196,7 @@ def _decode_kernel(
         # values must be loaded as zero there. Keys need not: their scores are replaced.
         visible = n < context
         if WINDOW > 0:
-            visible = visible & (n >= context - WINDOW)
+            visible = visible & (n >= oldest)
         block = tl.load(table + n // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
         at = block * (KV_HEADS * BLOCK_SIZE * DIM) + head_offset + (n % BLOCK_SIZE) * DIM
         k_at = k_cache_ptr + at[:, None] + d[None, :]
@@ -355,6 +358,7 @@ def decode_attention(
         LONG_SPLITS=config.long_splits,
         CHUNK=min(splits, max(1, 8192 // (group_block * dim_block))),
         WINDOW=layout.window or 0,
+        CHUNKED=layout.chunked,
         SOFTCAP=layout.softcap or 0.0,
         SCALED=kv_scales is not None,
         INT8=k_cache.dtype == torch.int8,

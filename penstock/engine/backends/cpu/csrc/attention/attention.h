@@ -17,6 +17,12 @@ struct Task {
 inline Scales key_scales(const AttentionArgs& a) { return {a.k_scales, a.kv_heads, a.block_size}; }
 inline Scales value_scales(const AttentionArgs& a) { return {a.v_scales, a.kv_heads, a.block_size}; }
 
+// The first key that the token at `position` sees.
+inline int first_visible(const AttentionArgs& a, int position) {
+    if (!a.window) return 0;
+    return a.chunked ? position - position % a.window : std::max(0, position - a.window + 1);
+}
+
 inline int padded(int n) { return (n + VL - 1) / VL * VL; }
 
 // Scaled, float32, each row padded with zeros to `width`.
