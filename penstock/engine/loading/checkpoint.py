@@ -24,7 +24,7 @@ from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.parallel import ParallelReader
 from penstock.engine.loading.quantized import read_quantized
 from penstock.engine.loading.stacked_experts import StackedExperts
-from penstock.engine.models.families import FAMILIES
+from penstock.engine.models.families import FAMILIES, text_config
 from penstock.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -56,7 +56,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if path.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: give a .gguf file or a folder with config.json")
     checkpoint = read_quantized(SafetensorsCheckpoint(path))
-    family = FAMILIES.get(str(checkpoint.config.get("model_type")))
+    family = FAMILIES.get(str(text_config(checkpoint.config).get("model_type")))
     if family is not None and family.names.stacked_experts:
         return StackedExperts(checkpoint, family.names)
     return checkpoint

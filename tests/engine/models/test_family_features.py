@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.request import Request, SamplingParams
 from tests.engine.adapters.files import merge, write_adapter
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
-from tests.engine.tiny import Reference, write_checkpoint
+from tests.engine.tiny import COMMON, Reference, write_checkpoint
+from tests.engine.tiny import FAMILIES as TINY
 
 FAMILIES = ("cohere-qknorm", "cohere2", "exaone4", "glm4", "glm4-moe", "llama4")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -89,6 +92,23 @@ def test_an_adapter_equals_merging_it(
     for i, prompt in enumerate(prompts):
         assert (merged if i % 2 else plain).agrees(prompt, got[f"r{i}"], TIE), i
     assert_idle(engine)
+
+
+def test_the_decoder_of_a_llama4_that_takes_images(tmp_path: Path) -> None:
+    text = transformers.Llama4TextConfig(**{**COMMON, **TINY["llama4"][1]})
+    vision = transformers.Llama4VisionConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=28, patch_size=14,
+        vision_output_dim=16, projector_input_dim=16, projector_output_dim=16,
+    )  # fmt: skip
+    config = transformers.Llama4Config(text_config=text.to_dict(), vision_config=vision.to_dict())
+    torch.manual_seed(3)
+    model = transformers.Llama4ForConditionalGeneration(config).float().eval()
+    model.save_pretrained(tmp_path)
+    prompt = [(j * 31) % 190 for j in range(70)]
+    got = generate(make_engine(tmp_path), greedy("a", prompt, 8))["a"]
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + got[:-1]])).logits[0, len(prompt) - 1 :]
+    assert logits.argmax(-1).tolist() == got
 
 
 @pytest.mark.slow
