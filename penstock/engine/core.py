@@ -280,6 +280,11 @@ class Engine:
             return None
         return self._output()
 
+    def improve(self) -> bool:
+        """Use a moment without work for what makes later steps faster, for a tenth of a second or so; False when there
+        is nothing left to do."""
+        return not self.has_work and self.runner.executor.improve()
+
     def spare_s(self) -> float:
         """How long the caller may wait for further requests before it asks for the next step: until shortly before the
         device is done with the one in flight, so that a prompt that comes meanwhile need not wait for another. 0 where

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.engine.backends.host_memory import is_host
 from penstock.engine.loading.dequantize import dequantize
+from penstock.engine.loading.expert_stacks import with_stacks
 from penstock.engine.loading.gguf import GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf, gguf_family
 from penstock.engine.loading.gguf_names import origins, raw_of
@@ -55,11 +56,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return GGUFCheckpoint(gguf)
     if path.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: give a .gguf file or a folder with config.json")
-    checkpoint = read_quantized(SafetensorsCheckpoint(path))
-    family = FAMILIES.get(str(text_config(checkpoint.config).get("model_type")))
-    if family is not None and family.names.stacked_experts:
-        return StackedExperts(checkpoint, family.names)
-    return checkpoint
+    folder = SafetensorsCheckpoint(path)
+    family = FAMILIES.get(str(text_config(folder.config).get("model_type")))
+    if family is None:
+        return read_quantized(folder)
+    checkpoint = read_quantized(with_stacks(folder, family.names))
+    return StackedExperts(checkpoint, family.names) if family.names.stacked_experts else checkpoint
 
 
 class GGUFCheckpoint:
