@@ -164,14 +164,11 @@ def read_config(raw: HFConfig) -> ModelConfig:
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
-    fields.setdefault(
-        "ffn_size", integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None)
-    )
-    if "rms_eps" not in fields:
-        fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "ffn_size" not in fields:
         moe = fields.get("moe")
         fields["ffn_size"] = integer(raw, "intermediate_size", None if moe is None else moe.ffn_size)
+    if "rms_eps" not in fields:
+        fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
     return ModelConfig(
