@@ -95,6 +95,7 @@ WORKLOADS: dict[str, Workload] = {
         _at_once("long30k", 1, 30_000, 16),
         _at_once("long100k", 1, 100_000, 16),
         _at_once("long8x30k", 8, 30_000, 256),
+        _at_once("long32x16k", 32, 16_000, 256),
         *(closed_loop(concurrency) for concurrency in (1, 8, 16, 32, 64)),
     )
 }

@@ -69,6 +69,11 @@ class EngineConfig:
     disk_path: str = ""
     """Folder of that file, on a fast disk."""
     prefix_cache: bool = True
+    state_interval: int = 1024
+    """Of models with recurrent layers: a state is kept for later prompts every so many tokens, a multiple of the block
+    size, and at the end of prompts; see `kv.states`."""
+    kept_states: int | None = None
+    """Most states kept at the same time. Not set: four per sequence, in at most a quarter of the cache's memory."""
     deterministic: bool = False
     """Batch-invariant: a request's tokens and log-probabilities are bit-identical whatever else runs; slower."""
     speculation: SpeculationForm = "off"

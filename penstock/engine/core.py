@@ -432,6 +432,8 @@ class Engine:
             if chunk.drafts and seq.row >= 0:
                 # What was computed behind a rejected draft token will be overwritten.
                 seq.computed = chunk.start + len(tokens)
+                if chunk.writes:
+                    self.scheduler.allocator.settle(seq, chunk.start, len(tokens))
             self._generation_tokens += len(tokens)
             delta = Delta(seq.id, tokens)
             self._deltas.append(delta)

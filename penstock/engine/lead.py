@@ -7,9 +7,10 @@ the launch is put off until shortly before the device is done. When that will be
 
 from __future__ import annotations
 
-_SAFETY_S = 0.0007
-"""Besides what launching takes."""
-_UNSURE = 0.08
+_LEAST_S, _MOST_S = 0.0005, 0.004
+"""Besides what launching takes. It grows when the device had run dry, and shrinks slowly while it does not."""
+_GROWS, _SHRINKS = 1.3, 0.995
+_UNSURE = 0.04
 """Part of the expected time that a step may be over early."""
 _SMOOTH = 0.1
 
@@ -18,6 +19,9 @@ class Lead:
     """Of an engine that keeps one step in flight. Times are the engine's clock."""
 
     def __init__(self) -> None:
+        self._safety_s = 0.001
+        self._waited = False
+        """Whether the last launch was put off."""
         self._launch_s = 0.001
         """What scheduling and launching a step of decodes takes the host."""
         self._expected: list[float] = []
@@ -40,10 +44,16 @@ class Lead:
         if self._expected:
             ends = self._began + self._expected.pop(0)
             self._began = now if blocked else min(ends, now)
+        if self._waited:
+            self._waited = False
+            self._safety_s *= _SHRINKS if blocked else _GROWS
+            self._safety_s = min(max(self._safety_s, _LEAST_S), _MOST_S)
 
     def spare_s(self, now: float) -> float:
         """How long launching can wait; 0 where that is not known."""
         if len(self._expected) != 1 or self._expected[0] <= 0.0:
             return 0.0
         done = self._began + self._expected[0] * (1 - _UNSURE)
-        return max(done - self._launch_s - _SAFETY_S - now, 0.0)
+        spare = done - self._launch_s - self._safety_s - now
+        self._waited = self._waited or spare > 0.0
+        return max(spare, 0.0)

@@ -18,6 +18,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+TILE = 128
+"""Where prompts are cut short, they are cut to a multiple of this: matrices are computed in tiles of so many rows, and
+captured steps have so many places, so that one token more may cost as much as all of them."""
 LEAST = 32
 """Prompt tokens of a step that every target leaves."""
 MARGIN = 0.9
@@ -109,6 +112,10 @@ class Pace:
         else:
             fits = (math.sqrt(linear * linear + 4 * square * seconds) - linear) / (2 * square)
         return min(most, int(fits))
+
+    def cut(self, tokens: int, before: int) -> int:
+        """At most `tokens` of a prompt, so that those of the step, `before` of them planned, fill whole tiles."""
+        return max((before + tokens) // TILE * TILE - before, 0)
 
     def cost(self, start: int, length: int) -> float:
         """Seconds of a budget that a chunk of a prompt takes."""

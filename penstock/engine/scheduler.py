@@ -61,6 +61,10 @@ class Chunk:
     """The chunk reaches the end of the sequence, so the step also samples its next token."""
     drafts: tuple[int, ...] = ()
     """Draft tokens after the last real one, part of `length`; the step samples behind each of them too."""
+    read: int = 0
+    """With recurrent layers: the slot of the state before it; see `kv.states`."""
+    writes: tuple[int, ...] = ()
+    """The slots of the states behind its last token or, with draft tokens, behind each."""
 
     @property
     def decodes(self) -> bool:
@@ -140,6 +144,8 @@ class Scheduler:
         """Seconds that prompts may still take of the step that is being scheduled."""
         self._prompt_least = 0
         """Prompt tokens that it computes in any case."""
+        self._prompt_tokens = 0
+        """Those that it computes, so far."""
         self.running: dict[Sequence, None] = {}
         self._rows = list(range(max_running - 1, -1, -1))
         self._parked: dict[Sequence, int] = {}
@@ -219,6 +225,8 @@ class Scheduler:
         assert sorted(self._rows) == list(range(self.max_running)), f"{self.max_running - len(self._rows)} rows leaked"
         assert self.allocator.pool.used == 0, f"{self.allocator.pool.used} blocks leaked"
         self.allocator.pool.check()
+        if self.allocator.states is not None:
+            self.allocator.states.check_idle()
         if self.adapters is not None:
             self.adapters.check_idle()
 
@@ -241,6 +249,8 @@ class Scheduler:
     def reserve(self, seq: Sequence, drafts: int) -> int:
         """Take blocks for draft tokens behind a sequence's last token; returns how many fit without costing others."""
         count = min(drafts, seq.limit - seq.length - 1)
+        if self.allocator.states is not None:
+            count = min(count, max(self.allocator.states.spare, 0))
         end = seq.length + count
         missing = self.allocator.blocks_for(end) - len(seq.blocks)
         if missing > 0 and self.allocator.free_for(seq) - missing < len(self.running):
@@ -394,8 +404,10 @@ class Scheduler:
         own_target = min(self._own_targets.values()) if self._own_targets else None
         backlog = self._backlog(prefills) if self.pace.target_s is not None else 0
         self._prompt_s, self._prompt_least = self.pace.budget(len(decodes), own_target, backlog), LEAST
+        self._prompt_tokens = 0
         chunks: dict[Sequence, Chunk] = {}
         grow, size = self.allocator.grow, self.allocator.block_size
+        states = self.allocator.states
         roomy = self.allocator.window is None  # with a window, growing also releases
         for seq, remaining in decodes + prefills:
             if budget == 0:
@@ -405,6 +417,8 @@ class Scheduler:
             length = min(remaining, budget)
             if remaining > 1 and (length := self._paced(seq, length)) == 0:
                 break  # prompts come last
+            if states is not None and remaining > 1:
+                length = states.cut(seq, length)
             end = seq.computed + length
             while not (roomy and end <= len(seq.blocks) * size) and not grow(seq, end):
                 victim = self._latest(seq.base)
@@ -431,11 +445,15 @@ class Scheduler:
 
     def _paced(self, seq: Sequence, length: int) -> int:
         """How many of its next `length` prompt tokens the streams in this step leave time for."""
-        return max(self.pace.tokens(self._prompt_s, seq.computed, length), min(length, self._prompt_least))
+        fits = self.pace.tokens(self._prompt_s, seq.computed, length)
+        if fits < length:
+            fits = self.pace.cut(fits, self._prompt_tokens)
+        return max(fits, min(length, self._prompt_least))
 
     def _spend(self, seq: Sequence, length: int) -> None:
         """Its next `length` prompt tokens are part of the step."""
         self._prompt_least = max(self._prompt_least - length, 0)
+        self._prompt_tokens += length
         if self._prompt_s != math.inf:
             self._prompt_s = self.pace.left(self._prompt_s - self.pace.cost(seq.computed, length))
 
@@ -493,7 +511,7 @@ class Scheduler:
             self.prefix_hit_tokens += seq.computed
             self.host_hit_tokens += restored * self.allocator.block_size
         length = min(seq.length - seq.computed, budget)
-        length = max(self._paced(seq, length), 1)
+        length = self._cut(seq, max(self._paced(seq, length), 1))
         self._spend(seq, length)
         grown = self.allocator.grow(seq, seq.computed + length)
         assert grown, "admission promised these blocks"
@@ -515,12 +533,20 @@ class Scheduler:
         """The running sequence that is preempted first, of those whose blocks are in the cache `base`."""
         return max((s for s in self.running if base is None or s.base == base), key=lambda seq: seq.key)
 
+    def _cut(self, seq: Sequence, length: int) -> int:
+        """`length` tokens, or as many as lie before the next place at which a state is kept."""
+        return length if self.allocator.states is None else self.allocator.states.cut(seq, length)
+
     def _chunk(self, seq: Sequence, length: int, drafts: tuple[int, ...] = ()) -> Chunk:
         start = seq.computed
+        read = 0
+        writes: tuple[int, ...] = ()
+        if self.allocator.states is not None:
+            read, writes = self.allocator.advance(seq, len(drafts))
         samples = start + length == len(seq.tokens) + seq.pending
         length += len(drafts)
         seq.computed = start + length
-        return Chunk(seq, start, length, samples, drafts)
+        return Chunk(seq, start, length, samples, drafts, read, writes)
 
     def _schedule_suspect(self, now: float) -> Batch | None:
         """One suspect alone, chunk by chunk, until it has sampled a token or failed."""
@@ -541,7 +567,7 @@ class Scheduler:
                 self.preempt(self._latest())
             chunk = self._start(seq, [], self.token_budget, now)
         else:
-            length = min(self._remaining(seq), self.token_budget)
+            length = self._cut(seq, min(self._remaining(seq), self.token_budget))
             while not self.allocator.grow(seq, seq.computed + length):
                 self.preempt(max((s for s in self.running if s is not seq and s.base == seq.base), key=lambda s: s.key))
             chunk = self._chunk(seq, length)

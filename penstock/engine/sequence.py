@@ -26,9 +26,11 @@ class Sequence:
         "base",
         "block_names",
         "blocks",
+        "branch",
         "cached_tokens",
         "computed",
         "deadline",
+        "drafted",
         "epoch",
         "finish_reason",
         "first_scheduled",
@@ -49,7 +51,9 @@ class Sequence:
         "row",
         "slot",
         "slow_masks",
+        "source",
         "started",
+        "state",
         "tokens",
         "watermark",
     )
@@ -78,6 +82,14 @@ class Sequence:
         """How many leading blocks are already known to the prefix cache."""
         self.released = 0
         """How many leading blocks were released because a sliding window has passed them."""
+        self.state = 0
+        """With recurrent layers: the slot of its state while running; see `kv.states`."""
+        self.source = 0
+        """The slot that its first step reads instead, if it starts behind a known prefix."""
+        self.drafted: tuple[int, ...] = ()
+        """The slots behind its last token and the draft tokens that are being verified."""
+        self.branch = 0
+        """Tokens that it has in common with what came before, where no state was kept."""
         self.recalled = False
         """Whether blocks of its beginning have been read from disk for it since it last ran."""
         self.row = -1

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer
 
-from penstock.bench import through_http
-from penstock.bench.engine import BenchError
+from penstock.bench import random_model, shapes, through_http, workloads
+from penstock.engine.loading.checkpoint import open_checkpoint
+from penstock.engine.loading.random_checkpoint import tensor_shapes
 
 
 def test_the_ratio_is_taken_turn_by_turn() -> None:
@@ -22,13 +24,32 @@ def test_the_ratio_is_taken_turn_by_turn() -> None:
     screen = io.StringIO()
     console = Console(file=screen, width=160)
     through_http._show({"c16": turns}, through_http.ThroughHttpBenchSettings(repeat=3), console)
-    (row,) = [line for line in screen.getvalue().splitlines() if "c16" in line]
+    row, _ = [line for line in screen.getvalue().splitlines() if "c16" in line]
     assert [cell.strip() for cell in row.strip("│ ").split("│")] == ["c16", "100.0", "90.0", "95%", "3.000", "–", "–"]
 
 
-def test_a_workload_that_is_not_a_closed_loop_is_refused() -> None:
-    with pytest.raises(BenchError, match="not a closed loop"):
-        through_http.main(through_http.ThroughHttpBenchSettings(), ["b64"], None, Console(file=io.StringIO()))
+def test_open_loops_have_the_lengths_of_a_workload_and_arrive_in_order() -> None:
+    mix = workloads.named("mix")
+    plan = through_http._plan(mix, 12.0)
+    assert [(planned.input_len, planned.output_len) for planned in plan] == list(mix.lengths())
+    assert sorted(plan, key=lambda planned: planned.at) == plan and 15 < plan[-1].at < 30
+    assert all(planned.at == 0.0 for planned in through_http._plan(mix, None))
+
+
+def test_a_shape_becomes_a_folder_that_the_engine_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = shapes.named("qwen3-0.6b") | {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
+    monkeypatch.setitem(
+        shapes.SHAPES,
+        "tiny",
+        tiny | {"vocab_size": 600, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16},
+    )
+    told: list[tuple[int, int]] = []
+    random_model.write(tmp_path / "tiny", "tiny", lambda done, total: told.append((done, total)))
+    assert told[-1][0] == told[-1][1]
+    checkpoint = open_checkpoint(tmp_path / "tiny")
+    assert set(checkpoint.names()) == set(tensor_shapes(checkpoint.config))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tiny" / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 600 and tokenizer.decode([300, 301]) == "w300w301"
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ def test_every_published_name_exists() -> None:
         "long30k",
         "long100k",
         "long8x30k",
+        "long32x16k",
         "c1",
         "c8",
         "c16",

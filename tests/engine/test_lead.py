@@ -52,3 +52,14 @@ def test_a_step_that_ended_before_the_host_looked_began_the_next_one_then() -> N
     lead.landed(blocked=False, now=now + 0.011)
     done = now + STEP_S + 0.02
     assert lead.spare_s(now + 0.011) < done - (now + 0.011)
+
+
+def test_a_device_that_ran_dry_is_given_work_earlier() -> None:
+    lead, now = running()
+    spare = lead.spare_s(now)
+    for _ in range(3):
+        lead.launched(STEP_S, now + STEP_S, now + STEP_S, True)
+        lead.landed(blocked=False, now=now + STEP_S)  # it had ended before the host looked
+        now += STEP_S
+        lead.spare_s(now)
+    assert lead.spare_s(now) < spare - 0.0005

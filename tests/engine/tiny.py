@@ -44,6 +44,21 @@ LONG_ROPE = {
 GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40}
 QWEN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "full_attention_interval": 2,
+}
+
+GPT_OSS: dict[str, Any] = {
+    "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 4, "sliding_window": 40, "swiglu_limit": 3.0,
+}  # fmt: skip
+GPT_OSS_ROPE = {**YARN_ROPE, "truncate": False}
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 GRANITE = {
     "embedding_multiplier": 3.0,
@@ -53,6 +68,7 @@ GRANITE = {
 }
 OLMO3_ROPES = {FULL: YARN_ROPE, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+TWO_IN_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("LlamaConfig", {}),
@@ -68,15 +84,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 100}),
     "qwen3-moe": ("Qwen3MoeConfig", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3-moe-some-dense": ("Qwen3MoeConfig", {**QWEN_MOE, "mlp_only_layers": [1]}),
+    "qwen3-next": ("Qwen3NextConfig", {**HYBRID, **QWEN_MOE, "shared_expert_intermediate_size": 48}),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**HYBRID, **QWEN_MOE, "shared_expert_intermediate_size": 48}),
+    "qwen3-next-dense": ("Qwen3NextConfig", {**HYBRID, "num_experts": 0}),
+    "qwen3.5": ("Qwen3_5TextConfig", {**HYBRID, "linear_num_key_heads": 4, "tie_word_embeddings": True}),
     "gemma": ("GemmaConfig", {"head_dim": 32}),
     "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3-two-ropes": ("Gemma3TextConfig", {**GEMMA, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
+    "gpt-oss": ("GptOssConfig", {**GPT_OSS, "rope_parameters": GPT_OSS_ROPE}),
     "granite": ("GraniteConfig", GRANITE),
     "ministral": ("MinistralConfig", {"head_dim": 32, "sliding_window": 40, "layer_types": [SLIDING, FULL, SLIDING]}),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", {"sliding_window": 40, "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPES}),
     "phi3": ("Phi3Config", {"sliding_window": 60}),
     "phi3-half-rotated": ("Phi3Config", {"rope_parameters": HALF_ROPE, "tie_word_embeddings": True}),
+    "cohere": ("CohereConfig", {"layer_norm_eps": 1e-4, "logit_scale": 0.3}),
+    "cohere-qknorm": ("CohereConfig", {"use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False}),
+    "cohere2": ("Cohere2Config", {"sliding_window": 40, "layer_types": TWO_IN_THREE}),
+    "exaone4": ("Exaone4Config", {"sliding_window": 40, "layer_types": TWO_IN_THREE}),
+    "exaone4-full": (
+        "Exaone4Config",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "glm4": ("Glm4Config", {"head_dim": 32}),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }
 
@@ -96,6 +126,8 @@ def write_checkpoint(
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
                 parameter.normal_(0, 0.4)
+            elif key.endswith("sinks"):
+                parameter.normal_(0, 2)
             elif "norm" in key:
                 parameter.normal_(1, 0.2)
             else:

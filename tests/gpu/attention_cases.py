@@ -126,7 +126,8 @@ def attention64(case: Case) -> Tensor:
         mine = torch.arange(context - count, context, device=DEVICE)[:, None]
         visible = at <= mine
         if layout.window is not None:
-            visible &= at > mine - layout.window
+            oldest = mine // layout.window * layout.window if layout.chunked else mine - layout.window + 1
+            visible &= at >= oldest
         scores = q @ k.transpose(1, 2) * layout.scale
         if layout.softcap is not None:
             scores = layout.softcap * (scores / layout.softcap).tanh()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -39,6 +40,25 @@ def test_decode_with_a_sliding_window() -> None:
         for heads, kv_heads, dim in SHAPES[:2]:
             case = build([1] * len(contexts), contexts, layout(heads, kv_heads, dim, window), torch.bfloat16)
             run_case(f"decode window {window}", case)
+
+
+def test_decode_in_chunks() -> None:
+    for chunk in (20,) if QUICK else (1, 20, 64, 128, 1000):
+        contexts = [1, 60, 61] if QUICK else [1, 64, 65, 131, 2000, 1000, 1001, 5121]
+        chunked = dataclasses.replace(layout(*SHAPES[0], chunk), chunked=True)
+        for kv_dtype in (torch.bfloat16,) if QUICK else (torch.bfloat16, FP8, INT8):
+            case = build([1] * len(contexts), contexts, chunked, torch.bfloat16, kv_dtype)
+            run_case(f"decode chunk {chunk} {kv_dtype}", case, tolerance=None if kv_dtype == torch.bfloat16 else 2e-2)
+
+
+def test_prefill_in_chunks() -> None:
+    """Tiles that lie in one chunk, or across the edge between two."""
+    for chunk in (20,) if QUICK else (1, 20, 64, 300, 1024):
+        queries = [2, 50] if QUICK else [2, 50, 333, 128, 2000]
+        contexts = [n + extra for n, extra in zip(queries, (90, 0, 77, 700, 48), strict=False)]
+        chunked = dataclasses.replace(layout(*SHAPES[0], chunk), chunked=True)
+        for dtype in (torch.bfloat16,) if QUICK else (torch.bfloat16, torch.float32):
+            run_case(f"prefill chunk {chunk} {dtype}", build(queries, contexts, chunked, dtype))
 
 
 def test_decode_grid_sized_by_the_models_bound() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels import norm
 from penstock.engine.backends.cuda.kernels.activation import quantize_fp8, silu_mul_fp8
+from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import building_kernels
 from penstock.engine.backends.cuda.kernels.norm import rms_norm_fp8
 from penstock.engine.backends.cuda.ops import TritonOps
@@ -76,6 +77,29 @@ def test_add_rms_norm_updates_the_residual_in_place() -> None:
                 got = ops.add_rms_norm(x.clone(), residual, weight, 1e-6)
             check_rounded(f"residual {dtype} {hidden}", residual, total)
             check(f"add_rms_norm {dtype} {hidden}", got, norm64(total, weight, 1e-6))
+
+
+def test_centre_adds_and_subtracts_the_mean_in_place() -> None:
+    for dtype in DTYPES:
+        for hidden in widths():
+            for added in range(3):
+                n = tokens()
+                residual, parts = rand(n, hidden, dtype=dtype), [rand(n, hidden, dtype=dtype) for _ in range(added)]
+                total = residual.double() + sum(part.double() for part in parts)
+                ops.centre(residual, *parts)
+                if MODE != "compile":
+                    check(f"centre {dtype} {hidden} {added}", residual, total - total.mean(-1, keepdim=True))
+
+
+def test_centre_adds_what_adapters_add() -> None:
+    n, hidden = 3, widths()[0]
+    base, delta = rand(n, hidden), rand(n, hidden)
+    ranks = torch.tensor([0, 8, 0], dtype=torch.int32, device=DEVICE)
+    residual, other = rand(n, hidden), rand(n, hidden)
+    total = residual.double() + base.double() + torch.where(ranks[:, None] > 0, delta, 0.0).double() + other.double()
+    ops.centre(residual, other, Addends(base, delta, ranks))
+    if MODE != "compile":
+        check("centre with adapters", residual, total - total.mean(-1, keepdim=True))
 
 
 def test_silu_mul() -> None:

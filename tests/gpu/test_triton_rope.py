@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
 from attention_cases import BLOCK, FP8, INT8, LLAMA, SHAPES, Case, build, layout, ops, widened
-from gpu_harness import DEVICE, MODE, TOLERANCE, Row, bandwidth, check, check_equal, poisoned_outputs, rand, time_us
+from gpu_harness import (
+    DEVICE,
+    MODE,
+    QUICK,
+    TOLERANCE,
+    Row,
+    bandwidth,
+    check,
+    check_equal,
+    poisoned_outputs,
+    rand,
+    time_us,
+)
 from torch import Tensor
 
 
@@ -14,6 +27,8 @@ def rope64(case: Case, qkv: Tensor, cos_sin: Tensor, norms: tuple[Tensor, Tensor
     layout = case.layout
     rows = qkv.double().view(qkv.shape[0], -1, layout.head_dim)
     q, k, v = rows.split([layout.heads, layout.kv_heads, layout.kv_heads], dim=1)
+    if norms is not None and layout.centred_norms:
+        q, k = (x - x.mean(-1, keepdim=True) for x in (q, k))
     if norms is not None:
         q, k = (
             x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w.double()
@@ -23,6 +38,10 @@ def rope64(case: Case, qkv: Tensor, cos_sin: Tensor, norms: tuple[Tensor, Tensor
 
     def rotate(x: Tensor) -> Tensor:
         half = cos.shape[-1]
+        if layout.interleaved:
+            low, high, rest = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2], x[..., 2 * half :]
+            turned = torch.stack((low * cos - high * sin, high * cos + low * sin), dim=-1).flatten(-2)
+            return torch.cat((turned, rest), dim=-1)
         low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
 
@@ -78,6 +97,32 @@ def test_rope_and_cache() -> None:
                 a = before.view(torch.uint8).transpose(1, 2).reshape(untouched.numel(), -1)[untouched]
                 b = case.k_cache.view(torch.uint8).transpose(1, 2).reshape(untouched.numel(), -1)[untouched]
                 check_equal(f"{name}: other slots", b, a)
+
+
+def test_neighbouring_pairs_and_layer_norms() -> None:
+    for heads, kv_heads, dim in SHAPES[:1] if QUICK else SHAPES:
+        for dtype in (torch.bfloat16, torch.float32):
+            for rotary in (dim // 2,) if QUICK else (2, dim // 2, dim):
+                for centred in (False, True):
+                    heads_of = dataclasses.replace(
+                        layout(heads, kv_heads, dim), interleaved=True, centred_norms=centred
+                    )
+                    case = build([1, 1, 5, 9], [30, 1, 20, 9], heads_of, dtype)
+                    qkv = rand(case.q.shape[0], (heads + 2 * kv_heads) * dim, dtype=dtype)
+                    cos_sin = rand(64, rotary)
+                    norms = (rand(heads, dim, dtype=dtype), rand(kv_heads, dim, dtype=dtype)) if centred else None
+                    with poisoned_outputs():
+                        q = ops.rope_and_cache(
+                            qkv.clone(), heads_of, cos_sin, case.batch, case.k_cache, case.v_cache,
+                            *(norms or (None, None)), 1e-6,
+                        )  # fmt: skip
+                    if MODE == "compile":
+                        continue
+                    want_q, want_k, _ = rope64(case, qkv, cos_sin, norms, 1e-6)
+                    name = f"rope {heads}/{kv_heads}x{dim} {dtype} rotary={rotary} layer norm={centred}"
+                    check(f"{name} q", q, want_q)
+                    block, offset = case.batch.slots // BLOCK, case.batch.slots % BLOCK
+                    check(f"{name} k", case.k_cache[block, :, offset], want_k)
 
 
 def bench_rope() -> Iterator[Row]:

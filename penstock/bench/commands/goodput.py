@@ -61,6 +61,8 @@ def goodput(
         f"{requests} requests of the lengths of {workload}, at random times. Kept: the first token within "
         f"{slo_ttft:g} ms and 99% of the gaps of a request within {slo_gap:g} ms, for 95% of the requests."
     )
+    phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in engine.info.startup.items())
+    out.print(f"Ready in {loaded.seconds:.1f} s ({phases})", style="dim")
     run(engine, shaped, salt="warm-up", progress=lambda _: None)
     rows = report.table(
         "Open loop",

@@ -19,12 +19,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from penstock.engine.backends.activation import Activation as Activation
+from penstock.engine.backends.activation import ClampedSwiglu as ClampedSwiglu
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -33,8 +36,6 @@ OverRanks = Callable[[Tensor], Tensor]
 KVScales = tuple[Tensor, Tensor]
 """What cached keys and cached values are multiplied by when read. FP8 cache: float32 [kv_heads] each. Int8 cache:
 `SCALE_DTYPE` [num_blocks, kv_heads, block_size] each, written with the tokens: their largest magnitude / 127."""
-Activation = Literal["silu", "gelu_tanh"]
-"""Of the gate in a feed-forward; gelu in its tanh form."""
 FP8 = torch.float8_e4m3fn
 INT8 = torch.int8
 SCALE_DTYPE = torch.bfloat16
@@ -49,7 +50,7 @@ class KeySmoothing(NamedTuple):
 
     All scores of a query change by the same constant, which softmax cancels, and quantization loses less: some channels
     of the keys are nearly constant over tokens, some are far larger than the others. Float32 [kv_heads, head_dim] each.
-    With `softcap` the scores themselves matter, so there the centre must be zero.
+    With `softcap` or sinks the scores themselves matter, so there the centre must be zero.
     """
 
     centre: Tensor
@@ -70,6 +71,8 @@ class HostBatch:
     tables: npt.NDArray[np.int32]
     """All block tables."""
     block_size: int
+    states: Ints | None = None
+    """[4, T]: the fields of `StateBatch`; None where no layer keeps states."""
 
 
 class StepShare(Protocol):
@@ -100,6 +103,33 @@ class Followers(Protocol):
 
 
 @dataclass(slots=True)
+class StateBatch:
+    """Which states the recurrent layers of a step read and write: int32 [T] each.
+
+    A run is what a step computes of one sequence: a decoded token, with draft tokens behind it, or a chunk of a prompt.
+    States lie in slots. Slot 0 stands for none: a run that reads it starts empty, a token that writes it keeps nothing.
+    A slot that one run writes is read by no other run of the step.
+    """
+
+    first: Tensor
+    """Packed index of the first token of each token's run. Padding belongs to the first run and writes nothing."""
+    last: Tensor
+    """Packed index of the last one."""
+    reads: Tensor
+    """The slot that holds the state before each token's run."""
+    writes: Tensor
+    """The slot that keeps the state behind each token."""
+
+    @classmethod
+    def of_one(cls, tokens: int, device: torch.device) -> StateBatch:
+        """One run from an empty state; its last state goes to slot 1."""
+        nowhere = torch.zeros(tokens, dtype=torch.int32, device=device)
+        last, writes = torch.full_like(nowhere, tokens - 1), nowhere.clone()
+        writes[-1] = 1
+        return cls(nowhere, last, nowhere, writes)
+
+
+@dataclass(slots=True)
 class AttentionBatch:
     """Where each packed token stands and which cache blocks its sequence owns. Tensors are on the device."""
 
@@ -123,6 +153,8 @@ class AttentionBatch:
     """Upper bound of `context_lens` (host value)."""
     host: HostBatch | None = None
     """Only in an engine of several ranks."""
+    states: StateBatch | None = None
+    """Only for models with recurrent layers."""
     share: StepShare | None = None
     """Where these are the tokens of one shard only, and others have other tokens of the step."""
 
@@ -140,6 +172,7 @@ class AttentionBatch:
             num_decodes=0,
             max_query=tokens,
             max_context=tokens,
+            states=StateBatch.of_one(tokens, device),
         )
 
 
@@ -153,8 +186,55 @@ class HeadLayout:
     scale: float
     window: int | None = None
     """Sliding window: a token sees itself and the `window - 1` before it. None: everything before it."""
+    chunked: bool = False
+    """Positions are cut into chunks of `window` instead: a token sees those of its chunk up to itself."""
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap) before the softmax. None: they stay."""
+    interleaved: bool = False
+    """Rotation pairs dimension 2i with 2i + 1, instead of i with i + rotary / 2."""
+    centred_norms: bool = False
+    """The norms of queries and keys are LayerNorms with weights of their own for every head: [heads, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayout:
+    """How the projections of a gated delta net split into heads. A key head serves `v_heads / k_heads` value heads."""
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+    """Width of the causal convolution over queries, keys and values."""
+    grouped: bool
+    """Whether a row of projections is ordered by key head, each with its query, key, values and output gates, and the
+    row of gates likewise with the update rates and decays of its value heads; else all queries come first, then all
+    keys, values and output gates."""
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all queries, all keys, all values."""
+        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
+
+    @property
+    def width(self) -> int:
+        """Of a row of projections: those, and the output gates."""
+        return self.channels + self.v_heads * self.v_dim
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """What a gated delta net has beside its projections, all float32."""
+
+    conv: Tensor
+    """[channels, conv]: the last column belongs to the token itself."""
+    decay: Tensor
+    """[v_heads]: -exp(A)."""
+    decay_bias: Tensor
+    """[v_heads]."""
+    norm: Tensor
+    """[v_dim]."""
+    eps: float
 
 
 class ActivationOps(Protocol):
@@ -184,6 +264,10 @@ class ActivationOps(Protocol):
         """As `silu_mul`, with gelu in its tanh form."""
         ...
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Any:
+        """As `silu_mul`, with the gate `ClampedSwiglu`."""
+        ...
+
 
 class Ops(ActivationOps, Protocol):
     """Device operations of a decoder. All may write into their inputs where the text says so."""
@@ -206,9 +290,16 @@ class Ops(ActivationOps, Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> Tensor: ...
 
+    def centre(self, residual: Tensor, *added: Tensor) -> None:
+        """Add one or two tensors, or nothing, to the residual stream, and subtract the mean of every row, in place. An
+        RMS norm behind it is a LayerNorm."""
+        ...
+
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor: ...
 
     def norm_rows(
         self, qkv: Tensor, layout: HeadLayout, q_norm: Tensor, k_norm: Tensor, eps: float, over_ranks: OverRanks | None
@@ -239,9 +330,9 @@ class Ops(ActivationOps, Protocol):
         `qkv` is [T, (heads + 2 * kv_heads) * head_dim] and may be overwritten. `cos_sin` is float32
         [max_positions, rotary]: cosines in the first half of a row, sines in the second; rotation pairs
         dimension i with i + rotary / 2, and leaves those from `rotary` on as they are. With `q_norm`/`k_norm`
-        each head is RMS-normalized first. An FP8 cache stores keys and values divided by `kv_scales` and clamped
-        to its range; an int8 cache stores them rounded, and writes `kv_scales`. `key_smoothing` is applied
-        after the rotation, before keys are stored and queries returned.
+        each head is RMS-normalized first. `layout` may ask for other pairs and for LayerNorms. An FP8 cache stores
+        keys and values divided by `kv_scales` and clamped to its range; an int8 cache stores them rounded, and
+        writes `kv_scales`. `key_smoothing` is applied after the rotation, before keys are stored and queries returned.
         """
         ...
 
@@ -253,8 +344,46 @@ class Ops(ActivationOps, Protocol):
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim]."""
+        """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim].
+
+        `sinks`, float32 [heads]: a score of each head that takes part in its softmax and stands for no key.
+        """
+        ...
+
+    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        """Of gated attention: rows of query and gate of each head in turn, then keys and values, as rows without the
+        gates, as `rope_and_cache` takes them, and the gates [T, heads * head_dim]."""
+        ...
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x` times sigmoid of `gate`; may overwrite `x`."""
+        ...
+
+    def delta_net(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        layout: DeltaLayout,
+        weights: DeltaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        """A gated delta net between its projections: [T, v_heads * v_dim].
+
+        `projected` is [T, layout.width], `gates` [T, 2 * v_heads]: an update rate b and a decay a for each value head.
+        Queries, keys and values pass a causal convolution and silu. Queries and keys are scaled to length one, queries
+        then by 1 / sqrt(k_dim). The state S [k_dim, v_dim] of a value head becomes
+
+            S = exp(g) S,  S = S + k (sigmoid(b) (v - S^T k))^T    with g = decay * softplus(a + decay_bias)
+
+        and gives S^T q, which is RMS-normalized, scaled by `norm` and multiplied by silu of the output gate.
+
+        `batch.states` says where states lie: `state_cache` float32 [slots, v_heads, k_dim, v_dim] and `conv_cache`
+        [slots, conv, channels], the inputs of the convolution at the last positions, a token's at position % conv.
+        """
         ...
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from penstock.engine.kv.block_hash import block_name
 from penstock.engine.kv.host import Transfers
 from penstock.engine.kv.pool import NULL_BLOCK, BlockPool
+from penstock.engine.kv.states import StateStore
 from penstock.engine.sequence import Sequence
 
 
@@ -42,8 +43,17 @@ class BlockAllocator:
     """Gives sequences the blocks they need and finds the prefixes they share."""
 
     def __init__(
-        self, pool: BlockPool, block_size: int, prefix_cache: bool = True, window: SlidingWindow | None = None
+        self,
+        pool: BlockPool,
+        block_size: int,
+        prefix_cache: bool = True,
+        window: SlidingWindow | None = None,
+        states: StateStore | None = None,
     ) -> None:
+        """`states`: of models with recurrent layers."""
+        self.states = states
+        if states is not None:
+            pool.states = states.pool
         self.pool = pool
         self.block_size = block_size
         self.prefix_cache = prefix_cache
@@ -71,6 +81,8 @@ class BlockAllocator:
             if block is None and (host is None or name not in host):
                 break
             found.append(Found(name, block))
+        if self.states is not None:
+            del found[self.states.usable(seq, [name for name, _ in found]) :]
         return found
 
     def recall(self, seq: Sequence) -> list[bytes]:
@@ -121,6 +133,8 @@ class BlockAllocator:
         seq.released = unread
         seq.named = len(cached)
         seq.computed = len(cached) * self.block_size
+        if self.states is not None:
+            self.states.attach(seq, cached[-1].name if cached else None)
         return returning
 
     def grow(self, seq: Sequence, tokens: int) -> bool:
@@ -150,9 +164,26 @@ class BlockAllocator:
         self.pool.name_many(seq.blocks[first:full], seq.block_names[first:full])
         seq.named = full
 
+    def advance(self, seq: Sequence, drafts: int) -> tuple[int, tuple[int, ...]]:
+        """See `StateStore`."""
+        assert self.states is not None
+        if self.prefix_cache and seq.computed and seq.computed % self.block_size == 0:
+            self._name(seq, seq.computed // self.block_size - 1)  # for a state kept there
+        return self.states.advance(seq, drafts)
+
+    def settle(self, seq: Sequence, start: int, accepted: int) -> None:
+        """See `StateStore`."""
+        assert self.states is not None
+        full = min(start + accepted, len(seq.tokens)) // self.block_size
+        if self.prefix_cache and full:
+            self._name(seq, full - 1)
+        self.states.settle(seq, start, accepted)
+
     def free(self, seq: Sequence) -> None:
         """Give back every block; ends first, so that shared beginnings are evicted last."""
         self.pool.release_many(reversed(seq.blocks[seq.released :] if seq.released else seq.blocks))
+        if self.states is not None:
+            self.states.free(seq)
         seq.blocks = []
         seq.named = 0
         seq.released = 0
@@ -160,6 +191,8 @@ class BlockAllocator:
 
     def tick(self, now: float) -> None:
         """A step is about to be scheduled."""
+        if self.states is not None:
+            self.states.tick()
         if self.pool.host is not None:
             self.pool.host.now = now
             self.pool.host.write_ahead()

@@ -33,13 +33,13 @@ class CacheShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one running sequence in all layers, beside its blocks."""
+        """Bytes of one state in all layers; a running sequence has one beside its blocks."""
         return sum(kind.state_bytes for kind in self.kinds)
 
     @property
     def blocks_suffice(self) -> bool:
-        """Whether a sequence's blocks are all that is kept of it, so that another sequence can continue from them: what
-        the prefix cache, the host tier and handover rely on."""
+        """Whether a sequence's blocks are all that is kept of it; else another sequence can continue from them only
+        where a state was kept too (`kv.states`)."""
         return self.state_bytes == 0
 
     def __str__(self) -> str:
@@ -50,18 +50,19 @@ class CacheShape:
 class KVCache:
     """Allocates the cache. Block 0 is reserved: padding is written there."""
 
-    def __init__(self, shape: CacheShape, num_blocks: int, device: torch.device, num_rows: int = 0) -> None:
-        """`num_rows`: rows of running sequences, for layers that keep a state per sequence."""
+    def __init__(self, shape: CacheShape, num_blocks: int, device: torch.device, num_states: int = 2) -> None:
+        """`num_states`: slots of states, for recurrent layers. Slot 0 is reserved: it stands for no state."""
         self.shape = shape
         self.num_blocks = num_blocks
+        self.num_states = num_states
         self.device = device
         self.tensors: list[Tensor] = []
         """Everything a block consists of; the third axis of each is the block."""
         self.states: list[Tensor] = []
-        """Everything kept per sequence; the second axis of each is its row."""
+        """Everything a state consists of; the third axis of each is its slot."""
         layers: dict[CacheKind, Iterator[Any]] = {}
         for kind, count in Counter(shape.kinds).items():
-            allocated = kind.allocate(count, num_blocks, num_rows, device)
+            allocated = kind.allocate(count, num_blocks, num_states, device)
             self.tensors += allocated.blocks
             self.states += allocated.states
             layers[kind] = iter(allocated.layers)

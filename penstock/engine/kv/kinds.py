@@ -1,9 +1,9 @@
 """Cache kinds: what a layer keeps of earlier tokens, and what that costs.
 
 A kind names the bytes that a block of tokens and a running sequence need in one layer, so that the cache can be sized
-before it exists, and allocates the tensors. `PagedKV` is the one that models use today: keys and values in blocks that
-sequences may share. A latent cache (MLA) is paged in the same way with one vector per token; a recurrent layer has
-`block_bytes` 0 and a state per sequence, found by the sequence's row in the batch.
+before it exists, and allocates the tensors. `PagedKV`: keys and values in blocks that sequences may share.
+`RecurrentState`: nothing per token, and a state in a slot, which `StateBatch` names; slots also hold the states that
+were kept at the ends of blocks (`kv.states`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CacheTensors:
     blocks: list[Tensor] = field(default_factory=list)
     """Everything a block of tokens consists of; the third axis of each is the block."""
     states: list[Tensor] = field(default_factory=list)
-    """Everything kept per sequence; the second axis of each is the sequence's row."""
+    """Everything a state consists of; the third axis of each is the slot."""
 
 
 class CacheKind(Protocol):
@@ -40,10 +40,10 @@ class CacheKind(Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one running sequence, whatever its length; 0 where everything is kept per token."""
+        """Bytes of one state, whatever the length of its sequence; 0 where everything is kept per token."""
         ...
 
-    def allocate(self, layers: int, num_blocks: int, num_rows: int, device: torch.device) -> CacheTensors:
+    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
         """Zeroed memory for `layers` layers of this kind."""
         ...
 
@@ -89,7 +89,7 @@ class PagedKV:
     def state_bytes(self) -> int:
         return 0
 
-    def allocate(self, layers: int, num_blocks: int, num_rows: int, device: torch.device) -> CacheTensors:
+    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
         shape = (layers, 2, num_blocks, self.kv_heads, self.block_size)
         values = zeros((*shape, self.head_dim), self.dtype, device)
         if self.dtype != INT8:
@@ -97,6 +97,47 @@ class PagedKV:
         scales = zeros(shape, SCALE_DTYPE, device)
         found = zip(values, scales, strict=True)
         return CacheTensors([PagedKVCache(k, v, (ks, vs)) for (k, v), (ks, vs) in found], [values, scales])
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentCache:
+    """One layer's states; see `Ops.delta_net`."""
+
+    conv: Tensor
+    """[slots, width, channels]."""
+    state: Tensor
+    """float32 [slots, heads, rows, columns]."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """The state of a recurrent layer: a matrix for each head, and the last inputs of its convolution."""
+
+    heads: int
+    rows: int
+    columns: int
+    channels: int
+    width: int
+    dtype: torch.dtype
+    """Of the convolution's inputs; matrices are float32."""
+
+    def __str__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"states of {self.heads} x {self.rows} x {self.columns} and {self.width} x {self.channels} in {kind}"
+
+    @property
+    def block_bytes(self) -> int:
+        return 0
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * self.heads * self.rows * self.columns + self.dtype.itemsize * self.channels * self.width
+
+    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
+        state = zeros((layers, 1, num_states, self.heads, self.rows, self.columns), torch.float32, device)
+        conv = zeros((layers, 1, num_states, self.width, self.channels), self.dtype, device)
+        found = zip(conv[:, 0], state[:, 0], strict=True)
+        return CacheTensors([RecurrentCache(*parts) for parts in found], states=[state, conv])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +162,6 @@ class PagedRows:
     def state_bytes(self) -> int:
         return 0
 
-    def allocate(self, layers: int, num_blocks: int, num_rows: int, device: torch.device) -> CacheTensors:
+    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
         rows = zeros((layers, 1, num_blocks, self.block_size, self.width), self.dtype, device)
         return CacheTensors([layer.view(-1, self.width) for layer in rows], [rows])

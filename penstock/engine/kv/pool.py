@@ -31,6 +31,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
+        self.states: BlockPool | None = None
+        """States that belong to the ends of blocks (`kv.states`): they are lost with the names of those."""
 
     @property
     def capacity(self) -> int:
@@ -65,6 +67,8 @@ class BlockPool:
             if self.host is not None:
                 self.host.warm(block)
                 self.host.keep(block, name)
+            elif self.states is not None:
+                self.states.drop(name)
         else:
             raise MemoryError("no free KV block")
         self._references[block] = 1
@@ -77,7 +81,13 @@ class BlockPool:
         if not self._empty and first + count <= self.num_blocks:
             references.extend([1] * count)
             return list(range(first, first + count))
-        if self._empty or self.host is not None or first < self.num_blocks or count > len(self._cached):
+        if (
+            self._empty
+            or self.host is not None
+            or self.states is not None
+            or first < self.num_blocks
+            or count > len(self._cached)
+        ):
             return [self.allocate() for _ in range(count)]
         evict, name_of, block_of = self._cached.popitem, self._name_of, self._block_of
         taken = [evict(last=False)[0] for _ in range(count)]
@@ -145,6 +155,16 @@ class BlockPool:
                 block_of[name] = block
                 name_of[block] = name
 
+    def drop(self, name: bytes) -> None:
+        """Forget a name, if there is a block that has it."""
+        block = self._block_of.pop(name, None)
+        if block is None:
+            return
+        del self._name_of[block]
+        if self._references[block] == 0:
+            del self._cached[block]
+            self._empty.append(block)
+
     def forget_all(self) -> None:
         """Drop every name: the contents can no longer be trusted (a step failed half-way)."""
         self._block_of.clear()
@@ -153,6 +173,8 @@ class BlockPool:
         self._cached.clear()
         if self.host is not None:
             self.host.forget_all()
+        if self.states is not None:
+            self.states.forget_all()
 
     def check(self) -> None:
         """Assert the invariant; used by tests and by the idle-time integrity check."""

@@ -23,6 +23,8 @@ from penstock.engine.loading.gguf_names import origins, raw_of
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.parallel import ParallelReader
 from penstock.engine.loading.quantized import read_quantized
+from penstock.engine.loading.stacked_experts import StackedExperts
+from penstock.engine.models.families import FAMILIES
 from penstock.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -53,7 +55,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return GGUFCheckpoint(gguf)
     if path.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: give a .gguf file or a folder with config.json")
-    return read_quantized(SafetensorsCheckpoint(path))
+    checkpoint = read_quantized(SafetensorsCheckpoint(path))
+    family = FAMILIES.get(str(checkpoint.config.get("model_type")))
+    if family is not None and family.names.stacked_experts:
+        return StackedExperts(checkpoint, family.names)
+    return checkpoint
 
 
 class GGUFCheckpoint:

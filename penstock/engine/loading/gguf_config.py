@@ -72,13 +72,14 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": key.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": key.number("attention.layer_norm_rms_epsilon", 0.0),
+        "rms_norm_eps": key.number(family.gguf.epsilon, 0.0),
         "rope_theta": key.number("rope.freq_base", 10000.0),
         "max_position_embeddings": required("context_length"),
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "hidden_act": family.hidden_act,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
     if "blk.0.ffn_down.bias" in file.tensors:
         config["mlp_bias"] = True

@@ -57,6 +57,8 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
             for expert in range(info.shape[0]):
                 target = f"{family.names.moe}experts.{expert}.{experts[part]}"
                 found[f"{prefix}.{target}.{suffix}"] = Origin(name, expert=expert)
+        elif f"{part}.{suffix}" in layer_names:
+            found[f"{prefix}.{layer_names[f'{part}.{suffix}']}"] = Origin(name)
         elif part in layer_names:
             heads = interleaved.get(part, 0)
             found[f"{prefix}.{layer_names[part]}.{suffix}"] = Origin(name, heads=heads, offset=offset)
@@ -70,14 +72,14 @@ def _layer_names(family: Family) -> dict[str, str]:
     """GGUF names below `blk.N.` to Hugging Face names below `layers.N.`."""
     names = family.names
     found = {
-        "attn_norm": names.mixer_norm,
         "ffn_norm": names.feed_forward_norm,
+        "attn_norm": names.mixer_norm,
         "attn_qkv": names.attention + names.fused_qkv,
         "attn_output": names.attention + names.output,
         "attn_q_norm": names.attention + "q_norm",
         "attn_k_norm": names.attention + "k_norm",
         "ffn_down": names.mlp + names.down,
-        "ffn_gate_inp": names.moe + "gate",
+        "ffn_gate_inp": names.moe + names.router,
     }
     for theirs, ours in zip(("attn_q", "attn_k", "attn_v"), names.qkv, strict=True):
         found[theirs] = names.attention + ours
@@ -103,7 +105,7 @@ def raw_of(file: GGUFFile, origin: Origin) -> RawTensor:
     rows, so whole rows can be moved without decoding them."""
     raw = file.raw(origin.name)
     if origin.expert >= 0:
-        rows = raw.shape[1]
+        rows = raw.shape[1] if len(raw.shape) == 3 else 1  # of biases one
         data = raw.data[origin.expert * rows : (origin.expert + 1) * rows]
         return RawTensor(raw.type, data, raw.shape[1:])
     if origin.heads:

@@ -14,7 +14,7 @@ from penstock.engine.models.families import GGUFKeys
 from penstock.errors import CheckpointError
 
 _TYPES = ("none", "linear", "yarn", "longrope")
-_WITH_DIVISORS = ("llama", "mistral3", "phi3")
+_WITH_DIVISORS = ("llama", "llama4", "mistral3", "phi3", "exaone4")
 """Architectures whose files may hold divisors of frequencies."""
 
 

@@ -32,6 +32,13 @@ FP8 = KeyRules(
     strict=True,
 )
 
+MXFP4 = KeyRules(
+    reader="MXFP4 checkpoints",
+    read={"quant_method"},
+    inert={"dequantize", "modules_to_not_convert"},
+    strict=True,
+)
+
 _QUANTIZING = {
     "act_group_aware", "auto_forward_data_parallel", "autotune", "backend", "batch_size", "block_name_to_quantize",
     "cache_block_outputs", "cache_examples_on_gpu", "compute_device_filter", "damp_auto_increment", "damp_percent",

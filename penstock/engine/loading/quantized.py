@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.engine.loading.fp8 import Fp8Checkpoint, kv_scale
 from penstock.engine.loading.groups import IntGroups, consecutive, from_zero_points, in_groups
 from penstock.engine.loading.packed_words import unpack, unpack_awq
-from penstock.engine.loading.quantization_keys import AWQ, GPTQ, check_compressed, whole_number
+from penstock.engine.loading.quantization_keys import AWQ, GPTQ, MXFP4, check_compressed, whole_number
 from penstock.errors import CheckpointError
 
 Fetch = Callable[[str], Tensor]
@@ -297,15 +297,18 @@ def read_quantized(checkpoint: Source) -> Source:
         return QuantizedCheckpoint(checkpoint, Gptq(settings))
     if method == "awq":
         return QuantizedCheckpoint(checkpoint, Awq(settings))
+    if method == "mxfp4":
+        MXFP4.check(settings, "quantization_config")
+        return checkpoint  # stacks of experts, which `StackedExperts` reads
     if method == "compressed-tensors":
         return _compressed(checkpoint, settings)
     raise CheckpointError(
-        f"weights quantized with {method!r:.80} are not supported; supported are gptq, awq, compressed-tensors and fp8 "
-        "checkpoints, unquantized ones, and GGUF"
+        f"weights quantized with {method!r:.80} are not supported; supported are gptq, awq, compressed-tensors, fp8 "
+        "and mxfp4 checkpoints, unquantized ones, and GGUF"
     )
 
 
-_SIGNS = (".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed")
+_SIGNS = (".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed", "_proj_blocks")
 """How tensors end that only quantized checkpoints have."""
 
 

@@ -49,7 +49,8 @@ class RandomCheckpoint:
         model = read_config(config)
         reader = _composed(model)
         self.shapes = reader.shapes
-        self._norms, self._norm_offset = reader.norms, model.norm_offset
+        self._norms = dict.fromkeys(reader.norms, 1.0 - model.norm_offset)
+        self._norms |= dict.fromkeys(reader.unshifted_norms, 1.0)
         self._pools: dict[torch.device, Tensor] = {}
 
     def names(self) -> Collection[str]:
@@ -61,7 +62,7 @@ class RandomCheckpoint:
             raise CheckpointError(f"a {self.config.get('model_type')} model has no tensor {name!r}")
         where = torch.device(self.device if device is None else device)
         if name in self._norms:
-            return torch.full(shape, 1.0 - self._norm_offset, dtype=self.dtype, device=where)
+            return torch.full(shape, self._norms[name], dtype=self.dtype, device=where)
         scale = 0.02 if len(shape) == 1 else 1 / math.sqrt(shape[-1])
         if name == "model.embed_tokens.weight":
             scale = self.embedding_scale
@@ -106,17 +107,23 @@ class ShapeReader(WeightReader):
         self.backend = ReferenceBackend()
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.norms: set[str] = set()
+        self.unshifted_norms: set[str] = set()
         self._fused = family_of(model.family).names.fused if fused is None else fused
         self._nothing = torch.empty(0)
         self._quantize = None
+        self._dtype = torch.float32
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.shapes[name] = shape
         return self._nothing
 
-    def norm(self, name: str, size: int) -> Tensor:
-        self.norms.add(f"{name}.weight")
+    def unshifted(self, name: str, size: int) -> Tensor:
+        self.unshifted_norms.add(f"{name}.weight")
         return self.get(f"{name}.weight", size)
+
+    def norm(self, name: str, *shape: int) -> Tensor:
+        self.norms.add(f"{name}.weight")
+        return self.get(f"{name}.weight", *shape)
 
     def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "") -> Linear:
         if fused and self._fused:

@@ -64,7 +64,7 @@ def _keys_of_a_prompt(decoder: Decoder, observers: list[InputObserver], forward:
     # Layers made for an fp8 cache have its scales, and run with no other.
     fp8 = any(isinstance(layer.mixer, Attention) and layer.mixer.kv_scales is not None for layer in decoder.layers)
     shape = decoder.cache_shape(_BLOCK_SIZE, FP8 if fp8 else decoder.embedding.dtype)
-    kv = KVCache(shape, -(-tokens // _BLOCK_SIZE) + 1, device, num_rows=1)
+    kv = KVCache(shape, -(-tokens // _BLOCK_SIZE) + 1, device, num_states=2)
     chance = random.Random(0)
     ids = torch.tensor([chance.randrange(config.vocab_size) for _ in range(tokens)], device=device)
     hidden = forward(ids, AttentionBatch.of_one(tokens, _BLOCK_SIZE, device), kv)

@@ -31,7 +31,7 @@ def key_smoothing(keys: Tensor, attention: Attention) -> KeySmoothing:
     unrotated = _rotate(keys, attention.cos_sin[: len(keys)].unsqueeze(1), inverse=True)
     middle = (unrotated.amax(0) + unrotated.amin(0)) / 2
     centre = _rotate(middle, _mean_rotation(attention.cos_sin))
-    if attention.heads.softcap is not None:
+    if attention.heads.softcap is not None or attention.sinks is not None:
         centre.zero_()
     ranges = (keys - centre).abs().amax(0)
     ranges = ranges / ranges.mean(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)

@@ -80,6 +80,9 @@ def compose_attention(context: LayerContext) -> Attention:
     read, config, names, dim = context.read, context.config, context.names, context.config.head_dim
     prefix, hidden = context.prefix + names.attention, config.hidden_size
     q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
+    q_gains, k_gains = (
+        ((config.num_heads, dim), (config.num_kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
+    )
     qkv = dict(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
     return Attention(
         ops=context.inner,
@@ -92,16 +95,20 @@ def compose_attention(context: LayerContext) -> Attention:
             head_dim=dim,
             scale=config.attention_scale,
             window=config.windows[context.index],
+            chunked=config.chunked and config.windows[context.index] is not None,
             softcap=config.attention_softcap,
+            interleaved=config.interleaved_rope,
+            centred_norms=config.qk_layer_norm,
         ),
         cos_sin=context.cos_sin,
-        q_norm=read.norm(f"{prefix}q_norm", dim) if config.qk_norm else None,
-        k_norm=read.norm(f"{prefix}k_norm", dim) if config.qk_norm else None,
+        q_norm=read.norm(f"{prefix}q_norm", *q_gains) if config.qk_norm else None,
+        k_norm=read.norm(f"{prefix}k_norm", *k_gains) if config.qk_norm else None,
         row_norms=RowNorms(read.norm(f"{prefix}q_norm", q_size), read.norm(f"{prefix}k_norm", kv_size))
         if config.row_norms
         else None,
         eps=config.rms_eps,
         kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
+        sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32) if config.attention_sinks else None,
     )
 
 
@@ -111,22 +118,23 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     hidden, backend = config.hidden_size, context.read.backend
 
     def gated(
-        read: WeightReader, prefix: str, gate_up: tuple[str, str], down: str, ffn: int, ops: ActivationOps
+        read: WeightReader, prefix: str, gate_up: tuple[str, str], down: str, ffn: int, bias: bool, ops: ActivationOps
     ) -> GatedMlp:
         parts = dict.fromkeys(gate_up, ffn)
         return GatedMlp(
             ops=ops,
             activation=config.activation,
-            gate_up=read.linear(prefix, parts, hidden, config.mlp_bias, fused=names.fused_gate_up),
-            down=read.linear(prefix, {down: hidden}, ffn, config.mlp_bias),
+            gate_up=read.linear(prefix, parts, hidden, bias, fused=names.fused_gate_up),
+            down=read.linear(prefix, {down: hidden}, ffn, bias),
         )
 
     if moe is None or not moe.layers[context.index]:
-        return gated(read, context.prefix + names.mlp, names.gate_up, names.down, config.ffn_size, context.inner)
+        at, bias = context.prefix + names.mlp, config.mlp_bias
+        return gated(read, at, names.gate_up, names.down, config.ffn_size, bias, context.inner)
     block, ffn = context.prefix + names.moe, moe.ffn_size
     corrected = f"{block}{names.correction_bias}"
     router = Router(
-        linear=read.dense().linear(block, {names.router: moe.experts}, hidden),
+        linear=read.dense().linear(block, {names.router: moe.experts}, hidden, moe.router_bias),
         top_k=moe.top_k,
         normalize=moe.normalize,
         scoring=moe.scoring,
@@ -140,7 +148,8 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
 
     def experts(read: WeightReader) -> ExpertMlp:
         def make(index: int) -> GatedMlp:
-            return gated(read, f"{block}experts.{index}.", names.expert_gate_up, names.expert_down, ffn, backend.ops)
+            at, bias = f"{block}experts.{index}.", moe.expert_bias
+            return gated(read, at, names.expert_gate_up, names.expert_down, ffn, bias, backend.ops)
 
         source = ExpertSource(make, lambda index: read.touch(f"{block}experts.{index}."))
         parts = [make(index) for index in held(table, moe.shard, moe.experts)]
@@ -150,9 +159,10 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     routed = backend.experts(lambda: experts(read), lambda: experts(read.dense()))
     if not moe.shared_ffn_size:
         return routed
+    at, ffn, bias = block + names.shared_expert, moe.shared_ffn_size, config.mlp_bias
     return SharedAndRouted(
         routed=routed,
-        shared=gated(read, block + names.shared_expert, names.gate_up, names.down, moe.shared_ffn_size, backend.ops),
+        shared=gated(read, at, names.gate_up, names.down, ffn, bias, backend.ops),
         gate=read.dense().linear(block, {names.shared_gate: 1}, hidden) if moe.shared_gate else None,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from penstock.engine.models.rope import RopeConfig
+from penstock.engine.models.rope import NO_ROPE, RopeConfig
 from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ class MoeConfig:
     """Whether the weights of a token's experts are scaled to sum to one."""
     layers: tuple[bool, ...]
     """Which layers have experts; the others are dense."""
+    router_bias: bool = False
+    expert_bias: bool = False
+    """Whether the matrices of the experts have biases."""
     placement: tuple[LayerTable, ...] = ()
     """Of each layer, which shard holds which experts; empty: every process has all of them, or parts of all."""
     shard: int = 0
@@ -62,6 +65,26 @@ class MoeConfig:
             raise CheckpointError(f"a token cannot visit {self.top_k} experts of {self.top_groups} groups of {size}")
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Gated delta nets in place of attention in some layers."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one; the others have attention."""
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+    """Width of the causal convolution."""
+    grouped: bool
+    """Whether the checkpoint stores projections by key head; see `DeltaLayout`."""
+
+    def __post_init__(self) -> None:
+        if self.v_heads % self.k_heads:
+            raise CheckpointError(f"{self.v_heads} value heads cannot share {self.k_heads} key heads evenly")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Everything the decoder needs to know about its shape. The defaults are those of Llama."""
@@ -81,16 +104,27 @@ class ModelConfig:
     """Of layers with a sliding window, where it is not that of the others."""
     windows: tuple[int | None, ...]
     """Sliding window of each layer; None where a layer sees everything."""
+    chunked: bool = False
+    """Whether the windows are chunks: positions are cut every so many, and a token sees those of its own chunk."""
+    unrotated: tuple[bool, ...] = ()
+    """Which layers have no rotary embedding; empty: none."""
+    interleaved_rope: bool = False
+    """Whether rotation pairs neighbouring dimensions, instead of those half of the rotated ones apart."""
     tied_embeddings: bool
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether each head of queries and keys is normalized."""
+    qk_layer_norm: bool = False
+    """Whether that is a LayerNorm with weights of its own for every head."""
     row_norms: bool = False
     """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
     moe: MoeConfig | None = None
+    delta: DeltaConfig | None = None
+    gated_attention: bool = False
+    """Whether the query projection also gives a gate for each head's output."""
     sandwich_norms: bool = False
     """Whether the output of attention and feed-forward is normalized too, before it is added to the residual stream."""
     norm_offset: float = 0.0
@@ -100,18 +134,26 @@ class ModelConfig:
     """Factor of the products of queries and keys."""
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap) before the softmax."""
+    attention_sinks: bool = False
+    """Whether every head has a score of its own in its softmax that stands for no key."""
     logit_softcap: float | None = None
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
+    parallel: bool = False
+    """Whether attention and feed-forward of a layer read the same norm, and both are added to what it read."""
     by_transformers: bool = False
     """Whether no family describes the model, so that the `transformers` library runs its layers."""
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """Rotary embedding of each layer."""
-        return tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
+        ropes = tuple(self.rope if window is None else self.local_rope or self.rope for window in self.windows)
+        if not self.unrotated:
+            return ropes
+        return tuple(NO_ROPE if plain else rope for plain, rope in zip(self.unrotated, ropes, strict=True))
 
     @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
-        return self.moe is None and not self.sandwich_norms and self.activation == "silu"
+        plain = self.moe is None and self.delta is None and not self.gated_attention and not self.parallel
+        return plain and not self.sandwich_norms and self.activation == "silu"

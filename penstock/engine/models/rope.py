@@ -43,6 +43,10 @@ class RopeConfig:
     """longrope: a divisor of each frequency, for contexts within the original length and beyond it."""
 
 
+NO_ROPE = RopeConfig(kind="none")
+"""Of layers that know no positions."""
+
+
 def read_rope(
     raw: Mapping[str, Any],
     parameters: Mapping[str, Any] | None = None,

@@ -60,6 +60,11 @@ class WeightReader:
         reader._quantize = getattr(self._quantize, "widened", None)
         return reader
 
+    @property
+    def all_dense(self) -> bool:
+        """Whether linears are made as the checkpoint's numbers are."""
+        return self._quantize is None
+
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if name not in self.names:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}; it is incomplete or of another family")
@@ -78,11 +83,20 @@ class WeightReader:
         """In place of what this process never uses, so that warm-up needs no special case."""
         return torch.zeros(shape, dtype=self._dtype, device=self.backend.device)
 
-    def norm(self, name: str, size: int) -> Tensor:
+    def norm(self, name: str, *shape: int) -> Tensor:
         """Norm weights; with an offset they stay float32, since one plus a small number would lose its digits."""
         if not self._norm_offset:
-            return self.get(f"{name}.weight", size)
-        return self.get(f"{name}.weight", size, dtype=torch.float32) + self._norm_offset
+            return self.get(f"{name}.weight", *shape)
+        return self.get(f"{name}.weight", *shape, dtype=torch.float32) + self._norm_offset
+
+    def unshifted(self, name: str, size: int) -> Tensor:
+        """Norm weights that are stored as they are also where others have an offset; float32."""
+        return self.get(f"{name}.weight", size, dtype=torch.float32)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations."""
+        return self._dtype
 
     def linear(self, at: str, parts: dict[str, int], inputs: int, bias: bool = False, fused: str = "") -> Linear:
         """Matrices `at + part` of the given output sizes, stacked into one linear; or `at + fused`, where the

@@ -141,6 +141,7 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         ffn_size=model.ffn_size // parts,
         num_layers=last - first,
         windows=model.windows[first:last],
+        unrotated=model.unrotated[first:last],
         moe=moe,
         tied_embeddings=False,  # the head is cut, the embedding is not
     )

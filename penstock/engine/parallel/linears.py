@@ -49,6 +49,19 @@ class SummingOps:
             return self._group.add_rms_norm(self._ops, x.part, residual, weight, eps, x_weight)
         return self._ops.add_rms_norm(x, residual, weight, eps, x_weight)
 
+    def __eq__(self, other: object) -> bool:
+        """Made anew for every layer, so identity says nothing."""
+        return isinstance(other, SummingOps) and self._ops is other._ops and self._group is other._group
+
+    __hash__ = object.__hash__
+
+    def centre(self, residual: Tensor, *added: Any) -> None:
+        parts = [x.part for x in added if isinstance(x, Unsummed)]
+        if parts:
+            whole = [x for x in added if not isinstance(x, Unsummed)]
+            added = *whole, self._group.sum(parts[0].add_(parts[1]) if len(parts) > 1 else parts[0])
+        self._ops.centre(residual, *added)
+
 
 def summing(ops: Any, group: Group) -> Any:
     """`ops` for layers whose sums go through `group`."""

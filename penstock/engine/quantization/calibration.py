@@ -112,7 +112,7 @@ def calibrate(
 
     def run(layer: DecoderLayer, update: bool) -> None:
         alone = replace(decoder, layers=[layer])
-        kv = KVCache(alone.cache_shape(_BLOCK_SIZE, torch.float32), blocks + 1, device, num_rows=1)
+        kv = KVCache(alone.cache_shape(_BLOCK_SIZE, torch.float32), blocks + 1, device, num_states=2)
         for stream in streams:
             residual = stream if update else stream.clone()
             alone.run(residual, AttentionBatch.of_one(len(stream), _BLOCK_SIZE, device), kv)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints
+from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints, StateBatch
 from penstock.engine.noise import row_keys
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import SampleRequest
@@ -73,6 +73,7 @@ class InputBuilder:
         self.keep_host = keep_host
         self.block_size = block_size
         self._staging = rows.backend.staging()
+        self._state_staging = rows.backend.staging()
 
     def pack(self, batch: Batch) -> Packed:
         """The batch as arrays; the rows are brought up to date with it."""
@@ -100,7 +101,9 @@ class InputBuilder:
         sampling = np.flatnonzero(samples)
         sample_rows = rows[sampling]
         return Packed(
-            HostBatch(token_ids, positions, slots, query_starts, starts + lengths, rows, tables, size),
+            HostBatch(
+                token_ids, positions, slots, query_starts, starts + lengths, rows, tables, size, states_of(batch)
+            ),
             num_decodes=batch.num_tokens if self.alone else batch.num_decodes,
             max_query=int(lengths.max()),
             sample_at=ends[sampling] - 1,
@@ -132,6 +135,9 @@ class InputBuilder:
         )
         if len(packed.holes):
             ids[hole] = self.rows.last_tokens[hole_rows]
+        states = None
+        if host.states is not None:
+            states = StateBatch(*self._state_staging.upload([*host.states.astype(np.int32)]))
         attention = AttentionBatch(
             positions=at,
             slots=slot,
@@ -143,6 +149,7 @@ class InputBuilder:
             max_query=packed.max_query,
             max_context=self._max_context(host),
             host=host if self.keep_host else None,
+            states=states,
         )
         request = None
         if len(packed.sample_at):
@@ -219,6 +226,22 @@ def entries(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
         lengths = np.repeat(lengths - counts + 1, counts)
         rows, samples = np.repeat(rows, counts), np.repeat(samples, counts)
     return starts, lengths, rows, samples
+
+
+def states_of(batch: Batch) -> Ints | None:
+    """[4, T]: the fields of `StateBatch`; None where no layer keeps states."""
+    chunks = batch.chunks
+    if not chunks[0].writes:
+        return None
+    lengths = np.array([chunk.length for chunk in chunks], np.int64)
+    ends = np.cumsum(lengths)
+    firsts = np.repeat(ends - lengths, lengths)
+    lasts = np.repeat(ends - 1, lengths)
+    reads = np.repeat(np.array([chunk.read for chunk in chunks], np.int64), lengths)
+    writes = np.zeros(batch.num_tokens, np.int64)
+    for end, chunk in zip(ends.tolist(), chunks, strict=True):
+        writes[end - len(chunk.writes) : end] = chunk.writes
+    return np.stack((firsts, lasts, reads, writes))
 
 
 def single_tokens(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -30,7 +30,6 @@ from penstock.engine.speculative.draft import FOLLOWED
 from penstock.engine.speculative.eagle3 import load_eagle3
 from penstock.engine.speculative.head_decoder import HeadDecoder
 from penstock.engine.speculative.head_proposer import HeadProposer
-from penstock.engine.startup.memory import state_rows
 from penstock.engine.startup.part import Part, Phases, open_weights
 from penstock.errors import CheckpointError, ConfigError
 
@@ -136,7 +135,7 @@ def head_proposer(config: EngineConfig, target: Part, draft: HeadDraft, schedule
         embedding, head = _whole_ends(draft, target)
     positions = target.decoder.max_positions
     decoder = draft.head.decoder(backend, target.kv.layers[-1], config.block_size, embedding, head, positions)
-    kv = KVCache(draft.shape, target.kv.num_blocks, target.kv.device, state_rows(target.max_running))
+    kv = KVCache(draft.shape, target.kv.num_blocks, target.kv.device)
     most = config.max_verified(target.max_running)
     if backend.compiles:
         limits = StepLimits(max(target.max_running, most), target.token_budget, positions, config.block_size)

@@ -28,7 +28,6 @@ from penstock.engine.speculative.eagle3 import is_head
 from penstock.engine.speculative.head_setup import HEADS, HeadDraft, check_head, head_proposer, load_head
 from penstock.engine.speculative.ngram import NgramProposer
 from penstock.engine.speculative.speculation import Proposer, Speculation
-from penstock.engine.startup.memory import state_rows
 from penstock.engine.startup.part import Part, Phases, load_part, open_weights
 from penstock.errors import ConfigError
 
@@ -64,8 +63,7 @@ class Draft:
 
     def sized_like(self, target: Part) -> Part:
         """The draft model with a cache for the sequences of the target."""
-        blocks, rows = target.kv.num_blocks * self.caches, state_rows(target.max_running)
-        kv = KVCache(self.part.kv.shape, blocks, target.kv.device, rows)
+        kv = KVCache(self.part.kv.shape, target.kv.num_blocks * self.caches, target.kv.device)
         return replace(self.part, kv=kv, max_running=target.max_running, max_model_len=target.max_model_len)
 
 
@@ -134,6 +132,8 @@ def load_draft(
         except ConfigError as error:
             remedy = "; draft_tensor_parallel: 1 leaves it whole" if shards > 1 else ""
             raise ConfigError(f"draft_model: {error}{remedy}") from error
+    if not part.kv.shape.blocks_suffice:
+        raise ConfigError("draft_model: a model with recurrent layers cannot draft; use one with attention only")
     return Draft(part, among, config.tensor_parallel if config.attention_parallel == "data" else 1)
 
 

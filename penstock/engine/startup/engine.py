@@ -25,6 +25,7 @@ from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.kv.partition import PartitionedAllocator
 from penstock.engine.kv.pool import BlockPool
+from penstock.engine.kv.states import StateStore
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.request import EngineInfo, Request, SamplingParams
@@ -232,14 +233,26 @@ def _lead(part: Part, ranks: Ranks, adapters: AdapterRuntime | None) -> Decoder:
 def _allocator(config: EngineConfig, part: Part, host: HostTier | None) -> BlockAllocator:
     """The blocks of the KV cache; of those of all shards, where each has sequences of its own."""
     window = sliding_window(part.model, part.token_budget)
-    prefixes = config.prefix_cache and part.kv.shape.blocks_suffice
+    states = None if part.kv.shape.blocks_suffice else _states(config, part)
 
     def one() -> BlockAllocator:
-        return BlockAllocator(BlockPool(part.kv.num_blocks, host), config.block_size, prefixes, window)
+        pool = BlockPool(part.kv.num_blocks, host)
+        return BlockAllocator(pool, config.block_size, config.prefix_cache, window, states)
 
     if config.attention_parallel == "tensor":
         return one()
     return PartitionedAllocator([one() for _ in range(config.tensor_parallel)])
+
+
+def _states(config: EngineConfig, part: Part) -> StateStore:
+    """The states of recurrent layers."""
+    return StateStore(
+        BlockPool(part.kv.num_states),
+        rows=part.max_running,
+        block_size=config.block_size,
+        interval=config.state_interval,
+        keeps=config.prefix_cache,
+    )
 
 
 def _balancer(config: EngineConfig, part: Part, ranks: Ranks) -> Balancer:

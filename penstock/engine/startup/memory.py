@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from penstock.engine.backends.backend import Backend
@@ -13,8 +15,21 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.model_config import ModelConfig
 from penstock.errors import ConfigError
 
+_KEPT_PER_ROW, _KEPT_SHARE = 4, 0.25
+"""States of recurrent layers that are kept for later prompts: so many for each sequence, in at most this share of the
+cache's memory."""
 
-def count_blocks(
+
+class CacheSize(NamedTuple):
+    """What a cache has room for."""
+
+    blocks: int
+    """Of tokens, the null block included."""
+    states: int
+    """Slots of recurrent layers' states, slot 0 included."""
+
+
+def size_cache(
     config: EngineConfig,
     backend: Backend,
     decoder: Decoder,
@@ -24,36 +39,40 @@ def count_blocks(
     max_model_len: int,
     budget: int,
     beside: int = 0,
-) -> int:
-    """KV blocks to allocate, the null block included: as asked for, or a share of what is left.
+) -> CacheSize:
+    """As asked for, or a share of what is left.
 
     `beside`: bytes that every block needs outside this cache (in a draft model's).
     """
-    if config.num_blocks is not None:
-        return config.num_blocks + 1
     shape = decoder.cache_shape(config.block_size, dtype)
+    rows, kept = max_running + 1, config.kept_states
+    if not shape.state_bytes or not config.prefix_cache:
+        kept = 0
+    if config.num_blocks is not None:
+        return CacheSize(config.num_blocks + 1, rows + (_KEPT_PER_ROW * max_running if kept is None else kept))
     block_bytes = shape.block_bytes + beside
     memory = config.kv_memory
     if memory is None:
         memory = _room(config, backend, _activation_bytes(backend, decoder, dtype, budget, config.block_size))
     elif memory > (free := backend.memory.available()):
         raise ConfigError(f"kv_memory: {_gib(memory)} are more than the {_gib(free)} that are free on {backend.device}")
-    memory -= shape.state_bytes * state_rows(max_running)
+    memory -= shape.state_bytes * (rows + (kept or 0))
+    if kept is None:
+        kept = max(0, min(_KEPT_PER_ROW * max_running, int(memory * _KEPT_SHARE) // shape.state_bytes))
+        memory -= kept * shape.state_bytes
     useful = max_running * -(-max_model_len // config.block_size)
     blocks = min(memory // block_bytes, useful) if block_bytes else useful
     if memory < 0:
-        raise ConfigError(f"no room for the states of {max_running} sequences; lower max_running or raise kv_memory")
+        raise ConfigError(
+            f"no room for the states of {max_running} sequences, {_gib(shape.state_bytes)} each; lower max_running or "
+            "raise kv_memory"
+        )
     if blocks < 1:
         raise ConfigError(
             f"no room for the KV cache: one block needs {_gib(block_bytes)}, {_gib(memory)} are allowed; "
             "raise kv_memory or memory_share, or free memory"
         )
-    return int(blocks) + 1
-
-
-def state_rows(max_running: int) -> int:
-    """Rows of a cache that keeps a state per sequence: one for each that runs, and a scratch row for padding."""
-    return max_running + 1
+    return CacheSize(int(blocks) + 1, rows + kept)
 
 
 def count_host_blocks(config: EngineConfig, shape: CacheShape) -> int:
@@ -101,7 +120,7 @@ def _activation_bytes(backend: Backend, decoder: Decoder, dtype: torch.dtype, bu
     """What the largest step needs besides weights and cache, measured by running one (a single long prompt) where the
     device can measure it."""
     tokens = min(budget, decoder.max_positions)
-    kv = KVCache(decoder.cache_shape(block_size, dtype), -(-tokens // block_size) + 1, backend.device, num_rows=1)
+    kv = KVCache(decoder.cache_shape(block_size, dtype), -(-tokens // block_size) + 1, backend.device, num_states=2)
 
     def longest_step() -> None:
         batch = AttentionBatch.of_one(tokens, block_size, backend.device)

@@ -32,7 +32,7 @@ from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.tap import Tap
 from penstock.engine.models.weights import Weights
 from penstock.engine.startup.adapters import adapt_model
-from penstock.engine.startup.memory import count_blocks, longest_sequence, sliding_window, state_rows
+from penstock.engine.startup.memory import longest_sequence, size_cache, sliding_window
 from penstock.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def load_part(
     with phases("kv cache"):
         if member is not None and config.ranks_per_device > 1:
             member.least(0)  # none measures what is free before all have loaded
-        num_blocks = count_blocks(
+        num_blocks, num_states = size_cache(
             config if own_cache else replace(config, num_blocks=1),
             backend,
             _tapped(decoder, tap),
@@ -195,12 +195,12 @@ def load_part(
         if not shape.blocks_suffice:
             check_stateful(config)
         if member is not None:
-            num_blocks = member.least(num_blocks)
+            num_blocks, num_states = member.least(num_blocks), member.least(num_states)
             decoder = member.connect(decoder)
             adapters = None if adapters is None else adapters.with_decoders(member.connect)
         if tap is not None:
             decoder, adapters = tap.on(decoder), None if adapters is None else adapters.with_decoders(tap.on)
-        kv = KVCache(shape, num_blocks, device, state_rows(max_running))
+        kv = KVCache(shape, num_blocks, device, num_states)
     max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
     if max_model_len < wanted_len and own_cache:
         _log.warning(
@@ -283,14 +283,16 @@ def _by_transformers(
 
 
 def check_stateful(config: EngineConfig) -> None:
-    """Refuse what relies on blocks alone, for layers that keep a state per sequence: a state has no earlier versions to
-    return to, and belongs to one sequence."""
+    """Refuse what cannot keep states of sequences."""
+    if config.attention_parallel == "data":
+        raise ConfigError("attention_parallel: data is not available for models with recurrent layers; use tensor")
+    if config.state_interval < 1 or config.state_interval % config.block_size:
+        raise ConfigError(
+            f"state_interval: {config.state_interval} is not a multiple of block_size {config.block_size}"
+        )
     refused = {
-        "speculation": config.speculation != "off",
-        "deterministic": config.deterministic,
         "host_memory": config.host_memory > 0,
         "role": config.role != "both",
-        "tensor_parallel, pipeline_parallel": config.ranks > 1,
     }
     for name, is_set in refused.items():
         if is_set:

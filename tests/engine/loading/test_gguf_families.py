@@ -31,6 +31,11 @@ ARCHITECTURES = {
     "gemma3-two-ropes": "gemma3",
     "phi3-longrope": "phi3",
     "phi3-half-rotated": "phi3",
+    "cohere": "command-r",
+    "cohere-qknorm": "command-r",
+    "cohere2": "cohere2",
+    "glm4": "glm4",
+    "exaone4": "exaone4",
     "granite": "granite",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
@@ -58,13 +63,21 @@ GEMMA_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GLM_NAMES = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
+OTHER_NAMES = {
+    "gemma2": GEMMA_NAMES,
+    "gemma3": GEMMA_NAMES,
+    "olmo2": OUT_NORMS,
+    "exaone4": OUT_NORMS,
+    "glm4": GLM_NAMES,
+}
 EXPERTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 def convert(folder: Path, arch: str) -> Path:
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    names = NAMES | (GEMMA_NAMES if arch in ("gemma2", "gemma3") else {}) | (OUT_NORMS if arch == "olmo2" else {})
+    names = NAMES | OTHER_NAMES.get(arch, {})
     tensors: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -94,9 +107,12 @@ def convert(folder: Path, arch: str) -> Path:
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": kv_heads,
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.freq_base": rope.get("full_attention", rope)["rope_theta"],
     }
+    if "layer_norm_eps" in config:
+        keys |= {"attention.layer_norm_epsilon": config["layer_norm_eps"], "logit_scale": config["logit_scale"]}
+    else:
+        keys["attention.layer_norm_rms_epsilon"] = config["rms_norm_eps"]
     if config.get("head_dim"):
         keys |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
     if config.get("sliding_window") and config.get("use_sliding_window", True):
@@ -107,6 +123,9 @@ def convert(folder: Path, arch: str) -> Path:
         keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if arch == "gemma2":
         keys |= {f"{part}_logit_softcapping": config[f"{part}_logit_softcapping"] for part in ("attn", "final")}
+    if arch in ("phi3", "glm4"):
+        dim = config.get("head_dim") or config["hidden_size"] // heads
+        keys["rope.dimension_count"] = int(dim * rope["partial_rotary_factor"])
     if arch.startswith("granite"):
         keys |= {f"{part}_scale": config[f"{part}_multiplier"] for part in ("embedding", "residual")}
         keys |= {"attention.scale": config["attention_multiplier"], "logit_scale": config["logits_scaling"]}
@@ -114,8 +133,6 @@ def convert(folder: Path, arch: str) -> Path:
         scaled = rope.get("full_attention", rope)
         keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": scaled["factor"]}
         keys["rope.scaling.original_context_length"] = scaled["original_max_position_embeddings"]
-    if arch == "phi3":
-        keys["rope.dimension_count"] = int(config["hidden_size"] // heads * rope["partial_rotary_factor"])
     if rope.get("rope_type") == "longrope":
         keys["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
         for length in ("short", "long"):
@@ -138,6 +155,7 @@ def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, mo
     name, overrides = tiny.FAMILIES[family]
     usual = {"query_pre_attn_scalar": 32} if "query_pre_attn_scalar" in overrides else {}
     usual |= {"sliding_window_pattern": 6} if "sliding_window_pattern" in overrides else {}
+    usual |= {"num_hidden_layers": 5, "layer_types": None} if "layer_types" in overrides else {}
     monkeypatch.setitem(tiny.FAMILIES, family, (name, {**overrides, **usual}))
     folder = write_checkpoint(family, tmp_path)
     prompt = [23 * i % 199 for i in range(150)]

@@ -34,6 +34,11 @@ SMALL: dict[str, Any] = {
     "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 GEMMA = {"head_dim": 12, "sliding_window": 20, "query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
+HYBRID = {
+    "hidden_act": "silu", "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3,
+    "full_attention_interval": 2,
+}  # fmt: skip
 BASES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu"},
     "mistral": {"hidden_act": "silu", "sliding_window": 20, "head_dim": 12},
@@ -43,9 +48,21 @@ BASES: dict[str, dict[str, Any]] = {
               "head_dim": 12},
     "qwen3_moe": {"hidden_act": "silu", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
                   "use_sliding_window": True, "sliding_window": 20, "head_dim": 12, "norm_topk_prob": True},
+    "qwen3_next": {**HYBRID, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                   "shared_expert_intermediate_size": 24, "norm_topk_prob": True},
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": {**HYBRID, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                         "shared_expert_intermediate_size": 24},
     "gemma": {"hidden_act": "gelu_pytorch_tanh", "head_dim": 12},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
     "gemma3_text": {**GEMMA, "sliding_window_pattern": 2, "rope_local_base_freq": 3000.0},
+    "cohere": {"hidden_act": "silu", "layer_norm_eps": 1e-4, "logit_scale": 0.3, "use_qk_norm": True},
+    "cohere2": {"hidden_act": "silu", "layer_norm_eps": 1e-4, "logit_scale": 0.3, "sliding_window": 20,
+                "sliding_window_pattern": 2},
+    "exaone4": {"hidden_act": "silu", "sliding_window": 20, "sliding_window_pattern": 2},
+    "glm4": {"hidden_act": "silu", "head_dim": 12, "partial_rotary_factor": 0.75},
+    "gpt_oss": {"sliding_window": 20, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "attention_bias": True, "swiglu_limit": 2.0, "swiglu_alpha": 1.5, "rope_parameters": None},
     "granite": {"hidden_act": "silu", "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
                 "residual_multiplier": 0.4, "logits_scaling": 2.0},
     "ministral": {"hidden_act": "silu", "sliding_window": 20, "head_dim": 12},
@@ -59,6 +76,7 @@ ACTIVATIONS = ("relu", "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh",
 FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (
     [FULL] * 4, [SLIDING] * 4, [FULL, SLIDING] * 2, [SLIDING, FULL, FULL, FULL], ["attention"] * 4,
+    ["linear_attention"] * 4, [FULL, "linear_attention"] * 2,
     [FULL] * 3, ["chunked_attention"] * 4, ["linear_attention", FULL, FULL, FULL], "full", 3,
 )  # fmt: skip
 FACTORS = {"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0]}

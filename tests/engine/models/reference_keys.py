@@ -28,8 +28,9 @@ from tests.engine.tiny import COMMON, FAMILIES
 
 TARGET = Path(__file__).parents[3] / "penstock/engine/models/reference_keys.py"
 TRACED = (
-    "llama-gqa", "mistral-window", "mixtral", "qwen2-window", "qwen3-qknorm", "qwen3-moe", "gemma", "gemma2",
-    "gemma3-two-ropes", "phi3", "granite", "ministral", "olmo2", "olmo3",
+    "llama-gqa", "mistral-window", "mixtral", "qwen2-window", "qwen3-qknorm", "qwen3-moe", "qwen3-next",
+    "qwen3.5", "qwen3.5-moe", "gemma", "gemma2", "gemma3-two-ropes", "phi3",
+    "gpt-oss", "granite", "ministral", "olmo2", "olmo3", "cohere", "cohere2", "glm4", "exaone4",
 )  # fmt: skip
 """A checkpoint of each family."""
 INTERNAL = (

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.engine.backends.cpu.recorder import NotRecordableError
 from penstock.engine.backends.interface import ActivationOps, AttentionBatch
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
@@ -59,9 +60,9 @@ class MatrixState:
     def state_bytes(self) -> int:
         return 4 * self.heads * self.dim * self.dim
 
-    def allocate(self, layers: int, num_blocks: int, num_rows: int, device: torch.device) -> CacheTensors:
-        states = torch.zeros(layers, num_rows, self.heads, self.dim, self.dim, device=device)
-        return CacheTensors(list(states), states=[states])
+    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
+        states = torch.zeros(layers, 1, num_states, self.heads, self.dim, self.dim, device=device)
+        return CacheTensors(list(states[:, 0]), states=[states])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +87,17 @@ class LinearAttention:
 
     def forward(self, x: Any, batch: AttentionBatch, cache: Tensor) -> Tensor:
         q, k, v = self.qkv(x).float().view(-1, 3, HEADS, DIM).unbind(1)
-        starts, rows = batch.query_starts.tolist(), batch.rows.tolist()
+        states = batch.states
+        if states is None:
+            raise NotRecordableError("needs states")
         out = torch.empty_like(q)
-        for begin, end, row in zip(starts, starts[1:], rows, strict=False):
-            if begin < end and int(batch.positions[begin]) == 0:
-                cache[row] = 0  # a new sequence in this row, or one that starts over after preemption
-            for t in range(begin, end):
-                cache[row] = self.decay * cache[row] + k[t].unsqueeze(-1) * v[t].unsqueeze(-2)
-                out[t] = (q[t].unsqueeze(-2) @ cache[row]).squeeze(-2)
+        for t, (first, read, write) in enumerate(zip(states.first, states.reads, states.writes, strict=True)):
+            if t == int(first):
+                state = cache[read].clone() if read else torch.zeros_like(cache[0])
+            state = self.decay * state + k[t].unsqueeze(-1) * v[t].unsqueeze(-2)
+            out[t] = (q[t].unsqueeze(-2) @ state).squeeze(-2)
+            if write:
+                cache[write] = state
         return self.output(out.flatten(1))
 
 
@@ -229,34 +233,34 @@ def test_the_cache_has_what_each_kind_needs() -> None:
     assert kv.shape.kinds == (state, paged, state, paged)
     assert kv.shape.block_bytes == 2 * paged.block_bytes and kv.shape.state_bytes == 2 * state.state_bytes
     assert [tuple(tensor.shape[:3]) for tensor in kv.tensors] == [(2, 2, 11)], "blocks of two layers"
-    assert [tuple(tensor.shape[:2]) for tensor in kv.states] == [(2, 7)], "rows of two layers, one of them for padding"
+    slots = 1 + 6 + 4 * 6  # none, one for each sequence, and those that are kept
+    assert [tuple(tensor.shape[:3]) for tensor in kv.states] == [(2, 1, slots)]
     assert [type(cache) for cache in kv.layers[::2]] == [Tensor, Tensor]
 
 
 def test_states_are_taken_from_the_memory_of_the_cache() -> None:
     states = 7 * 2 * MatrixState(HEADS, DIM).state_bytes
     block = 2 * PagedKV(2, DIM, 16, torch.float32).block_bytes
-    assert engine_of(checkpoint(), kv_memory=states + 9 * block).runner.kv.num_blocks == 1 + 9
+    assert engine_of(checkpoint(), kv_memory=states + 9 * block, kept_states=0).runner.kv.num_blocks == 1 + 9
     with pytest.raises(ConfigError, match="no room for the states of 6 sequences"):
         engine_of(checkpoint(), kv_memory=states - 1)
 
 
-def test_a_prompt_that_came_before_is_computed_again() -> None:
+def test_a_prompt_that_came_before_starts_from_a_kept_state() -> None:
+    engine = engine_of(checkpoint())
+    (prompt,) = prompts(64)
+    first = generate(engine, greedy("a", prompt, 5))["a"]
+    assert generate(engine, greedy("b", prompt, 5))["b"] == first
+    assert engine.load_snapshot().prefix_hit_tokens == 48, "a state was kept at the end of its last full block but one"
+
+
+def test_without_kept_states_it_is_computed_again() -> None:
     """Blocks without the state behind them are of no use to another sequence."""
-    weights = checkpoint()
-    engine = engine_of(weights)
+    engine = engine_of(checkpoint(), kept_states=0, max_running=1)
     (prompt,) = prompts(64)
     first = generate(engine, greedy("a", prompt, 5))["a"]
     assert generate(engine, greedy("b", prompt, 5))["b"] == first
     assert engine.load_snapshot().prefix_hit_tokens == 0
-
-
-@pytest.mark.parametrize(
-    "settings", [{"speculation": "ngram"}, {"deterministic": True}, {"host_memory": 1 << 20}, {"role": "prefill"}]
-)
-def test_what_needs_earlier_states_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="not available for models with recurrent layers"):
-        engine_of(checkpoint(), **settings)
 
 
 @pytest.mark.parametrize(
@@ -272,5 +276,5 @@ def test_shapes_of_other_kinds_say_what_they_are() -> None:
     assert str(paged) == "3 layers of 2 heads of 16 in float16, 16 tokens in a block" and paged.blocks_suffice
     mixed = CacheShape((*paged.kinds, MatrixState(HEADS, DIM)), 16)
     assert not mixed.blocks_suffice and mixed.block_bytes == paged.block_bytes
-    cache = KVCache(mixed, 4, torch.device("cpu"), num_rows=2)
+    cache = KVCache(mixed, 4, torch.device("cpu"), num_states=2)
     assert len(cache.layers) == 4 and cache.layers[3].shape == (2, HEADS, DIM, DIM)

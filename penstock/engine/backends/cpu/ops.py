@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cpu.native import AttentionArgs, Handle, RopeArgs
+from penstock.engine.backends.cpu.recorder import NotRecordableError
 from penstock.engine.backends.interface import (
     FP8,
     INT8,
     SCALE_DTYPE,
     AttentionBatch,
+    DeltaLayout,
+    DeltaWeights,
     HeadLayout,
     KeySmoothing,
     KVScales,
     OverRanks,
 )
-from penstock.engine.backends.reference import filters
+from penstock.engine.backends.reference import delta, filters
 from penstock.engine.backends.reference.ops import mean_squares
 from penstock.errors import PenstockError
 
@@ -123,18 +126,27 @@ class _CacheView:
             "heads": layout.heads, "kv_heads": layout.kv_heads, "head_dim": layout.head_dim,
             "block_size": k_cache.shape[2], "cache_dtype": _CACHE_CODES[k_cache.dtype],
         }  # fmt: skip
-        self.rope = RopeArgs(num_slots=k_cache.shape[0] * k_cache.shape[2], **common)
+        self.rope = RopeArgs(
+            num_slots=k_cache.shape[0] * k_cache.shape[2], interleaved=layout.interleaved,
+            centred=layout.centred_norms, **common,
+        )  # fmt: skip
         self.attention = AttentionArgs(
-            window=layout.window or 0, scale=layout.scale, softcap=layout.softcap or 0.0, **common
+            window=layout.window or 0,
+            chunked=layout.chunked,
+            scale=layout.scale,
+            softcap=layout.softcap or 0.0,
+            **common,
         )
 
 
-def _set_norms(args: RopeArgs, q_norm: Tensor | None, k_norm: Tensor | None, dim: int) -> None:
-    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
-    for norm in norms:
+def _set_norms(args: RopeArgs, q_norm: Tensor | None, k_norm: Tensor | None, layout: HeadLayout) -> None:
+    found = [(norm, heads) for norm, heads in ((q_norm, layout.heads), (k_norm, layout.kv_heads)) if norm is not None]
+    norms = [norm for norm, _ in found]
+    for norm, heads in found:
         need_contiguous(norm, "q_norm and k_norm")
-        if norm.shape != (dim,) or norm.dtype is not norms[0].dtype:
-            raise LayoutError(f"q_norm and k_norm must be one dtype and [{dim}], got {norm.dtype} {norm.shape}")
+        shape = (heads, layout.head_dim) if layout.centred_norms else (layout.head_dim,)
+        if norm.shape != shape or norm.dtype is not norms[0].dtype:
+            raise LayoutError(f"q_norm and k_norm must be one dtype and {shape}, got {norm.dtype} {norm.shape}")
     args.q_norm = None if q_norm is None else q_norm.data_ptr()
     args.k_norm = None if k_norm is None else k_norm.data_ptr()
     args.norm_dtype = dtype_code(norms[0], "q_norm")
@@ -221,19 +233,36 @@ class CpuOps:
         )  # fmt: skip
         return out
 
+    def centre(self, residual: Tensor, *added: Tensor) -> None:
+        need_contiguous(residual, "residual")
+        for x in added:
+            need_contiguous(x, "what is added to the residual stream")
+            if x.shape != residual.shape or x.dtype is not added[0].dtype:
+                raise LayoutError(f"{x.dtype} {tuple(x.shape)} cannot be added to a stream of {tuple(residual.shape)}")
+        like = added[0] if added else residual
+        pointers = [x.data_ptr() for x in added]
+        self._lib.pk_centre(
+            self._ctx, residual.data_ptr(), *pointers, *[None] * (2 - len(pointers)), *residual.shape,
+            dtype_code(like, "x"), _is_wide(residual, like),
+        )  # fmt: skip
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(self._lib.pk_silu_mul, gate_up)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._gate_mul(self._lib.pk_gelu_mul, gate_up)
 
-    def _gate_mul(self, kernel: Callable[..., None], gate_up: Tensor) -> Tensor:
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        return self._gate_mul(self._lib.pk_clamped_swiglu, gate_up, alpha, limit)
+
+    def _gate_mul(self, kernel: Callable[..., None], gate_up: Tensor, *settings: float) -> Tensor:
         need_contiguous(gate_up, "gate_up")
         rows, width = gate_up.shape
         if width % 2:
             raise LayoutError(f"gate_up must hold two halves, got width {width}")
         out = torch.empty((rows, width // 2), dtype=gate_up.dtype)
-        kernel(self._ctx, gate_up.data_ptr(), out.data_ptr(), rows, width // 2, dtype_code(gate_up, "gate_up"))
+        code = dtype_code(gate_up, "gate_up")
+        kernel(self._ctx, gate_up.data_ptr(), out.data_ptr(), rows, width // 2, *settings, code)
         return out
 
     def norm_rows(
@@ -285,7 +314,7 @@ class CpuOps:
         args.positions, args.slots = view.positions, view.slots
         args.eps = eps
         if q_norm is not None or k_norm is not None:
-            _set_norms(args, q_norm, k_norm, dim)
+            _set_norms(args, q_norm, k_norm, layout)
         if key_smoothing is not None:
             _set_smoothing(args, key_smoothing, layout)
         problem = self._lib.pk_rope_and_cache(self._ctx, byref(args))
@@ -305,6 +334,7 @@ class CpuOps:
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         heads, dim = layout.heads, layout.head_dim
         step, head_step, one = q.stride()
@@ -314,6 +344,11 @@ class CpuOps:
         args = AttentionArgs.from_buffer_copy(self._cache_view(k_cache, v_cache, layout, kv_scales).attention)
         out = torch.empty((q.shape[0], heads * dim), dtype=q.dtype)
         args.fixed = self.batch_invariant
+        if sinks is not None:
+            _need(sinks, "sinks", torch.float32)
+            if sinks.shape != (heads,):
+                raise LayoutError(f"sinks must be [{heads}], got {tuple(sinks.shape)}")
+            args.sinks = sinks.data_ptr()
         args.q, args.out, args.q_stride, args.dtype = q.data_ptr(), out.data_ptr(), step, dtype_code(q, "q")
         args.query_starts, args.context_lens, args.rows = view.query_starts, view.context_lens, view.rows
         args.block_tables, args.table_stride, args.sequences = view.block_tables, view.table_stride, view.sequences
@@ -339,6 +374,26 @@ class CpuOps:
                 self._caches.clear()
             view = self._caches[key] = _CacheView(k_cache, v_cache, layout, kv_scales)
         return view
+
+    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        return delta.split_gate(qkv, layout)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+    def delta_net(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        layout: DeltaLayout,
+        weights: DeltaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        if batch.states is None:
+            raise NotRecordableError("gated delta nets are not recorded")
+        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         _need(logits, "logits", torch.float32)

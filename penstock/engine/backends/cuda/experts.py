@@ -21,10 +21,12 @@ from penstock.engine.models.layers.linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One matrix of every expert [experts, out, in], with scales [experts, out] when it is FP8."""
+    """One matrix of every expert [experts, out, in], with scales [experts, out] when it is FP8, and biases [experts,
+    out] where they have them."""
 
     weight: Tensor
     scale: Tensor | None
+    bias: Tensor | None
 
     @property
     def weight_bytes(self) -> int:
@@ -34,8 +36,9 @@ class Stack:
         """Another expert's matrix, of the same form."""
         assert isinstance(linear, CudaLinear)
         self.weight.view(torch.uint8)[index].copy_(linear.weight.view(torch.uint8))
-        if self.scale is not None and linear.scale is not None:
-            self.scale[index].copy_(linear.scale)
+        for ours, theirs in ((self.scale, linear.scale), (self.bias, linear.bias)):
+            if ours is not None and theirs is not None:
+                ours[index].copy_(theirs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +82,14 @@ class GroupedExpertMlp:
     def apply(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         if not len(x):
             return torch.empty_like(x)
-        top_k, gelu, chosen = chosen.shape[1], self.activation == "gelu_tanh", chosen.int()
-        experts = self.gate_up.weight.shape[0]
+        top_k, chosen, gate_up, down = chosen.shape[1], chosen.int(), self.gate_up, self.down
+        experts = gate_up.weight.shape[0]
         plan = moe.plan(chosen, experts)
-        inner = moe.grouped_linear(x, self.gate_up.weight, plan, top_k, weight_scale=self.gate_up.scale, gelu=gelu)
+        inner = moe.grouped_linear(
+            x, gate_up.weight, plan, top_k, weight_scale=gate_up.scale, bias=gate_up.bias, activation=self.activation
+        )
         pairs = moe.grouped_linear(
-            inner, self.down.weight, plan, top_k, weight_scale=self.down.scale, route_weights=weights
+            inner, down.weight, plan, top_k, weight_scale=down.scale, bias=down.bias, route_weights=weights
         )
         return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
 
@@ -104,10 +109,11 @@ def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
 
 
 def _stack(linears: list[Linear]) -> Stack | None:
-    parts = [linear for linear in linears if isinstance(linear, CudaLinear) and linear.bias is None]
+    parts = [linear for linear in linears if isinstance(linear, CudaLinear)]
     scales = [part.scale for part in parts if part.scale is not None]
-    if len(parts) != len(linears) or len(scales) not in (0, len(parts)):
+    biases = [part.bias for part in parts if part.bias is not None]
+    if len(parts) != len(linears) or any(len(found) not in (0, len(parts)) for found in (scales, biases)):
         return None
     # Stacked as bytes: not every operation knows FP8.
     weight = torch.stack([part.weight.view(torch.uint8) for part in parts]).view(parts[0].weight.dtype)
-    return Stack(weight, torch.stack(scales) if scales else None)
+    return Stack(weight, torch.stack(scales) if scales else None, torch.stack(biases) if biases else None)

@@ -48,3 +48,6 @@ class Fp8Activations:
 
     def gelu_mul(self, gate_up: Tensor) -> ScaledTensor:
         return ScaledTensor(*activation.gelu_mul_fp8(gate_up))
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> ScaledTensor:
+        return ScaledTensor(*activation.clamped_swiglu_fp8(gate_up, alpha, limit))

@@ -26,7 +26,15 @@ from penstock.engine.backends.cuda.kernels import (
     sampler,
 )
 from penstock.engine.backends.cuda.kernels.addends import Addends
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing, OverRanks
+from penstock.engine.backends.interface import (
+    AttentionBatch,
+    DeltaLayout,
+    DeltaWeights,
+    HeadLayout,
+    KeySmoothing,
+    OverRanks,
+)
+from penstock.engine.backends.reference import delta
 
 _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
@@ -69,11 +77,17 @@ class TritonOps:
     ) -> Tensor:
         return norm.add_rms_norm(x, residual, weight, eps, x_weight, pdl=self.pdl)
 
+    def centre(self, residual: Tensor, *added: Tensor | Addends) -> None:
+        norm.centre(residual, added, pdl=self.pdl)
+
     def silu_mul(self, gate_up: Tensor | Addends) -> Tensor:
         return activation.silu_mul(gate_up, pdl=self.pdl)
 
     def gelu_mul(self, gate_up: Tensor | Addends) -> Tensor:
         return activation.gelu_mul(gate_up, pdl=self.pdl)
+
+    def clamped_swiglu(self, gate_up: Tensor | Addends, alpha: float, limit: float) -> Tensor:
+        return activation.clamped_swiglu(gate_up, alpha, limit, pdl=self.pdl)
 
     def norm_rows(
         self,
@@ -112,24 +126,28 @@ class TritonOps:
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: tuple[Tensor, Tensor] | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty((q.shape[0], layout.heads * layout.head_dim), dtype=q.dtype, device=q.device)
         group = layout.heads // layout.kv_heads
         if self.batch_invariant and batch.num_decodes == q.shape[0]:  # steps always are; warm-up measures prompts too
-            self._attend_invariant(q, layout, batch, k_cache, v_cache, out, kv_scales)
+            self._attend_invariant(q, layout, batch, k_cache, v_cache, out, kv_scales, sinks)
             return out
         if batch.num_decodes:
             shape = decode.choose(
                 batch.num_decodes, layout.kv_heads, layout.head_dim, k_cache.element_size(), self.processors
             )
             counters = self._counters_for(batch.num_decodes * layout.kv_heads)
-            decode.decode_attention(q, layout, batch, k_cache, v_cache, out, counters, shape, kv_scales, pdl=self.pdl)
+            decode.decode_attention(
+                q, layout, batch, k_cache, v_cache, out, counters, shape, kv_scales, sinks, pdl=self.pdl
+            )
         if batch.context_lens.shape[0] > batch.num_decodes:
-            if self.hopper_prefill is not None and self.hopper_prefill.applies(layout, batch, q, k_cache):
-                self.hopper_prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out)
+            hopper = self.hopper_prefill if sinks is None else None
+            if hopper is not None and hopper.applies(layout, batch, q, k_cache):
+                hopper.prefill_attention(q, layout, batch, k_cache, v_cache, out)
                 return out
             tile = prefill.choose(batch.max_query, batch.max_context, group, layout.head_dim, q.element_size())
-            prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, pdl=self.pdl)
+            prefill.prefill_attention(q, layout, batch, k_cache, v_cache, out, tile, kv_scales, sinks, pdl=self.pdl)
         return out
 
     def _attend_invariant(
@@ -141,6 +159,7 @@ class TritonOps:
         v_cache: Tensor,
         out: Tensor,
         kv_scales: tuple[Tensor, Tensor] | None,
+        sinks: Tensor | None,
     ) -> None:
         """Every token decodes; how its keys are split among programs depends on its own context alone."""
         shape = decode.fixed(layout.head_dim, k_cache.element_size())
@@ -152,8 +171,26 @@ class TritonOps:
             )
             counters = self._counters_for(count * layout.kv_heads)
             decode.decode_attention(
-                q[part], layout, few, k_cache, v_cache, out[part], counters, shape, kv_scales, pdl=self.pdl
+                q[part], layout, few, k_cache, v_cache, out[part], counters, shape, kv_scales, sinks, pdl=self.pdl
             )
+
+    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        return delta.split_gate(qkv, layout)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+    def delta_net(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        layout: DeltaLayout,
+        weights: DeltaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits, pdl=self.pdl)

@@ -32,9 +32,9 @@ PROMPTS = 8
 """Most prompts in a captured step."""
 TOKENS = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1025, 128))
 """Numbers of prompt tokens that get a graph when nothing else runs."""
-DECODES = (16, 64, 256)
+DECODES = (16, 32, 64, 96, 128, 192, 256)
 """Numbers of decoded tokens beside prompts. Each takes a graph per size below, and capturing takes time at start."""
-TOKENS_BESIDE_DECODES = (64, 128, 192, 256, 384, 512, 640, 768, 1024)
+TOKENS_BESIDE_DECODES = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.cuda.graphs import buckets_up_to
 from penstock.engine.backends.cuda.kernels.common import building_kernels
 from penstock.engine.backends.cuda.prompt_graphs import TOKENS
-from penstock.engine.backends.interface import AttentionBatch, StepLimits
+from penstock.engine.backends.interface import AttentionBatch, StateBatch, StepLimits
 from penstock.engine.grammar.interface import words_for
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
@@ -50,7 +50,7 @@ def _kind_of(mixer: TokenMixer) -> object:
 
 def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCache:
     shape = decoder.cache_shape(limits.block_size, dtype)
-    return KVCache(shape, 2, decoder.embedding.device, num_rows=limits.max_rows + 1)
+    return KVCache(shape, 2, decoder.embedding.device, num_states=limits.max_rows + 2)
 
 
 def _visit_adapted(adapters: AdaptedModel, decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) -> None:
@@ -88,7 +88,7 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) ->
     q = torch.zeros(limits.max_rows, heads.heads, heads.head_dim, dtype=decoder.embedding.dtype, device=device)
     for decodes in range(1, limits.max_rows + 1):
         batch = _batch(decodes, [], tables, limits)
-        ops.attention(q[:decodes], heads, batch, cache.k, cache.v, cache.scales or mixer.kv_scales)
+        ops.attention(q[:decodes], heads, batch, cache.k, cache.v, cache.scales or mixer.kv_scales, mixer.sinks)
 
 
 def _forward(
@@ -113,4 +113,5 @@ def _batch(decodes: int, prompts: list[int], tables: Tensor, limits: StepLimits)
         num_decodes=decodes,
         max_query=max(prompts, default=1),
         max_context=limits.max_context,
+        states=StateBatch(*(nowhere.to(torch.int32) for _ in range(4))),
     )

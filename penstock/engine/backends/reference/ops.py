@@ -19,13 +19,20 @@ from penstock.engine.backends.interface import (
     INT8,
     INT8_MAX,
     AttentionBatch,
+    DeltaLayout,
+    DeltaWeights,
     HeadLayout,
     KeySmoothing,
     KVScales,
     OverRanks,
 )
-from penstock.engine.backends.reference import filters, masks
+from penstock.engine.backends.reference import delta, filters, masks
 from penstock.engine.backends.reference.noise import gumbel
+
+
+def _layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return _rms(wide - wide.mean(-1, keepdim=True), weight, eps, x.dtype)
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
@@ -53,6 +60,11 @@ class ReferenceOps:
         residual.add_(x if x_weight is None else _rms(x, x_weight, eps))
         return self.rms_norm(residual, weight, eps, x.dtype)
 
+    def centre(self, residual: Tensor, *added: Tensor) -> None:
+        for x in added:
+            residual.add_(x)
+        residual.sub_(residual.float().mean(-1, keepdim=True))
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
@@ -60,6 +72,11 @@ class ReferenceOps:
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
     def norm_rows(
         self, qkv: Tensor, layout: HeadLayout, q_norm: Tensor, k_norm: Tensor, eps: float, over_ranks: OverRanks | None
@@ -89,14 +106,16 @@ class ReferenceOps:
         heads, kv_heads, dim = layout.heads, layout.kv_heads, layout.head_dim
         rows = qkv.view(qkv.shape[0], heads + 2 * kv_heads, dim)
         q, k, v = torch.split(rows, [heads, kv_heads, kv_heads], dim=1)
+        norm = _layer_norm if layout.centred_norms else _rms
         if q_norm is not None:
-            q = _rms(q, q_norm, eps)
+            q = norm(q, q_norm, eps)
         if k_norm is not None:
-            k = _rms(k, k_norm, eps)
+            k = norm(k, k_norm, eps)
         half = cos_sin.shape[1] // 2
         table = cos_sin[batch.positions].unsqueeze(1)
         cos, sin = table[..., :half], table[..., half:]
-        q, k = (_rotate(x, cos, sin) for x in (q, k))
+        rotate = _rotate_interleaved if layout.interleaved else _rotate
+        q, k = (rotate(x, cos, sin) for x in (q, k))
         if key_smoothing is not None:
             q = (q.float() * key_smoothing.scale.repeat_interleave(heads // kv_heads, 0)).to(q.dtype)
             k = (k.float() - key_smoothing.centre) / key_smoothing.scale
@@ -114,19 +133,38 @@ class ReferenceOps:
         k_cache: Tensor,
         v_cache: Tensor,
         kv_scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(q)
         k_scales, v_scales = kv_scales or (None, None)
         keys, values = CachedBlocks(k_cache, k_scales, q.dtype), CachedBlocks(v_cache, v_scales, q.dtype)
         decodes = batch.num_decodes
         if decodes:
-            out[:decodes] = _attend_decodes(q[:decodes], layout, batch, keys, values)
+            out[:decodes] = _attend_decodes(q[:decodes], layout, batch, keys, values, sinks)
         starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
         for i in range(decodes, len(contexts)):
             begin, end = starts[i], starts[i + 1]
             table = batch.block_tables[batch.rows[i]]
-            out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, keys, values)
+            out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, keys, values, sinks)
         return out.view(q.shape[0], -1)
+
+    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        return delta.split_gate(qkv, layout)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+    def delta_net(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        layout: DeltaLayout,
+        weights: DeltaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits)
@@ -204,8 +242,21 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1).to(x.dtype)
 
 
+def _rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide, rotary = x.float(), 2 * cos.shape[-1]
+    low, high = wide[..., :rotary:2], wide[..., 1:rotary:2]
+    turned = torch.stack((low * cos - high * sin, high * cos + low * sin), dim=-1).flatten(-2)
+    return torch.cat((turned, wide[..., rotary:]), dim=-1).to(x.dtype)
+
+
+def _oldest(layout: HeadLayout, position: Tensor) -> Tensor:
+    """The first position that a token sees, of a layout with a window; may be negative."""
+    assert layout.window is not None
+    return position - (position % layout.window if layout.chunked else layout.window - 1)
+
+
 def _attend_decodes(
-    q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: CachedBlocks, values: CachedBlocks
+    q: Tensor, layout: HeadLayout, batch: AttentionBatch, keys: CachedBlocks, values: CachedBlocks, sinks: Tensor | None
 ) -> Tensor:
     count, block_size = q.shape[0], keys.cache.shape[2]
     width = -(-batch.max_context // block_size)
@@ -214,17 +265,24 @@ def _attend_decodes(
     last = batch.context_lens[:count].unsqueeze(1) - 1
     visible = key_at <= last
     if layout.window is not None:
-        visible &= key_at > last - layout.window
+        visible &= key_at >= _oldest(layout, last)
     # What is invisible holds anything: entries of the table too, and a weight of zero does not silence a NaN.
     tables = tables * visible.view(count, width, block_size).any(-1)
     k, v = (cached.gather(tables).masked_fill(~visible[:, None, :, None], 0) for cached in (keys, values))
     grouped = q.view(count, layout.kv_heads, -1, layout.head_dim)
-    out = _softmax_attention(grouped, k, v, visible[:, None, None], layout)
+    sinks = None if sinks is None else sinks.view(layout.kv_heads, -1, 1)
+    out = _softmax_attention(grouped, k, v, visible[:, None, None], layout, sinks)
     return out.reshape(count, layout.heads, layout.head_dim)
 
 
 def _attend_one(
-    q: Tensor, layout: HeadLayout, context: int, table: Tensor, keys: CachedBlocks, values: CachedBlocks
+    q: Tensor,
+    layout: HeadLayout,
+    context: int,
+    table: Tensor,
+    keys: CachedBlocks,
+    values: CachedBlocks,
+    sinks: Tensor | None,
 ) -> Tensor:
     block_size = keys.cache.shape[2]
     behind = 0 if layout.window is None else max(0, context - q.shape[0] - layout.window + 1) // block_size
@@ -237,13 +295,24 @@ def _attend_one(
     query_at = torch.arange(context - q.shape[0], context, device=q.device).unsqueeze(1)
     visible = key_at <= query_at
     if layout.window is not None:
-        visible &= key_at > query_at - layout.window
-    return _softmax_attention(q.transpose(0, 1), k, v, visible, layout).transpose(0, 1)
+        visible &= key_at >= _oldest(layout, query_at)
+    sinks = None if sinks is None else sinks.view(-1, 1, 1)
+    return _softmax_attention(q.transpose(0, 1), k, v, visible, layout, sinks).transpose(0, 1)
 
 
-def _softmax_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, layout: HeadLayout) -> Tensor:
-    if layout.softcap is None:
+def _softmax_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, layout: HeadLayout, sinks: Tensor | None
+) -> Tensor:
+    """`sinks`: broadcast over the scores but their last axis."""
+    if layout.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=layout.scale)
-    scores = (q.float() @ k.float().transpose(-1, -2)) * (layout.scale / layout.softcap)
-    scores = scores.tanh_().mul_(layout.softcap).masked_fill_(~visible, float("-inf"))
-    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+    scores = (q.float() @ k.float().transpose(-1, -2)) * layout.scale
+    if layout.softcap is not None:
+        scores = scores.div_(layout.softcap).tanh_().mul_(layout.softcap)
+    scores.masked_fill_(~visible, float("-inf"))
+    if sinks is not None:
+        sink = sinks.float().expand(*scores.shape[:-1]).unsqueeze(-1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ v.float()).to(q.dtype)

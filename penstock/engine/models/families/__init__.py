@@ -5,7 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 from penstock.engine.loading.keys import KeyRules
+from penstock.engine.models.families.cohere import COHERE
+from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.config_keys import INERT
+from penstock.engine.models.families.exaone4 import EXAONE4
 from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
@@ -21,6 +24,8 @@ from penstock.engine.models.families.family import (
 from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
+from penstock.engine.models.families.glm4 import GLM4
+from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.ministral import MINISTRAL
@@ -31,7 +36,9 @@ from penstock.engine.models.families.olmo3 import OLMO3
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
 from penstock.engine.models.families.qwen3 import QWEN3
+from penstock.engine.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
+from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
@@ -64,14 +71,22 @@ FAMILIES: dict[str, Family] = {
         QWEN2,
         QWEN3,
         QWEN3_MOE,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
         GEMMA,
         GEMMA2,
         GEMMA3,
         PHI3,
+        GPT_OSS,
         GRANITE,
         MINISTRAL,
         OLMO2,
         OLMO3,
+        COHERE,
+        COHERE2,
+        GLM4,
+        EXAONE4,
     )
 }
 """By `model_type`."""
@@ -122,16 +137,18 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if heads % kv_heads or head_dim % 2 or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
-    if windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
+    if "delta" not in fields and windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
+    fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
-    fields.setdefault("rms_eps", number(raw, "rms_norm_eps"))
+    if "rms_eps" not in fields:
+        fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
     return ModelConfig(
         family=family.model_type,
         hidden_size=hidden,
-        ffn_size=integer(raw, "intermediate_size"),
+        ffn_size=integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -139,7 +156,6 @@ def read_config(raw: HFConfig) -> ModelConfig:
         vocab_size=integer(raw, "vocab_size"),
         max_positions=integer(raw, "max_position_embeddings"),
         tied_embeddings=flag(raw, "tie_word_embeddings"),
-        activation=family.activation,
         sandwich_norms=bool(family.names.mixer_out_norm),
         norm_offset=family.norm_offset,
         **fields,

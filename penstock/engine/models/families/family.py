@@ -17,7 +17,7 @@ import numpy as np
 from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
-from penstock.engine.models.model_config import MoeConfig
+from penstock.engine.models.model_config import DeltaConfig, MoeConfig
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 
@@ -39,9 +39,18 @@ Windows = tuple[int | None, ...]
 class ConfigFields(TypedDict, total=False):
     """Fields of `ModelConfig` that a family may set; the others follow from keys that all families have."""
 
+    activation: Activation
     attention_scale: float
+    chunked: bool
+    interleaved_rope: bool
+    parallel: bool
+    qk_layer_norm: bool
+    unrotated: tuple[bool, ...]
+    attention_sinks: bool
     attention_softcap: float | None
+    delta: DeltaConfig
     embedding_scale: float
+    gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float
     logit_softcap: float | None
@@ -111,10 +120,13 @@ class GGUFFormat:
     """Further `config.json` keys, given those that all families have."""
     reads: frozenset[str] = frozenset()
     """The keys that `config` reads, and that other families may have only at values that say nothing."""
+    epsilon: str = "attention.layer_norm_rms_epsilon"
+    """The key of the epsilon of all norms."""
     windowed: bool = True
     """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have."""
+    """Further layer tensors, by their names below `blk.N.` and `layers.N.`: those that `TensorNames` does not have. A
+    name with a suffix (`.weight`) stands for that tensor alone, and gives its whole name."""
 
 
 def llama_fields(raw: HFConfig) -> ConfigFields:

@@ -35,12 +35,19 @@ class TensorNames:
     """Where every token visits one more expert; its matrices are called as those of a dense feed-forward."""
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_experts: bool = False
+    """Whether the family's checkpoints store the experts of a layer as one tensor; see `loading.stacked_experts`."""
+    interleaved_gate_up: bool = False
+    """There: whether gate and up columns alternate."""
+
+    recurrent: tuple[str, ...] = ()
+    """Matrices of mixers other than attention that are quantized."""
 
     @property
     def linears(self) -> frozenset[str]:
         """Last parts of the names of all matrices that are quantized: routers, embeddings and heads are not."""
         parts = (*self.qkv, self.output, *self.gate_up, self.down, *self.expert_gate_up, self.expert_down)
-        return frozenset((*parts, self.fused_qkv, self.fused_gate_up))
+        return frozenset((*parts, self.fused_qkv, self.fused_gate_up, *self.recurrent))
 
 
 LLAMA_NAMES = TensorNames()

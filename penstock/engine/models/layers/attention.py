@@ -52,6 +52,8 @@ class Attention:
     """With an FP8 cache: what this layer's keys and values are divided by when stored."""
     key_smoothing: KeySmoothing | None = None
     """With an int8 cache: how this layer's keys are smoothed there."""
+    sinks: Tensor | None = None
+    """float32 [heads]: a score of each head that takes part in the softmax and stands for no key."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -75,7 +77,7 @@ class Attention:
             qkv, heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales,
             self.key_smoothing,
         )  # fmt: skip
-        return self.output(ops.attention(q, heads, batch, k, v, scales))
+        return self.output(ops.attention(q, heads, batch, k, v, scales, self.sinks))
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
         """See `FusedMixer`; for linears that are `FusedLinear`."""
@@ -93,7 +95,7 @@ class Attention:
         q = ops.rope_and_cache(
             qkv, heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales, self.key_smoothing
         )
-        return ops.attention(q, heads, batch, k, v, scales)
+        return ops.attention(q, heads, batch, k, v, scales, self.sinks)
 
     def _normed(self, qkv: Tensor) -> Tensor:
         norms = self.row_norms

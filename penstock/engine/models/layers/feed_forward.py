@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.engine.backends.interface import Activation, ActivationOps
+from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSwiglu
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -60,7 +60,9 @@ class GatedMlp:
 
     def forward(self, x: Any) -> Tensor:
         in_place: Callable[[Any, Activation], Any] | None = getattr(self.gate_up, "gated", None)
-        if in_place is not None:  # a linear that gates its outputs before it writes them
+        if in_place is not None and isinstance(
+            self.activation, str
+        ):  # a linear that gates its outputs before it writes them
             return self.down(in_place(x, self.activation))
         return self.down(gated(self.ops, self.activation, self.gate_up(x)))
 
@@ -74,4 +76,6 @@ class GatedMlp:
 
 def gated(ops: ActivationOps, activation: Activation, gate_up: Tensor) -> Any:
     """act(gate) * up of [T, 2 * ffn], in the form that the linears of `ops` read."""
+    if isinstance(activation, ClampedSwiglu):
+        return ops.clamped_swiglu(gate_up, activation.alpha, activation.limit)
     return ops.silu_mul(gate_up) if activation == "silu" else ops.gelu_mul(gate_up)

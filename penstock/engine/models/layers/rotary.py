@@ -17,6 +17,8 @@ from penstock.errors import CheckpointError
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch.device) -> Tensor:
     """float32 [positions, rotated dimensions]: cosines in the first half of each row, sines in the second."""
+    if rope.kind == "none":  # a rotation by nothing, of the least that the kernels rotate
+        return torch.tensor([[1.0, 0.0]], device=device).repeat(positions, 1)
     try:
         frequencies, scale = _frequencies(rope, int(head_dim * rope.rotated), positions)
     except ArithmeticError as error:

@@ -1,10 +1,12 @@
-"""Gating of the feed-forward (SiLU, or GELU in its tanh form), and the fp8 row quantization of what follows.
+"""Gating of the feed-forward (SiLU, GELU in its tanh form, or clamped), and the fp8 row quantization of what follows.
 
 The plain gate cuts a row into chunks (no row-wide value is needed); the quantized one holds a whole row of the
 result in one program, because the row's largest value sets its scale.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -20,14 +22,32 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
+from penstock.engine.backends.interface import Activation, ClampedSwiglu
+
+SILU, GELU, CLAMPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Values of GATE."""
+
+
+def gate_options(activation: Activation) -> dict[str, Any]:
+    """The arguments of `gated`, for a launch."""
+    if isinstance(activation, ClampedSwiglu):
+        return {"GATE": CLAMPED.value, "ALPHA": activation.alpha, "LIMIT": activation.limit}
+    return {"GATE": GELU.value if activation == "gelu_tanh" else SILU.value, "ALPHA": 1.0, "LIMIT": 0.0}
 
 
 @triton.jit
-def gate(x: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
-    """silu(x), or gelu(x) in its tanh form: x / 2 * (1 + tanh(u)) = x / (1 + exp(-2u))."""
-    if GELU:
-        return x / (1.0 + tl.exp(-1.5957691216057308 * x * (1.0 + 0.044715 * x * x)))
-    return x / (1.0 + tl.exp(-x))
+def gated(x: tl.tensor, up: tl.tensor, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr) -> tl.tensor:
+    """silu(x) * up, gelu(x) * up with gelu in its tanh form x / 2 * (1 + tanh(u)) = x / (1 + exp(-2u)), or
+    `ClampedSwiglu`."""
+    if GATE == CLAMPED:
+        x = tl.minimum(x, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        x = x / (1.0 + tl.exp(-ALPHA * x))
+    elif GATE == GELU:
+        x = x / (1.0 + tl.exp(-1.5957691216057308 * x * (1.0 + 0.044715 * x * x)))
+    else:
+        x = x / (1.0 + tl.exp(-x))
+    return x * up
 
 
 @triton.jit
@@ -39,7 +59,9 @@ def _gate_mul_kernel(
     stride: tl.tensor,
     FFN: tl.constexpr,
     BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     DELTA: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -55,7 +77,8 @@ def _gate_mul_kernel(
     if DELTA:
         x += second(delta_ptr + row * 2 * FFN + cols, mask, rank)
         up += second(delta_ptr + row * 2 * FFN + FFN + cols, mask, rank)
-    tl.store(out_ptr + row * FFN + cols, (gate(x, GELU) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    y = gated(x, up, GATE, ALPHA, LIMIT)
+    tl.store(out_ptr + row * FFN + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -67,7 +90,9 @@ def _quantize_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     GATED: tl.constexpr,
-    GELU: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -78,7 +103,7 @@ def _quantize_kernel(
     y = tl.load(x_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(x_ptr + row * stride + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
-        y = gate(y, GELU) * up
+        y = gated(y, up, GATE, ALPHA, LIMIT)
     scale = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-12) / FP8_MAX
     y = tl.clamp(y / scale, -FP8_MAX, FP8_MAX)
     tl.store(scale_ptr + row, scale)
@@ -119,15 +144,20 @@ def to_half(x: Tensor, *, pdl: bool = False) -> Tensor:
 
 def silu_mul(gate_up: Tensor | Addends, *, pdl: bool = False) -> Tensor:
     """[T, 2 * ffn] to [T, ffn]: silu of the first half times the second half."""
-    return _gate_mul(gate_up, False, pdl)
+    return _gate_mul(gate_up, "silu", pdl)
 
 
 def gelu_mul(gate_up: Tensor | Addends, *, pdl: bool = False) -> Tensor:
     """As `silu_mul`, with gelu in its tanh form."""
-    return _gate_mul(gate_up, True, pdl)
+    return _gate_mul(gate_up, "gelu_tanh", pdl)
 
 
-def _gate_mul(x: Tensor | Addends, gelu: bool, pdl: bool) -> Tensor:
+def clamped_swiglu(gate_up: Tensor | Addends, alpha: float, limit: float, *, pdl: bool = False) -> Tensor:
+    """As `silu_mul`, with the gate `ClampedSwiglu`."""
+    return _gate_mul(gate_up, ClampedSwiglu(alpha, limit), pdl)
+
+
+def _gate_mul(x: Tensor | Addends, activation: Activation, pdl: bool) -> Tensor:
     gate_up, delta, options = parts(x)
     tokens, ffn = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, ffn), dtype=gate_up.dtype, device=gate_up.device)
@@ -144,7 +174,7 @@ def _gate_mul(x: Tensor | Addends, gelu: bool, pdl: bool) -> Tensor:
         gate_up.stride(0),
         FFN=ffn,
         BLOCK=block,
-        GELU=gelu,
+        **gate_options(activation),
         **options,
         num_warps=block // 256,
         pdl=pdl,
@@ -152,7 +182,7 @@ def _gate_mul(x: Tensor | Addends, gelu: bool, pdl: bool) -> Tensor:
     return out
 
 
-def _quantize(x: Tensor, width: int, gated: bool, gelu: bool, pdl: bool) -> tuple[Tensor, Tensor]:
+def _quantize(x: Tensor, width: int, gate: Activation | None, pdl: bool) -> tuple[Tensor, Tensor]:
     tokens = x.shape[0]
     out = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
@@ -168,8 +198,8 @@ def _quantize(x: Tensor, width: int, gated: bool, gelu: bool, pdl: bool) -> tupl
         x.stride(0),
         WIDTH=width,
         BLOCK=block,
-        GATED=gated,
-        GELU=gelu,
+        GATED=gate is not None,
+        **gate_options(gate or "silu"),
         num_warps=min(32, max(1, block // 1024)),
         pdl=pdl,
     )
@@ -178,14 +208,19 @@ def _quantize(x: Tensor, width: int, gated: bool, gelu: bool, pdl: bool) -> tupl
 
 def quantize_fp8(x: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """`x` [T, width] in e4m3, and its scales [T, 1]: row t of `x` is about `out[t] * scale[t]`."""
-    return _quantize(x, x.shape[1], False, False, pdl)
+    return _quantize(x, x.shape[1], None, pdl)
 
 
 def silu_mul_fp8(gate_up: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """`silu_mul` followed by `quantize_fp8`, in one pass."""
-    return _quantize(gate_up, gate_up.shape[1] // 2, True, False, pdl)
+    return _quantize(gate_up, gate_up.shape[1] // 2, "silu", pdl)
 
 
 def gelu_mul_fp8(gate_up: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """`gelu_mul` followed by `quantize_fp8`, in one pass."""
-    return _quantize(gate_up, gate_up.shape[1] // 2, True, True, pdl)
+    return _quantize(gate_up, gate_up.shape[1] // 2, "gelu_tanh", pdl)
+
+
+def clamped_swiglu_fp8(gate_up: Tensor, alpha: float, limit: float, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+    """`clamped_swiglu` followed by `quantize_fp8`, in one pass."""
+    return _quantize(gate_up, gate_up.shape[1] // 2, ClampedSwiglu(alpha, limit), pdl)

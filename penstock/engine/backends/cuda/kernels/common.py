@@ -72,6 +72,26 @@ def soft_cap(scores: tl.tensor, CAP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def oldest_visible(position: tl.tensor, WINDOW: tl.constexpr, CHUNKED: tl.constexpr) -> tl.tensor:
+    """The first position that the token at `position` sees; may be negative where windows slide."""
+    if CHUNKED:
+        oldest = position // WINDOW * WINDOW
+    else:
+        oldest = position - WINDOW + 1
+    return oldest
+
+
+@triton.jit
+def sink_factor(sinks: tl.tensor, mask: tl.tensor, peak: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """One over the total of each row's softmax, in which the row's sink takes part: a score that stands for no key.
+    `peak` is in units of log 2, and `total` relative to it."""
+    sink = tl.load(sinks, mask=mask, other=0.0) * LOG2E
+    top = tl.maximum(peak, sink)
+    keep = tl.exp2(peak - top)
+    return keep / (total * keep + tl.exp2(sink - top))
+
+
+@triton.jit
 def widen(x: tl.tensor, like: tl.tensor) -> tl.tensor:
     """Cached numbers as operands beside `like`: int8 takes the way through float32, which every backend has."""
     if x.dtype == tl.int8:

@@ -24,6 +24,8 @@ from penstock.engine.backends.cuda.kernels.common import (
     launch,
     launch_successor,
     next_power_of_2,
+    oldest_visible,
+    sink_factor,
     soft_cap,
     split_fp8,
     wait_for_inputs,
@@ -60,12 +62,14 @@ def _combine(
     base: tl.tensor,
     out_row: tl.tensor,
     active: tl.tensor,
+    sinks_ptr: tl.tensor,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:
     """Weigh the partial sums of `active` shares and write the group's output. Loads bypass the L1 cache."""
     g = tl.arange(0, GROUP_BLOCK)
@@ -92,7 +96,11 @@ def _combine(
         total = total * decay + tl.sum(totals * weight, axis=0)
         acc = acc * decay[:, None] + tl.sum(part * weight[:, :, None], axis=0)
         peak = new_peak
-    acc = acc / tl.where(g < GROUP, total, 1.0)[:, None]
+    if SINKS:
+        factor = sink_factor(sinks_ptr + g, g < GROUP, peak, total)
+        acc = acc * factor[:, None]
+    else:
+        acc = acc / tl.where(g < GROUP, total, 1.0)[:, None]
     out = out_ptr + out_row + g[:, None] * DIM + d[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < DIM)[None, :])
 
@@ -112,6 +120,7 @@ def _decode_kernel(
     table_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     q_stride: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,
@@ -128,10 +137,12 @@ def _decode_kernel(
     LONG_SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     INT8: tl.constexpr,
     PAIRED: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -151,7 +162,8 @@ def _decode_kernel(
     q = tl.load(q_ptr + seq * q_stride + (kv_head * GROUP + m)[:, None] * DIM + d[None, :], mask=q_mask, other=0.0)
     first = 0
     if WINDOW > 0:
-        first = tl.maximum(context - WINDOW, 0) // BLOCK_N * BLOCK_N
+        oldest = tl.maximum(oldest_visible(context - 1, WINDOW, CHUNKED), 0)
+        first = oldest // BLOCK_N * BLOCK_N
     tiles = tl.cdiv(context - first, BLOCK_N)
     share = tl.cdiv(tiles, SPLITS)
     if LONG_SPLITS < SPLITS:
@@ -184,7 +196,7 @@ def _decode_kernel(
         # values must be loaded as zero there. Keys need not: their scores are replaced.
         visible = n < context
         if WINDOW > 0:
-            visible = visible & (n >= context - WINDOW)
+            visible = visible & (n >= oldest)
         block = tl.load(table + n // BLOCK_SIZE, mask=visible, other=0).to(tl.int64)
         at = block * (KV_HEADS * BLOCK_SIZE * DIM) + head_offset + (n % BLOCK_SIZE) * DIM
         k_at = k_cache_ptr + at[:, None] + d[None, :]
@@ -226,7 +238,11 @@ def _decode_kernel(
     out_row = (seq * KV_HEADS + kv_head) * GROUP * DIM
     if active <= 1:
         # A sequence with no context (padding) gets zeros.
-        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        if SINKS:
+            factor = sink_factor(sinks_ptr + kv_head * GROUP + m, m < GROUP, peak, total)
+            acc = acc * factor[:, None]
+        else:
+            acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         out = out_ptr + out_row + m[:, None] * DIM + d[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
     else:
@@ -249,12 +265,14 @@ def _decode_kernel(
                 base,
                 out_row,
                 active,
+                sinks_ptr + kv_head * GROUP,
                 GROUP,
                 GROUP_BLOCK,
                 DIM,
                 DIM_BLOCK,
                 SPLITS,
                 CHUNK,
+                SINKS,
             )
 
 
@@ -294,6 +312,7 @@ def decode_attention(
     counters: Tensor,
     config: DecodeConfig,
     kv_scales: tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> None:
@@ -322,6 +341,7 @@ def decode_attention(
         batch.block_tables,
         k_scale,
         v_scale,
+        stats if sinks is None else sinks,
         q.stride(0),
         batch.block_tables.stride(0),
         layout.scale,
@@ -338,10 +358,12 @@ def decode_attention(
         LONG_SPLITS=config.long_splits,
         CHUNK=min(splits, max(1, 8192 // (group_block * dim_block))),
         WINDOW=layout.window or 0,
+        CHUNKED=layout.chunked,
         SOFTCAP=layout.softcap or 0.0,
         SCALED=kv_scales is not None,
         INT8=k_cache.dtype == torch.int8,
         PAIRED=paired,
+        SINKS=sinks is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -381,7 +381,7 @@ def applies(layout: HeadLayout, batch: AttentionBatch, q: Tensor, k_cache: Tenso
         batch.max_query >= FROM_TOKENS
         and layout.head_dim == DIM
         and layout.heads <= BLOCK_M * layout.kv_heads
-        and layout.window is None
+        and (layout.window is None or batch.max_context <= layout.window)
         and not layout.softcap
         and q.dtype in (torch.bfloat16, torch.float16)
         and k_cache.dtype == q.dtype

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels.activation import gate
+from penstock.engine.backends.cuda.kernels.activation import gate_options, gated
 from penstock.engine.backends.cuda.kernels.common import (
     ceil_div,
     launch,
@@ -24,6 +24,7 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
+from penstock.engine.backends.interface import Activation
 
 _GROUP = 8
 """Tiles that take turns at the same columns of weights, so that both stay in the L2 cache."""
@@ -226,6 +227,7 @@ def _grouped_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     order_ptr: tl.tensor,
     starts_ptr: tl.tensor,
@@ -241,8 +243,11 @@ def _grouped_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
-    GELU: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -299,8 +304,12 @@ def _grouped_kernel(
         acc *= tl.load(scale_ptr + at)[None, :]
         if GATED:
             up *= tl.load(scale_ptr + at + N)[None, :]
+    if BIASED:
+        acc += tl.load(bias_ptr + at).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias_ptr + at + N).to(tl.float32)[None, :]
     if GATED:
-        acc = gate(acc, GELU) * up
+        acc = gated(acc, up, GATE, ALPHA, LIMIT)
         target = m
     else:
         acc *= tl.load(route_ptr + pair, mask=in_m, other=0.0)[:, None]
@@ -358,8 +367,9 @@ def grouped_linear(
     top_k: int,
     *,
     weight_scale: Tensor | None = None,
+    bias: Tensor | None = None,
     route_weights: Tensor | None = None,
-    gelu: bool = False,
+    activation: Activation = "silu",
     config: GroupedConfig | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -368,6 +378,7 @@ def grouped_linear(
     Without `route_weights`: `x` [T, K], `weight` [experts, 2 * N, K] (gate rows, then up rows), the result act(gate) *
     up [pairs, N] in expert order. With them (float32 [T, top_k]): `x` [pairs, K] in expert order, `weight` [experts, N,
     K], the result [pairs, N] by pair, each times its weight. `weight_scale`: float32, one per row of an e4m3 weight.
+    `bias`: one per row of `weight`, added before gate and route weights.
     """
     gated = route_weights is None
     experts, wide, depth = weight.shape
@@ -384,6 +395,7 @@ def grouped_linear(
         x,
         weight,
         x if weight_scale is None else weight_scale,
+        x if bias is None else bias,
         out,
         schedule.order,
         schedule.starts,
@@ -399,8 +411,9 @@ def grouped_linear(
         BLOCK_N=shape.block_n,
         BLOCK_K=max(16, min(shape.block_k, next_power_of_2(depth))),
         GATED=gated,
-        GELU=gelu,
+        **gate_options(activation),
         SCALED=weight_scale is not None,
+        BIASED=bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -1,4 +1,5 @@
-"""RMS normalization of rows, optionally after adding the residual, optionally into fp8 with one scale per row.
+"""RMS normalization of rows, optionally after adding the residual, optionally into fp8 with one scale per row; and
+centring of the residual stream, which makes a LayerNorm of it.
 
 One program owns one row and holds it in registers, so the row is read once and written once whatever is fused.
 The sum is rounded to the residual's dtype before it is normalized: the next layer reads the rounded value too.
@@ -72,6 +73,66 @@ def _norm_kernel(
         y = tl.clamp(y / scale, -FP8_MAX, FP8_MAX)
         tl.store(scale_ptr + row, scale)
     tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _centre_kernel(
+    residual_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    x_delta_ptr: tl.tensor,
+    x_ranks_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    y_delta_ptr: tl.tensor,
+    y_ranks_ptr: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDED: tl.constexpr,
+    X_DELTA: tl.constexpr,
+    Y_DELTA: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    at = row * HIDDEN + cols
+    mask = cols < HIDDEN
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    total = tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if ADDED > 0:
+        total += tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if X_DELTA:
+        total += second(x_delta_ptr + at, mask, tl.load(x_ranks_ptr + row))
+    if ADDED > 1:
+        total += tl.load(y_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if Y_DELTA:
+        total += second(y_delta_ptr + at, mask, tl.load(y_ranks_ptr + row))
+    total -= tl.sum(total, axis=0) / HIDDEN
+    tl.store(residual_ptr + at, total.to(residual_ptr.dtype.element_ty), mask=mask)
+
+
+def centre(residual: Tensor, added: tuple[Tensor | Addends, ...], *, pdl: bool = False) -> None:
+    """See `Ops.centre`."""
+    tokens, hidden = residual.shape
+    if tokens == 0:
+        return
+    block = next_power_of_2(hidden)
+    (x, x_delta, x_options), (y, y_delta, y_options) = map(parts, (*added, residual, residual)[:2])
+    launch(
+        _centre_kernel,
+        (tokens,),
+        residual,
+        x,
+        *x_delta,
+        y,
+        *y_delta,
+        HIDDEN=hidden,
+        BLOCK=block,
+        ADDED=len(added),
+        X_DELTA=x_options["DELTA"],
+        Y_DELTA=y_options["DELTA"],
+        num_warps=min(16, max(1, block // 512)),
+        pdl=pdl,
+    )
 
 
 def _launch(

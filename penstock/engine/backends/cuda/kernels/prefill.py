@@ -21,6 +21,8 @@ from penstock.engine.backends.cuda.kernels.common import (
     launch,
     launch_successor,
     next_power_of_2,
+    oldest_visible,
+    sink_factor,
     soft_cap,
     wait_for_inputs,
     widen,
@@ -61,6 +63,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     INT8: tl.constexpr,
@@ -70,14 +73,14 @@ def _attend(
     d = tl.arange(0, DIM_BLOCK)
     in_dim = d < DIM
     if WINDOW > 0:
-        behind = tl.min(position, axis=0) - WINDOW
+        oldest = oldest_visible(tl.min(position, axis=0), WINDOW, CHUNKED)
     for start in range(begin, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         if MASKED:
             # Before the first row's window and past the context, tables and slots hold anything, NaN included.
             in_context = n < end
             if WINDOW > 0:
-                in_context = in_context & (n > behind)
+                in_context = in_context & (n >= oldest)
             block = tl.load(table + n // BLOCK_SIZE, mask=in_context, other=0).to(tl.int64)
         else:
             block = tl.load(table + n // BLOCK_SIZE).to(tl.int64)
@@ -112,7 +115,7 @@ def _attend(
         if MASKED:
             visible = n[None, :] <= position[:, None]
             if WINDOW > 0:
-                visible = visible & (n[None, :] > position[:, None] - WINDOW)
+                visible = visible & (n[None, :] >= oldest_visible(position, WINDOW, CHUNKED)[:, None])
             # Scaled before masking: `NEGATIVE * scores - peak` contracted into one multiply-add is not zero where it
             # must be, but the rounding error of a number near 1e30, and its exponential is infinite.
             qk = tl.where(visible, qk * factor, NEGATIVE)
@@ -143,6 +146,7 @@ def _prefill_kernel(
     table_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     q_stride: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,
@@ -157,10 +161,12 @@ def _prefill_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     HALF: tl.constexpr,
     INT8: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -218,7 +224,7 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, DIM_BLOCK], tl.float32)
     if WINDOW > 0:
-        masked_from = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        masked_from = tl.maximum(oldest_visible(lowest, WINDOW, CHUNKED), 0) // BLOCK_N * BLOCK_N
     else:
         masked_from = (lowest + 1) // BLOCK_N * BLOCK_N
         acc, peak, total = _attend(
@@ -241,6 +247,7 @@ def _prefill_kernel(
             BLOCK_SIZE,
             BLOCK_N,
             WINDOW,
+            CHUNKED,
             SOFTCAP,
             False,
             INT8,
@@ -266,6 +273,7 @@ def _prefill_kernel(
         BLOCK_SIZE,
         BLOCK_N,
         WINDOW,
+        CHUNKED,
         SOFTCAP,
         True,
         INT8,
@@ -273,7 +281,11 @@ def _prefill_kernel(
     )
     if SCALED and not INT8:
         acc *= tl.load(v_scale_ptr + kv_head)
-    acc = acc / total[:, None]
+    if SINKS:
+        factor = sink_factor(sinks_ptr + kv_head * GROUP + m % GROUP, m < BLOCK_M, peak, total)
+        acc = acc * factor[:, None]
+    else:
+        acc = acc / total[:, None]
     out = out_ptr + (q_at * (KV_HEADS * GROUP * DIM))[:, None] + lane
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=q_mask)
 
@@ -299,6 +311,7 @@ def prefill_attention(
     out: Tensor,
     config: PrefillConfig,
     kv_scales: tuple[Tensor, Tensor] | None = None,
+    sinks: Tensor | None = None,
     *,
     pdl: bool = False,
 ) -> None:
@@ -322,6 +335,7 @@ def prefill_attention(
         batch.block_tables,
         k_scale,
         v_scale,
+        q if sinks is None else sinks,
         q.stride(0),
         batch.block_tables.stride(0),
         layout.scale,
@@ -336,10 +350,12 @@ def prefill_attention(
         BLOCK_Q=block_q,
         BLOCK_N=config.block_n,
         WINDOW=layout.window or 0,
+        CHUNKED=layout.chunked,
         SOFTCAP=layout.softcap or 0.0,
         SCALED=kv_scales is not None,
         HALF=k_cache.dtype == torch.float8_e4m3fn,
         INT8=k_cache.dtype == torch.int8,
+        SINKS=sinks is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -25,6 +25,25 @@ from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySm
 
 
 @triton.jit
+def _gain(
+    norm_ptr: tl.tensor,
+    head: tl.tensor,
+    at: tl.tensor,
+    normed: tl.tensor,
+    in_half: tl.tensor,
+    DIM: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+) -> tl.tensor:
+    """Norm weights of dimensions `at`, shared by all heads or those of each."""
+    if PER_HEAD:
+        mask = normed[:, None] & in_half[None, :]
+        gain = tl.load(norm_ptr + head[:, None] * DIM + at[None, :], mask=mask, other=0.0).to(tl.float32)
+    else:
+        gain = tl.load(norm_ptr + at, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    return gain
+
+
+@triton.jit
 def _rope_kernel(
     qkv_ptr: tl.tensor,
     q_out_ptr: tl.tensor,
@@ -55,6 +74,8 @@ def _rope_kernel(
     SCALED: tl.constexpr,
     INT8: tl.constexpr,
     SMOOTHED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CENTRED: tl.constexpr,
     DELTA: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -67,7 +88,10 @@ def _rope_kernel(
     # Lane i holds dimension i and its partner; dimensions that are not rotated fill the lanes behind.
     low_at = cols
     high_at = HALF + cols
-    if ROTARY < DIM:
+    if INTERLEAVED:
+        low_at = 2 * cols
+        high_at = 2 * cols + 1
+    elif ROTARY < DIM:
         low_at = tl.where(cols < TURNING, cols, TURNING + cols)
         high_at = tl.where(cols < TURNING, TURNING + cols, HALF + cols)
     is_q = head < HEADS
@@ -90,20 +114,26 @@ def _rope_kernel(
         high += second(more + high_at[None, :], mask, rank)
 
     if Q_NORM or K_NORM:
-        square = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        shifted_low = low
+        shifted_high = high
+        if CENTRED:
+            mean = (tl.sum(low, axis=1) + tl.sum(high, axis=1)) / DIM
+            shifted_low = tl.where(mask, low - mean[:, None], 0.0)
+            shifted_high = tl.where(mask, high - mean[:, None], 0.0)
+        square = tl.sum(shifted_low * shifted_low, axis=1) + tl.sum(shifted_high * shifted_high, axis=1)
         inverse = tl.rsqrt(square / DIM + eps)
         if Q_NORM:
-            gain_low = tl.load(q_norm_ptr + low_at, mask=in_half, other=0.0).to(tl.float32)
-            gain_high = tl.load(q_norm_ptr + high_at, mask=in_half, other=0.0).to(tl.float32)
+            gain_low = _gain(q_norm_ptr, head, low_at, is_q, in_half, DIM, CENTRED)
+            gain_high = _gain(q_norm_ptr, head, high_at, is_q, in_half, DIM, CENTRED)
             lane = is_q[:, None]
-            low = tl.where(lane, low * inverse[:, None] * gain_low[None, :], low)
-            high = tl.where(lane, high * inverse[:, None] * gain_high[None, :], high)
+            low = tl.where(lane, shifted_low * inverse[:, None] * gain_low, low)
+            high = tl.where(lane, shifted_high * inverse[:, None] * gain_high, high)
         if K_NORM:
-            gain_low = tl.load(k_norm_ptr + low_at, mask=in_half, other=0.0).to(tl.float32)
-            gain_high = tl.load(k_norm_ptr + high_at, mask=in_half, other=0.0).to(tl.float32)
+            gain_low = _gain(k_norm_ptr, head - HEADS, low_at, is_k, in_half, DIM, CENTRED)
+            gain_high = _gain(k_norm_ptr, head - HEADS, high_at, is_k, in_half, DIM, CENTRED)
             lane = is_k[:, None]
-            low = tl.where(lane, low * inverse[:, None] * gain_low[None, :], low)
-            high = tl.where(lane, high * inverse[:, None] * gain_high[None, :], high)
+            low = tl.where(lane, shifted_low * inverse[:, None] * gain_low, low)
+            high = tl.where(lane, shifted_high * inverse[:, None] * gain_high, high)
 
     table = cos_sin_ptr + position * ROTARY + cols
     cos = tl.load(table, mask=cols < TURNING, other=1.0)[None, :]
@@ -215,6 +245,8 @@ def rope_and_cache(
         SCALED=kv_scales is not None,
         INT8=k_cache.dtype == torch.int8,
         SMOOTHED=key_smoothing is not None,
+        INTERLEAVED=layout.interleaved,
+        CENTRED=layout.centred_norms,
         **options,
         num_warps=2,
         pdl=pdl,

@@ -77,7 +77,7 @@ PK_FUNCTION(void, pk_attention)(Context* ctx, const AttentionArgs* args) {
     for (int s = 0; s < a.sequences; ++s) {
         const int context = a.context_lens[s], fresh = a.query_starts[s + 1] - a.query_starts[s];
         if (fresh == 1) {
-            const int from = a.window ? std::max(0, context - a.window) : 0;
+            const int from = first_visible(a, std::max(0, context - 1));
             const size_t parts = context > 0 ? (context - 1) / most - from / most + 1 : 0;
             ntasks += parts * a.kv_heads;
             nparts += parts * a.kv_heads;
@@ -105,7 +105,7 @@ PK_FUNCTION(void, pk_attention)(Context* ctx, const AttentionArgs* args) {
     const int first_decode = n;
     for (int s = 0; s < a.sequences; ++s) {
         if (a.query_starts[s + 1] - a.query_starts[s] != 1) continue;
-        const int context = a.context_lens[s], from = a.window ? std::max(0, context - a.window) : 0;
+        const int context = a.context_lens[s], from = first_visible(a, std::max(0, context - 1));
         if (context <= 0) {
             zero_output(a, a.query_starts[s]);
             continue;

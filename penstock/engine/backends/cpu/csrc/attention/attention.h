@@ -17,6 +17,12 @@ struct Task {
 inline Scales key_scales(const AttentionArgs& a) { return {a.k_scales, a.kv_heads, a.block_size}; }
 inline Scales value_scales(const AttentionArgs& a) { return {a.v_scales, a.kv_heads, a.block_size}; }
 
+// The first key that the token at `position` sees.
+inline int first_visible(const AttentionArgs& a, int position) {
+    if (!a.window) return 0;
+    return a.chunked ? position - position % a.window : std::max(0, position - a.window + 1);
+}
+
 inline int padded(int n) { return (n + VL - 1) / VL * VL; }
 
 // Scaled, float32, each row padded with zeros to `width`.
@@ -30,6 +36,13 @@ inline void load_queries(const AttentionArgs& a, int64_t token, int head, int co
             if (int rest = a.head_dim - d) store(to + d, load_part(from + d, rest) * splat(a.scale));
         }
     });
+}
+
+// What the sums of a head are multiplied by in the end: one over the total of its softmax, in which its sink takes part.
+PK_INLINE float final_factor(const AttentionArgs& a, int head, float max, float total) {
+    if (!a.sinks) return 1.0f / total;
+    const float sink = a.sinks[head], top = std::max(max, sink), keep = std::exp(max - top);
+    return keep / (total * keep + std::exp(sink - top));
 }
 
 inline void store_outputs(const AttentionArgs& a, int64_t token, int head, const float* row, float factor) {

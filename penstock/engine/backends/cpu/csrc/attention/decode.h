@@ -226,8 +226,9 @@ inline void merge_parts(const AttentionArgs& a, const Task& task, float* partial
     const int64_t token = a.query_starts[task.sequence];
     for (int g = 0; g < group; ++g) {
         float* first = partials + g * stride;
+        const int head = task.kv_head * group + g;
         if (parts == 1) {
-            store_outputs(a, token, task.kv_head * group + g, first, 1.0f / first[width + 1]);
+            store_outputs(a, token, head, first, final_factor(a, head, first[width], first[width + 1]));
             continue;
         }
         const int64_t step = int64_t(group) * stride;
@@ -242,7 +243,7 @@ inline void merge_parts(const AttentionArgs& a, const Task& task, float* partial
                 store(first + d, p ? load(first + d) + sum : sum);
             }
         }
-        store_outputs(a, token, task.kv_head * group + g, first, 1.0f / total);
+        store_outputs(a, token, head, first, final_factor(a, head, max, total));
     }
 }
 

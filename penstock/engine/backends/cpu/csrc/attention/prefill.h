@@ -130,7 +130,7 @@ void prefill_tile(const AttentionArgs& a, const Task& task, float* scratch) {
     std::fill(total, total + rows, 0.0f);
 
     const int limit = base + task.end;  // keys at or beyond are in the future of every query here
-    int key = a.window ? std::max(0, base + task.begin - a.window + 1) : 0;
+    int key = first_visible(a, base + task.begin);
     for (; key < limit; key += kPanel) {
         const int stop = std::min(key + kPanel, limit), count = stop - key, columns = padded(count);
         fill_panels<C>(a, table, task.kv_head, key, stop, keys, values, width);
@@ -140,7 +140,7 @@ void prefill_tile(const AttentionArgs& a, const Task& task, float* scratch) {
             float* row = scores + r * kPanel;
             // Visible columns are a run: [from, to). What is outside takes part in the product with weight zero.
             const int to = std::min(count, position + 1 - key);
-            const int from = a.window ? std::max(0, position - a.window + 1 - key) : 0;
+            const int from = std::max(0, first_visible(a, position) - key);
             const int start = from / VL * VL;
             if (to <= from) {
                 std::fill(row, row + columns, 0.0f);
@@ -165,9 +165,11 @@ void prefill_tile(const AttentionArgs& a, const Task& task, float* scratch) {
         }
         product(scores, kPanel, values, width, acc, width, rows, width, count, true);
     }
-    for (int r = 0; r < rows; ++r)
-        store_outputs(a, first_token + task.begin + r / group, task.kv_head * group + r % group, acc + r * width,
-                      1.0f / total[r]);
+    for (int r = 0; r < rows; ++r) {
+        const int head = task.kv_head * group + r % group;
+        store_outputs(a, first_token + task.begin + r / group, head, acc + r * width,
+                      final_factor(a, head, max[r], total[r]));
+    }
 }
 
 }  // namespace pk::PK_SET

@@ -45,27 +45,46 @@ PK_INLINE vf gated(Gate gate, vf x, vf up) {
     return (gate == kGelu ? gelu<T>(x) : silu<T>(x)) * up;
 }
 
-template <bool GELU, class T>
-void gate_rows(const T* x, T* out, int64_t begin, int64_t end, int64_t ffn) {
-    auto act = [](vf v) { return GELU ? gelu<T>(v) : silu<T>(v); };
+// The gate of gpt-oss: x * sigmoid(alpha * x) * (up + 1), with x at most `limit` and `up` within +-limit.
+template <class T>
+PK_INLINE vf clamped_swiglu(vf x, vf up, float alpha, float limit) {
+    const vf most = splat(limit);
+    x = vmin(x, most);
+    up = vmin(vmax(up, -most), most);
+    return over_one_and_exp<T>(x, -(x * splat(alpha))) * (up + splat(1.0f));
+}
+
+// out = act(gate, up) of rows that hold both.
+template <class T, class F>
+void gate_rows(const T* x, T* out, int64_t begin, int64_t end, int64_t ffn, F&& act) {
     for (int64_t r = begin; r < end; ++r) {
         const T *gate = x + r * 2 * ffn, *up = gate + ffn;
         T* y = out + r * ffn;
         int64_t i = 0;
-        for (; i + VL <= ffn; i += VL) store(y + i, act(load(gate + i)) * load(up + i));
+        for (; i + VL <= ffn; i += VL) store(y + i, act(load(gate + i), load(up + i)));
         if (int rest = int(ffn - i))
-            store_part(y + i, act(load_part(gate + i, rest)) * load_part(up + i, rest), rest);
+            store_part(y + i, act(load_part(gate + i, rest), load_part(up + i, rest)), rest);
     }
 }
 
-inline void gate_all(Context* ctx, Gate gate, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
+// Calls f(from, to, begin, end) for the rows of each thread.
+template <class F>
+void for_gated_rows(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype, F&& f) {
     dispatch(dtype, [&](auto* t) {
         using T = elem<decltype(t)>;
         ctx->pool.rows(rows, std::max<int64_t>(1, 2048 / ffn), [&](int64_t begin, int64_t end, int) {
-            const T* from = static_cast<const T*>(x);
-            T* to = static_cast<T*>(out);
-            gate == kGelu ? gate_rows<true>(from, to, begin, end, ffn) : gate_rows<false>(from, to, begin, end, ffn);
+            f(static_cast<const T*>(x), static_cast<T*>(out), begin, end);
         });
+    });
+}
+
+inline void gate_all(Context* ctx, Gate gate, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
+    for_gated_rows(ctx, x, out, rows, ffn, dtype, [&](auto* from, auto* to, int64_t begin, int64_t end) {
+        using T = elem<decltype(to)>;
+        if (gate == kGelu)
+            gate_rows(from, to, begin, end, ffn, [](vf v, vf up) { return gelu<T>(v) * up; });
+        else
+            gate_rows(from, to, begin, end, ffn, [](vf v, vf up) { return silu<T>(v) * up; });
     });
 }
 

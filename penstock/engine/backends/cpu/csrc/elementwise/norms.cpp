@@ -125,6 +125,24 @@ PK_FUNCTION(void, pk_norm_rows)(Context* ctx, void* x, const void* q_norm, const
     });
 }
 
+// residual += x + y (either may be null), then minus the mean of its row.
+PK_FUNCTION(void, pk_centre)(Context* ctx, void* residual, const void* x, const void* y, int64_t rows, int64_t n,
+                             int dtype, int wide) {
+    Guard hold(ctx->busy);
+    dispatch_stream(dtype, wide, [&](auto* t, auto* s) {
+        using T = elem<decltype(t)>;
+        using S = elem<decltype(s)>;
+        ctx->pool.rows(rows, grain(n), [&](int64_t begin, int64_t end, int) {
+            for (int64_t r = begin; r < end; ++r) {
+                S* row = static_cast<S*>(residual) + r * n;
+                if (x) add_row(row, static_cast<const T*>(x) + r * n, n);
+                if (y) add_row(row, static_cast<const T*>(y) + r * n, n);
+                centre_row(row, row, n);
+            }
+        });
+    });
+}
+
 PK_FUNCTION(void, pk_silu_mul)(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, int dtype) {
     Guard hold(ctx->busy);
     gate_all(ctx, kSilu, x, out, rows, ffn, dtype);
@@ -135,9 +153,20 @@ PK_FUNCTION(void, pk_gelu_mul)(Context* ctx, const void* x, void* out, int64_t r
     gate_all(ctx, kGelu, x, out, rows, ffn, dtype);
 }
 
+PK_FUNCTION(void, pk_clamped_swiglu)(Context* ctx, const void* x, void* out, int64_t rows, int64_t ffn, float alpha,
+                                     float limit, int dtype) {
+    Guard hold(ctx->busy);
+    for_gated_rows(ctx, x, out, rows, ffn, dtype, [&](auto* from, auto* to, int64_t begin, int64_t end) {
+        using T = elem<decltype(to)>;
+        gate_rows(from, to, begin, end, ffn, [&](vf v, vf up) { return clamped_swiglu<T>(v, up, alpha, limit); });
+    });
+}
+
 PK_RECORDABLE(pk_widen)
 PK_RECORDABLE(pk_rms_norm)
 PK_RECORDABLE(pk_add_rms_norm)
+PK_RECORDABLE(pk_centre)
 PK_RECORDABLE(pk_norm_rows)
 PK_RECORDABLE(pk_silu_mul)
 PK_RECORDABLE(pk_gelu_mul)
+PK_RECORDABLE(pk_clamped_swiglu)

@@ -28,6 +28,26 @@ PK_INLINE void rotate(const T* head, O* out, const float* cos, const float* sin,
     if (2 * half < dim) convert(head + 2 * half, out + 2 * half, dim - 2 * half);
 }
 
+// The same with neighbours as pairs: 2i and 2i + 1.
+template <class T, class O>
+PK_INLINE void rotate_pairs(const T* head, O* out, const float* cos, const float* sin, int half, int dim) {
+    float low[VL], high[VL], line[2 * VL];
+    for (int i = 0; i < half; i += VL) {
+        const int count = std::min(VL, half - i);
+        convert(head + 2 * i, line, 2 * count);
+        for (int j = 0; j < count; ++j) {
+            low[j] = line[2 * j] * cos[i + j] - line[2 * j + 1] * sin[i + j];
+            high[j] = line[2 * j + 1] * cos[i + j] + line[2 * j] * sin[i + j];
+        }
+        for (int j = 0; j < count; ++j) {
+            line[2 * j] = low[j];
+            line[2 * j + 1] = high[j];
+        }
+        convert(line, out + 2 * i, 2 * count);
+    }
+    if (2 * half < dim) convert(head + 2 * half, out + 2 * half, dim - 2 * half);
+}
+
 // Key smoothing: a query head times `scale`; a key moved by `centre`, divided by `scale`.
 template <class T>
 PK_INLINE void scale_query(T* head, const float* scale, int dim) {
@@ -52,28 +72,38 @@ void rope_tokens(const RopeArgs& a, const float* q_norm, const float* k_norm, fl
         T* row = static_cast<T*>(a.qkv) + t * width;
         const float *cos = a.cos_sin + a.positions[t] * a.rotary, *sin = cos + half;
         const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
+        const auto turn = [&](const T* head, auto* out) {
+            if (a.interleaved)
+                rotate_pairs(head, out, cos, sin, half, dim);
+            else
+                rotate(head, out, cos, sin, half, dim);
+        };
         for (int h = 0; h < a.heads + a.kv_heads; ++h) {
             T* head = row + h * dim;
             const float* norm = h < a.heads ? q_norm : k_norm;
+            if (norm && a.centred) {
+                norm += int64_t(h < a.heads ? h : h - a.heads) * dim;
+                centre_row(head, head, dim);
+            }
             if (norm) scale_row(head, norm, head, dim, rms_factor(square_sum(head, dim), dim, a.eps));
             if (h < a.heads) {
-                rotate(head, head, cos, sin, half, dim);
+                turn(head, head);
                 if (a.key_scale) scale_query(head, a.key_scale + h / group * dim, dim);
             } else {
                 C* key = static_cast<C*>(a.k_cache) + block * a.k_block_stride +
                          (h - a.heads) * a.k_head_stride + offset * dim;
                 if (a.key_scale) {
-                    rotate(head, smoothed, cos, sin, half, dim);
+                    turn(head, smoothed);
                     smooth_key(smoothed, a.key_centre + (h - a.heads) * dim, a.key_scale + (h - a.heads) * dim, dim);
                     if constexpr (kScaled<C>)
                         store_scaled(smoothed, key, dim, key_scales, block, h - a.heads, offset);
                     else
                         convert(smoothed, key, dim);
                 } else if constexpr (kScaled<C>) {
-                    rotate(head, head, cos, sin, half, dim);
+                    turn(head, head);
                     store_scaled(head, key, dim, key_scales, block, h - a.heads, offset);
                 } else {
-                    rotate(head, key, cos, sin, half, dim);
+                    turn(head, key);
                 }
             }
         }
@@ -99,8 +129,10 @@ PK_FUNCTION(int, pk_rope_and_cache)(Context* ctx, const RopeArgs* args) {
         if (uint64_t(a.slots[t]) >= uint64_t(a.num_slots)) return 2;
     }
     const int64_t width = int64_t(a.heads + 2 * a.kv_heads) * a.head_dim;
-    const float* q_norm = as_floats(ctx->shared, a.q_norm, a.head_dim, a.norm_dtype);
-    const float* k_norm = as_floats(ctx->tasks, a.k_norm, a.head_dim, a.norm_dtype);
+    const int64_t q_gains = int64_t(a.centred ? a.heads : 1) * a.head_dim;
+    const int64_t k_gains = int64_t(a.centred ? a.kv_heads : 1) * a.head_dim;
+    const float* q_norm = as_floats(ctx->shared, a.q_norm, q_gains, a.norm_dtype);
+    const float* k_norm = as_floats(ctx->tasks, a.k_norm, k_gains, a.norm_dtype);
     dispatch(a.dtype, [&](auto* t) {
         using T = elem<decltype(t)>;
         dispatch_cache(a.cache_dtype, [&](auto* c) {

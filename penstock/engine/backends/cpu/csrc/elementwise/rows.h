@@ -40,6 +40,18 @@ PK_INLINE float square_sum(const T* x, int64_t n) {
     return hsum(a + b);
 }
 
+// x minus its mean, into `out`, which may be the same memory.
+template <class T>
+PK_INLINE void centre_row(const T* x, T* out, int64_t n) {
+    vf sum = splat(0);
+    int64_t i = 0;
+    for (; i + VL <= n; i += VL) sum += load(x + i);
+    if (int rest = int(n - i)) sum += load_part(x + i, rest);
+    const vf mean = splat(hsum(sum) / float(n));
+    for (i = 0; i + VL <= n; i += VL) store(out + i, load(x + i) - mean);
+    if (int rest = int(n - i)) store_part(out + i, load_part(x + i, rest) - mean, rest);
+}
+
 PK_INLINE float rms_factor(float squares, int64_t n, float eps) {
     return 1.0f / std::sqrt(squares / float(n) + eps);
 }

@@ -196,7 +196,7 @@ class PrefillTile {
           first_token(a.query_starts[task.sequence]),
           base(a.context_lens[task.sequence] - (a.query_starts[task.sequence + 1] - a.query_starts[task.sequence])),
           limit(base + task.end),
-          from(a.window ? std::max(0, base + task.begin - a.window + 1) : 0),
+          from(first_visible(a, base + task.begin)),
           keys(cached_keys<C>(a, task, from, limit)),
           values(cached_values<C>(a, task, from, limit)) {
         sums = scratch;                          // [tile][dim][row]
@@ -224,7 +224,7 @@ class PrefillTile {
             if (kBytes) load_scales(key);
             for (int t = 0; t < tiles; ++t) {
                 const int first = positions[t * 16], last = positions[std::min(t * 16 + 15, rows - 1)];
-                if (last < key || (a.window && key + kTilePanel <= first - a.window + 1)) continue;
+                if (last < key || key + kTilePanel <= first_visible(a, first)) continue;
                 const int seen = std::min(count, (last - key) / kTileGroup + 1);  // groups that the latest row sees
                 zero_sums();
                 add_tiles(left, seen, dim * 2, reinterpret_cast<const uint8_t*>(queries + t * dim * 8), dim / 32);
@@ -311,7 +311,12 @@ class PrefillTile {
     template <bool MASKED>
     void weigh(int t, int key, int count) {
         const __m512i position = _mm512_loadu_si512(positions + t * 16);
-        const __m512i oldest = _mm512_sub_epi32(position, _mm512_set1_epi32(a.window ? a.window - 1 : 1 << 30));
+        __m512i oldest = _mm512_sub_epi32(position, _mm512_set1_epi32(a.window ? a.window - 1 : 1 << 30));
+        if (MASKED && a.chunked) {
+            alignas(64) int32_t starts[16];
+            for (int i = 0; i < 16; ++i) starts[i] = first_visible(a, std::max(0, positions[t * 16 + i]));
+            oldest = _mm512_load_si512(starts);
+        }
         const auto seen = [&](int j) {
             const __m512i at = _mm512_set1_epi32(key + j);
             return __mmask16(_mm512_cmple_epi32_mask(at, position) & _mm512_cmpge_epi32_mask(at, oldest));
@@ -361,11 +366,21 @@ class PrefillTile {
         }
     }
 
+    // As `final_factor`, of 16 rows, with maxima in units of log 2.
+    vf final_factors(int t) const {
+        const vf total = load(totals + t * 16), max = load(tops + t * 16);
+        if (!a.sinks) return splat(1.0f) / total;
+        float of_rows[16];
+        for (int i = 0; i < 16; ++i) of_rows[i] = a.sinks[task.kv_head * group + (t * 16 + i) % group] * kLog2;
+        const vf sink = load(of_rows), top = vmax(max, sink), keep = power_below(max, top);
+        return keep / (total * keep + power_below(sink, top));
+    }
+
     void finish() {
         bf16* const out = static_cast<bf16*>(a.out) +
                           ((first_token + task.begin) * a.heads + int64_t(task.kv_head) * group) * dim;
         for (int t = 0; t < tiles; ++t) {
-            const vf factor = splat(1.0f) / load(totals + t * 16);
+            const vf factor = final_factors(t);
             for (int d = 0; d < dim; d += 16) {
                 __m512i x[16];
                 for (int i = 0; i < 16; ++i) x[i] = (__m512i)(load(sums + (t * dim + d + i) * 16) * factor);

@@ -1,0 +1,76 @@
+"""Command-R and Aya: LayerNorms, attention beside the feed-forward, neighbouring dimensions rotated, scaled logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.models.families.family import (
+    SILU,
+    ConfigFields,
+    Family,
+    GGUFFormat,
+    GGUFKeys,
+    HFConfig,
+    flag,
+    number,
+)
+from penstock.engine.models.families.tensor_names import TensorNames
+
+if TYPE_CHECKING:
+    from penstock.engine.models.architecture import Architecture
+
+PARALLEL_NAMES = TensorNames(feed_forward_norm="input_layernorm")
+"""One norm for both parts."""
+
+
+LAYER_NORM_EPSILON = "attention.layer_norm_epsilon"
+"""In GGUF files."""
+
+
+def parallel_fields(raw: HFConfig) -> ConfigFields:
+    bias = flag(raw, "attention_bias")
+    return {
+        "rms_eps": number(raw, "layer_norm_eps"),
+        "logit_scale": number(raw, "logit_scale"),
+        "parallel": True,
+        "interleaved_rope": True,
+        "qkv_bias": bias,
+        "output_bias": bias,
+    }
+
+
+def _fields(raw: HFConfig) -> ConfigFields:
+    normed = flag(raw, "use_qk_norm")
+    return {**parallel_fields(raw), "qk_norm": normed, "qk_layer_norm": normed}
+
+
+def parallel_architecture() -> Architecture:
+    from penstock.engine.models.cohere import PARALLEL
+
+    return PARALLEL
+
+
+def parallel_from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    return {
+        "layer_norm_eps": config["rms_norm_eps"],
+        "logit_scale": keys.number("logit_scale", 1.0) or 1.0,
+    }
+
+
+COHERE = Family(
+    model_type="cohere",
+    class_name="CohereForCausalLM",
+    fields=_fields,
+    reads=frozenset({"attention_bias", "layer_norm_eps", "logit_scale", "use_qk_norm"}),
+    limits={"hidden_act": SILU},
+    names=PARALLEL_NAMES,
+    gguf=GGUFFormat(
+        architectures=("command-r",),
+        epsilon=LAYER_NORM_EPSILON,
+        config=parallel_from_gguf,
+        reads=frozenset({LAYER_NORM_EPSILON, "logit_scale"}),
+        windowed=False,
+    ),
+    architecture=parallel_architecture,
+)

@@ -1,0 +1,119 @@
+"""Qwen3-Next: gated delta nets in most layers, gated attention in the others, experts with a shared one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.models.families.family import (
+    ConfigFields,
+    Family,
+    GGUFFormat,
+    HFConfig,
+    flag,
+    integer,
+    layer_count,
+)
+from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.engine.models.model_config import DeltaConfig, MoeConfig
+from penstock.engine.models.rope import read_rope
+from penstock.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from penstock.engine.models.architecture import Architecture
+
+_INTERVAL = 4
+_ROTATED = 0.25
+RECURRENT, ATTENTION = "linear_attention", "full_attention"
+HYBRID_READS = frozenset({
+    "attention_bias", "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+})  # fmt: skip
+
+
+def hybrid_architecture() -> Architecture:
+    from penstock.engine.models.qwen3_next import QWEN3_NEXT_LIKE
+
+    return QWEN3_NEXT_LIKE
+
+
+def hybrid_fields(raw: HFConfig, *, grouped: bool) -> ConfigFields:
+    """What the families with delta nets have in common; `grouped`: see `DeltaLayout`."""
+    bias = flag(raw, "attention_bias")
+    rope: Any = raw.get("rope_scaling") or raw.get("rope_parameters")
+    if isinstance(rope, dict):
+        # Axes of images; those of text are all the position.
+        rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    rotated = {"partial_rotary_factor": _ROTATED, **{key: value for key, value in raw.items() if value is not None}}
+    return {
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "qk_norm": True,
+        "gated_attention": True,
+        "rope": read_rope(rotated, rope or {}, partial=True),
+        "delta": DeltaConfig(
+            layers=_recurrent_layers(raw),
+            k_heads=integer(raw, "linear_num_key_heads"),
+            v_heads=integer(raw, "linear_num_value_heads"),
+            k_dim=integer(raw, "linear_key_head_dim"),
+            v_dim=integer(raw, "linear_value_head_dim"),
+            conv=integer(raw, "linear_conv_kernel_dim"),
+            grouped=grouped,
+        ),
+    }
+
+
+def _recurrent_layers(raw: HFConfig) -> tuple[bool, ...]:
+    layers, kinds = layer_count(raw), raw.get("layer_types")
+    if kinds is None:
+        interval = integer(raw, "full_attention_interval", _INTERVAL)
+        return tuple((index + 1) % interval != 0 for index in range(layers))
+    if not isinstance(kinds, list | tuple) or {*map(str, kinds)} - {RECURRENT, ATTENTION} or len(kinds) != layers:
+        raise CheckpointError(
+            f"layer_types must name one of {RECURRENT}, {ATTENTION} for each of {layers} layers, found {kinds!r:.80}"
+        )
+    return tuple(kind == RECURRENT for kind in kinds)
+
+
+def shared_moe(raw: HFConfig, layers: tuple[bool, ...], *, normalize: bool) -> MoeConfig:
+    """Experts beside a gated shared one, in `layers`."""
+    return MoeConfig(
+        experts=integer(raw, "num_experts"),
+        top_k=integer(raw, "num_experts_per_tok"),
+        ffn_size=integer(raw, "moe_intermediate_size"),
+        normalize=normalize,
+        layers=layers,
+        shared_ffn_size=integer(raw, "shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+
+
+def _fields(raw: HFConfig) -> ConfigFields:
+    fields, layers = hybrid_fields(raw, grouped=True), layer_count(raw)
+    step, dense = integer(raw, "decoder_sparse_step"), raw["mlp_only_layers"] or ()
+    if not isinstance(dense, list | tuple):
+        raise CheckpointError(f"config key 'mlp_only_layers' must be a list, found {dense!r:.80}")
+    sparse = tuple(index not in dense and (index + 1) % step == 0 for index in range(layers))
+    if raw["num_experts"] != 0 and any(sparse):
+        fields["moe"] = shared_moe(raw, sparse, normalize=flag(raw, "norm_topk_prob"))
+    return fields
+
+
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    class_name="Qwen3NextForCausalLM",
+    fields=_fields,
+    reads=HYBRID_READS
+    | {
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "norm_topk_prob",
+    },
+    norm_offset=1.0,
+    names=TensorNames(recurrent=("in_proj_qkvz", "out_proj"), shared_expert="shared_expert."),
+    gguf=GGUFFormat(architectures=()),
+    architecture=hybrid_architecture,
+)

@@ -1,0 +1,51 @@
+"""A gated delta net: linear attention whose state forgets and corrects itself, in place of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.interface import ActivationOps, AttentionBatch, DeltaLayout, DeltaWeights, Ops
+from penstock.engine.kv.kinds import RecurrentCache, RecurrentState
+from penstock.engine.models.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet:
+    """See `TokenMixer`. Queries, keys, values and output gates are one matrix; the gates of the state too, where that
+    matrix is dense: they decide how fast a state forgets, so they are not rounded with it."""
+
+    ops: ActivationOps
+    delta_ops: Ops
+    mix: Linear
+    gates: Linear | None
+    """Update rates and decays; None: they are the last rows of `mix`."""
+    output: Linear
+    layout: DeltaLayout
+    weights: DeltaWeights
+    dtype: torch.dtype
+    """Of the activations."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.mix, self.output) if self.gates is None else (self.mix, self.gates, self.output)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(linear.weight_bytes for linear in self.linears)
+
+    def cache_kind(self, block_size: int, dtype: torch.dtype) -> RecurrentState:
+        layout = self.layout
+        return RecurrentState(layout.v_heads, layout.k_dim, layout.v_dim, layout.channels, layout.conv, self.dtype)
+
+    def forward(self, x: Any, batch: AttentionBatch, cache: RecurrentCache) -> Tensor:
+        projected = self.mix(x)
+        if self.gates is None:
+            projected, gates = projected[:, : self.layout.width], projected[:, self.layout.width :]
+        else:
+            gates = self.gates(x)
+        mixed = self.delta_ops.delta_net(projected, gates, self.layout, self.weights, batch, cache.conv, cache.state)
+        return self.output(mixed)
