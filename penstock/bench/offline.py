@@ -134,7 +134,11 @@ def load(settings: OfflineBenchSettings, chosen: Sequence[Workload], console: Co
             devices=settings.devices,
         )
         engine = Engine.load(config, engine_progress, checkpoint=checkpoint)
-    return Loaded(engine, checkpoint, label, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        bar.update(task, description="idle")
+        while engine.improve():  # as an engine does that has nothing to do yet
+            pass
+    return Loaded(engine, checkpoint, label, seconds)
 
 
 def _open(source: str, progress: Callable[[str, int, int | None], None]) -> tuple[str, Checkpoint]:

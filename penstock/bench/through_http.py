@@ -37,7 +37,9 @@ from penstock.interpreter import module
 ROLES = ("engine", "gateway")
 _START_S = 300.0
 _STOP_S = 45.0
-_PAUSE_S = 0.25
+_PAUSE_S = 0.1
+_SETTLE_S = 5.0
+"""An engine uses its first idle seconds to prepare further steps."""
 _SHOWN = ("p50", "p99")
 
 
@@ -113,7 +115,9 @@ def _server(settings: ThroughHttpBenchSettings, model: str, folder: Path) -> Ite
         _, tally = run_loop(serve.measure(load, None, Console(stderr=True, quiet=True)))
         if tally.errors:
             raise BenchError(f"the server does not answer: {next(iter(tally.errors))}\n{log.read_text()[-2000:]}")
-        yield Running(url, process.pid, ready_s, time.monotonic() - began)
+        answered_s = time.monotonic() - began
+        time.sleep(_SETTLE_S)
+        yield Running(url, process.pid, ready_s, answered_s)
     finally:
         process.terminate()
         try:

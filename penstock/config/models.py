@@ -62,8 +62,8 @@ class ModelConfig:
         None, doc="Maximum tokens per step; when not set, 512 on CPU and 8448 on CUDA.", least=1, example="512"
     )
     target_gap_ms: float | None = setting(
-        None, doc="Gap between tokens that streams keep while prompts are computed: a step then takes only as many "
-        "prompt tokens as fit; when not set, up to token_budget. Requests may ask for one with x-slo-tpot-ms.",
+        None, doc="Gap between tokens that streams keep while prompts are computed: a step takes only as many "
+        "prompt tokens as fit; when not set, 30 on CUDA while few prompts wait. Requests may ask with x-slo-tpot-ms.",
         least=1, example="30",
     )  # fmt: skip
     block_size: int = setting(16, doc="Tokens per block of the KV cache.", least=1, most=1024)
@@ -166,6 +166,14 @@ class ModelConfig:
     )  # fmt: skip
     disk_path: str = setting("", doc="Folder of that file, on a fast disk.", example="/var/cache/penstock")
     prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts with a common prefix.")
+    state_interval: int = setting(
+        1024, doc="Of models with recurrent layers: tokens between two states that are kept for later prompts, a "
+        "multiple of block_size.", least=1,
+    )  # fmt: skip
+    kept_states: int | None = setting(
+        None, doc="Maximum of such states; when not set, four per sequence, in at most a quarter of the KV cache's "
+        "memory.", least=1, example="256",
+    )  # fmt: skip
     deterministic: bool = setting(
         False, doc="Batch-invariant: the same bits for a request in any batch; slower, above all for prompts."
     )
@@ -222,6 +230,17 @@ class ModelConfig:
     tool_format: Literal["auto", "hermes", "smollm2", "llama3", "mistral"] = setting(
         "auto", doc="How the model writes function calls; auto reads it from the chat template."
     )
+    reasoning: Literal[
+        "auto", "off", "think", "deepseek_r1", "granite", "granite33", "hunyuan", "mistral", "seed_oss", "kimi",
+        "cohere", "gpt_oss",
+    ] = setting(
+        "auto", doc="How the model marks its thoughts, which are told from its answers; auto reads it from the chat "
+        "template, off leaves them in the text.",
+    )  # fmt: skip
+    thinking_budget: int | None = setting(
+        None, doc="Tokens after which a thought is closed and the answer begins, for requests that do not say; when "
+        "not set, any number.", least=0, example="4096",
+    )  # fmt: skip
     sampling: SamplingConfig | None = setting(  # noqa: RUF009
         None, doc="Sampling values of requests that give none; when not set, those that the checkpoint's makers "
         "recommend.", example="{temperature: 0.7, top_p: 0.9}",

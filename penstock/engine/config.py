@@ -48,7 +48,7 @@ class EngineConfig:
     """Most tokens computed in one step; 512 on CPU and 8448 on CUDA when not set."""
     target_gap_ms: float | None = None
     """The gap between tokens that running streams keep while prompts are computed: a step with streams computes only as
-    many prompt tokens as fit into it, as measured; see `pace`. Not set: up to `token_budget`."""
+    many prompt tokens as fit into it, as measured; see `pace`. Not set: the default of the device, which yields."""
     block_size: int = 16
     kv_memory: int | None = None
     """Bytes for the KV cache; measured from what is free when not set."""

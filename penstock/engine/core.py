@@ -37,6 +37,7 @@ from penstock.engine.adapters.spec import ADAPTER_UNKNOWN, NO_ADAPTERS
 from penstock.engine.config import EngineConfig
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
 from penstock.engine.grammar.interface import TokenMatcher
+from penstock.engine.grammar.thought import ThoughtState
 from penstock.engine.grammar.token_rules import TokenRules
 from penstock.engine.kv.exchange import BlockExchange
 from penstock.engine.lead import Lead
@@ -183,7 +184,7 @@ class Engine:
         now = self.clock()
         if request.params.grammar:
             self._open(request, now)
-        elif request.params.ruled:
+        elif request.params.ruled or request.params.thought is not None:
             self._queue(request, now, None)
         else:
             self.scheduler.add(request, now)
@@ -279,6 +280,11 @@ class Engine:
             return None
         return self._output()
 
+    def improve(self) -> bool:
+        """Use a moment without work for what makes later steps faster, for a tenth of a second or so; False when there
+        is nothing left to do."""
+        return not self.has_work and self.runner.executor.improve()
+
     def spare_s(self) -> float:
         """How long the caller may wait for further requests before it asks for the next step: until shortly before the
         device is done with the one in flight, so that a prompt that comes meanwhile need not wait for another. 0 where
@@ -368,12 +374,18 @@ class Engine:
                 self._queue(request, arrived, found)
 
     def _queue(self, request: Request, arrived: float, grammar: TokenMatcher | None) -> None:
-        """Queue a request with a grammar or token rules, at the place in them that its tokens have reached."""
+        """Queue a request with a grammar, token rules or a thought, at the place in them that its tokens have
+        reached."""
         seq = self.scheduler.add(request, arrived)
-        seq.matcher = grammar
-        if request.params.ruled:
-            seq.matcher = TokenRules(request.params, self.info.vocab_size, grammar)
-        problem = next(filter(None, (_advance(seq, token) for token in request.produced)), None)
+        params, waits = request.params, request.params.thought is not None
+        rules = TokenRules(params, self.info.vocab_size, None if waits else grammar) if params.ruled else None
+        if params.thought is None:
+            seq.matcher = grammar if rules is None else rules
+            problem = next(filter(None, (_advance(seq, token) for token in request.produced)), None)
+        else:
+            seq.thought = ThoughtState(params.thought, rules, grammar)
+            problem = _think(seq, request.produced)
+            _follow(seq)
         if problem is not None:
             self._finish(seq, "error", problem)
 
@@ -425,10 +437,16 @@ class Engine:
             if seq.finish_reason is not None:
                 continue  # aborted, expired or stopped while this step was in flight
             seq.pending -= 1
-            if seq.matcher is not None and (problem := _advance(seq, tokens[0])) is not None:
+            if seq.thought is not None:
+                problem = _think(seq, tokens)
+            else:
+                problem = None if seq.matcher is None else _advance(seq, tokens[0])
+            if problem is not None:
                 self._finish(seq, "error", problem)
                 continue
             reason = _append(seq, tokens)
+            if seq.thought is not None:
+                _follow(seq)
             if chunk.drafts and seq.row >= 0:
                 # What was computed behind a rejected draft token will be overwritten.
                 seq.computed = chunk.start + len(tokens)
@@ -493,6 +511,8 @@ class Engine:
         params = request.params
         words = (token for word in params.bad_words for token in word)
         ids = (*params.stop_token_ids, *params.logit_bias, *params.allowed_token_ids, *words)
+        if params.thought is not None:
+            ids += params.thought.tokens
         if ids and (min(ids) < 0 or max(ids) >= self.info.vocab_size):
             return f"stop, allowed, forbidden and bias token ids must be between 0 and {self.info.vocab_size - 1}"
         if request.adapter:
@@ -565,3 +585,30 @@ def _advance(seq: Sequence, token: int) -> str | None:
     if seq.matcher.error is None and token not in seq.params.stop_token_ids:
         seq.matcher.accept(token)
     return None if seq.matcher.error is None else f"{GRAMMAR_REFUSED}: {seq.matcher.error}"
+
+
+def _think(seq: Sequence, tokens: list[int]) -> str | None:
+    """Move on in the sequence's thought, and in what follows it; what is wrong, when that cannot be followed."""
+    assert seq.thought is not None
+    for token in tokens:
+        if token not in seq.params.stop_token_ids:
+            if seq.thought.over:
+                seq.matcher = seq.thought.matcher
+                if seq.matcher is None:
+                    return None
+                if (problem := _advance(seq, token)) is not None:
+                    return problem
+            else:
+                seq.thought.accept(token)
+    return None if seq.thought.error is None else f"{GRAMMAR_REFUSED}: {seq.thought.error}"
+
+
+def _follow(seq: Sequence) -> None:
+    """What the next step of a thinking sequence has to observe."""
+    assert seq.thought is not None
+    thought, free = seq.thought, seq.matcher is None
+    seq.matcher, seq.hold = thought.matcher, thought.hold(len(seq.tokens))
+    if thought.over:
+        seq.thought = None
+    if free != (seq.matcher is None) or seq.thought is None:
+        seq.row_version += 1  # the flags of its row change

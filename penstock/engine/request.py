@@ -29,6 +29,34 @@ GRAMMAR_REFUSED = "the grammar cannot be used"
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """The thought that an answer begins with: how it is recognised, and how it is closed when it takes too long.
+
+    A grammar begins behind it. See `grammar.thought`.
+    """
+
+    end: tuple[tuple[int, ...], ...]
+    """Sequences of tokens, each of which ends it."""
+    begin: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens, each of which begins it; none: the prompt has begun it. An answer that begins with none of
+    them has no thought."""
+    opening: tuple[int, ...] = ()
+    """Tokens that every answer begins with; the thought follows them."""
+    after: tuple[int, ...] = ()
+    """Tokens that every end is followed by."""
+    close: tuple[int, ...] = ()
+    """Tokens that end it when `budget` is used up."""
+    budget: int | None = None
+    """Tokens that it may have; None: any number."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens that it names."""
+        sequences = (*self.end, *self.begin, self.opening, self.after, self.close)
+        return tuple(token for sequence in sequences for token in sequence)
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens for one request. Ranges are checked by the gateway; the engine trusts them."""
 
@@ -57,6 +85,8 @@ class SamplingParams:
     """Sequences of tokens that must not be generated."""
     grammar: str = ""
     """What may be generated, in the language of the engine's grammar compiler; empty for anything."""
+    thought: Thought | None = None
+    """The thought before the answer, where it has a budget or a grammar follows it; None: it needs no attention."""
     watermark: bytes = field(default=b"", repr=False)
     """The key of the watermark; empty: none. It has no effect at temperature 0."""
 

@@ -330,7 +330,9 @@ class Scheduler:
         length = len(seq.tokens) + seq.pending
         if length >= seq.limit:
             return 0
-        if seq.pending and (seq.matcher is not None or seq.watermark is not None or self.batches > 1):
+        if seq.pending and (
+            seq.matcher is not None or seq.watermark is not None or self.batches > 1 or length >= seq.hold
+        ):
             return 0  # what may come next, its noise, or all of its next step depends on a token that is not known yet
         return length - seq.computed
 
@@ -387,7 +389,7 @@ class Scheduler:
         for seq in self.running:
             length = len(seq.tokens) + seq.pending
             if length >= seq.limit or (
-                seq.pending and (in_turns or seq.matcher is not None or seq.watermark is not None)
+                seq.pending and (in_turns or seq.matcher is not None or seq.watermark is not None or length >= seq.hold)
             ):
                 continue  # see `_remaining`
             remaining = length - seq.computed
@@ -498,6 +500,7 @@ class Scheduler:
         seq.recalled = False
         seq.row = self._rows.pop()
         seq.epoch += 1
+        seq.row_version += 1
         self.running[seq] = None
         if seq.request.target_gap_s is not None:
             self._own_targets[seq] = seq.request.target_gap_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.engine.grammar.interface import TokenMatcher
+from penstock.engine.grammar.thought import NEVER, ThoughtState
 from penstock.engine.kv.block_hash import root_name
 from penstock.engine.request import FinishReason, Request, TokenLogprob
 from penstock.engine.watermark import WatermarkState
@@ -35,6 +36,7 @@ class Sequence:
         "finish_reason",
         "first_scheduled",
         "first_token",
+        "hold",
         "id",
         "key",
         "limit",
@@ -49,11 +51,13 @@ class Sequence:
         "request",
         "root",
         "row",
+        "row_version",
         "slot",
         "slow_masks",
         "source",
         "started",
         "state",
+        "thought",
         "tokens",
         "watermark",
     )
@@ -99,7 +103,9 @@ class Sequence:
         self.slot = -1
         """The adapter's slot on the device, while running."""
         self.epoch = 0
-        """Grows with every (re)start, so that a row can tell a resumed sequence from one that never left."""
+        """Grows with every (re)start, so that a resumed sequence can be told from one that never left."""
+        self.row_version = 0
+        """Grows with every (re)start too, and when other flags hold for its row."""
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
         self.cached_tokens: int | None = None
@@ -107,6 +113,10 @@ class Sequence:
         """Whether a delta has been sent."""
         self.matcher: TokenMatcher | None = None
         """Its place in its grammar and token rules, if it has any; it has taken the tokens in `tokens`."""
+        self.thought: ThoughtState | None = None
+        """Its place in its thought, until that is over or needs no attention any more."""
+        self.hold = NEVER
+        """The length from which on the next step needs to know all of its tokens: its thought may have to be closed."""
         self.watermark: WatermarkState | None = None
         """Its noise, if it is watermarked; its next step needs to know all of its tokens then."""
         if self.params.watermark and not self.params.greedy:
@@ -132,6 +142,8 @@ class Sequence:
 
         Call it when the token being sampled is already counted as pending.
         """
+        if self.thought is not None and self.thought.awaited:
+            return self.params.stop_token_ids  # the answer has a grammar: there must be one
         return self.params.stop_token_ids if self.output_len + ahead <= self.params.min_tokens else ()
 
     @property

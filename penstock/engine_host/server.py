@@ -108,6 +108,8 @@ class EngineServer:
         self._stop_reason: str | None = None
         self._drain_until: float | None = None
         self._said_leaving = False
+        self._improves = True
+        """Whether the engine has something to prepare; again after it has slept."""
         self._failures = 0
         self._fruitless = 0
         self._steps = 0
@@ -142,7 +144,7 @@ class EngineServer:
                     self._made_progress()
                     self._peers.release(self._engine.load_snapshot, time.monotonic())
                     # Waking up takes tens of microseconds; polling instead would take a core from others.
-                    self._receive(self._handovers.patience(self._heartbeat_s))
+                    self._receive(0.0 if self._improve() else self._handovers.patience(self._heartbeat_s))
                 self._after_step()
         finally:
             self._handovers.close()
@@ -152,6 +154,18 @@ class EngineServer:
         self._peers.release(self._engine.load_snapshot, time.monotonic())
         self._peers.tell_all(Stopped(self._stop_reason), time.monotonic())
         return EXIT_FAILED if self._failures else 0
+
+    def _improve(self) -> bool:
+        """Use a moment without work; see `Engine.improve`. Its failure is no reason to stop serving."""
+        improve = getattr(self._engine, "improve", None)
+        if improve is None or not self._improves:
+            return False
+        try:
+            self._improves = bool(improve())
+        except Exception:
+            log.exception("the engine could not prepare further steps; it goes on without them")
+            self._improves = False
+        return self._improves
 
     def _linger(self) -> None:
         """Take in what comes until the next step must be launched; see `Engine.spare_s`."""
@@ -411,6 +425,7 @@ class EngineServer:
             begin = time.monotonic()
             try:
                 self._engine = self._sleeper.wake(self._engine)
+                self._improves = True
             except Exception as error:
                 log.exception("the engine could not be woken")
                 self._become("sleeping", f"it could not be woken: {error}")

@@ -67,6 +67,10 @@ class ServedModel:
     """None: the number of replicas is changed by hand."""
     tool_format: str = "auto"
     """How it writes function calls; `auto`: as its chat template does."""
+    reasoning: str = "auto"
+    """How it marks its thoughts; `auto`: as its chat template does; `off`: they are not told from answers."""
+    thinking_budget: int | None = None
+    """Tokens of a thought, for requests that do not say; None: any number."""
     sampling: SamplingDefaults = UNSET_DEFAULTS
     """For requests that give no values of their own."""
     time_slice: str = ""

@@ -315,6 +315,11 @@ class TextModel:
         found: int | None = self._tokenizer.token_to_id(spelling)
         return found
 
+    def added_id(self, spelling: str) -> int | None:
+        """The id of a token that is always one token where its spelling occurs; None: there is none."""
+        found = self.token_id(spelling)
+        return found if found is not None and found in self._added else None
+
     def begins_text(self, token: int) -> bool:
         """Whether the text behind this token is encoded like the beginning of a text, with a space before it."""
         return token in self._begins_text

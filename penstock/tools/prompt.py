@@ -18,12 +18,24 @@ from penstock.tools.toolbox import Tool
 Message = dict[str, Any]
 
 
-def native(messages: Sequence[Message], form: ToolFormat) -> list[Message]:
+def with_thought(message: Message, template: str) -> Message:
+    """A copy of a message whose thought has the name that the template knows."""
+    message = dict(message)
+    thought = message.get("reasoning_content")
+    if thought and "reasoning_content" not in template and ".thinking" in template:
+        message["thinking"] = message.pop("reasoning_content")
+        if message.get("tool_calls") and message["content"]:  # gpt-oss takes one of them only
+            message["thinking"] = f"{thought}\n\n{message['content']}"
+            message["content"] = ""
+    return message
+
+
+def native(messages: Sequence[Message], form: ToolFormat, template: str = "") -> list[Message]:
     """Messages for a template with tool support: arguments as objects, accepted ids, results with their name."""
     names: dict[str, str] = {}
     prepared: list[Message] = []
     for message in messages:
-        message = dict(message)
+        message = with_thought(message, template)
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [_native_call(call, form) for call in calls]
             names.update((call["id"], call["function"]["name"]) for call in calls)

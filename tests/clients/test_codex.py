@@ -79,7 +79,6 @@ def test_a_session_with_functions(client: Environment, scripted: ScriptedServer,
     # Everything that it sent is honoured, or named.
     assert set(turns[0].ignored) == {
         "client_metadata",
-        "include.reasoning.encrypted_content",
         "reasoning",
         "tools.web_search",
     }

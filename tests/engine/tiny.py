@@ -68,6 +68,11 @@ GRANITE = {
 }
 OLMO3_ROPES = {FULL: YARN_ROPE, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+LLAMA4: dict[str, Any] = {"head_dim": 32, "intermediate_size_mlp": 112, "num_local_experts": 4, "attn_scale": 0.3}
+GLM_MOE: dict[str, Any] = {
+    "head_dim": 32, "moe_intermediate_size": 32, "n_routed_experts": 12, "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "num_mtp_layers": 0,
+}  # fmt: skip
 TWO_IN_THREE = ["sliding_attention", "full_attention", "sliding_attention"]
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -106,6 +111,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Exaone4Config",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3_ROPE},
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        {**LLAMA4, "attention_chunk_size": 48, "no_rope_layers": [1, 0, 1], "floor_scale": 16, "moe_layers": [0, 1]},
+    ),
+    "llama4-plain": (
+        "Llama4TextConfig",
+        {
+            **LLAMA4,
+            "attention_chunk_size": 100,
+            "no_rope_layers": [1, 1, 0],
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+            "rope_parameters": LLAMA3_ROPE,
+        },
+    ),
+    "glm4-moe": ("Glm4MoeConfig", {**GLM_MOE, "use_qk_norm": True, "attention_bias": True}),
+    "glm4-moe-groups": ("Glm4MoeConfig", {**GLM_MOE, "n_group": 3, "topk_group": 2, "n_shared_experts": 2}),
     "glm4": ("Glm4Config", {"head_dim": 32}),
     "phi3-longrope": ("Phi3Config", {"original_max_position_embeddings": 1024, "rope_parameters": LONG_ROPE}),
 }

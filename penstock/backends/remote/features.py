@@ -50,7 +50,8 @@ STANDARD = frozenset(
 ADVICE = frozenset(
     (
         *("user", "safety_identifier", "metadata", "service_tier", "priority", "prompt_cache_key", "cache_salt"),
-        *("store", "speculation", "reasoning_effort", "verbosity"),
+        *("store", "speculation", "reasoning_effort", "verbosity", "reasoning", "thinking", "enable_thinking"),
+        *("thinking_budget", "thinking_token_budget", "max_reasoning_tokens"),
     )
 )
 """Fields that do not change what may be answered."""

@@ -75,6 +75,7 @@ class Vllm(OpenServer):
         *("skip_special_tokens", "include_stop_str_in_output", "add_special_tokens", "cache_salt", "user"),
         *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs", "documents"),
         *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "priority"),
+        "thinking_token_budget",
     }
     metrics = VLLM_METRICS
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from penstock.engine.grammar.compile_queue import CompileQueue, Job, QueueFull
 from penstock.engine.grammar.interface import GrammarCompiler, GrammarError, PendingMasks, TokenMatcher, words_for
+from penstock.engine.grammar.thought import ThoughtState
 from penstock.engine.grammar.token_rules import TokenRules
 from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, Request
 from penstock.engine.scheduler import Batch
@@ -172,7 +173,7 @@ class Constraints:
 
     def _masks(self, sequences: list[Sequence], barred: list[tuple[int, ...]]) -> np.ndarray:
         matchers = [seq.matcher for seq in sequences if seq.matcher is not None]
-        ruled = [matcher for matcher in matchers if isinstance(matcher, TokenRules)]
+        ruled = [matcher for matcher in matchers if isinstance(matcher, TokenRules | ThoughtState)]
         masks = self._grammar_masks(sequences) if not ruled else self._ruled_masks(sequences)
         for row, (matcher, stops) in enumerate(zip(matchers, barred, strict=True)):
             if matcher.error is not None:
@@ -188,7 +189,7 @@ class Constraints:
         if with_grammar:
             masks[with_grammar] = self._grammar_masks([sequences[row] for row in with_grammar])
         for row, seq in enumerate(sequences):
-            if isinstance(seq.matcher, TokenRules):
+            if isinstance(seq.matcher, TokenRules | ThoughtState):
                 seq.matcher.restrict(masks[row])
         return masks
 
@@ -220,7 +221,7 @@ class Constraints:
 
 def _grammar_of(seq: Sequence) -> TokenMatcher | None:
     """The matcher of a sequence's grammar."""
-    return seq.matcher.grammar if isinstance(seq.matcher, TokenRules) else seq.matcher
+    return seq.matcher.grammar if isinstance(seq.matcher, TokenRules | ThoughtState) else seq.matcher
 
 
 def without(mask: np.ndarray, tokens: tuple[int, ...]) -> np.ndarray:

@@ -45,6 +45,11 @@ class TokenRules:
         if self._longest:
             self._recent = (*self._recent, token)[-self._longest :]
 
+    def follow(self, grammar: TokenMatcher | None) -> None:
+        """From here on the grammar holds too."""
+        self.grammar = grammar
+        self.memory = 0 if grammar is None else grammar.memory
+
     def fail(self, why: str) -> None:
         self._error = self._error or why
 

@@ -121,6 +121,9 @@ class ShapeReader(WeightReader):
         self.unshifted_norms.add(f"{name}.weight")
         return self.get(f"{name}.weight", size)
 
+    def ones(self, size: int) -> Tensor:
+        return self._nothing
+
     def norm(self, name: str, *shape: int) -> Tensor:
         self.norms.add(f"{name}.weight")
         return self.get(f"{name}.weight", *shape)

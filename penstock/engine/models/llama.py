@@ -26,6 +26,7 @@ from penstock.engine.models.layers.experts import (
     held,
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
+from penstock.engine.models.layers.rotary import query_scales
 from penstock.engine.models.weights import WeightReader
 
 
@@ -83,6 +84,9 @@ def compose_attention(context: LayerContext) -> Attention:
     q_gains, k_gains = (
         ((config.num_heads, dim), (config.num_kv_heads, dim)) if config.qk_layer_norm else ((dim,), (dim,))
     )
+    unrotated = bool(config.unrotated) and config.unrotated[context.index]
+    ones = read.ones(dim) if config.unweighted_qk_norm and not unrotated else None
+    growth = config.query_growth if unrotated else None
     qkv = dict(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
     return Attention(
         ops=context.inner,
@@ -101,13 +105,14 @@ def compose_attention(context: LayerContext) -> Attention:
             centred_norms=config.qk_layer_norm,
         ),
         cos_sin=context.cos_sin,
-        q_norm=read.norm(f"{prefix}q_norm", *q_gains) if config.qk_norm else None,
-        k_norm=read.norm(f"{prefix}k_norm", *k_gains) if config.qk_norm else None,
+        q_norm=read.norm(f"{prefix}q_norm", *q_gains) if config.qk_norm else ones,
+        k_norm=read.norm(f"{prefix}k_norm", *k_gains) if config.qk_norm else ones,
         row_norms=RowNorms(read.norm(f"{prefix}q_norm", q_size), read.norm(f"{prefix}k_norm", kv_size))
         if config.row_norms
         else None,
         eps=config.rms_eps,
         kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
+        query_scales=growth and query_scales(growth, len(context.cos_sin), read.backend.device),
         sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32) if config.attention_sinks else None,
     )
 
@@ -143,6 +148,7 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         top_groups=moe.top_groups,
         group_score=moe.group_score,
         scale=moe.scale,
+        weight_inputs=moe.weight_inputs,
     )
     table = moe.placement[context.index] if moe.placement else None
 

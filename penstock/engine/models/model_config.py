@@ -48,6 +48,8 @@ class MoeConfig:
     group_score: GroupScore = "best"
     scale: float = 1.0
     """Factor of the weights, after they were scaled to sum to one."""
+    weight_inputs: bool = False
+    """Whether weights multiply what the experts read, not what they give."""
     shared_ffn_size: int = 0
     """Width of the expert that every token visits; 0: there is none."""
     shared_gate: bool = False
@@ -85,6 +87,15 @@ class DeltaConfig:
             raise CheckpointError(f"{self.v_heads} value heads cannot share {self.k_heads} key heads evenly")
 
 
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Attention temperature: the query at position p is multiplied by 1 + strength * log(1 + floor((p + 1) / period)),
+    so that softmaxes over long contexts stay sharp."""
+
+    period: float
+    strength: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Everything the decoder needs to know about its shape. The defaults are those of Llama."""
@@ -108,6 +119,8 @@ class ModelConfig:
     """Whether the windows are chunks: positions are cut every so many, and a token sees those of its own chunk."""
     unrotated: tuple[bool, ...] = ()
     """Which layers have no rotary embedding; empty: none."""
+    query_growth: QueryGrowth | None = None
+    """Of layers without rotary embedding."""
     interleaved_rope: bool = False
     """Whether rotation pairs neighbouring dimensions, instead of those half of the rotated ones apart."""
     tied_embeddings: bool
@@ -116,6 +129,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Whether each head of queries and keys is normalized."""
+    unweighted_qk_norm: bool = False
+    """Whether that is so in layers with rotary embedding, and without weights."""
     qk_layer_norm: bool = False
     """Whether that is a LayerNorm with weights of its own for every head."""
     row_norms: bool = False

@@ -83,6 +83,10 @@ class WeightReader:
         """In place of what this process never uses, so that warm-up needs no special case."""
         return torch.zeros(shape, dtype=self._dtype, device=self.backend.device)
 
+    def ones(self, size: int) -> Tensor:
+        """In place of norm weights that a family does not have."""
+        return torch.ones(size, dtype=self._dtype, device=self.backend.device)
+
     def norm(self, name: str, *shape: int) -> Tensor:
         """Norm weights; with an offset they stay float32, since one plus a small number would lose its digits."""
         if not self._norm_offset:

@@ -33,6 +33,10 @@ class Executor(Releasable, ABC):
     def prepare(self, token_budget: int) -> None:
         """Record or capture the steps to come, of up to `token_budget` tokens, so that none of them waits for it."""
 
+    def improve(self) -> bool:
+        """Use a moment without work for what makes later steps faster; False when there is nothing left to do."""
+        return False
+
     @property
     def recorded(self) -> TimedStep | None:
         """The recording that plain steps run from, if there is one."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import DeviceAccess
-from penstock.engine.request import SamplingParams
 from penstock.engine.scheduler import Batch
 from penstock.engine.sequence import Sequence
 
@@ -28,7 +27,7 @@ class Flag(IntFlag):
     MIN_TOKENS = 16
     LOGPROBS = 32
     GRAMMAR = 64
-    """Also other rules about tokens: `SamplingParams.ruled`."""
+    """Also other rules about tokens: whatever is the sequence's matcher now."""
     TYPICAL = 128
     WATERMARK = 256
 
@@ -37,8 +36,9 @@ DRAWN = Flag.RANDOM | Flag.WATERMARK
 """What a draw with a temperature and a key does by itself."""
 
 
-def flags_of(params: SamplingParams) -> Flag:
-    flags = Flag(0)
+def flags_of(seq: Sequence) -> Flag:
+    """What applies to a sequence in its next step."""
+    flags, params = Flag(0), seq.params
     if not params.greedy:
         flags |= Flag.RANDOM
         if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
@@ -51,11 +51,12 @@ def flags_of(params: SamplingParams) -> Flag:
         flags |= Flag.PENALTY
     if params.logit_bias:
         flags |= Flag.BIAS
-    if params.min_tokens > 0 and params.stop_token_ids:
+    awaited = seq.thought is not None and seq.thought.awaited
+    if (params.min_tokens > 0 or awaited) and params.stop_token_ids:
         flags |= Flag.MIN_TOKENS
     if params.logprobs is not None:
         flags |= Flag.LOGPROBS
-    if params.grammar or params.ruled:
+    if seq.matcher is not None:
         flags |= Flag.GRAMMAR
     return flags
 
@@ -100,7 +101,7 @@ class Rows:
         """int32 [max_rows, vocab]: how often each token was generated; only once a penalty was asked for."""
         self.prompt_seen: Tensor | None = None
         self._occupant: list[Sequence | None] = [None] * max_rows
-        self._epoch = [0] * max_rows
+        self._version = [0] * max_rows
         self._known_blocks = [0] * max_rows
         self._staging = backend.staging()
         self.mask_staging = backend.staging()
@@ -110,11 +111,11 @@ class Rows:
         """Bring the rows of a batch up to date with its sequences."""
         cells: list[tuple[int, int, int]] = []
         fresh: list[Sequence] = []
-        occupants, epochs, blocks = self._occupant, self._epoch, self._known_blocks
+        occupants, versions, blocks = self._occupant, self._version, self._known_blocks
         for chunk in batch.chunks:
             seq, row = chunk.seq, chunk.seq.row
-            if occupants[row] is not seq or epochs[row] != seq.epoch:
-                occupants[row], epochs[row] = seq, seq.epoch
+            if occupants[row] is not seq or versions[row] != seq.row_version:
+                occupants[row], versions[row] = seq, seq.row_version
                 blocks[row] = 0
                 fresh.append(seq)
             known = blocks[row]
@@ -151,7 +152,7 @@ class Rows:
         floats = np.array([[getattr(seq.params, name) for name in FLOATS] for seq in sequences], np.float32)
         top_k = np.array([seq.params.top_k for seq in sequences], np.int64)
         self.seeds[rows] = np.array([seq.params.seed & (2**64 - 1) for seq in sequences], np.uint64)
-        flags = np.array([int(flags_of(seq.params)) & self.followed for seq in sequences], np.uint16)
+        flags = np.array([int(flags_of(seq)) & self.followed for seq in sequences], np.uint16)
         self.flags[rows] = flags
         self.byte_flags[rows] = np.where(flags > 255, flags | 128, flags).astype(np.uint8)
         at, values, ks = self._staging.upload([rows, floats.reshape(-1), top_k])

@@ -146,7 +146,7 @@ class Speculation:
             self.broken = True
             return {}
         self._spent = self._clock() - begin
-        return drafts
+        return {seq: kept for seq, tokens in drafts.items() if (kept := _within_thought(seq, tokens))}
 
     def learn(self, chunk: Chunk, tokens: list[int]) -> None:
         """A step added `tokens` to the chunk's sequence."""
@@ -221,3 +221,8 @@ class Speculation:
             return verifying + depth * proposing
 
         return seconds
+
+
+def _within_thought(seq: Sequence, drafts: list[int]) -> list[int]:
+    """Those that do not reach beyond a thought that may have to be closed, or that a grammar follows."""
+    return drafts if seq.thought is None else seq.thought.allowed(drafts)

@@ -21,7 +21,7 @@ from penstock.conversations.summaries import with_notes
 from penstock.conversations.window import fit_turns
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.conversations.summary import ConversationPrompt, Rendered, Summariser
-from penstock.gateway.generation.assistant_message import AssistantMessage
+from penstock.gateway.generation.assistant_message import THOUGHTS, AssistantMessage
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
 from penstock.gateway.generation.choice import Piece
@@ -267,6 +267,8 @@ class StoredTurnRecorder:
 
     async def store(self, said: Sequence[Message] | None = None) -> None:
         messages = [self._message.body()] if said is None else said
+        # Thoughts are no part of a stored conversation.
+        messages = [{name: held for name, held in message.items() if name != THOUGHTS} for message in messages]
         await self._turn.store(self._attempt, self.generation, messages)
 
 

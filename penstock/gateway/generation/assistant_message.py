@@ -8,6 +8,9 @@ from typing import Any
 
 from penstock.gateway.generation.choice import CallPiece, Piece
 
+THOUGHTS = "reasoning_content"
+"""The field of a message that holds what was thought before it."""
+
 
 @dataclass(slots=True)
 class AssembledCall:
@@ -26,11 +29,14 @@ class AssistantMessage:
     """A message of the assistant, as it is generated."""
 
     parts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     calls: list[AssembledCall] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, piece: Piece) -> None:
         self.parts.append(piece.text)
+        if piece.reasoning:
+            self.thoughts.append(piece.reasoning)
         if piece.calls:
             merge_calls(self.calls, piece.calls)
         if piece.finish_reason is not None:
@@ -40,6 +46,8 @@ class AssistantMessage:
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.parts)}
         if self.calls:
             message["tool_calls"] = [call.body() for call in self.calls]
+            if self.thoughts:  # what a call was made for, until the turn is over
+                message[THOUGHTS] = "".join(self.thoughts)
         return message
 
 

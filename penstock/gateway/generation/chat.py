@@ -40,6 +40,7 @@ from penstock.gateway.generation.sources import PendingSources, SourceSearch
 from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
 from penstock.gateway.generation.structured_output import with_response_format
+from penstock.gateway.generation.thoughts import plan, reading, with_thought
 from penstock.gateway.generation.tokenization import check_size, messages_size, text_size, tools_size
 from penstock.gateway.generation.tool_choice import check_tool_count, check_tools, grammar_for, toolbox_of
 from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
@@ -188,6 +189,7 @@ class ChatGenerations(GenerationFactory):
         model, info = await self.models.open(attempt, request.model, limit)
         limit = limit.lowered(model.sampling.max_tokens, "sampling.max_tokens")
         toolbox = toolbox_of(request, model)
+        request, thoughts = plan(exchange, request, model)
         params = sampling_params(
             request,
             info,
@@ -221,6 +223,10 @@ class ChatGenerations(GenerationFactory):
         context = placement.window or info.max_model_len
         limit = within_cost(self.quotas, exchange, model, len(tokens), limit, request.n or 1)
         params = fit(params, len(tokens), limit, context, "messages", quota)
+        continued = messages[-1]["content"] if options.continue_final else None
+        read = None if thoughts is None else reading(thoughts, model.text, tokens, toolbox, continued)
+        if thoughts is not None and read is not None:
+            params = with_thought(params, thoughts, read)
         if request.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=request.prompt_logprobs)
         # A stored conversation, tool results and sources are not part of the request: equal requests differ in them.
@@ -238,8 +244,9 @@ class ChatGenerations(GenerationFactory):
             length_limit=length_limit(params, limit, context, quota),
             logprobs=bool(request.logprobs),
             continuation=options.continue_final,
-            continued=messages[-1]["content"] if options.continue_final else "",
+            continued=continued or "",
             toolbox=toolbox,
+            thoughts=read,
             cache_question=self.cache.question(request, messages) if comparable else None,
             placement=placement,
         )

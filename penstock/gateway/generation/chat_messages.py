@@ -68,7 +68,7 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
     if content is None:
         if message.role == "assistant" and message.refusal is not None:
             content = message.refusal
-        elif message.tool_calls:
+        elif message.tool_calls or (message.role == "assistant" and thought_of(message)):
             content = ""
         else:
             raise InvalidRequest(f"Missing required parameter: `{at}.content`.", param=f"{at}.content")
@@ -81,7 +81,16 @@ def _template_message(message: ChatMessage, at: str) -> dict[str, Any]:
         flat["tool_calls"] = [msgspec.to_builtins(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
         flat["tool_call_id"] = message.tool_call_id
+    if thought := thought_of(message):
+        if message.role != "assistant":
+            raise InvalidRequest("Only the assistant has thoughts.", param=f"{at}.reasoning_content")
+        flat["reasoning_content"] = thought
     return flat
+
+
+def thought_of(message: ChatMessage) -> str | None:
+    """What the assistant thought before a message."""
+    return message.reasoning_content or message.reasoning or message.thinking
 
 
 def _text(content: str | list[dict[str, Any]], at: str) -> str:

@@ -16,6 +16,8 @@ from typing import Protocol
 from penstock.engine.request import Delta, TokenLogprob
 from penstock.knowledge.citations import Citation, Citer
 from penstock.text import StopStrings, TextModel
+from penstock.text.thought_splitter import ThoughtSplitter
+from penstock.tools.channels import ChannelSplitter
 from penstock.tools.events import CallArguments, CallBegin, Event, Text
 from penstock.tools.parser import ToolCallParser
 from penstock.tools.toolbox import Toolbox
@@ -100,6 +102,7 @@ class Choice:
         "_min_tokens",
         "_parser",
         "_released",
+        "_splitter",
         "_stops",
         "_toolbox",
         "citer",
@@ -116,6 +119,8 @@ class Choice:
         "prefill_s",
         "prompt_logprobs",
         "queue_s",
+        "reasoning_tokens",
+        "thought_guard",
         "want_logprobs",
     )
 
@@ -135,23 +140,30 @@ class Choice:
         continued: str = "",
         skip_special: bool = True,
         include_stop: bool = False,
+        splitter: ThoughtSplitter | ChannelSplitter | None = None,
+        ends: Sequence[int] | None = None,
     ) -> None:
         """`toolbox`: functions that the text may call. `call_seed`: what the ids of calls are derived from, so that
         they are the same when the tokens are read again; empty: they are random. `continuation`: the text continues
         the prompt, so a leading space stays; `continued`: the answer's beginning that is in the prompt already, in
         which a call may have begun. `skip_special`: control tokens are not shown. `include_stop`: what stops the text,
         a string or a token, is part of it. `discard`: the request is only run for its prompt; what it generates is
-        neither shown nor counted."""
+        neither shown nor counted. `splitter`: tells thoughts from the answer; stop strings, functions and
+        log-probabilities belong to the answer alone. `ends`: tokens that end an answer, where they are not the model's
+        usual ones."""
         self.index = index
         self.want_logprobs = want_logprobs
         self._ids: list[int] | None = [] if want_ids else None
         self.discard = discard
-        self._eos = text.eos_token_ids
+        self._eos = tuple(text.eos_token_ids if ends is None else ends)
+        self._splitter = splitter
+        self.reasoning_tokens = 0
+        """Of the completion tokens, those of thoughts."""
         self._toolbox = toolbox
         self._call_seed = call_seed
-        self._parser = None if toolbox is None else toolbox.parser()
+        self._parser = None if toolbox is None or isinstance(splitter, ChannelSplitter) else toolbox.parser()
         self._begun: list[Event] = []
-        if toolbox is not None and continued:
+        if toolbox is not None and self._parser is not None and continued:
             parser = toolbox.parser()
             events = parser.push(continued)
             if parser.inside_call:
@@ -169,6 +181,8 @@ class Choice:
         """Of all tokens that count, where log-probabilities came with them."""
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.guard: TextGuard | None = None
+        self.thought_guard: TextGuard | None = None
+        """Filters thoughts by the same rules."""
         self.citer: Citer | None = None
         self.finished = False
         self.outcome: str | None = None
@@ -192,7 +206,9 @@ class Choice:
         if stopped and tokens[-1] not in self._eos:
             piece.stop_reason = tokens[-1]
         # Where the text may end inside the delta, its tokens are taken one by one: how many were merged is arbitrary.
-        step = max(len(tokens), 1) if self._stops is None and self.guard is None else 1
+        together = self._stops is None and self.guard is None and self._splitter is None
+        step = max(len(tokens), 1) if together else 1
+        matched: str | None = None
         for at in range(0, max(len(tokens), 1), step):
             part = tokens[at : at + step]
             self.completion_tokens += len(part)
@@ -203,11 +219,17 @@ class Choice:
             last = delta.finish_reason is not None and at + step >= len(tokens)
             if last and stopped and not self._include_stop:
                 part = part[:-1]  # the stop token ends the text; it is not part of it
-            raw = self._detokenize(part, delta.logprobs[at : at + step] if delta.logprobs is not None else ())
-            if last:
-                raw += self._detokenizer.flush()
-            text, matched, blocked = self._show(raw, final=last)
-            piece.text += text
+            scores = delta.logprobs[at : at + step] if delta.logprobs is not None else ()
+            blocked = False
+            if self._splitter is not None:
+                raw, blocked = self._split(self._splitter, piece, part, scores, final=last)
+            else:
+                raw = self._detokenize(part, scores)
+                if last:
+                    raw += self._detokenizer.flush()
+            if not blocked:
+                text, matched, blocked = self._show(raw, final=last)
+                piece.text += text
             if matched is not None or blocked:
                 break
         if blocked:
@@ -220,17 +242,20 @@ class Choice:
                 piece.finish_reason, piece.stop_reason = "length", TIME_LIMIT
         if self._parser is not None:
             self._read_calls(self._parser, piece)
+        elif isinstance(self._splitter, ChannelSplitter):
+            self._take_calls(self._splitter, piece)
         if self.citer is not None:
             piece.text, piece.citations = self.citer.push(piece.text, final=piece.finish_reason is not None)
         piece.tokens = self._release(final=piece.finish_reason is not None, cut=matched is not None)
-        if self._ids is not None and (piece.finish_reason is not None or piece.text or piece.tokens or piece.calls):
+        shows = bool(piece.text or piece.reasoning or piece.tokens or piece.calls)
+        if self._ids is not None and (piece.finish_reason is not None or shows):
             piece.token_ids, self._ids = self._ids, []
         if piece.finish_reason is not None:
             self.finished = True
             ended = matched is not None or delta.finish_reason == "complete"
             self.outcome = CONTENT_FILTER if blocked else "stop" if ended else str(delta.finish_reason)
             return piece
-        return piece if piece.text or piece.tokens or piece.calls else None
+        return piece if shows else None
 
     def _show(self, raw: str, *, final: bool) -> tuple[str, str | None, bool]:
         """The part of `raw` that may be shown, the stop string that matched, and whether a guard refused the rest."""
@@ -255,6 +280,18 @@ class Choice:
             if parser.calls and piece.finish_reason == "stop" and piece.stop_reason is None:
                 piece.finish_reason = "tool_calls"
         piece.text = "".join(event.text for event in events if isinstance(event, Text))
+        self._report(events, piece)
+
+    def _take_calls(self, splitter: ChannelSplitter, piece: Piece) -> None:
+        """Function calls that are messages of their own."""
+        if splitter.calls and piece.finish_reason == "stop" and piece.stop_reason is None:
+            piece.finish_reason = "tool_calls"
+        if splitter.events and self._toolbox is not None:
+            self._report(splitter.events, piece)
+        splitter.events.clear()
+
+    def _report(self, events: Sequence[Event], piece: Piece) -> None:
+        assert self._toolbox is not None
         piece.calls = []
         for event in events:
             if isinstance(event, CallBegin):
@@ -262,6 +299,44 @@ class Choice:
                 piece.calls.append(CallPiece(event.index, self._toolbox.form.new_id(seed), event.name, ""))
             elif isinstance(event, CallArguments):
                 piece.calls.append(CallPiece(event.index, None, None, event.text))
+
+    def _split(
+        self,
+        splitter: ThoughtSplitter | ChannelSplitter,
+        piece: Piece,
+        tokens: list[int],
+        logprobs: Sequence[TokenLogprob],
+        *,
+        final: bool,
+    ) -> tuple[str, bool]:
+        """The answer's part of at most one token, and whether a guard refused the thought, whose part goes to the
+        piece."""
+        thought = answer = ""
+        was = splitter.thinking
+        for at, token in enumerate(tokens):
+            if token in splitter.marks and (not splitter.answering or isinstance(splitter, ChannelSplitter)):
+                thought, answer = splitter.mark(token, self._detokenizer.flush())
+                continue
+            thought, answer = splitter.push(self._detokenizer.push((token,)))
+            if self.want_logprobs and at < len(logprobs) and splitter.answering:
+                self._held.append(TokenPiece(token, self._length, logprobs[at]))
+        if final:
+            if rest := self._detokenizer.flush():
+                more = splitter.push(rest)
+                thought, answer = thought + more[0], answer + more[1]
+            more = splitter.flush()
+            thought, answer = thought + more[0], answer + more[1]
+        self.reasoning_tokens = splitter.reasoning_tokens
+        if splitter.done:
+            self._splitter = None
+        blocked = False
+        if self.thought_guard is not None and (thought or was):
+            over = final or not splitter.thinking
+            thought, blocked = self.thought_guard.push(thought, final=over)
+            if over and not isinstance(splitter, ChannelSplitter):
+                self.thought_guard = None
+        piece.reasoning += thought
+        return answer, blocked
 
     def _detokenize(self, tokens: list[int], logprobs: Sequence[TokenLogprob]) -> str:
         if not self.want_logprobs:

@@ -86,6 +86,8 @@ class EngineGeneration(Generation):
                 skip_special=spec.skip_special,
                 include_stop=spec.include_stop,
                 toolbox=spec.toolbox,
+                splitter=None if spec.thoughts is None else spec.thoughts.splitter(),
+                ends=None if spec.thoughts is None else spec.thoughts.ends,
                 call_seed=spec.id if spec.resumption is not None else "",
             )
             for index, request in enumerate(self._requests)
@@ -113,6 +115,8 @@ class EngineGeneration(Generation):
             )
         for choice in self.choices:
             choice.guard = make()
+            if self.spec.thoughts is not None:
+                choice.thought_guard = make()
 
     def cut(self, index: int) -> None:
         choice = self.choices[index]
@@ -347,6 +351,10 @@ class EngineGeneration(Generation):
     @property
     def completion_tokens(self) -> int:
         return sum(map(self._tokens, self.choices))
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(choice.reasoning_tokens for choice in self.choices)
 
     def _tokens(self, choice: Choice) -> int:
         """Of a choice that has not ended: what has arrived, whether it was read or not."""

@@ -27,6 +27,7 @@ OWN_OPTIONS = (
     *("user", "safety_identifier", "metadata", "service_tier", "priority", "speculation", "prompt_cache_key", "store"),
     "watermark",
     *("conversation", "rag", "modalities", "server_tools", "add_generation_prompt", "continue_final_message"),
+    "include_reasoning",
     *("echo", "best_of", "cache_salt", "include_stop_str_in_output", "no_stop_trim", "prompt_logprobs"),
 )
 """Options that this gateway applies itself, or writes in another form."""
@@ -49,6 +50,13 @@ def chat_body(exchange: Exchange, request: ChatRequest, messages: Sequence[Mappi
         tool["function"].pop("syntax", None)
         if tool["function"].pop("grammar", None):
             ignore_advice(exchange, "tools.format")
+    if request.reasoning is not None:
+        if request.reasoning.effort is not None:
+            body.setdefault("reasoning_effort", request.reasoning.effort)
+        if request.reasoning.max_tokens is None and request.reasoning.enabled is None:
+            del body["reasoning"]
+        else:
+            body["reasoning"] = {name: value for name, value in body["reasoning"].items() if value is not None}
     if continues(request):
         body |= {"continue_final_message": True, "add_generation_prompt": False}
     elif request.add_generation_prompt is False:

@@ -104,7 +104,11 @@ REASONS = {
 
 
 ADVISORY = frozenset(
-    ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "speculation", "store", "user")
+    (
+        *("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "speculation", "store", "user"),
+        *("reasoning_effort", "reasoning", "thinking", "enable_thinking", "include_reasoning"),
+        *("thinking_budget", "thinking_token_budget", "max_reasoning_tokens"),
+    )
 )
 OF_OTHER_ENDPOINTS = frozenset((*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__)) - ADVISORY
 """What chat or text completions honour, and another endpoint does not, changes the answer there too."""

@@ -220,6 +220,31 @@ class ToolCall(Struct, forbid_unknown_fields=True, kw_only=True):
     function: FunctionCall
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ThoughtTokens = Annotated[int, Meta(ge=0, le=INT64)]
+
+
+class ReasoningOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`reasoning` of a chat completion, as OpenRouter has it, and of a response."""
+
+    effort: Effort | None = None
+    max_tokens: ThoughtTokens | None = None
+    """Most tokens of the thought."""
+    exclude: bool | None = None
+    """Do not show it."""
+    enabled: bool | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ThinkingOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    """`thinking` of a chat completion, as DeepSeek, GLM and Anthropic have it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: ThoughtTokens | None = None
+    clear_thinking: bool | None = None
+
+
 class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
@@ -230,6 +255,11 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
     tool_call_id: Name | None = None
     function_call: Unsupported = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    """What the assistant thought before it said that, by any of three names; the chat template decides what becomes of
+    it."""
     prefix: bool | None = None
     partial: bool | None = None
     """Of the last message, by either name: the answer continues its text."""
@@ -299,6 +329,16 @@ class ChatRequest(TokenDetails, kw_only=True):
     """For chat templates that know documents."""
     echo: bool | None = None
     """Give back the text of the last message, too, where the answer continues it."""
+    reasoning_effort: Effort | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking: ThinkingOptions | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: ThoughtTokens | None = None
+    thinking_token_budget: ThoughtTokens | None = None
+    max_reasoning_tokens: ThoughtTokens | None = None
+    """How much to think, as several servers spell it; see `thoughts`."""
+    include_reasoning: bool | None = None
+    """False: thoughts are not shown."""
     max_completion_tokens: Annotated[int, Meta(ge=1, le=INT64)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -16,6 +16,7 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.resumption import Resumption
 from penstock.gateway.generation.schemas import TokenDetails
 from penstock.gateway.generation.settings import GenerationSettings
+from penstock.gateway.generation.thoughts import ThoughtReading
 from penstock.identity.labels import Demand
 from penstock.metering.engine_counts import engine_id
 from penstock.protocol.errors import DataRuleForbids
@@ -93,6 +94,8 @@ class GenerationSpec(Struct, frozen=True):
     """The stop string or stop token is part of the text."""
     toolbox: Toolbox | None = None
     """Functions that the text may call."""
+    thoughts: ThoughtReading | None = None
+    """How thoughts are told from the answer; None: there are none."""
     resumption: Resumption | None = None
     """Set where the client may resume the stream, or does."""
     seeded: bool = False
@@ -111,6 +114,7 @@ class GenerationSpec(Struct, frozen=True):
             self.prompt_only,
             self.continuation,
             self.toolbox is not None,
+            self.thoughts is not None,
             self.skip_special,
             self.include_stop,
         )
@@ -155,6 +159,7 @@ def request_spec(
     continuation: bool = False,
     continued: str = "",
     toolbox: Toolbox | None = None,
+    thoughts: ThoughtReading | None = None,
     cache_question: CacheQuestion | None = None,
     placement: Placement = ANYWHERE,
 ) -> GenerationSpec:
@@ -183,6 +188,7 @@ def request_spec(
         skip_special=request.skip_special_tokens is not False,
         include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
         toolbox=toolbox,
+        thoughts=thoughts,
         resumption=resumption,
         seeded=request.seed is not None,
         cache_question=cache_question,

@@ -102,10 +102,14 @@ def for_template(
         return model.text.accepted
 
     if not tools and not any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+        source = model.text.template_source
+        if any("reasoning_content" in message for message in messages):
+            messages = [prompting.with_thought(message, source) for message in messages]
         return fitted(messages, accepted), None
     form = format_of(model)
     if model.text.template_knows_tools:
-        return prompting.native(fitted(messages, accepted), form), [tool.described() for tool in tools] or None
+        source = model.text.template_source
+        return prompting.native(fitted(messages, accepted), form, source), [tool.described() for tool in tools] or None
     return fitted(prompting.explained(messages, tools, form), accepted), None
 
 

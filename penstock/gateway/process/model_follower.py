@@ -82,6 +82,8 @@ def client_settings(model: ModelSettings, text: TextModel) -> dict[str, Any]:
         "cost_per_hour": model.cost_per_hour,
         "autoscale": model.autoscale,
         "tool_format": model.tool_format,
+        "reasoning": model.reasoning,
+        "thinking_budget": model.thinking_budget,
         "sampling": sampling_defaults(model, text),
         "fallback": model.fallback,
         "overflow_at": model.overflow_at,

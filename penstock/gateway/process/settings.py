@@ -61,6 +61,8 @@ class ModelSettings:
     """Dollars per hour that the hardware of one engine costs."""
     autoscale: AutoscaleConfig | None = None
     tool_format: str = "auto"
+    reasoning: str = "auto"
+    thinking_budget: int | None = None
     sampling: SamplingConfig = SamplingConfig()  # noqa: RUF009
     """For requests that give no values."""
     downgrade_to: str = ""
@@ -95,6 +97,8 @@ class ModelSettings:
             cost_per_hour=model.cost_per_hour,
             autoscale=model.autoscale,
             tool_format=model.tool_format,
+            reasoning=model.reasoning,
+            thinking_budget=model.thinking_budget,
             sampling=model.sampling or SamplingConfig(),
             downgrade_to=model.downgrade_to,
             fallback=model.fallback,

@@ -267,6 +267,7 @@ class _ToolLoop:
             if not step.has_calls_to_run:
                 self._out_of_rounds = self._capped_rounds and number == most
                 said.pop("tool_calls", None)
+                said.pop("reasoning_content", None)
                 self._said.append(said)
                 return
             self._said.append(said)

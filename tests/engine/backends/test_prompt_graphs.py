@@ -7,6 +7,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -106,3 +108,26 @@ def test_a_step_without_a_shape(tmp_path: Path) -> None:
     many = [greedy(f"r{i}", [i + 1, 2, 3], 2) for i in range(PROMPTS + 1)]
     generate(engine, *many)
     assert not executor.shapes, "more prompts in a step than a shape has places"
+
+
+def test_some_shapes_are_captured_later_and_larger_ones_stand_in_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[Shape] = []
+    engine = _engine(write_checkpoint("llama-gqa", tmp_path), max_running=64, max_model_len=128)
+    graphs = PaddedExecutor(engine).graphs
+
+    def capture(shape: Shape) -> None:
+        captured.append(shape)
+        graphs._pending.pop(shape, None)
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    graphs.capture_all(512)
+    assert {shape.decodes for shape in captured} == {0, 16, 64}
+    chunk = SimpleNamespace(seq=SimpleNamespace(prompt_logprobs=None), decodes=False)
+    batch = cast(Batch, SimpleNamespace(num_tokens=40, num_decodes=20, chunks=[chunk]))
+    assert graphs.shape_of(batch) == Shape(64, 64)
+    while graphs.capture_next():
+        pass
+    assert graphs.shape_of(batch) == Shape(32, 64)
+    assert len(set(captured)) == len(captured)

@@ -31,6 +31,7 @@ TRACED = (
     "llama-gqa", "mistral-window", "mixtral", "qwen2-window", "qwen3-qknorm", "qwen3-moe", "qwen3-next",
     "qwen3.5", "qwen3.5-moe", "gemma", "gemma2", "gemma3-two-ropes", "phi3",
     "gpt-oss", "granite", "ministral", "olmo2", "olmo3", "cohere", "cohere2", "glm4", "exaone4",
+    "glm4-moe", "llama4",
 )  # fmt: skip
 """A checkpoint of each family."""
 INTERNAL = (

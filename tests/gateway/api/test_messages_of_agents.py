@@ -102,7 +102,7 @@ HISTORY: list[tuple[str, list[Any], list[str], list[str]]] = [
             {"role": "user", "content": "Why?"},
         ],
         ["user hi", "assistant Yes.", "user Why?"],
-        ["messages.content.thinking", "messages.content.redacted_thinking", "messages.content.citations"],
+        ["messages.content.redacted_thinking", "messages.content.citations"],
     ),
     (
         "messages of one role are one turn; empty ones are none",

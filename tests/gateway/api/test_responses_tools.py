@@ -123,7 +123,7 @@ async def test_what_only_another_server_runs_is_left_out_and_named(serving: Serv
         )
         assert reply.status_code == 200, reply.text
         assert set(reply.headers["x-penstock-ignored"].split(", ")) == {
-            "client_metadata", "include.reasoning.encrypted_content", "input.reasoning", "input.web_search_call",
+            "client_metadata", "input.reasoning", "input.web_search_call",
             "reasoning", "text.verbosity", "tools.mcp", "tools.web_search",
         }  # fmt: skip
         assert '"get_weather"' in prompt(running, text)

@@ -34,6 +34,12 @@ def record(device: torch.device, work: Callable[[], tuple[Tensor, Tensor]], pool
         work()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode(), torch.cuda.graph(graph, pool=pool, stream=stream):
-        results = work()
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        # Not `torch.cuda.graph`, which waits for the device and empties the allocator's cache before each capture.
+        # Other threads may use the device meanwhile: adapters and blocks are copied while steps are captured.
+        graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
+        try:
+            results = work()
+        finally:
+            graph.capture_end()
     return Recording(graph, results)

@@ -85,8 +85,12 @@ class GroupedExpertMlp:
         top_k, chosen, gate_up, down = chosen.shape[1], chosen.int(), self.gate_up, self.down
         experts = gate_up.weight.shape[0]
         plan = moe.plan(chosen, experts)
+        choices = top_k
+        if self.router.weight_inputs:  # a row for every choice
+            x, choices = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1), 1
+            weights = torch.ones_like(weights)
         inner = moe.grouped_linear(
-            x, gate_up.weight, plan, top_k, weight_scale=gate_up.scale, bias=gate_up.bias, activation=self.activation
+            x, gate_up.weight, plan, choices, weight_scale=gate_up.scale, bias=gate_up.bias, activation=self.activation
         )
         pairs = moe.grouped_linear(
             inner, down.weight, plan, top_k, weight_scale=down.scale, bias=down.bias, route_weights=weights

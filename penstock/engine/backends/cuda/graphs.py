@@ -128,6 +128,10 @@ class GraphExecutor(EagerExecutor):
         if self.prompt_graphs is not None:
             self.prompt_graphs.capture_all(token_budget)
 
+    @torch.inference_mode()
+    def improve(self) -> bool:
+        return self.prompt_graphs is not None and self.prompt_graphs.capture_next()
+
     def release(self) -> Callable[[], None]:
         sizes = [(graphs, graphs.forget()) for graphs in self._all()]
         shapes = [] if self.prompt_graphs is None else self.prompt_graphs.forget()

@@ -32,8 +32,10 @@ PROMPTS = 8
 """Most prompts in a captured step."""
 TOKENS = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1025, 128))
 """Numbers of prompt tokens that get a graph when nothing else runs."""
-DECODES = (16, 32, 64, 96, 128, 192, 256)
+DECODES = (16, 64, 256)
 """Numbers of decoded tokens beside prompts. Each takes a graph per size below, and capturing takes time at start."""
+DECODES_LATER = (32, 96, 128, 192)
+"""Further ones: captured when there is nothing else to do, and until then padded to the ones above."""
 TOKENS_BESIDE_DECODES = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
 
 
@@ -68,7 +70,7 @@ class Shape:
 def shapes_for(max_rows: int, max_context: int) -> list[Shape]:
     """All shapes, smallest first. The padding must fit into the scratch row's block table."""
     shapes = [Shape(0, tokens) for tokens in TOKENS]
-    for decodes in sorted({min(count, max_rows) for count in DECODES}):
+    for decodes in sorted({min(count, max_rows) for count in (*DECODES, *DECODES_LATER)}):
         shapes += [Shape(decodes, tokens) for tokens in TOKENS_BESIDE_DECODES]
     return sorted((shape for shape in shapes if shape.tokens <= max_context), key=lambda shape: shape.total)
 
@@ -159,6 +161,8 @@ class PromptGraphs:
         self._padding = {"sample_rows": max_rows, "stores": max_rows}
         self._shapes = shapes_for(max_rows, rows.max_context)
         self._captured: dict[Shape, _Captured] = {}
+        self._pending: dict[Shape, None] = {}
+        """To be captured when there is time, largest first."""
         self._pool: Any = None
         # A state per sequence would be advanced by the padding too.
         self._applies = all(isinstance(layer.mixer, Attention) for layer in decoder.layers)
@@ -174,7 +178,8 @@ class PromptGraphs:
         if any(chunk.seq.prompt_logprobs is not None for chunk in chunks[-PROMPTS:]):
             return None
         decodes = batch.num_decodes
-        return next((s for s in self._shapes if s.tokens >= tokens and s.decodes >= decodes), None)
+        pending = self._pending
+        return next((s for s in self._shapes if s.tokens >= tokens and s.decodes >= decodes and s not in pending), None)
 
     def replay(self, packed: Packed, shape: Shape) -> tuple[Tensor, Tensor]:
         """Run a step; logits [samples, vocab] and sampled tokens [samples], valid until the next replay.
@@ -197,15 +202,30 @@ class PromptGraphs:
         captured.graph.replay()
 
     def capture_all(self, token_budget: int) -> None:
-        """Capture every shape that steps of `token_budget` tokens can need, largest first."""
+        """Capture the shapes that steps of `token_budget` tokens can need, largest first; some of them later."""
+        self._pending = {}
         if self._applies:
             for shape in reversed(self._shapes):
-                if shape.tokens <= token_budget:
+                if shape.tokens > token_budget:
+                    continue
+                if shape.decodes in DECODES_LATER:
+                    self._pending[shape] = None
+                else:
                     self.capture(shape)
 
+    def capture_next(self) -> bool:
+        """Capture one of those that were left for later; False when there is none."""
+        if not self._pending:
+            return False
+        self.capture(next(iter(self._pending)))
+        return True
+
     def forget(self) -> list[Shape]:
-        """Drop every graph, because what they read is about to move; their shapes, largest first."""
+        """Drop every graph, because what they read is about to move; the shapes to capture again at once, largest
+        first."""
         shapes = sorted(self._captured, key=lambda shape: -shape.total)
+        self._pending |= {shape: None for shape in shapes if shape.decodes in DECODES_LATER}
+        shapes = [shape for shape in shapes if shape not in self._pending]
         self._captured.clear()
         self._pool = None
         return shapes
@@ -221,6 +241,7 @@ class PromptGraphs:
         self._pool = self._pool or recording.graph.pool()
         captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[shape] = captured
+        self._pending.pop(shape, None)
         return captured
 
     def step(self, inputs: PackedInputs, shape: Shape) -> tuple[Tensor, Tensor]:

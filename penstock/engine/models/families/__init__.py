@@ -25,9 +25,11 @@ from penstock.engine.models.families.gemma import GEMMA
 from penstock.engine.models.families.gemma2 import GEMMA2
 from penstock.engine.models.families.gemma3 import GEMMA3
 from penstock.engine.models.families.glm4 import GLM4
+from penstock.engine.models.families.glm4_moe import GLM4_MOE
 from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.llama import LLAMA
+from penstock.engine.models.families.llama4 import LLAMA4
 from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
@@ -86,6 +88,8 @@ FAMILIES: dict[str, Family] = {
         COHERE,
         COHERE2,
         GLM4,
+        GLM4_MOE,
+        LLAMA4,
         EXAONE4,
     )
 }
@@ -137,18 +141,20 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if heads % kv_heads or head_dim % 2 or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
-    if "delta" not in fields and windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
+    ordinary = "delta" not in fields and not fields.get("chunked")
+    if ordinary and windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
     if "rms_eps" not in fields:
         fields["rms_eps"] = number(raw, "rms_norm_eps")
+    if "ffn_size" not in fields:
+        fields["ffn_size"] = integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None)
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
     return ModelConfig(
         family=family.model_type,
         hidden_size=hidden,
-        ffn_size=integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,

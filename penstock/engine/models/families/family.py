@@ -17,7 +17,7 @@ import numpy as np
 from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
-from penstock.engine.models.model_config import DeltaConfig, MoeConfig
+from penstock.engine.models.model_config import DeltaConfig, MoeConfig, QueryGrowth
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 
@@ -50,6 +50,7 @@ class ConfigFields(TypedDict, total=False):
     attention_softcap: float | None
     delta: DeltaConfig
     embedding_scale: float
+    ffn_size: int
     gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float
@@ -58,6 +59,8 @@ class ConfigFields(TypedDict, total=False):
     moe: MoeConfig
     output_bias: bool
     qk_norm: bool
+    query_growth: QueryGrowth | None
+    unweighted_qk_norm: bool
     qkv_bias: bool
     rms_eps: float
     rope: RopeConfig
@@ -184,6 +187,14 @@ def integer(raw: HFConfig, key: str, default: int | None = None) -> int:
     return value
 
 
+def count(raw: HFConfig, key: str) -> int:
+    """An integer of the configuration, not negative."""
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+        raise CheckpointError(f"config key {key!r} must be an integer, not negative, found {value!r:.80}")
+    return value
+
+
 def number(raw: HFConfig, key: str) -> float:
     value = raw.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -224,22 +235,22 @@ def window_of(raw: HFConfig) -> int | None:
     return window
 
 
-def windows_by_type(raw: HFConfig, window: int | None) -> Windows | None:
+def windows_by_type(raw: HFConfig, window: int | None, local: str = "sliding_attention") -> Windows | None:
     """From `layer_types`, where it is given."""
     kinds = raw.get("layer_types")
     if kinds is None:
         return None
     if not isinstance(kinds, list | tuple):
         raise CheckpointError(f"layer_types must be a list, found {kinds!r:.80}")
-    known: dict[str, int | None] = {"full_attention": None, "attention": None, "sliding_attention": window}
+    known: dict[str, int | None] = {"full_attention": None, "attention": None, local: window}
     unknown = {str(kind) for kind in kinds} - known.keys()
     if unknown or len(kinds) != layer_count(raw):
         raise CheckpointError(
             f"layer_types must name one of {', '.join(known)} for each of {layer_count(raw)} layers, "
             f"found {kinds!r:.80}"
         )
-    if window is None and "sliding_attention" in kinds:
-        raise CheckpointError("layer_types has sliding_attention, but there is no sliding window")
+    if window is None and local in kinds:
+        raise CheckpointError(f"layer_types has {local}, but there is no window")
     return tuple(known[kind] for kind in kinds)
 
 

@@ -52,6 +52,8 @@ class Attention:
     """With an FP8 cache: what this layer's keys and values are divided by when stored."""
     key_smoothing: KeySmoothing | None = None
     """With an int8 cache: how this layer's keys are smoothed there."""
+    query_scales: Tensor | None = None
+    """float32 [positions]: what queries are multiplied by, after the rotation."""
     sinks: Tensor | None = None
     """float32 [heads]: a score of each head that takes part in the softmax and stands for no key."""
 
@@ -77,6 +79,8 @@ class Attention:
             qkv, heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales,
             self.key_smoothing,
         )  # fmt: skip
+        if self.query_scales is not None:
+            q = self._grown(q, batch)
         return self.output(ops.attention(q, heads, batch, k, v, scales, self.sinks))
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
@@ -95,7 +99,13 @@ class Attention:
         q = ops.rope_and_cache(
             qkv, heads, self.cos_sin, batch, k, v, self.q_norm, self.k_norm, self.eps, scales, self.key_smoothing
         )
+        if self.query_scales is not None:
+            q = self._grown(q, batch)
         return ops.attention(q, heads, batch, k, v, scales, self.sinks)
+
+    def _grown(self, q: Tensor, batch: AttentionBatch) -> Tensor:
+        assert self.query_scales is not None
+        return (q * self.query_scales[batch.positions].view(-1, 1, 1)).to(q.dtype)
 
     def _normed(self, qkv: Tensor) -> Tensor:
         norms = self.row_norms

@@ -40,13 +40,17 @@ class Router:
     top_groups: int = 1
     group_score: GroupScore = "best"
     scale: float = 1.0
+    weight_inputs: bool = False
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 [T, top_k] and experts int64 [T, top_k], the best first."""
         logits = self.linear(x).float()
         scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(-1)
-        if self.bias is None and self.groups == 1:
+        if self.bias is None and self.groups == 1 and self.scoring == "softmax":
             weights, experts = scores.topk(self.top_k, dim=-1)
+        elif self.bias is None and self.groups == 1:
+            experts = logits.topk(self.top_k, dim=-1).indices  # sigmoids of large logits are all one
+            weights = scores.gather(1, experts)
         else:
             choice = scores if self.bias is None else scores + self.bias
             if self.groups > 1:
@@ -180,14 +184,17 @@ class ExpertMlp:
         order = chosen.flatten().argsort(stable=True)
         *counts, elsewhere = torch.bincount(chosen.flatten(), minlength=len(self.experts) + 1).tolist()
         order = order[: len(order) - elsewhere]
-        runs = torch.split(x[order // top_k], counts)
+        inputs = x[order // top_k]
+        if self.router.weight_inputs:
+            inputs = (inputs * weights.flatten()[order].unsqueeze(-1)).to(x.dtype)
+        runs = torch.split(inputs, counts)
         outputs = x.new_zeros(len(x) * top_k, x.shape[1])
         if len(order):
             outputs[order] = torch.cat(
                 [expert.forward(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)]
             )
         by_token = outputs.view(len(x), top_k, x.shape[1])
-        return _sum(by_token * weights.to(x.dtype).unsqueeze(-1))
+        return _sum(by_token if self.router.weight_inputs else by_token * weights.to(x.dtype).unsqueeze(-1))
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
         self.experts[slot] = expert

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from penstock.engine.models.model_config import QueryGrowth
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 
@@ -25,6 +26,12 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch
         raise CheckpointError(f"the rope parameters of kind {rope.kind} have no frequencies: {error}") from None
     angles = torch.arange(positions, dtype=torch.float32).unsqueeze(1) * frequencies
     return (torch.cat((angles.cos(), angles.sin()), dim=1) * scale).to(device)
+
+
+def query_scales(growth: QueryGrowth, positions: int, device: torch.device) -> Tensor:
+    """float32 [positions]; see `QueryGrowth`."""
+    periods = ((torch.arange(positions).float() + 1.0) / growth.period).floor()
+    return (periods.log1p() * growth.strength + 1.0).to(device)
 
 
 def _frequencies(rope: RopeConfig, dim: int, positions: int) -> tuple[Tensor, float]:

@@ -144,7 +144,7 @@ class CompactionBlock(Block, tag_field="type", tag="compaction", kw_only=True):
 
 
 Calls = ToolUseBlock | ServerToolUseBlock | McpToolUseBlock
-Dropped = ThinkingBlock | RedactedThinkingBlock | ContainerUploadBlock
+Dropped = RedactedThinkingBlock | ContainerUploadBlock
 """What the model cannot read, or need not read again."""
 ContentBlock = (
     TextBlock

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast, get_args
+
 from msgspec import UNSET
 
 from penstock.gateway.api.anthropic.history import History
@@ -10,7 +12,7 @@ from penstock.gateway.api.anthropic.tools import choice_of, tools_of
 from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.exchange import Exchange
 from penstock.gateway.generation.request_decoder import ignore_advice
-from penstock.gateway.generation.schemas import ChatRequest, JsonSchema, JsonSchemaFormat
+from penstock.gateway.generation.schemas import ChatRequest, Effort, JsonSchema, JsonSchemaFormat, ThinkingOptions
 from penstock.protocol.errors import InvalidRequest
 
 NAMES = (
@@ -20,10 +22,15 @@ NAMES = (
     (r"parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
     (r"stop$", "stop_sequences"),
     (r"continue_final_message", "messages"),
+    (r"reasoning_effort", "output_config.effort"),
 )
 """Parameters that chat requests call differently; see `renamed`."""
-THINKING = "enable_thinking"
-"""The variable with which chat templates are told whether to think."""
+_IGNORED = {
+    "reasoning_effort": "output_config.effort",
+    "messages.reasoning_content": "messages.content.thinking",
+}
+"""The same for what is named as ignored."""
+_EFFORTS = frozenset(get_args(Effort))
 
 
 class ThreadsUnsupported(InvalidRequest):
@@ -63,7 +70,11 @@ def chat_request(exchange: Exchange, request: Conversation) -> ChatRequest:
         parallel_tool_calls=parallel,
         response_format=_format(request),
         continue_final_message=history.messages[-1].role == "assistant" or None,
+        thinking=_thinking(request),
     )
+    effort = None if request.output_config is None else request.output_config.effort
+    if effort in _EFFORTS:
+        chat.reasoning_effort = cast(Effort, effort)
     if isinstance(request, MessagesRequest):
         chat.stop = request.stop_sequences
         chat.temperature, chat.top_k, chat.top_p = request.temperature, request.top_k, request.top_p
@@ -72,15 +83,18 @@ def chat_request(exchange: Exchange, request: Conversation) -> ChatRequest:
     return chat
 
 
-def thinking(exchange: Exchange, request: Conversation, template: str) -> dict[str, bool] | None:
-    """What `thinking` says to a chat template that can be told; else it is advice that is not followed."""
-    if request.thinking is None:
+def _thinking(request: Conversation) -> ThinkingOptions | None:
+    asked = request.thinking
+    if asked is None:
         return None
-    if request.thinking.type in ("enabled", "disabled") and THINKING in template:
-        return {THINKING: request.thinking.type == "enabled"}
-    if request.thinking.type != "disabled":
-        ignore_advice(exchange, "thinking")
-    return None
+    return ThinkingOptions(
+        type="adaptive" if asked.type == "between_tools" else asked.type, budget_tokens=asked.budget_tokens
+    )
+
+
+def rename_ignored(exchange: Exchange) -> None:
+    """What a chat request ignored, in the words of this API."""
+    exchange.ignored[:] = [_IGNORED.get(name, name) for name in exchange.ignored]
 
 
 def _advice(request: Conversation) -> list[str]:
@@ -88,7 +102,8 @@ def _advice(request: Conversation) -> list[str]:
     names = []
     if request.context_management is not None:
         names.append("context_management")
-    if request.output_config is not None and request.output_config.effort is not None:
+    effort = None if request.output_config is None else request.output_config.effort
+    if effort is not None and effort not in _EFFORTS:
         names.append("output_config.effort")
     if request.speed == "fast":
         names.append("speed")

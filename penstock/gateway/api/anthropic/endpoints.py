@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.gateway.accounting.attribution import identify
-from penstock.gateway.api.anthropic.chat_request import NAMES, chat_request, thinking
+from penstock.gateway.api.anthropic.chat_request import NAMES, chat_request, rename_ignored
 from penstock.gateway.api.anthropic.renderer import MessageRenderer
 from penstock.gateway.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from penstock.gateway.app.dialects import renamed
@@ -19,6 +19,7 @@ from penstock.gateway.generation.question import chat_question
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.resumption import asked_for
 from penstock.gateway.generation.sampling import token_limit
+from penstock.gateway.generation.thoughts import plan
 from penstock.gateway.generation.tokenization import (
     check_counted,
     check_size,
@@ -47,12 +48,9 @@ class MessageEndpoints:
         async def answer(attempt: Attempt) -> None:
             attempt.resumption = resumption
             with renamed(NAMES):
-                remote = pipeline.registry.remote(attempt.model) is not None
-                template = "" if remote else pipeline.registry.route(attempt.model).model.text.template_source
-                asked = msgspec.structs.replace(
-                    chat, model=attempt.model, chat_template_kwargs=thinking(exchange, request, template)
-                )
+                asked = msgspec.structs.replace(chat, model=attempt.model)
                 generation = await pipeline.chat(attempt, asked, limit)
+                rename_ignored(exchange)
             renderer = MessageRenderer(generation, exchange.request_id, request)
             await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 
@@ -74,7 +72,8 @@ class MessageEndpoints:
             model = pipeline.permissions.find(exchange, request.model)
             toolbox = toolbox_of(chat, model)
             tools, most = () if toolbox is None else toolbox.tools, most_counted(model)
-            chat.chat_template_kwargs = thinking(exchange, request, model.text.template_source)
+            chat, _ = plan(exchange, chat, model)
+            rename_ignored(exchange)
             options = prompt_options(chat)
             prompt = ChatPrompt(pipeline.tokenization, model, tools, exchange.caller.tenant, most, options)
             async with pipeline.quotas.text_work(exchange, model.base_name, exchange.body_size, only=True) as work:

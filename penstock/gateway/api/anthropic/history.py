@@ -23,6 +23,7 @@ from penstock.gateway.api.anthropic.blocks import (
     SearchResultBlock,
     ServerToolResult,
     TextBlock,
+    ThinkingBlock,
     ToolReferenceBlock,
     ToolResultBlock,
 )
@@ -67,6 +68,7 @@ class History:
             return
         texts: list[str] = []
         made: list[ToolCall] = []
+        thoughts: list[str] = []
         for index, block in enumerate(content):
             here = f"{at}.content[{index}]"
             if isinstance(block, ToolResultBlock):
@@ -79,26 +81,32 @@ class History:
             elif isinstance(block, ServerToolResult):
                 _belongs(message, "assistant", "Results of tools that a server ran", here)
                 self._answers(block.tool_use_id, here)
-                self._say(message.role, "".join(texts), made)
-                texts, made = [], []
+                self._say(message.role, "".join(texts), made, thoughts)
+                texts, made, thoughts = [], [], []
                 self.messages.append(
                     ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_server_text(block))
                 )
+            elif isinstance(block, ThinkingBlock):
+                _belongs(message, "assistant", "Thoughts", here)
+                thoughts.append(block.thinking)
             else:
                 texts.append(self._text(block, here))
         if made or any(texts) or (message.role == "user" and self._silent):
-            self._say(message.role, "".join(texts), made)
+            self._say(message.role, "".join(texts), made, thoughts)
 
     @property
     def _silent(self) -> bool:
         """Whether nobody but the assistant has said anything since its last turn, so that an empty text is a turn."""
         return not self.messages or self.messages[-1].role in ("assistant", "system")
 
-    def _say(self, role: Any, text: str, calls: Sequence[ToolCall] = ()) -> None:
+    def _say(self, role: Any, text: str, calls: Sequence[ToolCall] = (), thoughts: Sequence[str] = ()) -> None:
         """Adds to the turn of the same role, or begins one."""
         last = self.messages[-1] if self.messages else None
-        if last is None or last.role != role or last.tool_calls:
-            self.messages.append(ChatMessage(role=role, content=text, tool_calls=list(calls) or None))
+        thought = BETWEEN.join(filter(None, thoughts)) or None
+        if last is None or last.role != role or last.tool_calls or thought:
+            self.messages.append(
+                ChatMessage(role=role, content=text, tool_calls=list(calls) or None, reasoning_content=thought)
+            )
             return
         assert isinstance(last.content, str)
         last.content = BETWEEN.join(filter(None, (last.content, text)))

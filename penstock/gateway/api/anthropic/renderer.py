@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +35,8 @@ class MessageRenderer(Renderer):
         self._parts: list[str] = []
         """Of the open block: text, or the JSON of a call's input."""
         self._last: Piece | None = None
+        self._omitted = request.thinking is not None and request.thinking.display == "omitted"
+        """Whether thoughts are signed, but not shown."""
         self._head: dict[str, Any] = {
             "id": f"msg_{generation.id}",
             "type": "message",
@@ -69,7 +73,10 @@ class MessageRenderer(Renderer):
             if self._open is None or self._open["type"] != "thinking":
                 yield from self._close()
                 yield self._start({"type": "thinking", "thinking": "", "signature": ""})
-            yield self._delta("thinking_delta", "thinking", piece.reasoning)
+            if self._omitted:
+                self._parts.append(piece.reasoning)
+            else:
+                yield self._delta("thinking_delta", "thinking", piece.reasoning)
         if piece.text:
             if self._open is None or self._open["type"] != "text":
                 yield from self._close()
@@ -102,8 +109,13 @@ class MessageRenderer(Renderer):
         if block is None:
             return
         text = "".join(self._parts)
-        if block["type"] in ("text", "thinking"):
-            block[block["type"]] = text
+        if block["type"] == "text":
+            block["text"] = text
+        elif block["type"] == "thinking":
+            block["thinking"] = "" if self._omitted else text
+            block["signature"] = signature(text)
+            delta = {"type": "signature_delta", "signature": block["signature"]}
+            yield {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
         else:
             block["input"] = _input(text)
         self._open = None
@@ -132,8 +144,14 @@ class MessageRenderer(Renderer):
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": self._generation.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": self._generation.reasoning_tokens},
             "service_tier": "standard",
         }
+
+
+def signature(thought: str) -> str:
+    """Clients expect one and send it back; a thought is taken as it comes, so it protects nothing."""
+    return base64.b64encode(hashlib.sha256(thought.encode()).digest()).decode()
 
 
 def _input(text: str) -> dict[str, Any]:

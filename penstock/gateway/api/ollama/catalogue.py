@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import PenstockError
 from penstock.gateway.generation.model_routes import Routes
 from penstock.gateway.generation.permissions import Permissions
+from penstock.gateway.generation.thoughts import style_of
 from penstock.identity import Caller
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry, ServedModel
@@ -121,6 +122,8 @@ class Catalogue:
                 f"{family}.vocab_size": shape.vocab,
             }
         capabilities = ["completion", *(["tools"] if model.text.has_chat_template else [])]
+        if style_of(model) is not None:
+            capabilities.append("thinking")
         shown = _shown(await self._details(model), about, capabilities, model.created)
         shown["template"] = model.text.template_source
         return shown

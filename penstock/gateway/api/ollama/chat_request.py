@@ -132,12 +132,6 @@ def _images(param: str) -> InvalidRequest:
 
 
 def _sample(chat: ChatRequest | CompletionRequest, request: Answered) -> None:
-    if request.think not in (None, False):
-        raise InvalidRequest(
-            f"`{request.model}` does not support thinking; leave `think` out.",
-            param="think",
-            code="unsupported_parameter",
-        )
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("`top_logprobs` needs `logprobs: true`.", param="top_logprobs")
     if request.format == "json":
@@ -152,6 +146,23 @@ def _sample(chat: ChatRequest | CompletionRequest, request: Answered) -> None:
     chat.typical_p = options.typical_p
     if options.repeat_last_n != 0:
         chat.repetition_penalty = options.repeat_penalty
+
+
+def no_thoughts(request: Answered) -> InvalidRequest:
+    """For a model that does not think."""
+    return InvalidRequest(
+        f"`{request.model}` does not support thinking; leave `think` out.",
+        param="think",
+        code="unsupported_parameter",
+    )
+
+
+def think(chat: ChatRequest, request: Answered) -> None:
+    """Tell a model that thinks whether, or how much."""
+    if isinstance(request.think, bool):
+        chat.enable_thinking = request.think
+    else:
+        chat.reasoning_effort = request.think
 
 
 class _History:
@@ -171,6 +182,8 @@ class _History:
         if message.images:
             raise _images(f"{at}.images")
         turned = ChatMessage(role=role, content=message.content or "")  # type: ignore[arg-type]
+        if role == "assistant":
+            turned.thinking = message.thinking
         if role == "tool":
             turned.tool_call_id = self._answered(message, at)
         elif message.tool_calls:

@@ -13,8 +13,10 @@ from penstock.gateway.api.ollama.chat_request import (
     asked_tokens,
     chat_request,
     completion_request,
+    no_thoughts,
     note_advice,
     prompt_request,
+    think,
 )
 from penstock.gateway.api.ollama.renderer import RecordRenderer, nanoseconds, now
 from penstock.gateway.api.ollama.schemas import (
@@ -35,13 +37,12 @@ from penstock.gateway.generation.question import chat_question, prompt_question
 from penstock.gateway.generation.request_decoder import RequestDecoder
 from penstock.gateway.generation.sampling import TokenLimit, token_limit
 from penstock.gateway.generation.schemas import ChatRequest, EmbeddingsRequest
+from penstock.gateway.generation.thoughts import style_of
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ServedModel
 
 API_VERSION = "0.32.0"
 """The version of Ollama whose API this is: clients look at it before they use newer parts."""
-THINKING = "enable_thinking"
-"""The variable by which chat templates of models that think are told not to."""
 _chat = RequestDecoder(OllamaChatRequest)
 _generate = RequestDecoder(OllamaGenerateRequest)
 _embed = RequestDecoder(OllamaEmbedRequest)
@@ -83,8 +84,9 @@ class OllamaEndpoints:
         pipeline = self._pipeline
         limit = self._limit(request)
         model = self._catalogue.model(exchange.caller, name)
-        if request.think is False and model is not None and THINKING in model.text.template_source:
-            asked.chat_template_kwargs = {THINKING: False}
+        if request.think not in (None, False) and model is not None and style_of(model) is None:
+            raise no_thoughts(request)
+        think(asked, request)
 
         async def answer(attempt: Attempt) -> None:
             ready = model is None or model.backend.ready
@@ -99,6 +101,8 @@ class OllamaEndpoints:
     ) -> None:
         pipeline = self._pipeline
         limit = self._limit(request)
+        if request.think not in (None, False):
+            raise no_thoughts(request)
         asked = completion_request(exchange, request)
         prompt = request.prompt or ""
 

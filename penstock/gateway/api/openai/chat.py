@@ -15,6 +15,7 @@ from penstock.gateway.api.openai.chat_store import ChatStore
 from penstock.gateway.api.openai.stored_chat import Keep, StoringRenderer, keeper
 from penstock.gateway.app.decoding import given, not_supported
 from penstock.gateway.app.exchange import Exchange, encode_json
+from penstock.gateway.generation import thoughts as reasoning
 from penstock.gateway.generation.assistant_message import merge_calls
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
@@ -167,6 +168,7 @@ class ChatRenderer(StepsRenderer):
         self._prompt_top = request.prompt_logprobs
         self._ids = bool(request.return_token_ids)
         self._as_ids = bool(request.return_tokens_as_token_ids)
+        self._thoughts = not reasoning.asked(request).hidden
         self._echoed = continued_text(request) if request.echo else ""
         self._usage = bool(request.stream_options and request.stream_options.include_usage)
         self._continuous = bool(request.stream_options and request.stream_options.continuous_usage_stats)
@@ -198,7 +200,7 @@ class ChatRenderer(StepsRenderer):
         data = b""
         self._recorder.add(piece)
         ids = piece.token_ids
-        if piece.reasoning:
+        if piece.reasoning and self._thoughts:
             data += self._chunk(piece.index, {"reasoning_content": piece.reasoning})
         if piece.text or piece.tokens:
             if not piece.tokens and ids is None:
@@ -245,7 +247,7 @@ class ChatRenderer(StepsRenderer):
                 "refusal": None,
                 "annotations": self._annotations(parts),
             }
-            if thoughts := "".join(part.reasoning for part in parts):
+            if self._thoughts and (thoughts := "".join(part.reasoning for part in parts)):
                 message["reasoning_content"] = thoughts
             if calls := [call for part in parts for call in part.calls or ()]:
                 message["content"] = message["content"] or None

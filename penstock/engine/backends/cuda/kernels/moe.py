@@ -84,6 +84,9 @@ def _route_kernel(
         p = tl.exp(x - tl.max(x, axis=0))
         whole = tl.sum(p, axis=0)
     choice = p
+    BY_LOGIT: tl.constexpr = SIGMOID and not BIAS and GROUPS == 1
+    if BY_LOGIT:
+        choice = x  # sigmoids of large logits are all one
     if BIAS:
         # Scores and corrections are of one size: softmax scores must be what they are before they are corrected.
         choice = p / whole + tl.load(bias_ptr + e, mask=e < EXPERTS, other=0.0)
@@ -111,7 +114,7 @@ def _route_kernel(
     for turn in tl.static_range(TOP_K):
         expert = tl.argmax(left, axis=0)
         weight = tl.max(left, axis=0)
-        if BIAS or GROUPS > 1:
+        if BIAS or GROUPS > 1 or BY_LOGIT:
             # Nothing is left in the groups: the rest are visits without weight.
             weight = tl.where(weight == float("-inf"), 0.0, tl.sum(tl.where(e == expert, p, 0.0), axis=0))
         best = tl.where(i == turn, weight, best)

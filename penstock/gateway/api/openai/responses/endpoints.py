@@ -16,9 +16,16 @@ from penstock.gateway.api.openai.responses.input_items import (
     conversation_of,
     kind_of,
     reference_of,
+    rename_ignored,
 )
 from penstock.gateway.api.openai.responses.renderer import ResponseRenderer, StoreResponse
-from penstock.gateway.api.openai.responses.schemas import LOGPROBS, UNSUPPORTED, InputTokensRequest, ResponsesRequest
+from penstock.gateway.api.openai.responses.schemas import (
+    LOGPROBS,
+    SEALED,
+    UNSUPPORTED,
+    InputTokensRequest,
+    ResponsesRequest,
+)
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore, Sees
 from penstock.gateway.api.openai.responses.stored import store_reached
 from penstock.gateway.api.openai.responses.tools import OfferedTools
@@ -71,7 +78,7 @@ class ResponseEndpoints:
         identify(exchange, request.user or request.safety_identifier, request.metadata)
         _check(request, can_store=self._store.enabled)
         for name in request.include or ():
-            if name != LOGPROBS:  # other items that could be included are never made here
+            if name not in (LOGPROBS, SEALED):  # other items that could be included are never made here
                 ignore_advice(exchange, f"include.{name}")
         asked, param = request.max_output_tokens, "max_output_tokens"
         if asked is None and request.max_tokens:
@@ -100,6 +107,7 @@ class ResponseEndpoints:
                 with renamed(_NAMES):
                     chat = chat_request(msgspec.structs.replace(request, model=attempt.model), said, tools)
                     generation = await pipeline.chat(attempt, chat, limit, turn)
+                    rename_ignored(exchange)
                 renderer = ResponseRenderer(request, tools, generation, turn.recorder(attempt, generation), store)
                 await pipeline.respond(attempt, generation, renderer, stream=bool(request.stream))
 

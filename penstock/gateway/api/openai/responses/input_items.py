@@ -23,11 +23,13 @@ from penstock.gateway.api.openai.responses.schemas import (
     PatchCallItem,
     PatchOutputItem,
     PlainText,
+    ReasoningItem,
     ReferenceItem,
     Refusal,
     ResponsesRequest,
     ShellOutputItem,
 )
+from penstock.gateway.api.openai.responses.sealed_thought import opened
 from penstock.gateway.api.openai.responses.tools import OfferedTools, qualified
 from penstock.gateway.app.decoding import decode
 from penstock.gateway.app.exchange import Exchange, encode_json
@@ -37,7 +39,7 @@ from penstock.protocol.errors import InvalidRequest
 from penstock.tools import free_text
 
 FOREIGN = frozenset(
-    ("reasoning", "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call")
+    ("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call")
     + ("computer_call", "computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request")
     + ("mcp_approval_response", "compaction", "tool_search_call", "tool_search_output", "program", "program_output")
     + ("configuration_update",)
@@ -60,12 +62,18 @@ _call = RequestDecoder(CallItem)
 _custom_call = RequestDecoder(CustomCallItem)
 _action_call = RequestDecoder(ActionCallItem)
 _patch_call = RequestDecoder(PatchCallItem)
+_reasoning = RequestDecoder(ReasoningItem)
 _output = RequestDecoder(CallOutputItem)
 _local_shell_output = RequestDecoder(LocalShellOutputItem)
 _shell_output = RequestDecoder(ShellOutputItem)
 _patch_output = RequestDecoder(PatchOutputItem)
 SHARED = frozenset(Sampling.__struct_fields__) - {"max_tokens", "n", "stream", "stream_options", "response_format"}
 """Parameters that mean the same in chat completions and are passed on as they are."""
+THINKING = (
+    *("reasoning", "reasoning_effort", "enable_thinking", "thinking_budget", "max_reasoning_tokens"),
+    "chat_template_kwargs",
+)
+"""The same, as far as only chats have them."""
 
 
 def chat_request(request: ResponsesRequest, conversation: list[ChatMessage], tools: OfferedTools) -> ChatRequest:
@@ -85,7 +93,15 @@ def chat_request(request: ResponsesRequest, conversation: list[ChatMessage], too
         logprobs=LOGPROBS in (request.include or ()),
         top_logprobs=request.top_logprobs,
         rag=request.rag,
+        **{name: getattr(request, name) for name in THINKING},
     )
+
+
+def rename_ignored(exchange: Exchange) -> None:
+    """What a chat request ignored, in the words of this API."""
+    exchange.ignored[:] = [
+        "input.reasoning" if name == "messages.reasoning_content" else name for name in exchange.ignored
+    ]
 
 
 def kind_of(raw: msgspec.Raw, at: str) -> str:
@@ -132,10 +148,13 @@ class _ItemReader:
         self.messages = list(earlier)
         self._known = {call.id for message in earlier for call in message.tool_calls or ()}
         self._calls = set(self._known)
+        self._thought = ""
+        """What was thought before the next item of the assistant."""
         self._ids: dict[str, str] = {}
         """Ids of calls by the ids of their items."""
         self.kinds: dict[str, Callable[[msgspec.Raw, str], None]] = {
             "message": self._message,
+            "reasoning": self._reasoning,
             "function_call": self._function_call,
             "function_call_output": self._output,
             "custom_tool_call": self._custom_call,
@@ -151,7 +170,21 @@ class _ItemReader:
 
     def _message(self, raw: msgspec.Raw, at: str) -> None:
         message = _message(self._exchange, raw, at)
-        self.messages.append(ChatMessage(role=message.role, content=_text(message.content)))
+        thought = self._take_thought() if message.role == "assistant" else None
+        self.messages.append(ChatMessage(role=message.role, content=_text(message.content), reasoning_content=thought))
+
+    def _reasoning(self, raw: msgspec.Raw, at: str) -> None:
+        item = _reasoning(self._exchange, raw, at)
+        parts = (part.get("text") for part in item.content or ())
+        thought = "".join(part for part in parts if isinstance(part, str)) or opened(item.encrypted_content)
+        if thought:
+            self._thought = "\n\n".join(filter(None, (self._thought, thought)))
+        elif item.encrypted_content:
+            ignore_advice(self._exchange, "input.reasoning")
+
+    def _take_thought(self) -> str | None:
+        thought, self._thought = self._thought, ""
+        return thought or None
 
     def _additional_tools(self, raw: msgspec.Raw, at: str) -> None:
         self._tools.add(_additional_tools(self._exchange, raw, at).tools, f"{at}.tools")
@@ -181,7 +214,8 @@ class _ItemReader:
         if call_id in self._known:  # sent again before its result
             return
         self._calls.add(call_id)
-        add_call(self.messages, ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments)))
+        call = ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))
+        add_call(self.messages, call, self._take_thought())
 
     # --- results
 
@@ -210,10 +244,10 @@ class _ItemReader:
         self.messages.append(ChatMessage(role="tool", tool_call_id=call_id, content=text))
 
 
-def add_call(messages: list[ChatMessage], call: ToolCall) -> None:
-    """Add a call to the last message of the assistant, or as a new one."""
-    if not messages or messages[-1].role != "assistant":
-        messages.append(ChatMessage(role="assistant"))
+def add_call(messages: list[ChatMessage], call: ToolCall, thought: str | None = None) -> None:
+    """Add a call to the last message of the assistant, or as a new one: a thought before it begins one."""
+    if not messages or messages[-1].role != "assistant" or thought:
+        messages.append(ChatMessage(role="assistant", reasoning_content=thought))
     last = messages[-1]
     messages[-1] = msgspec.structs.replace(last, tool_calls=[*(last.tool_calls or ()), call])
 

@@ -16,7 +16,8 @@ from penstock.gateway.api.openai.responses.input_items import add_call
 from penstock.gateway.api.openai.responses.item_ids import output_id
 from penstock.gateway.api.openai.responses.output_calls import CallWriter, Event, call_writer
 from penstock.gateway.api.openai.responses.replay import encode_event
-from penstock.gateway.api.openai.responses.schemas import ResponsesRequest
+from penstock.gateway.api.openai.responses.schemas import SEALED, ResponsesRequest
+from penstock.gateway.api.openai.responses.sealed_thought import sealed
 from penstock.gateway.api.openai.responses.tools import OfferedTools
 from penstock.gateway.app.exchange import encode_json
 from penstock.gateway.generation.base import Generation
@@ -63,6 +64,8 @@ class ResponseRenderer(Renderer):
         self._annotations: list[dict[str, Any]] = []
         """Of the open message."""
         self._top = request.top_logprobs or 0
+        self._sealed = SEALED in (request.include or ())
+        self._hidden = request.reasoning is not None and bool(request.reasoning.exclude)
         self._last: Piece | None = None
         self._body = b""
         self._head = _head(request, generation, stored=store is not None)
@@ -110,7 +113,7 @@ class ResponseRenderer(Renderer):
 
     def _steps(self, piece: Piece) -> Iterator[Event]:
         self._recorder.add(piece)
-        if piece.reasoning:
+        if piece.reasoning and not self._hidden:
             yield from self._think(piece.reasoning)
         speaking = self._open is not None and self._open["type"] == "message"
         if piece.text or (piece.tokens and speaking):
@@ -152,6 +155,8 @@ class ResponseRenderer(Renderer):
             yield from self._close("completed")
             item = {"type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
             yield self._add({"id": self._item_id("rs"), **item})
+            part = {"type": "reasoning_text", "text": ""}
+            yield "response.content_part.added", {**self._place(), "content_index": 0, "part": part}
         self._parts.append(text)
         yield "response.reasoning_text.delta", {**self._place(), "content_index": 0, "delta": text}
 
@@ -188,7 +193,10 @@ class ResponseRenderer(Renderer):
             yield "response.content_part.done", {**place, "content_index": 0, "part": part}
         elif item["type"] == "reasoning":
             item["content"] = [{"type": "reasoning_text", "text": text}]
+            if self._sealed:
+                item["encrypted_content"] = sealed(text)
             yield "response.reasoning_text.done", {**place, "content_index": 0, "text": text}
+            yield "response.content_part.done", {**place, "content_index": 0, "part": item["content"][0]}
         else:
             assert self._call is not None
             for name, fields in self._call.finish():
@@ -236,13 +244,18 @@ class ResponseRenderer(Renderer):
     def _messages(self) -> list[ChatMessage]:
         """The output as the next turn's conversation has it."""
         said: list[ChatMessage] = []
+        thought: str | None = None
         for item in self._output:
-            if item["type"] == "message":
+            if item["type"] == "message":  # behind an answer, its thought is no part of a conversation
                 said.append(ChatMessage(role="assistant", content=item["content"][0]["text"]))
-            elif item["type"] != "reasoning":  # thoughts are no part of a conversation
+                thought = None
+            elif item["type"] == "reasoning":
+                thought = item["content"][0]["text"]
+            else:
                 call = self._calls[item["id"]]
                 function = FunctionCall(name=call.name, arguments=call.arguments or "{}")
-                add_call(said, ToolCall(id=item["call_id"], function=function))
+                add_call(said, ToolCall(id=item["call_id"], function=function), thought)
+                thought = None
         return said
 
 
@@ -271,7 +284,10 @@ def _head(request: ResponsesRequest, generation: Generation, *, stored: bool) ->
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {
+            "effort": request.reasoning_effort or (request.reasoning and request.reasoning.effort),
+            "summary": None,
+        },
         "safety_identifier": request.safety_identifier,
         "service_tier": "default" if tier == "auto" else tier,
         "store": stored,

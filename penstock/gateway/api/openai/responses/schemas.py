@@ -10,6 +10,7 @@ from penstock.gateway.app.decoding import Unsupported
 from penstock.gateway.generation.schemas import (
     INT64,
     ChoiceFormat,
+    Effort,
     FunctionDefinition,
     GrammarFormat,
     JsonObjectFormat,
@@ -18,15 +19,19 @@ from penstock.gateway.generation.schemas import (
     Name,
     NamedConversation,
     RagRequest,
+    ReasoningOptions,
     RegexFormat,
     ResponseFormat,
     Sampling,
     SessionId,
     TextFormat,
+    ThoughtTokens,
 )
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` asks for to get log-probabilities."""
+SEALED = "reasoning.encrypted_content"
+"""The same for thoughts in a form that is only sent back."""
 Status = Literal["in_progress", "completed", "incomplete"]
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -100,6 +105,17 @@ class PatchCallItem(Item, kw_only=True):
 
     call_id: Name
     operation: dict[str, Any]
+
+
+class ReasoningItem(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the model thought before the next item."""
+
+    type: str
+    id: str | None = None
+    status: Status | None = None
+    summary: list[dict[str, Any]] | None = None
+    content: list[dict[str, Any]] | None = None
+    encrypted_content: str | None = None
 
 
 class CallOutputItem(Item, kw_only=True):
@@ -227,6 +243,13 @@ class ResponsesRequest(Sampling, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=32)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    reasoning: ReasoningOptions | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: ThoughtTokens | None = None
+    max_reasoning_tokens: ThoughtTokens | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    """Extensions: as in chat completions."""
     background: bool | None = None
     access_programs: Unsupported = UNSET
     image: Unsupported = UNSET

@@ -1,0 +1,257 @@
+"""How much a model thinks before its answer, and how its thoughts are told from it.
+
+Requests say it in many words (`reasoning_effort`, `reasoning`, `thinking`, `enable_thinking`, `thinking_budget` and
+others); `asked` reads all of them. Where the chat template has a variable for it, the template is told; what it has no
+word for becomes a budget: the engine closes a thought that has used it up, and the answer follows. A model that does
+not think cannot be told to: then they are advice, named in `x-penstock-ignored`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import msgspec
+from msgspec import Struct
+
+from penstock.engine.request import SamplingParams, Thought
+from penstock.gateway.app.exchange import Exchange
+from penstock.gateway.generation.chat_messages import thought_of
+from penstock.gateway.generation.request_decoder import ignore_advice
+from penstock.gateway.generation.schemas import ChatRequest, Effort
+from penstock.protocol.errors import InvalidRequest
+from penstock.routing.registry import ServedModel
+from penstock.text import TextModel
+from penstock.text.thought_splitter import State, ThoughtSplitter, continued_state, prompt_state
+from penstock.text.thought_styles import ReasoningSetting, ThoughtStyle, choose
+from penstock.tools.channels import ChannelSplitter, ChannelTokens
+from penstock.tools.toolbox import Toolbox
+
+EFFORT_BUDGETS: Mapping[Effort, int | None] = {
+    "none": 0,
+    "minimal": 256,
+    "low": 1024,
+    "medium": 8192,
+    "high": None,
+    "xhigh": None,
+    "max": None,
+}
+"""Tokens of a thought, for templates that have no variable for the effort; None: any number."""
+_TEMPLATE_EFFORTS: Mapping[Effort, str] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+"""What gpt-oss, which knows low, medium and high, is told instead."""
+EFFORT = "reasoning_effort"
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which chat templates are told whether to think."""
+_BUDGETS = ("thinking_budget", "thinking_token_budget", "max_reasoning_tokens")
+PARAMETERS = (EFFORT, "reasoning", "thinking", "enable_thinking", *_BUDGETS)
+_MESSAGE_FIELDS = ("reasoning_content", ".thinking", "'thinking'")
+"""How chat templates name the thought of a message."""
+_BEGIN_SPACES = ("", "\n", "\n\n", " ")
+"""White space that models put before the beginning of a thought."""
+
+
+class Asked(Struct, frozen=True):
+    """What a request says about thinking."""
+
+    names: tuple[str, ...] = ()
+    """The parameters that say it."""
+    enabled: bool | None = None
+    effort: Effort | None = None
+    budget: int | None = None
+    hidden: bool = False
+    """The client does not want to see thoughts."""
+
+
+def asked(request: ChatRequest) -> Asked:
+    """A 400 where two parameters contradict each other."""
+    names = tuple(name for name in PARAMETERS if getattr(request, name) is not None)
+    hidden = request.include_reasoning is False or bool(request.reasoning is not None and request.reasoning.exclude)
+    if not names:
+        return Asked(hidden=hidden)
+    reasoning, thinking = request.reasoning, request.thinking
+    effort = _one({EFFORT: request.reasoning_effort, "reasoning.effort": reasoning and reasoning.effort})
+    budget = _one(
+        {
+            **{name: getattr(request, name) for name in _BUDGETS},
+            "reasoning.max_tokens": reasoning and reasoning.max_tokens,
+            "thinking.budget_tokens": thinking and thinking.budget_tokens,
+        }
+    )
+    enabled = _one(
+        {
+            "enable_thinking": request.enable_thinking,
+            "thinking.type": None if thinking is None else {"enabled": True, "disabled": False}.get(thinking.type),
+            "reasoning.enabled": reasoning and reasoning.enabled,
+        }
+    )
+    if enabled is None and effort is not None:
+        enabled = effort != "none"
+    return Asked(names, enabled, effort, budget, hidden)
+
+
+def _one(given: Mapping[str, Any]) -> Any:
+    """The value that was given, under whichever name."""
+    found = {name: value for name, value in given.items() if value is not None}
+    if len(set(found.values())) > 1:
+        *_, name, other = found
+        raise InvalidRequest(f"`{name}` and `{other}` differ; send one of them.", param=other)
+    return next(iter(found.values()), None)
+
+
+class Plan(Struct, frozen=True):
+    """How a model answers one request."""
+
+    style: ThoughtStyle
+    budget: int | None = None
+
+
+def style_of(model: ServedModel, template: str = "") -> ThoughtStyle | None:
+    """How a model marks its thoughts; None: it has none, as far as is known. `template`: of the request."""
+    style = choose(cast(ReasoningSetting, model.reasoning), template or model.text.template_source)
+    if style is not None and style.channels and not ChannelTokens(model.text).complete:
+        return None
+    return style
+
+
+def plan(exchange: Exchange, request: ChatRequest, model: ServedModel) -> tuple[ChatRequest, Plan | None]:
+    """The request with what the chat template is told, and how thoughts are treated; None: the model has none."""
+    wanted = asked(request)
+    source = request.chat_template or model.text.template_source
+    if any(map(thought_of, request.messages)) and not any(name in source for name in _MESSAGE_FIELDS):
+        exchange.ignored.append("messages.reasoning_content")
+    style = style_of(model, request.chat_template or "")
+    if not wanted.names:
+        return request, None if style is None else Plan(style, model.thinking_budget)
+    template = model.text.other_template(request.chat_template) if request.chat_template else None
+    names = model.text.template_names if template is None else template.names
+    told, budget = _told(wanted, style, names)
+    if told:
+        kwargs = {**told, **(request.chat_template_kwargs or {})}
+        request = msgspec.structs.replace(request, chat_template_kwargs=kwargs)
+    if style is not None:
+        if budget is None and wanted.effort is None:
+            budget = model.thinking_budget
+        return request, Plan(style, budget)
+    for name in wanted.names:
+        # What cannot think need not be told not to.
+        if wanted.enabled is not False and (not told or name in _BUDGETS):
+            ignore_advice(exchange, name)
+    return request, None
+
+
+def _told(wanted: Asked, style: ThoughtStyle | None, names: Collection[str]) -> tuple[dict[str, Any], int | None]:
+    """Variables for the chat template, and the budget for what it has no variable for."""
+    told: dict[str, Any] = {}
+    budget = wanted.budget
+    switch = next((name for name in SWITCHES if name in names), None)
+    if switch is not None and wanted.enabled is not None:
+        told[switch] = wanted.enabled
+    elif wanted.enabled is False:
+        budget = 0
+    if wanted.effort is not None and EFFORT in names:
+        mapped = _TEMPLATE_EFFORTS.get(wanted.effort, wanted.effort)
+        told[EFFORT] = mapped if style is not None and style.channels else wanted.effort
+    elif wanted.effort is not None and budget is None and wanted.enabled is not False:
+        budget = EFFORT_BUDGETS[wanted.effort]
+    return told, budget
+
+
+class ThoughtReading(Struct, frozen=True):
+    """How the tokens of an answer are read."""
+
+    style: ThoughtStyle
+    text: TextModel
+    state: State
+    prompt: list[int]
+    names: frozenset[str] = frozenset()
+    """The offered functions."""
+    ends: tuple[int, ...] | None = None
+    """Tokens that end an answer; None: the usual ones."""
+
+    def splitter(self) -> ThoughtSplitter | ChannelSplitter:
+        if not self.style.channels:
+            return ThoughtSplitter(self.style, self.text, self.state)
+        splitter = ChannelSplitter(ChannelTokens(self.text), self.names)
+        splitter.prepare(self.text, self.prompt)
+        return splitter
+
+
+def reading(
+    plan: Plan, text: TextModel, prompt: list[int], toolbox: Toolbox | None, continued: str | None
+) -> ThoughtReading:
+    """`continued`: the beginning of the answer, if the prompt has it."""
+    style = plan.style
+    if style.channels:
+        names = frozenset[str]() if toolbox is None else frozenset(tool.name for tool in toolbox.allowed)
+        ends = ChannelTokens(text).stops(text.eos_token_ids)
+        found = ThoughtReading(style, text, "before", prompt[-64:], names, ends)
+        splitter = found.splitter()
+        return msgspec.structs.replace(
+            found, state="thinking" if splitter.thinking else "answer" if splitter.answering else "before"
+        )
+    state = prompt_state(style, text, prompt)
+    if continued is not None:
+        state = continued_state(style, continued, state)
+    return ThoughtReading(style, text, state, [])
+
+
+def with_thought(params: SamplingParams, plan: Plan, found: ThoughtReading) -> SamplingParams:
+    """The parameters with what the engine has to know of the thought: nothing, if it may go on for ever and nothing is
+    asked of the answer."""
+    style, text = found.style, found.text
+    usual = set(text.eos_token_ids)
+    if found.ends is not None and usual <= set(params.stop_token_ids):
+        more = tuple(id for id in params.stop_token_ids if id not in usual)
+        params = replace(params, stop_token_ids=tuple(dict.fromkeys((*found.ends, *more))))
+    if found.state == "answer" or (plan.budget is None and not params.grammar):
+        return params
+    if style.channels:
+        return replace(params, thought=_channel_thought(text, plan, found, bool(params.grammar)))
+    # With a grammar a thought begins at once: white space might belong to the answer.
+    spaces = ("",) if params.grammar else _BEGIN_SPACES
+    begins = dict.fromkeys(_ids(text, space + mark) for mark in style.begin for space in spaces)
+    end = style.end[0]
+    return replace(
+        params,
+        thought=Thought(
+            end=tuple(dict.fromkeys(ids for mark in style.end for ids in _spellings(text, mark))),
+            begin=() if found.state == "thinking" else tuple(begins),
+            close=_ids(text, f"{style.before_end}{end}{style.after_end}{style.answer_begin}"),
+            budget=plan.budget,
+        ),
+    )
+
+
+def _channel_thought(text: TextModel, plan: Plan, found: ThoughtReading, constrained: bool) -> Thought:
+    """Behind a thought, an answer with a grammar begins its next message at once; see `Toolbox.channel_grammar`."""
+    ids = ChannelTokens(text).ids
+    assistant, analysis, final = (_ids(text, word) for word in ("assistant", "analysis", "final"))
+    begin = (ids["channel"], *analysis, ids["message"])
+    over, next_message = (ids["end"],), (ids["start"], *assistant)
+    thinking = found.state == "thinking"
+    return Thought(
+        end=(over,),
+        begin=() if thinking or constrained else (begin,),
+        opening=begin if constrained and not thinking else (),
+        after=next_message if constrained else (),
+        close=over if constrained else (*over, *next_message, ids["channel"], *final, ids["message"]),
+        budget=plan.budget,
+    )
+
+
+def _ids(text: TextModel, spelled: str) -> tuple[int, ...]:
+    """The tokens of marks and what is around them; control tokens count."""
+    return tuple(text.encode(spelled, add_special_tokens=False))
+
+
+def _spellings(text: TextModel, mark: str) -> list[tuple[int, ...]]:
+    """The tokens of a mark; of one that is no token of its own, also where it follows white space or a full stop."""
+    alone = _ids(text, mark)
+    if len(alone) == 1:
+        return [alone]
+    found = [alone]
+    for before in ("\n", "\n\n", " ", ".", ".\n", ".\n\n"):
+        head, both = _ids(text, before), _ids(text, before + mark)
+        found.append(both[len(head) :] if both[: len(head)] == head else both)
+    return found

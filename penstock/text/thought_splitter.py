@@ -1,0 +1,198 @@
+"""Splits what a model writes into its thought and its answer, token by token.
+
+Marks that are tokens of the vocabulary are recognised by their ids, so that text which merely spells them is no mark;
+others are found in the text. Invariants: what is split off does not depend on how the tokens arrived, nothing is shown
+that later proves to be a mark, and of the white space around the thought nothing is shown. A token that belongs to the
+thought or to its marks counts as a reasoning token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from penstock.text.text_model import TextModel
+from penstock.text.thought_styles import ThoughtStyle
+
+State = Literal["before", "thinking", "answer"]
+"""`before`: the answer may begin with a thought."""
+_TAIL = 48
+"""Tokens at the end of a prompt in which marks are looked for."""
+
+
+def prompt_state(style: ThoughtStyle, text: TextModel, prompt: list[int]) -> State:
+    """Where a prompt leaves the model: templates may open the thought, or close it at once."""
+    tail = text.decode(prompt[-_TAIL:], skip_special=False).rstrip()
+    if tail.endswith(style.begin):
+        return "thinking"
+    if style.answer_begin:
+        tail = tail.removesuffix(style.answer_begin).rstrip()
+    if tail.endswith(style.end):
+        return "answer"
+    return "thinking" if style.begun else "before"
+
+
+def continued_state(style: ThoughtStyle, continued: str, otherwise: State) -> State:
+    """Where the beginning of an answer that is in the prompt leaves the model."""
+    begun = max(continued.rfind(mark) for mark in style.begin)
+    ended = max(continued.rfind(mark) for mark in style.end)
+    if begun < 0 and ended < 0:
+        return "answer" if continued.strip() else otherwise
+    return "thinking" if begun > ended else "answer"
+
+
+class ThoughtSplitter:
+    """For one answer. Marks with ids are handed to `mark`, everything else to `push`; both give back what may be shown
+    of the thought and of the answer."""
+
+    __slots__ = (
+        *("_answer_begin", "_answer_end", "_begins", "_buffer", "_counted", "_ends", "_leading", "_space"),
+        *("_state", "marks", "reasoning_tokens"),
+    )
+
+    def __init__(self, style: ThoughtStyle, text: TextModel, state: State = "before") -> None:
+        known = {spelling: text.added_id(spelling) for spelling in (*style.begin, *style.end)}
+        self.marks = {id: spelling in style.begin for spelling, id in known.items() if id is not None}
+        """Marks by their ids: whether they begin a thought."""
+        self._begins = tuple(spelling for spelling in style.begin if known[spelling] is None)
+        self._ends = tuple(spelling for spelling in style.end if known[spelling] is None)
+        self._answer_begin, self._answer_end = style.answer_begin, style.answer_end
+        self._state: State = state
+        self._buffer = ""
+        """Text that may turn out to be a mark, or white space that may end the thought."""
+        self._space = False
+        """Whether the thought has shown anything yet, so that white space counts."""
+        self._leading = False
+        """Whether white space before the answer is being dropped."""
+        self._counted = 0
+        """Tokens before the thought has begun."""
+        self.reasoning_tokens = 0
+
+    @property
+    def thinking(self) -> bool:
+        return self._state == "thinking"
+
+    @property
+    def done(self) -> bool:
+        """Whether all that follows is plain text of the answer."""
+        return self._state == "answer" and not self._leading and not self._buffer and not self._answer_end
+
+    @property
+    def answering(self) -> bool:
+        return self._state == "answer"
+
+    def mark(self, id: int, raw: str) -> tuple[str, str]:
+        """A mark, behind `raw`, which completes what came before."""
+        shown, answer = self._read(raw) if raw else ("", "")
+        if self._state == "before":
+            self._think()
+        self._count()
+        if self._state == "thinking" and not self.marks[id]:
+            shown += self._rest()
+            self._end()
+        return shown, answer
+
+    def push(self, raw: str) -> tuple[str, str]:
+        """The text of a token that is no mark."""
+        self._count()
+        return self._read(raw) if raw else ("", "")
+
+    def flush(self) -> tuple[str, str]:
+        """What is held back, when no more follows."""
+        if self._state == "thinking":
+            return self._rest(), ""
+        rest, self._buffer = self._buffer, ""
+        if self._answer_end:
+            said, _, more = rest.partition(self._answer_end)
+            rest = said.rstrip() + more.strip()
+        return "", rest.lstrip() if self._leading else rest
+
+    def _rest(self) -> str:
+        """What is held back of a thought that is over."""
+        rest, self._buffer = self._buffer.rstrip(), ""
+        return rest if self._space else rest.lstrip()
+
+    def _count(self) -> None:
+        if self._state == "thinking":
+            self.reasoning_tokens += 1
+        elif self._state == "before":
+            self._counted += 1
+
+    def _think(self) -> None:
+        self.reasoning_tokens += self._counted
+        self._counted, self._buffer, self._state = 0, "", "thinking"
+
+    def _end(self) -> None:
+        self._buffer, self._state, self._leading = "", "answer", True
+
+    def _read(self, raw: str) -> tuple[str, str]:
+        self._buffer += raw
+        shown = ""
+        if self._state == "before" and not self._begin():
+            return "", ""
+        if self._state == "thinking":
+            shown, over = self._thought()
+            if not over:
+                return shown, ""
+        return shown, self._answer()
+
+    def _begin(self) -> bool:
+        """Whether it is clear what the answer begins with."""
+        rest = self._buffer.lstrip()
+        if not rest:
+            return False
+        for mark in self._begins:
+            if rest.startswith(mark):
+                self._think()
+                self._buffer = rest[len(mark) :]
+                return True
+        if any(mark.startswith(rest) for mark in self._begins):
+            return False
+        self._state = "answer"
+        return True
+
+    def _thought(self) -> tuple[str, bool]:
+        """What may be shown of the thought, and whether it is over."""
+        text = self._buffer if self._space else self._buffer.lstrip()
+        found = min(((at, mark) for mark in self._ends if (at := text.find(mark)) >= 0), default=None)
+        if found is not None:
+            at, mark = found
+            self._end()
+            self._buffer = text[at + len(mark) :]
+            return text[:at].rstrip(), True
+        keep = max((_overlap(text, mark) for mark in self._ends), default=0)
+        shown = text[: len(text) - keep].rstrip()
+        self._buffer = text[len(shown) :]
+        self._space = self._space or bool(shown)
+        return shown, False
+
+    def _answer(self) -> str:
+        text = self._buffer
+        if self._leading:
+            text = text.lstrip()
+            if self._answer_begin:
+                if text.startswith(self._answer_begin):
+                    text = text[len(self._answer_begin) :].lstrip()
+                    self._answer_begin = ""
+                elif self._answer_begin.startswith(text):
+                    self._buffer = text
+                    return ""
+            if not text:
+                self._buffer = ""
+                return ""
+            self._leading = False
+        if not self._answer_end:
+            self._buffer = ""
+            return text
+        at = text.find(self._answer_end)
+        keep = len(text) - at if at >= 0 else _overlap(text, self._answer_end)
+        shown = text[: len(text) - keep].rstrip()
+        self._buffer = text[len(shown) :]
+        return shown
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `mark`."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if mark.startswith(text[-length:]):
+            return length
+    return 0

@@ -1,0 +1,95 @@
+"""How model families mark their thoughts, as data: what stands before a thought, between it and the answer, and around
+the answer.
+
+The chat template tells the style (`detect`); `models[N].reasoning` may name another. A model whose template mentions
+no marks does not think, as far as is known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+StyleName = Literal[
+    "think", "deepseek_r1", "granite", "granite33", "hunyuan", "mistral", "seed_oss", "kimi", "cohere", "gpt_oss"
+]
+ReasoningSetting = StyleName | Literal["auto", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtStyle:
+    """The marks of one family. Of several spellings the first is the usual one."""
+
+    name: StyleName
+    begin: tuple[str, ...]
+    end: tuple[str, ...]
+    begun: bool = False
+    """An answer begins with the thought, also where neither it nor the prompt shows the beginning."""
+    answer_begin: str = ""
+    """What stands before and after the answer, where the model marks that too."""
+    answer_end: str = ""
+    before_end: str = "\n"
+    """What usually stands between a thought and its end, and behind the end; where a thought is cut off, these are
+    written."""
+    after_end: str = "\n\n"
+
+    @property
+    def channels(self) -> bool:
+        """Whether an answer is several messages with headers (gpt-oss)."""
+        return self.name == "gpt_oss"
+
+
+STYLES: dict[StyleName, ThoughtStyle] = {
+    style.name: style
+    for style in (
+        ThoughtStyle("think", ("<think>",), ("</think>",)),
+        ThoughtStyle("deepseek_r1", ("<think>",), ("</think>",), begun=True),
+        ThoughtStyle(
+            "granite",
+            ("Here is my thought process:", "Here's my thought process:"),
+            ("Here is my response:", "Here's my response:"),
+            before_end="\n\n",
+        ),
+        ThoughtStyle("granite33", ("<think>",), ("</think>",), answer_begin="<response>", answer_end="</response>"),
+        ThoughtStyle("hunyuan", ("<think>",), ("</think>",), answer_begin="<answer>", answer_end="</answer>"),
+        ThoughtStyle("mistral", ("[THINK]",), ("[/THINK]",), before_end="", after_end=""),
+        ThoughtStyle("seed_oss", ("<seed:think>",), ("</seed:think>",), after_end=""),
+        ThoughtStyle("kimi", ("◁think▷",), ("◁/think▷",)),
+        ThoughtStyle(
+            "cohere",
+            ("<|START_THINKING|>",),
+            ("<|END_THINKING|>",),
+            answer_begin="<|START_RESPONSE|>",
+            answer_end="<|END_RESPONSE|>",
+            before_end="",
+            after_end="",
+        ),
+        ThoughtStyle("gpt_oss", ("<|channel|>analysis<|message|>",), ("<|end|>",), before_end="", after_end=""),
+    )
+}
+
+
+def detect(template: str) -> ThoughtStyle | None:
+    """The style that a chat template mentions; None: it mentions no thoughts."""
+    if "<|channel|>" in template and "<|message|>" in template:
+        return STYLES["gpt_oss"]
+    for style in STYLES.values():
+        if (
+            style.begin[0] != "<think>"
+            and not style.channels
+            and any(mark in template for mark in style.begin + style.end)
+        ):
+            return style
+    if "<think>" not in template and "</think>" not in template:
+        return None
+    for style in (STYLES["granite33"], STYLES["hunyuan"]):
+        if style.answer_begin in template and style.answer_end in template:
+            return style
+    return STYLES["think"]
+
+
+def choose(setting: ReasoningSetting, template: str) -> ThoughtStyle | None:
+    """The configured style, or the one found in the template; None: thoughts are not told apart."""
+    if setting == "off":
+        return None
+    return detect(template) if setting == "auto" else STYLES[setting]
