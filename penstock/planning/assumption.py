@@ -49,9 +49,7 @@ def _of_engine(best: Candidate) -> list[Assumption]:
     shape, device = best.deployment.shape, best.deployment.device
     found = []
     if not shape.served:
-        speed = (
-            f"as of a family of our own: {shape.family} models have none, and run slower through transformers or not"
-        )
+        speed = f"as of a family of our own: {shape.family} models have none, and run slower through transformers"
         found.append(Assumption("engine", speed, "docs/models.md"))
     if not runs_on(device):
         missing = f"as if Penstock ran {device.title} GPUs: it does not"
