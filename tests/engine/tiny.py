@@ -44,6 +44,16 @@ LONG_ROPE = {
 GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40}
 QWEN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256,
+    "mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+V2_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 4.0}
 HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 32,
@@ -65,6 +75,19 @@ GRANITE = {
     "attention_multiplier": 0.11,
     "residual_multiplier": 0.22,
     "logits_scaling": 6.0,
+}
+GRANITE4 = {
+    **GRANITE,
+    "layer_types": [FULL] * 3,
+    "mamba_n_heads": 8,
+    "shared_intermediate_size": 80,
+    "position_embedding_type": None,
+}
+QWEN2_MOE = {
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
 }
 OLMO3_ROPES = {FULL: YARN_ROPE, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -96,9 +119,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {"head_dim": 32}),
     "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3-two-ropes": ("Gemma3TextConfig", {**GEMMA, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
+    "deepseek-v2-lite": ("DeepseekV2Config", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": DEEPSEEK_ROPE}),
+    "deepseek-v2-groups": ("DeepseekV2Config", {**DEEPSEEK, **V2_GROUPS, "attention_bias": True, "mlp_bias": True}),
+    "deepseek-v3": ("DeepseekV3Config", {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE}),
+    "deepseek-v3-halves": (
+        "DeepseekV3Config",
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+        },
+    ),
     "gpt-oss": ("GptOssConfig", {**GPT_OSS, "rope_parameters": GPT_OSS_ROPE}),
     "granite": ("GraniteConfig", GRANITE),
     "ministral": ("MinistralConfig", {"head_dim": 32, "sliding_window": 40, "layer_types": [SLIDING, FULL, SLIDING]}),
+    "granite-moe": ("GraniteMoeConfig", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 3}),
+    "granite-moe-shared": (
+        "GraniteMoeSharedConfig",
+        {**GRANITE, "num_local_experts": 5, "shared_intermediate_size": 48},
+    ),
+    "granite4": ("GraniteMoeHybridConfig", {**GRANITE4, "num_local_experts": 0, "position_embedding_type": "rope"}),
+    "granite4-experts-nope": ("GraniteMoeHybridConfig", {**GRANITE4, "num_local_experts": 5}),
+    "qwen2-moe": ("Qwen2MoeConfig", {**QWEN2_MOE, "mlp_only_layers": [1]}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", {"sliding_window": 40, "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPES}),
     "phi3": ("Phi3Config", {"sliding_window": 60}),
@@ -157,6 +206,9 @@ def write_checkpoint(
                 parameter.normal_(1, 0.2)
             else:
                 parameter.mul_(spread)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return folder
 

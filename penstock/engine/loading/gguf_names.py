@@ -19,6 +19,7 @@ from penstock.engine.models.families import Family, TensorNames
 from penstock.errors import CheckpointError
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ROWS = frozenset({"ffn_gate_inp_shexp"})
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 
 
@@ -33,6 +34,8 @@ class Origin:
     """Not -1: the tensor is this slice of a stack of experts."""
     offset: float = 0.0
     """Added to the weights."""
+    row: bool = False
+    """A matrix of one row, which is stored as a vector."""
 
 
 def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[str, Origin]:
@@ -61,7 +64,9 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
             found[f"{prefix}.{layer_names[f'{part}.{suffix}']}"] = Origin(name)
         elif part in layer_names:
             heads = interleaved.get(part, 0)
-            found[f"{prefix}.{layer_names[part]}.{suffix}"] = Origin(name, heads=heads, offset=offset)
+            found[f"{prefix}.{layer_names[part]}.{suffix}"] = Origin(
+                name, heads=heads, offset=offset, row=part in _ROWS
+            )
         else:
             # An unknown tensor changes what the model computes; keep its name so that the checkpoint is refused.
             found[name] = Origin(name)
@@ -108,6 +113,8 @@ def raw_of(file: GGUFFile, origin: Origin) -> RawTensor:
         rows = raw.shape[1] if len(raw.shape) == 3 else 1  # of biases one
         data = raw.data[origin.expert * rows : (origin.expert + 1) * rows]
         return RawTensor(raw.type, data, raw.shape[1:])
+    if origin.row and len(raw.shape) == 1:
+        return RawTensor(raw.type, raw.data, (1, *raw.shape))
     if origin.heads:
         if raw.shape[0] % (2 * origin.heads):
             raise CheckpointError(

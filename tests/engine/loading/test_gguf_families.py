@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import transformers
@@ -29,6 +30,7 @@ ARCHITECTURES = {
     "qwen3-moe": "qwen3moe",
     "gemma2": "gemma2",
     "gemma3-two-ropes": "gemma3",
+    "gpt-oss": "gpt-oss",
     "phi3-longrope": "phi3",
     "phi3-half-rotated": "phi3",
     "cohere": "command-r",
@@ -37,6 +39,11 @@ ARCHITECTURES = {
     "glm4": "glm4",
     "exaone4": "exaone4",
     "granite": "granite",
+    "granite-moe": "granitemoe",
+    "granite-moe-shared": "granitemoe",
+    "qwen2-moe": "qwen2moe",
+    "olmoe": "olmoe",
+    "smollm3": "smollm3",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
 }
@@ -56,6 +63,12 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
 OUT_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 GEMMA_NAMES = {
@@ -63,18 +76,27 @@ GEMMA_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+STACKS = {
+    "block_sparse_moe.input_linear": ("ffn_gate_exps", "ffn_up_exps"),
+    "block_sparse_moe.output_linear": ("ffn_down_exps",),
+    "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
+    "shared_mlp.output_linear": ("ffn_down_shexp",),
+}
+INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe")
 GLM_NAMES = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 OTHER_NAMES = {
     "gemma2": GEMMA_NAMES,
     "gemma3": GEMMA_NAMES,
     "olmo2": OUT_NORMS,
+    "gpt-oss": OUT_NORMS,
     "exaone4": OUT_NORMS,
     "glm4": GLM_NAMES,
 }
 EXPERTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
-def convert(folder: Path, arch: str) -> Path:
+def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None = None) -> Path:
+    """`experts`: the type in which stacks of experts are stored."""
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     names = NAMES | OTHER_NAMES.get(arch, {})
@@ -91,11 +113,26 @@ def convert(folder: Path, arch: str) -> Path:
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
         assert match is not None
         layer, part = match[1], match[2]
+        if part == "mlp.experts":  # stacks, with gate and up columns in turn
+            kind = "bias" if suffix.endswith("_bias") else "weight"
+            stack = tensor if kind == "bias" else tensor.swapaxes(1, 2)
+            parts = {"down": stack} if suffix.startswith("down") else {"gate": stack[:, ::2], "up": stack[:, 1::2]}
+            tensors |= {f"blk.{layer}.ffn_{one}_exps.{kind}": np.ascontiguousarray(t) for one, t in parts.items()}
+            continue
+        if suffix == "sinks":
+            tensors[f"blk.{layer}.attn_sinks.weight"] = tensor
+            continue
         expert = re.fullmatch(r".*\.experts\.(\d+)\.(\w+)", part)
         if expert is not None:
             stacks.setdefault(f"blk.{layer}.ffn_{EXPERTS[expert[2]]}_exps.weight", {})[int(expert[1])] = tensor
             continue
-        if arch in ("llama", "granite") and part in ("self_attn.q_proj", "self_attn.k_proj"):
+        if part in STACKS:
+            parts = np.split(tensor, 2, axis=-2) if len(STACKS[part]) == 2 else [tensor]
+            tensors |= {f"blk.{layer}.{theirs}.weight": half for theirs, half in zip(STACKS[part], parts, strict=True)}
+            continue
+        if part == "mlp.shared_expert_gate":
+            tensor = tensor.reshape(-1)
+        if arch in INTERLEAVED and part in ("self_attn.q_proj", "self_attn.k_proj"):
             tensor = interleaved(tensor, heads if part.endswith("q_proj") else kv_heads)
         tensors[f"blk.{layer}.{names[part]}.{suffix}"] = tensor
     tensors |= {name: np.stack([stack[i] for i in sorted(stack)]) for name, stack in stacks.items()}
@@ -117,10 +154,14 @@ def convert(folder: Path, arch: str) -> Path:
         keys |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         keys["attention.sliding_window"] = config["sliding_window"]
-    if stacks:
-        keys |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
+    count = config.get("num_local_experts") or config.get("num_experts")
+    if count:
+        keys |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
     if "moe_intermediate_size" in config:
         keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
+    for width in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        if width in config:
+            keys["expert_shared_feed_forward_length"] = config[width]
     if arch == "gemma2":
         keys |= {f"{part}_logit_softcapping": config[f"{part}_logit_softcapping"] for part in ("attn", "final")}
     if arch in ("phi3", "glm4"):
@@ -138,7 +179,8 @@ def convert(folder: Path, arch: str) -> Path:
         for length in ("short", "long"):
             tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
     metadata = {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in keys.items()}}
-    return write_gguf(folder / "model.gguf", metadata, tensors)
+    quantized = {name: experts for name in tensors if experts is not None and name.endswith("_exps.weight")}
+    return write_gguf(folder / "model.gguf", metadata, tensors, quantized)
 
 
 def test_every_family_is_converted() -> None:
@@ -155,6 +197,8 @@ def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, mo
     name, overrides = tiny.FAMILIES[family]
     usual = {"query_pre_attn_scalar": 32} if "query_pre_attn_scalar" in overrides else {}
     usual |= {"sliding_window_pattern": 6} if "sliding_window_pattern" in overrides else {}
+    usual |= {"no_rope_layer_interval": 4, "num_hidden_layers": 4} if "no_rope_layer_interval" in overrides else {}
+    usual |= {"mlp_only_layers": []} if "mlp_only_layers" in overrides else {}
     usual |= {"num_hidden_layers": 5, "layer_types": None} if "layer_types" in overrides else {}
     monkeypatch.setitem(tiny.FAMILIES, family, (name, {**overrides, **usual}))
     folder = write_checkpoint(family, tmp_path)

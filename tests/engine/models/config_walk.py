@@ -34,6 +34,9 @@ SMALL: dict[str, Any] = {
     "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 GEMMA = {"head_dim": 12, "sliding_window": 20, "query_pre_attn_scalar": 10, "hidden_activation": "gelu_pytorch_tanh"}
+GRANITE = {"hidden_act": "silu", "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4,
+           "logits_scaling": 2.0}  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
 HYBRID = {
     "hidden_act": "silu", "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3,
@@ -69,17 +72,24 @@ BASES: dict[str, dict[str, Any]] = {
     "glm4": {"hidden_act": "silu", "head_dim": 12, "partial_rotary_factor": 0.75},
     "gpt_oss": {"sliding_window": 20, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2,
                 "attention_bias": True, "swiglu_limit": 2.0, "swiglu_alpha": 1.5, "rope_parameters": None},
-    "granite": {"hidden_act": "silu", "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
-                "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    "granite": GRANITE,
     "ministral": {"hidden_act": "silu", "sliding_window": 20, "head_dim": 12},
+    "granitemoe": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    "granitemoehybrid": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
+                         "layer_types": [FULL] * 4, "mamba_n_heads": 8, "position_embedding_type": "rope"},
     "olmo2": {"hidden_act": "silu"},
+    "olmoe": {"hidden_act": "silu", "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"hidden_act": "silu", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                  "shared_expert_intermediate_size": 24, "use_sliding_window": True, "sliding_window": 20,
+                  "max_window_layers": 3},
+    "smollm3": {"hidden_act": "silu", "no_rope_layer_interval": 2},
     "olmo3": {"hidden_act": "silu", "sliding_window": 20},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""
 
 ACTIVATIONS = ("relu", "silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu", "", 3)
-FULL, SLIDING = "full_attention", "sliding_attention"
 LAYER_TYPES = (
     [FULL] * 4, [SLIDING] * 4, [FULL, SLIDING] * 2, [SLIDING, FULL, FULL, FULL], ["attention"] * 4,
     ["linear_attention"] * 4, [FULL, "linear_attention"] * 2,

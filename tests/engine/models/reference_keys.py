@@ -27,13 +27,8 @@ from penstock.engine.loading.keys import ABSENT
 from tests.engine.tiny import COMMON, FAMILIES
 
 TARGET = Path(__file__).parents[3] / "penstock/engine/models/reference_keys.py"
-TRACED = (
-    "llama-gqa", "mistral-window", "mixtral", "qwen2-window", "qwen3-qknorm", "qwen3-moe", "qwen3-next",
-    "qwen3.5", "qwen3.5-moe", "gemma", "gemma2", "gemma3-two-ropes", "phi3",
-    "gpt-oss", "granite", "ministral", "olmo2", "olmo3", "cohere", "cohere2", "glm4", "exaone4",
-    "glm4-moe", "llama4",
-)  # fmt: skip
-"""A checkpoint of each family."""
+TRACED = tuple(sorted({config: name for name, (config, _) in reversed(FAMILIES.items())}.values()))
+"""The first checkpoint of each configuration class."""
 INTERNAL = (
     "_attn_implementation_internal",
     "_experts_implementation_internal",
@@ -49,6 +44,7 @@ the key, or its model asks for it although the class does not have it. `SHARED` 
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from penstock.engine.loading.keys import ABSENT

@@ -131,7 +131,10 @@ def test_a_value_is_read_or_refused_whatever_it_is(family: str, caplog: pytest.L
 def test_sizes_left_out_are_the_references(family: str) -> None:
     """These are compared without running: the defaults are those of whole models."""
     for key in SIZES:
-        config = Case(family, {"head_dim": 8, key: ABSENT}).config
+        changes = {"head_dim": 8, key: ABSENT}
+        if key == "num_hidden_layers" and "layer_types" in BASES[family]:
+            changes["layer_types"] = ["full_attention"] * reference_of(family)[key]
+        config = Case(family, changes).config
         theirs = transformers.CONFIG_MAPPING[family](**{k: v for k, v in config.items() if k != "model_type"})
         ours = read_config(config)
         found = (ours.vocab_size, ours.hidden_size, ours.ffn_size, ours.num_layers, ours.num_heads)

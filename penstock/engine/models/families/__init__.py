@@ -8,6 +8,7 @@ from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.config_keys import INERT
+from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from penstock.engine.models.families.exaone4 import EXAONE4
 from penstock.engine.models.families.family import (
     ConfigFields,
@@ -28,6 +29,7 @@ from penstock.engine.models.families.glm4 import GLM4
 from penstock.engine.models.families.glm4_moe import GLM4_MOE
 from penstock.engine.models.families.gpt_oss import GPT_OSS
 from penstock.engine.models.families.granite import GRANITE
+from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
 from penstock.engine.models.families.ministral import MINISTRAL
@@ -35,12 +37,15 @@ from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
 from penstock.engine.models.families.olmo2 import OLMO2
 from penstock.engine.models.families.olmo3 import OLMO3
+from penstock.engine.models.families.olmoe import OLMOE
 from penstock.engine.models.families.phi3 import PHI3
 from penstock.engine.models.families.qwen2 import QWEN2
+from penstock.engine.models.families.qwen2_moe import QWEN2_MOE
 from penstock.engine.models.families.qwen3 import QWEN3
 from penstock.engine.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from penstock.engine.models.families.qwen3_moe import QWEN3_MOE
 from penstock.engine.models.families.qwen3_next import QWEN3_NEXT
+from penstock.engine.models.families.smollm3 import SMOLLM3
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.reference_keys import CLASSES, SHARED
@@ -85,6 +90,15 @@ FAMILIES: dict[str, Family] = {
         MINISTRAL,
         OLMO2,
         OLMO3,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        KIMI_K2,
+        OLMOE,
+        QWEN2_MOE,
+        GRANITE_MOE,
+        GRANITE_MOE_SHARED,
+        GRANITE_MOE_HYBRID,
+        SMOLLM3,
         COHERE,
         COHERE2,
         GLM4,
@@ -136,9 +150,9 @@ def read_config(raw: HFConfig) -> ModelConfig:
     heads = integer(raw, "num_attention_heads")
     hidden = integer(raw, "hidden_size")
     layers = layer_count(raw)
-    kv_heads = integer(raw, "num_key_value_heads", heads)
-    head_dim = integer(raw, "head_dim", hidden // heads)
-    if heads % kv_heads or head_dim % 2 or head_dim > 1 << 16:
+    kv_heads = fields.setdefault("num_kv_heads", integer(raw, "num_key_value_heads", heads))
+    head_dim = fields.setdefault("head_dim", integer(raw, "head_dim", hidden // heads))
+    if heads % kv_heads or (head_dim % 2 and "latent" not in fields) or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
     ordinary = "delta" not in fields and not fields.get("chunked")
@@ -146,10 +160,14 @@ def read_config(raw: HFConfig) -> ModelConfig:
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
+    fields.setdefault(
+        "ffn_size", integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None)
+    )
     if "rms_eps" not in fields:
         fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "ffn_size" not in fields:
-        fields["ffn_size"] = integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None)
+        moe = fields.get("moe")
+        fields["ffn_size"] = integer(raw, "intermediate_size", None if moe is None else moe.ffn_size)
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
     return ModelConfig(
@@ -157,8 +175,6 @@ def read_config(raw: HFConfig) -> ModelConfig:
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
         vocab_size=integer(raw, "vocab_size"),
         max_positions=integer(raw, "max_position_embeddings"),
         tied_embeddings=flag(raw, "tie_word_embeddings"),

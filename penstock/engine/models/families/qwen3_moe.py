@@ -26,18 +26,23 @@ _KEYS = frozenset({
 })  # fmt: skip
 
 
-def _fields(raw: HFConfig) -> ConfigFields:
-    layers = layer_count(raw)
+def sparse_layers(raw: HFConfig) -> tuple[bool, ...]:
+    """Which layers have experts."""
     step, dense = integer(raw, "decoder_sparse_step"), raw["mlp_only_layers"] or ()
     if not isinstance(dense, list | tuple):
         raise CheckpointError(f"config key 'mlp_only_layers' must be a list, found {dense!r:.80}")
+    return tuple(index not in dense and (index + 1) % step == 0 for index in range(layer_count(raw)))
+
+
+def _fields(raw: HFConfig) -> ConfigFields:
+    layers = layer_count(raw)
     window = window_of(raw) if flag(raw, "use_sliding_window") else None
     moe = MoeConfig(
         experts=integer(raw, "num_local_experts" if "num_local_experts" in raw else "num_experts"),
         top_k=integer(raw, "num_experts_per_tok"),
         ffn_size=integer(raw, "moe_intermediate_size"),
         normalize=flag(raw, "norm_topk_prob"),
-        layers=tuple(index not in dense and (index + 1) % step == 0 for index in range(layers)),
+        layers=sparse_layers(raw),
     )
     return {**llama_fields(raw), "qk_norm": True, "moe": moe, "windows": (window,) * layers}
 

@@ -1,0 +1,64 @@
+"""Checkpoints that store a layer's experts as two stacks of ordinary matrices, under the names of ordinary experts.
+
+The stacks are [experts, 2 * ffn, hidden], gate above up, and [experts, hidden, ffn]; `TensorNames.expert_stacks` has
+their names. A part of a stack is a view of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.errors import CheckpointError
+
+
+class ExpertStacks:
+    """See the top of the file. Other tensors are those of the inner checkpoint."""
+
+    def __init__(self, inner: Any, names: TensorNames, experts: int) -> None:
+        self.inner = inner
+        self.config: dict[str, Any] = inner.config
+        self._stored: set[str] = set(inner.names())
+        self._parts: dict[str, tuple[str, int, int | None]] = {}
+        """By name: the stack, the expert, and which half of its rows."""
+        assert names.expert_stacks is not None
+        gate_up, down = (f"{name}.weight" for name in names.expert_stacks)
+        for name in [name for name in self._stored if name.endswith((f".{gate_up}", f".{down}"))]:
+            self._stored.remove(name)
+            stack = gate_up if name.endswith(gate_up) else down
+            at = f"{name.removesuffix(stack)}{names.moe}experts."
+            for expert in range(experts):
+                if stack == down:
+                    self._parts[f"{at}{expert}.{names.expert_down}.weight"] = name, expert, None
+                else:
+                    for half, part in enumerate(names.expert_gate_up):
+                        self._parts[f"{at}{expert}.{part}.weight"] = name, expert, half
+
+    def names(self) -> Collection[str]:
+        return self._stored | self._parts.keys()
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
+        part = self._parts.get(name)
+        if part is None:
+            found: Tensor = self.inner.tensor(name, device)
+            return found
+        stack, expert, half = part
+        whole: Tensor = self.inner.tensor(stack)
+        if whole.dim() != 3 or expert >= len(whole) or whole.shape[1] % 2:
+            raise CheckpointError(f"tensor {stack!r} has shape {tuple(whole.shape)}, not that of a stack of experts")
+        matrix = whole[expert]
+        if half is not None:
+            matrix = matrix.chunk(2)[half]
+        return matrix.contiguous().to(device)
+
+
+def with_stacks(checkpoint: Any, names: TensorNames) -> Any:
+    """`checkpoint` under the names of single experts, where its family stores stacks."""
+    experts = checkpoint.config.get("num_local_experts")
+    if names.expert_stacks is None or not isinstance(experts, int):
+        return checkpoint
+    return ExpertStacks(checkpoint, names, experts)

@@ -1,0 +1,147 @@
+"""Granite 3 with experts, and Granite 4: Granite's multipliers, experts stored as one stack a layer, an expert that
+every token visits; in Granite 4 without RoPE, and dense where there are no experts.
+
+Of Granite 4 the models whose layers are all attention: its Mamba layers are not supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.engine.models.families.family import (
+    ConfigFields,
+    Family,
+    GGUFFormat,
+    GGUFKeys,
+    HFConfig,
+    flag,
+    integer,
+    layer_count,
+    number,
+)
+from penstock.engine.models.families.granite import GGUF_SCALES, MULTIPLIERS, multiplied, multipliers_from_gguf
+from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.engine.models.model_config import MoeConfig
+from penstock.errors import CheckpointError
+
+_NAMES = TensorNames(
+    moe="",
+    router="block_sparse_moe.router.layer",
+    expert_stacks=("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
+    shared_expert="shared_mlp.",
+    mlp="shared_mlp.",
+    fused_gate_up="input_linear",
+    down="output_linear",
+)
+"""The parts of stacks have names that no checkpoint has; see `loading.expert_stacks`."""
+_EXPERTS = frozenset({"num_local_experts", "num_experts_per_tok"})
+_MAMBA = ("mamba", "linear_attention")
+_OF_MAMBA = frozenset({
+    "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand",
+    "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",
+})  # fmt: skip
+"""Keys of layers that supported models do not have."""
+_GGUF = GGUF_SCALES | {
+    "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
+}  # fmt: skip
+_GGUF_TENSORS = {
+    "ffn_gate_shexp": "shared_mlp.gate_proj",
+    "ffn_up_shexp": "shared_mlp.up_proj",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
+
+
+def _experts(raw: HFConfig, shared: int) -> MoeConfig:
+    return MoeConfig(
+        experts=integer(raw, "num_local_experts"),
+        top_k=integer(raw, "num_experts_per_tok"),
+        ffn_size=integer(raw, "intermediate_size"),
+        normalize=True,
+        layers=(True,) * layer_count(raw),
+        shared_ffn_size=shared,
+    )
+
+
+def _moe_fields(raw: HFConfig) -> ConfigFields:
+    bias = flag(raw, "attention_bias")
+    shared = integer(raw, "shared_intermediate_size") if raw.get("shared_intermediate_size", 0) != 0 else 0
+    return {"qkv_bias": bias, "output_bias": bias, **multiplied(raw), "moe": _experts(raw, shared)}
+
+
+def _hybrid_fields(raw: HFConfig) -> ConfigFields:
+    bias, layers = flag(raw, "attention_bias"), layer_count(raw)
+    kinds = raw.get("layers_block_type") or raw["layer_types"]
+    if kinds is None or (isinstance(kinds, list | tuple) and any(kind in _MAMBA for kind in kinds)):
+        raise CheckpointError(
+            "layer_types has Mamba layers (linear_attention), which granitemoehybrid models do not support here; "
+            "supported: models whose layers are all attention, such as Granite 4.0 Micro"
+        )
+    positions = raw["position_embedding_type"]
+    if positions not in (None, "rope", "nope"):
+        raise CheckpointError(
+            f"config.json: position_embedding_type is {positions!r:.80}, which granitemoehybrid models do not support; "
+            "supported: 'rope', 'nope', None"
+        )
+    shared = integer(raw, "shared_intermediate_size")
+    fields: ConfigFields = {
+        "qkv_bias": bias,
+        "output_bias": bias,
+        **multiplied(raw),
+        "unrotated": (positions != "rope",) * layers,
+    }
+    if number(raw, "num_local_experts") == 0:
+        return {**fields, "ffn_size": shared}
+    return {**fields, "moe": _experts(raw, shared)}
+
+
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    return {
+        **multipliers_from_gguf(keys, config),
+        "num_local_experts": keys.whole("expert_count", 0),
+        "num_experts_per_tok": keys.whole("expert_used_count", 0) or 1,
+        "intermediate_size": keys.whole("expert_feed_forward_length", 0) or config["intermediate_size"],
+        "shared_intermediate_size": keys.whole("expert_shared_feed_forward_length", 0),
+    }
+
+
+GRANITE_MOE = Family(
+    model_type="granitemoe",
+    class_name="GraniteMoeForCausalLM",
+    fields=_moe_fields,
+    reads=MULTIPLIERS | _EXPERTS | {"attention_bias"},
+    names=_NAMES,
+    gguf=GGUFFormat(
+        architectures=("granitemoe",),
+        applies=lambda keys: not keys("expert_shared_feed_forward_length"),
+        interleaved_rope=True,
+        config=_from_gguf,
+        reads=_GGUF,
+    ),
+)
+GRANITE_MOE_SHARED = Family(
+    model_type="granitemoeshared",
+    class_name="GraniteMoeSharedForCausalLM",
+    fields=_moe_fields,
+    reads=MULTIPLIERS | _EXPERTS | {"attention_bias", "shared_intermediate_size"},
+    names=_NAMES,
+    gguf=GGUFFormat(
+        architectures=("granitemoe",),
+        applies=lambda keys: bool(keys("expert_shared_feed_forward_length")),
+        interleaved_rope=True,
+        config=_from_gguf,
+        reads=_GGUF,
+        tensors=_GGUF_TENSORS,
+    ),
+)
+GRANITE_MOE_HYBRID = Family(
+    model_type="granitemoehybrid",
+    class_name="GraniteMoeHybridForCausalLM",
+    fields=_hybrid_fields,
+    reads=MULTIPLIERS
+    | _EXPERTS
+    | _OF_MAMBA
+    | {"attention_bias", "shared_intermediate_size", "position_embedding_type", "layers_block_type"},
+    names=_NAMES,
+    gguf=GGUFFormat(architectures=()),
+)
