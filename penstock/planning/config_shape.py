@@ -33,9 +33,21 @@ def shape_of_config(raw: Config, name: str) -> ModelShape:
 
 def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
     """Of a model that the engine runs."""
-    moe = None
-    if model.moe is not None:
-        moe = Moe(model.moe.experts, model.moe.top_k, model.moe.ffn_size, model.moe.layers, bias=model.mlp_bias)
+    moe, latent, own = None, model.latent, model.moe
+    if own is not None:
+        moe = Moe(
+            own.experts,
+            own.top_k,
+            own.ffn_size,
+            own.layers,
+            bias=own.expert_bias,
+            shared_ffn=own.shared_ffn_size,
+            shared_gate=own.shared_gate,
+            router_bias=own.router_bias or own.correction_bias,
+        )
+    mla = None
+    if latent is not None:
+        mla = Mla(latent.rank, latent.rotary, latent.plain, latent.value, latent.query_rank)
     return ModelShape(
         name=name,
         family=model.family,
@@ -43,7 +55,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         hidden=model.hidden_size,
         ffn=model.ffn_size,
         heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
+        kv_heads=model.num_kv_heads if latent is None else model.num_heads,
         head_dim=model.head_dim,
         vocab=model.vocab_size,
         max_positions=model.max_positions,
@@ -55,6 +67,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         qk_norm=model.qk_norm,
         sandwich_norms=model.sandwich_norms,
         moe=moe,
+        mla=mla,
     )
 
 
