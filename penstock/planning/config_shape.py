@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.engine.models.families import FAMILIES, read_config, text_config
+from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
 from penstock.engine.models.model_config import ModelConfig
 from penstock.errors import CheckpointError
@@ -33,19 +33,20 @@ def shape_of_config(raw: Config, name: str) -> ModelShape:
 
 def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
     """Of a model that the engine runs."""
-    moe, latent, own = None, model.latent, model.moe
-    if own is not None:
+    moe = None
+    if model.moe is not None:
         moe = Moe(
-            own.experts,
-            own.top_k,
-            own.ffn_size,
-            own.layers,
-            bias=own.expert_bias,
-            shared_ffn=own.shared_ffn_size,
-            shared_gate=own.shared_gate,
-            router_bias=own.router_bias or own.correction_bias,
+            model.moe.experts,
+            model.moe.top_k,
+            model.moe.ffn_size,
+            model.moe.layers,
+            bias=model.mlp_bias or model.moe.expert_bias,
+            shared_ffn=model.moe.shared_ffn_size,
+            shared_gate=model.moe.shared_gate,
+            router_bias=model.moe.router_bias or model.moe.correction_bias,
         )
-    mla = None
+    names = family_of(model.family).names
+    mla, latent = None, model.latent
     if latent is not None:
         mla = Mla(latent.rank, latent.rotary, latent.plain, latent.value, latent.query_rank)
     return ModelShape(
@@ -64,8 +65,11 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         qkv_bias=model.qkv_bias,
         output_bias=model.output_bias,
         mlp_bias=model.mlp_bias,
-        qk_norm=model.qk_norm,
-        sandwich_norms=model.sandwich_norms,
+        qk_norm=model.qk_norm and not model.qk_layer_norm,
+        whole_qk_norm=model.row_norms or model.qk_layer_norm,
+        sandwich_norms=bool(names.mixer_out_norm and names.mixer_norm),
+        one_norm=model.parallel,
+        sinks=model.attention_sinks,
         moe=moe,
         mla=mla,
     )
