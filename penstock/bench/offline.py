@@ -167,16 +167,11 @@ def measure(
     """Warm up once, then `repeat` runs, each with a cache salt of its own."""
     info = loaded.engine.info
     kinds = loaded.engine.runner.kv.shape.kinds
-<<<<<<< HEAD
     kv_bytes = next(kind.element_bytes for kind in kinds if isinstance(kind, PagedKV | PagedLatent))
-    cost = shapes.cost(loaded.checkpoint.config, weight_bytes=loaded.bytes_per_weight, kv_bytes=kv_bytes)
-=======
-    kv_bytes = next(kind.element_bytes for kind in kinds if isinstance(kind, PagedKV))
     weight_bytes, expert_bytes = loaded.bytes_by_kind
     cost = shapes.cost(
         loaded.checkpoint.config, weight_bytes=weight_bytes, kv_bytes=kv_bytes, expert_bytes=expert_bytes
     )
->>>>>>> main
     total = sum(outputs for _, outputs in workload.lengths())
     results = []
     with report.progress_bar(console) as bar:
