@@ -96,6 +96,8 @@ class Cuts:
             self._attention = _latent_cuts(heads, model.latent)
         if model.row_norms:
             self._attention |= {"q_norm": Cut(outputs=(q,)), "k_norm": Cut(outputs=(kv,))}
+        if model.qk_layer_norm:
+            self._attention |= {"q_norm": Cut(outputs=(heads,)), "k_norm": Cut(outputs=(kv_heads,))}
         dense = (*tensors.gate_up, tensors.fused_gate_up, tensors.down)
         expert = (*tensors.expert_gate_up, tensors.fused_gate_up, tensors.expert_down)
         self._dense = self._gated(model.ffn_size, *dense)
