@@ -46,6 +46,9 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
             router_bias=model.moe.router_bias or model.moe.correction_bias,
         )
     names = family_of(model.family).names
+    mla, latent = None, model.latent
+    if latent is not None:
+        mla = Mla(latent.rank, latent.rotary, latent.plain, latent.value, latent.query_rank)
     return ModelShape(
         name=name,
         family=model.family,
@@ -53,7 +56,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         hidden=model.hidden_size,
         ffn=model.ffn_size,
         heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
+        kv_heads=model.num_kv_heads if latent is None else model.num_heads,
         head_dim=model.head_dim,
         vocab=model.vocab_size,
         max_positions=model.max_positions,
@@ -68,6 +71,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         one_norm=model.parallel,
         sinks=model.attention_sinks,
         moe=moe,
+        mla=mla,
     )
 
 
