@@ -63,10 +63,11 @@ def tables() -> dict[str, Any]:
     shared = set.intersection(*({(key, repr(value)) for key, value in found.items()} for found in classes.values()))
     names = sorted(key for key, _ in shared)
     own = {name: {key: value for key, value in found.items() if key not in names} for name, found in classes.items()}
-    wrapper = fields(transformers.Gemma3Config)
+    wrappers = {cls.model_type: declared(cls) for cls in (transformers.Gemma3Config, transformers.Llama4Config)}
+    own |= {name: {key: value for key, value in found.items() if key not in names} for name, found in wrappers.items()}
     return {
         "SHARED": {key: classes["llama"][key] for key in names},
-        "CLASSES": own | {"gemma3": {key: value for key, value in wrapper.items() if key not in names}},
+        "CLASSES": own,
         "ROPE": dict.fromkeys(sorted(RopeParameters.__annotations__), ABSENT),
         "GENERATION": tuple(sorted(transformers.GenerationConfig._get_default_generation_params())),
     }
