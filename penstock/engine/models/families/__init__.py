@@ -32,6 +32,7 @@ from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
 from penstock.engine.models.families.ministral import MINISTRAL
+from penstock.engine.models.families.ministral3 import MINISTRAL3
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
 from penstock.engine.models.families.olmo2 import OLMO2
@@ -87,6 +88,7 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         GRANITE,
         MINISTRAL,
+        MINISTRAL3,
         OLMO2,
         OLMO3,
         OLMOE,
@@ -104,14 +106,17 @@ FAMILIES: dict[str, Family] = {
     )
 }
 """By `model_type`."""
-MULTIMODAL = KeyRules(
-    reader="decoders of multimodal models",
-    reference={**SHARED, **CLASSES["gemma3"]},
-    read={"model_type", "text_config", "tie_word_embeddings", "quantization_config"},
-    limited={"is_causal": (True,), "per_layer_config": (None, {})},
-    inert=INERT | CLASSES["gemma3"].keys(),  # images: the text's decoder does not see them
-)
-"""What stands beside `text_config`."""
+
+
+def _beside_text(model_type: str) -> KeyRules:
+    """What stands beside `text_config`."""
+    return KeyRules(
+        reader="decoders of multimodal models",
+        reference={**SHARED, **CLASSES[model_type]},
+        read={"model_type", "text_config", "tie_word_embeddings", "quantization_config"},
+        limited={"is_causal": (True,), "per_layer_config": (None, {})},
+        inert=INERT | CLASSES[model_type].keys(),  # images: the text's decoder does not see them
+    )
 
 
 def text_config(raw: HFConfig) -> HFConfig:
@@ -119,7 +124,7 @@ def text_config(raw: HFConfig) -> HFConfig:
     inner = raw.get("text_config")
     for family in FAMILIES.values():
         if inner and family.multimodal_type and raw.get("model_type") == family.multimodal_type:
-            MULTIMODAL.check(raw)
+            _beside_text(family.multimodal_type).check(raw)
             tied = raw.get("tie_word_embeddings", True)
             return {"model_type": family.model_type, **inner, "tie_word_embeddings": tied}
     return raw
