@@ -1,8 +1,8 @@
 """`penstock bench speculation`: the same requests with and without, alternating in one engine.
 
-Texts that repeat (code being edited, a quote from a document) at low batch, where speculation should gain, and random
-prompts in a full batch, where it must not lose. Turns alternate, medians are compared. Every turn must give the same
-tokens: a faster engine that writes something else is an error, not a result.
+Texts that repeat (code being edited, a quote from a document) at low batch, where speculation should gain, ordinary
+text and code to go on with, and random prompts in a full batch, where it must not lose. Turns alternate, medians are
+compared. Every turn must give the same tokens: a faster engine that writes something else is an error, not a result.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 
 from penstock.bench import shapes
 from penstock.bench.engine import BenchError
+from penstock.bench.library_texts import held_out
 from penstock.bench.speculation_texts import CODE_EDIT, QUOTE
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
@@ -53,6 +54,8 @@ class Turn:
     counted: int
     """Tokens that came in `seconds`: those after every request had its first."""
     steps: int
+    drafts: int
+    """Times that draft tokens of a sequence were verified."""
     drafted: int
     accepted: int
 
@@ -73,6 +76,8 @@ def scenarios(encode: Encode | None, vocab_size: int, only: Collection[str] = ()
         for name, text in (("code-edit", CODE_EDIT), ("quote", QUOTE)):
             ids = encode(text)
             found += [Scenario(name, [ids], exact=True), Scenario(name, [ids[index:] for index in range(4)])]
+        for name, prompts in zip(("text", "code"), held_out(encode), strict=True):
+            found += [Scenario(name, prompts[:1]), Scenario(name, prompts[:8])]
     else:
         found += [Scenario("random", noise(count)) for count in (1, 4, 8)]
     found += [Scenario("random", noise(count)) for count in (16, 64)]
@@ -155,6 +160,7 @@ def run(engine: Engine, scenario: Scenario, tag: str, output_len: int, temperatu
         tokens,
         sum(map(len, tokens.values())) - early,
         max(engine.steps - steps, 1),
+        load.drafts - before.drafts,
         load.draft_tokens - before.draft_tokens,
         load.accepted_tokens - before.accepted_tokens,
     )

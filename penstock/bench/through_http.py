@@ -101,6 +101,7 @@ def _server(settings: ThroughHttpBenchSettings, model: str, folder: Path) -> Ite
         *(*module("penstock"), "serve", model, "--host", "127.0.0.1", "--port", str(port)),
         *("--device", settings.device, "--log-level", "warning", "--set", f"store.url=sqlite:///{folder}/store.db"),
         *("--set", "generation.time_limit_s=3600"),  # a slow machine must be able to finish its requests too
+        *("--set", "server.console=false"),
         *(word for setting in settings.serve for word in ("--set", setting)),
     ]
     began = time.monotonic()

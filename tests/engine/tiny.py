@@ -44,6 +44,16 @@ LONG_ROPE = {
 GEMMA: dict[str, Any] = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 40}
 QWEN_MOE: dict[str, Any] = {"head_dim": 32, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256,
+    "mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+V2_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 4.0}
 HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 32,
@@ -111,6 +121,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {"head_dim": 32}),
     "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
     "gemma3-two-ropes": ("Gemma3TextConfig", {**GEMMA, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
+    "deepseek-v2-lite": ("DeepseekV2Config", {**DEEPSEEK, "q_lora_rank": None, "rope_parameters": DEEPSEEK_ROPE}),
+    "deepseek-v2-groups": ("DeepseekV2Config", {**DEEPSEEK, **V2_GROUPS, "attention_bias": True, "mlp_bias": True}),
+    "deepseek-v3": ("DeepseekV3Config", {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": DEEPSEEK_ROPE}),
+    "deepseek-v3-halves": (
+        "DeepseekV3Config",
+        {
+            **DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+        },
+    ),
     "gpt-oss": ("GptOssConfig", {**GPT_OSS, "rope_parameters": GPT_OSS_ROPE}),
     "granite": ("GraniteConfig", GRANITE),
     "ministral": ("MinistralConfig", {"head_dim": 32, "sliding_window": 40, "layer_types": [SLIDING, FULL, SLIDING]}),
@@ -183,6 +209,9 @@ def write_checkpoint(
                 parameter.normal_(1, 0.2)
             else:
                 parameter.mul_(spread)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return folder
 

@@ -21,6 +21,7 @@ from penstock.engine.core import Engine  # noqa: E402
 from penstock.engine.request import Request, SamplingParams  # noqa: E402
 from tests.engine.harness import assert_idle, generate, greedy, make_engine  # noqa: E402
 from tests.engine.speculative.forced import Oracle, eager_engine  # noqa: E402
+from tests.engine.speculative.heads import PlainHead, noted_drafts, write_head  # noqa: E402
 from tests.engine.tiny import write_checkpoint  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
@@ -80,6 +81,44 @@ def test_a_draft_model_that_is_the_target_is_always_right() -> None:
         # Draft and target run in batches of different sizes, so a tie may fall either way now and then.
         assert load.accepted_tokens > 0.97 * load.draft_tokens > 0, load
         assert_idle(engine)
+
+
+def test_an_eagle3_head_drafts_as_on_the_cpu() -> None:
+    """Its steps replay from graphs, prompts are read in chunks and prefixes shared; what it drafts is what the head
+    drafts on the CPU, and the text is the plain engine's."""
+    if not ON_DEVICE:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-gqa", Path(folder) / "target", spread=0.3, num_hidden_layers=4)
+        plain = make_engine(path, **CUDA)
+        for layout in ("original", "speculators"):
+            head = write_head(layout, Path(folder) / layout)
+            settings = {"speculation": "eagle3", "draft_model": str(head), "token_budget": 64}
+            engine, on_cpu = eager_engine(path, **CUDA, **settings), eager_engine(path, **settings)
+            for few in (requests(4), requests(4)[:2]):  # the second time from the prefix cache
+                assert generate(engine, *few) == generate(plain, *few)
+            generate(on_cpu, *requests(4))
+            generate(on_cpu, *requests(4)[:2])
+            ours, theirs = engine.load_snapshot(), on_cpu.load_snapshot()
+            assert ours.draft_tokens > 200
+            # Sums round differently now and then, and a draft token differs.
+            assert abs(ours.accepted_tokens - theirs.accepted_tokens) <= 0.1 * ours.draft_tokens, (ours, theirs)
+            assert_idle(engine)
+
+
+def test_an_eagle3_head_drafts_what_plain_pytorch_does() -> None:
+    """Drafts noted on the device are those of a plain implementation in PyTorch."""
+    if not ON_DEVICE:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint("llama-gqa", Path(folder) / "target", spread=0.3, num_hidden_layers=4)
+        head = write_head("original", Path(folder) / "head")
+        engine = eager_engine(path, speculation="eagle3", draft_model=str(head), **CUDA)
+        drafts = noted_drafts(engine)
+        generate(engine, greedy("a", [i * 7 % 199 for i in range(100)], 30), greedy("b", [5, 4], 30))
+        reference = PlainHead(head, path)
+        right = [draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts]
+        assert len(right) > 20 and sum(right) >= 0.95 * len(right), right
 
 
 def test_a_tight_engine_verifies_beyond_its_rows() -> None:

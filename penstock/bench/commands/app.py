@@ -34,6 +34,7 @@ from penstock.bench.commands.soak import soak
 from penstock.bench.commands.speculation import speculation
 from penstock.bench.commands.streams import streams
 from penstock.bench.commands.structure import structure
+from penstock.bench.commands.train_head import train_head
 from penstock.bench.commands.watermark import watermark
 from penstock.bench.options import reported
 
@@ -58,6 +59,7 @@ for command in (
     determinism,
     structure,
     speculation,
+    train_head,
     perplexity,
     watermark,
     pipeline,

@@ -13,8 +13,10 @@ from penstock.bench.options import Device, Json, Model, Rounds, Threads, console
 def speculation(
     model: Model = "smollm2-135m",
     draft_model: Annotated[
-        str | None, typer.Option("--draft-model", help="Draft with this model instead of with n-grams of the text.")
+        str | None,
+        typer.Option("--draft-model", help="Draft with this model or EAGLE-3 head instead of n-grams of the text."),
     ] = None,
+    mtp: Annotated[bool, typer.Option("--mtp", help="Draft with the MTP layer of the checkpoint.")] = False,
     shape: Annotated[
         str | None, typer.Option(help="Random weights of a named shape instead of a model; needs --acceptance.")
     ] = None,
@@ -23,7 +25,8 @@ def speculation(
         typer.Option(min=0.0, max=1.0, help="Draft the known text, right with this chance."),
     ] = None,
     workload: Annotated[
-        list[str] | None, typer.Option("--workload", "-w", help="code-edit, quote or random; all by default.")
+        list[str] | None,
+        typer.Option("--workload", "-w", help="code-edit, quote, text, code or random; all by default."),
     ] = None,
     depth: Annotated[int, typer.Option(min=1, max=32, help="Draft tokens per sequence and step, at most.")] = 6,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 128,
@@ -43,6 +46,8 @@ def speculation(
         penstock bench speculation -w code-edit -w quote --rounds 5
 
         penstock bench speculation -m hf:org/large --draft-model hf:org/small
+
+        penstock bench speculation --draft-model head -w text -w code
 
         penstock bench speculation --shape llama-8b --device cuda --acceptance 0.7
     """
@@ -69,7 +74,7 @@ def speculation(
             device=device,
             threads=threads,
             max_running=64,
-            speculation="ngram" if draft_model is None else "draft",
+            speculation="auto" if draft_model is not None else "mtp" if mtp else "ngram",
             speculation_depth=depth,
             draft_model=None if draft_model is None else str(resolve(draft_model)),
         ),

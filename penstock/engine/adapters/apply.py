@@ -19,6 +19,7 @@ from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.feed_forward import GatedMlp
+from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import InlineLinear, Linear
 
 
@@ -116,14 +117,15 @@ def adapt(
     output other ranks have parts of; adapters are inside those parts, so that the sum is made once."""
     made: Callable[[Linear, Any, PlacedSite], Linear] = AdaptedLinear
     fused_up_to = 0
-    if isinstance(kernel, FusedLora) and all(isinstance(layer.feed_forward, GatedMlp) for layer in decoder.layers):
+    plain = all(isinstance(layer.feed_forward, GatedMlp) for layer in decoder.layers)
+    if isinstance(kernel, FusedLora) and plain and all(isinstance(layer.mixer, Attention) for layer in decoder.layers):
         made = FusedAdaptedLinear
         linears = [linear for layer in decoder.layers for linear in layer.linears]
         if not summed and kernel.fits_inline(layout) and all(isinstance(linear, InlineLinear) for linear in linears):
             fused_up_to = decoder.fused_up_to
     layers = []
     for number, layer in enumerate(decoder.layers):
-        assert isinstance(layer.mixer, Attention)
+        assert isinstance(layer.mixer, Attention | LatentAttention)
         mixer: dict[str, Any] = {"ops": decoder.ops}
         feed_forward: dict[str, Any] = {}
         for index, site in enumerate(layout.sites[:sites]):

@@ -115,10 +115,19 @@ def uncut(layout: AdapterLayout) -> AdapterCut:
 
 
 def layout_of(config: ModelConfig, *, by_output: bool = False) -> AdapterLayout:
-    """Attention and feed-forward linears; where there are experts, those of attention only."""
+    """Attention and feed-forward linears; where there are experts or latents, those of attention only. What makes
+    keys and values of latents has none: it is not applied as a linear."""
     hidden, ffn = config.hidden_size, config.ffn_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     names = family_of(config.family).names
+    latent = config.latent
+    if latent is not None:
+        at, narrow = names.attention, latent.query_rank
+        first, size = ("q_proj", q_size) if narrow is None else ("q_a_proj", narrow)
+        made = (f"{at}{first}", f"{at}kv_a_proj_with_mqa"), (size, latent.rank + latent.rotary)
+        up = () if narrow is None else (Site("query_up", (f"{at}q_b_proj",), (q_size,), narrow),)
+        output = Site("output", (at + names.output,), (hidden,), config.num_heads * latent.value)
+        return AdapterLayout((Site("inputs", *made, hidden), *up, output), config.num_layers, by_output)
     qkv = tuple(names.attention + part for part in names.qkv)
     attention = (
         Site("qkv", qkv, (q_size, kv_size, kv_size), hidden, names.attention + names.fused_qkv),

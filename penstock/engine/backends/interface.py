@@ -237,6 +237,45 @@ class DeltaWeights:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class LatentLayout:
+    """How queries split into heads where all heads share one latent key per token (MLA).
+
+    A query head is `plain` dimensions and `rotary` rotated ones. What is cached of a token is its latent, of which
+    every head's plain key and value are linear functions, and one rotated key for all heads.
+    """
+
+    heads: int
+    latent: int
+    plain: int
+    rotary: int
+    value: int
+    scale: float
+    interleaved: bool
+    """Whether rotation pairs neighbouring dimensions; else dimension i with i + rotary / 2. What is rotated lies in
+    halves in either case."""
+
+    @property
+    def query(self) -> int:
+        """Dimensions of a query head."""
+        return self.plain + self.rotary
+
+    @property
+    def cached(self) -> int:
+        """Numbers that are cached of a token."""
+        return self.latent + self.rotary
+
+
+class LatentWeights(NamedTuple):
+    """What stands between a token's projections and its attention."""
+
+    norm: Tensor
+    """Of latents: [latent]."""
+    eps: float
+    up: Tensor
+    """[heads, plain + value, latent]: the rows that make a latent into a head's plain key, then into its value."""
+
+
 class ActivationOps(Protocol):
     """What stands between the linears of a layer. The results go into linears only, so a backend may hand over
     activations in another form (FP8 with scales) that its linears understand; hence `Any`."""
@@ -349,6 +388,26 @@ class Ops(ActivationOps, Protocol):
         """Causal attention of the new tokens over their sequences' cached keys: [T, heads * head_dim].
 
         `sinks`, float32 [heads]: a score of each head that takes part in its softmax and stands for no key.
+        """
+        ...
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention over cached latents: [T, heads * value].
+
+        `q` is [T, heads * (plain + rotary)], `kv` [T, latent + rotary]; their rows may lie apart. Latents are
+        normalized, queries and keys rotated by `cos_sin` (see `rope_and_cache`), the new tokens stored in `cache`
+        [num_blocks, block_size, latent + rotary]. `scales`: of an FP8 cache float32 [1], of an int8 cache
+        `SCALE_DTYPE` [num_blocks, block_size], written with the tokens.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 A whole block, as engines hand it over, does not depend on how the model is spread over devices: for each tensor of the
 cache, all layers in order, keys then values, all KV heads in order. A rank has a run of layers and a run of heads.
+Latents are one KV head, of which there are not two but one: every shard has them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.kv.cache import CacheShape
-from penstock.engine.kv.kinds import PagedKV
+from penstock.engine.kv.kinds import PagedKV, PagedLatent
 
 Span = tuple[int, int]
 """First and one past the last."""
@@ -29,20 +30,24 @@ class BlockPart:
     heads: Span
     gives: bool = True
     """Whether it is this rank that supplies them for whole blocks: with more shards than KV heads several have one."""
+    kinds: int = 2
+    """Keys and values, or latents alone."""
 
     def of(self, whole: memoryview | bytes) -> npt.NDArray[np.uint8]:
-        """This part of one tensor's piece of a whole block, as a view: [layers, 2, heads, bytes]."""
-        parts = np.frombuffer(whole, np.uint8).reshape(self.num_layers, 2, self.num_heads, -1)
+        """This part of one tensor's piece of a whole block, as a view: [layers, kinds, heads, bytes]."""
+        parts = np.frombuffer(whole, np.uint8).reshape(self.num_layers, self.kinds, self.num_heads, -1)
         return parts[slice(*self.layers), :, slice(*self.heads)]
 
     def alone(self, piece: memoryview | bytes) -> npt.NDArray[np.uint8]:
         """The same of a block that consists of this part only."""
         layers, heads = (end - begin for begin, end in (self.layers, self.heads))
-        return np.frombuffer(piece, np.uint8).reshape(layers, 2, heads, -1)
+        return np.frombuffer(piece, np.uint8).reshape(layers, self.kinds, heads, -1)
 
 
 def whole_shape(shape: CacheShape, part: BlockPart) -> CacheShape:
     """Of the model whose part has `shape`."""
     (kind,) = set(shape.kinds)
+    if isinstance(kind, PagedLatent):
+        return CacheShape((kind,) * part.num_layers, shape.block_size)
     assert isinstance(kind, PagedKV), "only attention is cut by heads"
     return CacheShape((replace(kind, kv_heads=part.num_heads),) * part.num_layers, shape.block_size)

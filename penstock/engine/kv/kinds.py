@@ -2,6 +2,7 @@
 
 A kind names the bytes that a block of tokens and a running sequence need in one layer, so that the cache can be sized
 before it exists, and allocates the tensors. `PagedKV`: keys and values in blocks that sequences may share.
+`PagedLatent`: one vector per token in such blocks (MLA).
 `RecurrentState`: nothing per token, and a state in a slot, which `StateBatch` names; slots also hold the states that
 were kept at the ends of blocks (`kv.states`).
 """
@@ -165,3 +166,50 @@ class PagedRows:
     def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
         rows = zeros((layers, 1, num_blocks, self.block_size, self.width), self.dtype, device)
         return CacheTensors([layer.view(-1, self.width) for layer in rows], [rows])
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLatentCache:
+    """One layer's latents."""
+
+    latents: Tensor
+    """[num_blocks, block_size, width]."""
+    scales: Tensor | None
+    """Of an int8 cache: [num_blocks, block_size]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLatent:
+    """One vector per token in blocks of tokens: what all heads' keys and values are made of, and a rotated key.
+
+    Every shard of a layer has the whole of it. An int8 cache has one scale per token beside it, as `PagedKV` does.
+    """
+
+    width: int
+    block_size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"latents of {self.width} in {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def element_bytes(self) -> float:
+        """Of one element, its share of the scale included."""
+        return self.dtype.itemsize + (SCALE_DTYPE.itemsize / self.width if self.dtype == INT8 else 0)
+
+    @property
+    def block_bytes(self) -> int:
+        return round(self.block_size * self.width * self.element_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        return 0
+
+    def allocate(self, layers: int, num_blocks: int, num_rows: int, device: torch.device) -> CacheTensors:
+        shape = (layers, 1, num_blocks, self.block_size)
+        latents = zeros((*shape, self.width), self.dtype, device)
+        if self.dtype != INT8:
+            return CacheTensors([PagedLatentCache(one[0], None) for one in latents], [latents])
+        scales = zeros(shape, SCALE_DTYPE, device)
+        found = zip(latents, scales, strict=True)
+        return CacheTensors([PagedLatentCache(one[0], scale[0]) for one, scale in found], [latents, scales])

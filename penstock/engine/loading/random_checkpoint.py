@@ -115,7 +115,7 @@ class ShapeReader(WeightReader):
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.shapes[name] = shape
-        return self._nothing
+        return torch.empty(shape, device="meta")
 
     def unshifted(self, name: str, size: int) -> Tensor:
         self.unshifted_norms.add(f"{name}.weight")

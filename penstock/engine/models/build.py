@@ -11,7 +11,7 @@ from penstock.engine.models.architecture import LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
 from penstock.engine.models.layers.factory import LayerFactory
-from penstock.engine.models.layers.linear import shaped
+from penstock.engine.models.layers.linear import Linear, shaped
 from penstock.engine.models.layers.mixer import FusedMixer
 from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.engine.models.llama import LLAMA_LIKE
@@ -70,13 +70,13 @@ def compose_decoder(
     """See `build_decoder`. Asks `read` for every tensor that the family has, and for no other."""
     backend, family = read.backend, family_of(config.family)
     architecture = LLAMA_LIKE if family.architecture is None else family.architecture()
-    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in read.names), _PREFIXES[0])
+    prefix = prefix_of(read)
     hidden, vocab = config.hidden_size, config.vocab_size
     has_ends = head_rows != 0
     embedding = read.get(f"{prefix}embed_tokens.weight", vocab, hidden) if has_ends else read.zeros(1, hidden)
     if config.embedding_scale != 1.0:
         embedding = embedding * config.embedding_scale
-    ropes = {rope: cos_sin_table(rope, config.head_dim, max_positions, backend.device) for rope in config.ropes}
+    ropes = {rope: cos_sin_table(rope, config.rotary_dim, max_positions, backend.device) for rope in config.ropes}
     layers: list[DecoderLayer] = []
     for index, rope in enumerate(config.ropes):
         context = LayerContext(
@@ -92,15 +92,7 @@ def compose_decoder(
         layers.append(architecture.compose_layer(context))
         if progress is not None:
             progress((index + 1) / (config.num_layers + 1))
-    heads = [name for name in _HEADS if f"{name}.weight" in read.names]
-    if not heads and not config.tied_embeddings and has_ends:
-        raise CheckpointError(
-            f"the checkpoint has no {_HEADS[0]}.weight, and tie_word_embeddings is false; "
-            f"fetch the whole model, or set tie_word_embeddings if its head is the embedding"
-        )
-    # A stored head is used, whatever tie_word_embeddings says.
-    rows = {heads[0] if heads else f"{prefix}embed_tokens": head_rows or vocab}
-    head = backend.as_head(read.linear("", rows, hidden) if has_ends else backend.linear(read.zeros(16, hidden)))
+    head = compose_head(read, config, head_rows or vocab) if has_ends else backend.linear(read.zeros(16, hidden))
     can_fuse = config.plain_layers and all(isinstance(layer.mixer, FusedMixer) for layer in layers)
     decoder = architecture.decoder(
         config=config,
@@ -108,10 +100,46 @@ def compose_decoder(
         embedding=embedding,
         layers=layers,
         final_norm=read.norm(f"{prefix}norm", hidden),
-        head=shaped(head, config.logit_scale, config.logit_softcap),
+        head=shaped(backend.as_head(head), config.logit_scale, config.logit_softcap),
         max_positions=max_positions,
         fused_up_to=fused_up_to if can_fuse else 0,
     )
     if progress is not None:
         progress(1.0)
     return decoder
+
+
+def prefix_of(read: WeightReader) -> str:
+    """What the names of the decoder's tensors begin with."""
+    return next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in read.names), _PREFIXES[0])
+
+
+def compose_head(read: WeightReader, config: ModelConfig, rows: int) -> Linear:
+    """The matrix of logits, or `rows` of it. A stored head is used, whatever tie_word_embeddings says."""
+    heads = [name for name in _HEADS if f"{name}.weight" in read.names]
+    if not heads and not config.tied_embeddings:
+        raise CheckpointError(
+            f"the checkpoint has no {_HEADS[0]}.weight, and tie_word_embeddings is false; "
+            f"fetch the whole model, or set tie_word_embeddings if its head is the embedding"
+        )
+    return read.linear("", {heads[0] if heads else f"{prefix_of(read)}embed_tokens": rows}, config.hidden_size)
+
+
+def compose_one(
+    read: WeightReader, config: ModelConfig, prefix: str, *, max_positions: int, inner: ActivationOps | None = None
+) -> tuple[type[Decoder], DecoderLayer]:
+    """One layer of a family, wherever its tensors are: `config` is that of a model of one layer. With the decoder that
+    runs it."""
+    backend, family = read.backend, family_of(config.family)
+    architecture = LLAMA_LIKE if family.architecture is None else family.architecture()
+    context = LayerContext(
+        read=read,
+        config=config,
+        names=family.names,
+        index=0,
+        prefix=prefix,
+        cos_sin=cos_sin_table(config.ropes[0], config.head_dim, max_positions, backend.device),
+        inner=inner or backend.ops,
+        fp8_cache=False,
+    )
+    return architecture.decoder, architecture.compose_layer(context)

@@ -68,6 +68,25 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Attention over latents (MLA): see `LatentLayout`. The model then has one KV head, the latent's."""
+
+    query_rank: int | None
+    """Width that queries are projected through; None: they are projected at once."""
+    rank: int
+    """Width of a latent."""
+    plain: int
+    rotary: int
+    value: int
+    """Dimensions of a head: of its query and key that are not rotated, that are, and of its value."""
+    interleaved: bool
+    norm_eps: float
+    """Of the norms between the projections."""
+    input_bias: bool = False
+    """Whether the projections down have a bias."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaConfig:
     """Gated delta nets in place of attention in some layers."""
 
@@ -155,12 +174,18 @@ class ModelConfig:
     attention_sinks: bool = False
     """Whether every head has a score of its own in its softmax that stands for no key."""
     logit_softcap: float | None = None
+    latent: LatentConfig | None = None
     logit_scale: float = 1.0
     """Factor of the logits, before they are capped."""
     parallel: bool = False
     """Whether attention and feed-forward of a layer read the same norm, and both are added to what it read."""
     by_transformers: bool = False
     """Whether no family describes the model, so that the `transformers` library runs its layers."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """What rotary tables are made for."""
+        return self.head_dim if self.latent is None else self.latent.rotary
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

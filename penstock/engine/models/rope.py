@@ -47,6 +47,15 @@ NO_ROPE = RopeConfig(kind="none")
 """Of layers that know no positions."""
 
 
+def rope_parameters(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of rotary embeddings. Newer files keep everything under rope_parameters; older ones have rope_theta
+    beside rope_scaling. The reference prefers the older key, and takes nothing from the newer one then."""
+    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise CheckpointError(f"rope parameters must be an object, found {parameters!r:.80}")
+    return parameters
+
+
 def read_rope(
     raw: Mapping[str, Any],
     parameters: Mapping[str, Any] | None = None,
@@ -59,10 +68,7 @@ def read_rope(
     `parameters`: the rope keys, where they are not in the usual place. `aliases`: other names of scaling kinds.
     `partial`: whether the family can rotate a part of each head.
     """
-    if parameters is None:
-        # Newer files keep everything under rope_parameters; older ones have rope_theta beside rope_scaling. The
-        # reference prefers the older key, and takes nothing from the newer one then.
-        parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    parameters = rope_parameters(raw) if parameters is None else parameters
     if not isinstance(parameters, Mapping):
         raise CheckpointError(f"rope parameters must be an object, found {parameters!r:.80}")
     nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]

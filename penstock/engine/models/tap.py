@@ -63,6 +63,10 @@ class TappedDecoder(Decoder):
         kv.layers[-1][batch.slots] = kept.to(dtype)
         return hidden
 
+    @property
+    def launched_eagerly(self) -> bool:
+        return self.inner.launched_eagerly
+
     def embed(self, token_ids: Tensor) -> Tensor:
         return self.inner.embed(token_ids)
 

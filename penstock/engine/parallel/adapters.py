@@ -33,7 +33,14 @@ def adapter_cut(model: ModelConfig, place: Place) -> AdapterCut:
     q, kv, width = _times(heads, model.head_dim), _times(kv_heads, model.head_dim), even_span(model.ffn_size, place)
     hidden = 0, model.hidden_size
     inputs = {"qkv": hidden, "output": q, "gate_up": hidden, "down": width}
-    outputs = {"qkv": (q, kv, kv), "output": (hidden,), "gate_up": (width, width), "down": (hidden,)}
+    outputs: dict[str, tuple[Span, ...]] = {
+        "qkv": (q, kv, kv), "output": (hidden,), "gate_up": (width, width), "down": (hidden,)
+    }  # fmt: skip
+    latent = model.latent
+    if latent is not None:
+        narrow = q if latent.query_rank is None else (0, latent.query_rank)
+        inputs |= {"inputs": hidden, "query_up": narrow, "output": _times(heads, latent.value)}
+        outputs |= {"inputs": (narrow, (0, latent.rank + latent.rotary)), "query_up": (q,)}
     return AdapterCut(
         whole,
         layer_span(model.num_layers, place),

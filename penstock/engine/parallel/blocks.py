@@ -44,7 +44,8 @@ def block_part(model: ModelConfig, place: Place) -> BlockPart:
     shards = (replace(place, rank=shard) for shard in range(place.tensor))
     first = next(other.shard for other in shards if kv_head_span(model, other) == heads)
     layers = layer_span(model.num_layers, place)
-    return BlockPart(model.num_layers, model.num_kv_heads, layers, heads, gives=first == place.shard)
+    gives, kinds = first == place.shard, 2 if model.latent is None else 1
+    return BlockPart(model.num_layers, model.num_kv_heads, layers, heads, gives, kinds)
 
 
 class LeadMover(BlockMover):

@@ -20,6 +20,7 @@ from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.experts import SharedAndRouted
 from penstock.engine.models.layers.feed_forward import FeedForward
+from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.adapters import adapter_cut
@@ -141,6 +142,11 @@ def _exchanged(layer: DecoderLayer, group: Group) -> DecoderLayer:
 
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
+    feed_forward = SummedFeedForward(layer.feed_forward, group)
+    if isinstance(layer.mixer, LatentAttention):
+        latent = layer.mixer
+        mixed = dataclasses.replace(latent, ops=summing(latent.ops, group), output=SummedLinear(latent.output, group))
+        return dataclasses.replace(layer, mixer=mixed, feed_forward=feed_forward)
     assert isinstance(layer.mixer, Attention), "only attention is cut by heads"
     attention = layer.mixer
     row_norms = attention.row_norms
@@ -150,4 +156,4 @@ def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
     mixer = dataclasses.replace(
         attention, ops=summing(attention.ops, group), output=SummedLinear(attention.output, group), row_norms=row_norms
     )
-    return dataclasses.replace(layer, mixer=mixer, feed_forward=SummedFeedForward(layer.feed_forward, group))
+    return dataclasses.replace(layer, mixer=mixer, feed_forward=feed_forward)

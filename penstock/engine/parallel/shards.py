@@ -31,7 +31,8 @@ from penstock.engine.loading.gguf import BLOCK, GGMLType, RawTensor
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.families import family_of
-from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
+from penstock.engine.models.model_config import LatentConfig, ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 
@@ -88,6 +89,8 @@ class Cuts:
             tensors.fused_qkv: Cut(outputs=(q, _shift(kv, queries), _shift(kv, queries + keys))),
             tensors.output: Cut(inputs=q),
         }
+        if model.latent is not None:
+            self._attention = _latent_cuts(heads, model.latent)
         if model.row_norms:
             self._attention |= {"q_norm": Cut(outputs=(q,)), "k_norm": Cut(outputs=(kv,))}
         dense = (*tensors.gate_up, tensors.fused_gate_up, tensors.down)
@@ -303,6 +306,21 @@ def _cut_groups(groups: IntGroups, cut: Cut) -> IntGroups | str:
         scale=groups.scale[:, columns].contiguous(),
         minimum=None if groups.minimum is None else groups.minimum[:, columns].contiguous(),
     )
+
+
+def _latent_cuts(heads: Span, latent: LatentConfig) -> dict[str, Cut]:
+    """By heads; what makes latents, and what queries go through, is everywhere."""
+
+    def of(size: int) -> Span:
+        return heads[0] * size, heads[1] * size
+
+    queries = Cut(outputs=(of(latent.plain + latent.rotary),))
+    return {
+        QUERY: queries,
+        QUERY_UP: queries,
+        LATENT_UP: Cut(outputs=(of(latent.plain + latent.value),)),
+        OUTPUT: Cut(inputs=of(latent.value)),
+    }
 
 
 def _shift(span: Span, by: int) -> Span:

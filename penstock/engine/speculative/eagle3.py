@@ -180,6 +180,10 @@ class Eagle3Head:
     head: Linear | None
     """None: the target's."""
 
+    @property
+    def needs_head(self) -> bool:
+        return self.head is None
+
     def decoder(self, backend: Backend, features: Tensor, block_size: int, embedding: Tensor, head: Linear,
                 max_positions: int) -> Eagle3Decoder:  # fmt: skip
         """The drafter over what a target keeps; `embedding` and `head` are the target's."""

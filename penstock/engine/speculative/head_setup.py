@@ -18,18 +18,20 @@ from penstock.engine.backends.interface import StepLimits
 from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import CacheShape, KVCache
+from penstock.engine.models.build import compose_head
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.families import read_config
-from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.linear import Linear, shaped
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.tap import Tap
-from penstock.engine.models.weights import Weights
+from penstock.engine.models.weights import WeightReader, Weights
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.draft import FOLLOWED
 from penstock.engine.speculative.eagle3 import load_eagle3
 from penstock.engine.speculative.head_decoder import HeadDecoder
 from penstock.engine.speculative.head_proposer import HeadProposer
+from penstock.engine.speculative.mtp import load_mtp
 from penstock.engine.startup.part import Part, Phases, open_weights
 from penstock.errors import CheckpointError, ConfigError
 
@@ -50,6 +52,11 @@ class Head(Protocol):
 
     @property
     def layer(self) -> DecoderLayer: ...
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether it has none of its own, and uses the target's."""
+        ...
 
     def decoder(self, backend: Backend, features: Tensor, block_size: int, embedding: Tensor, head: Linear,
                 max_positions: int) -> HeadDecoder:  # fmt: skip
@@ -108,6 +115,11 @@ def load_head(
         backend = pick_backend(device, threads)
         weights = open_weights(config, checkpoint)
         target = read_config(weights.config)
+        if target.by_transformers:
+            raise ConfigError(
+                f"speculation: {config.speculation} is not available for {target.family} models, which run through "
+                "transformers; use ngram or draft"
+            )
         positions = min(config.max_model_len or target.max_positions, target.max_positions)
         try:
             head = _read(config, weights, target, backend, dtype, positions)
@@ -122,7 +134,7 @@ def _read(
     config: EngineConfig, weights: Weights, target: ModelConfig, backend: Backend, dtype: torch.dtype, positions: int
 ) -> Head:
     if config.speculation == "mtp":
-        raise CheckpointError("the checkpoint has no MTP layer")
+        return load_mtp(weights, target, backend, dtype, backend.plan_weights(config, dtype, weights), positions)
     if config.draft_model is None:
         raise ConfigError("speculation: eagle3 needs a draft_model, the source of the head")
     return load_eagle3(Path(config.draft_model), target, backend, dtype, positions)
@@ -131,8 +143,8 @@ def _read(
 def head_proposer(config: EngineConfig, target: Part, draft: HeadDraft, scheduler: Scheduler) -> HeadProposer:
     """The head at work beside `target`, which keeps what it taps."""
     backend, embedding, head = draft.backend, target.decoder.embedding, target.decoder.head
-    if not draft.alone:
-        embedding, head = _whole_ends(draft, target)
+    if not draft.alone and draft.head.needs_head:
+        head = _whole_head(draft, target)
     positions = target.decoder.max_positions
     decoder = draft.head.decoder(backend, target.kv.layers[-1], config.block_size, embedding, head, positions)
     kv = KVCache(draft.shape, target.kv.num_blocks, target.kv.device)
@@ -155,6 +167,8 @@ def head_proposer(config: EngineConfig, target: Part, draft: HeadDraft, schedule
     return HeadProposer(runner, scheduler, window=target.max_model_len, budget=target.token_budget)
 
 
-def _whole_ends(draft: HeadDraft, target: Part) -> tuple[Tensor, Linear]:
-    """Embedding and head of a target that is cut, whole: a head of its own spares the drafter the other ranks."""
-    raise ConfigError("not yet")
+def _whole_head(draft: HeadDraft, target: Part) -> Linear:
+    """The head of a target that is cut, whole: one of its own spares the drafter the other ranks."""
+    model, backend = target.model, draft.backend
+    read = WeightReader(draft.weights, backend, target.decoder.embedding.dtype)
+    return shaped(backend.as_head(compose_head(read, model, model.vocab_size)), model.logit_scale, model.logit_softcap)

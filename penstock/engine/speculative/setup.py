@@ -26,6 +26,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.draft import FOLLOWED, DraftProposer
 from penstock.engine.speculative.eagle3 import is_head
 from penstock.engine.speculative.head_setup import HEADS, HeadDraft, check_head, head_proposer, load_head
+from penstock.engine.speculative.mtp import has_mtp
 from penstock.engine.speculative.ngram import NgramProposer
 from penstock.engine.speculative.speculation import Proposer, Speculation
 from penstock.engine.startup.part import Part, Phases, load_part, open_weights
@@ -102,7 +103,8 @@ def _form(config: EngineConfig, checkpoint: object | None) -> SpeculationForm:
     """What `auto` means: the drafter that is named, or that the checkpoint has; n-grams without any."""
     if config.draft_model is not None:
         return "eagle3" if is_head(Path(config.draft_model)) else "draft"
-    return "ngram"
+    weights = open_weights(config, checkpoint)
+    return "mtp" if has_mtp(weights, read_config(weights.config)) else "ngram"
 
 
 def load_draft(

@@ -11,6 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from penstock.engine.core import Engine
+from penstock.engine.speculative.head_proposer import HeadProposer
+
 VOCAB, DRAFT_VOCAB, HIDDEN, HEADS, KV_HEADS, FFN = 199, 120, 64, 4, 2, 96
 LAYER: dict[str, Any] = {
     "model_type": "llama",
@@ -117,6 +120,22 @@ def write_head(layout: str, folder: Path, **changes: Any) -> Path:
     return {"original": write_original, "speculators": write_speculators}[layout](folder, **changes)
 
 
+def noted_drafts(engine: Engine) -> list[tuple[list[int], list[int]]]:
+    """Fills with the tokens before each draft and the draft, while the engine runs."""
+    found: list[tuple[list[int], list[int]]] = []
+    proposer = engine.speculation.proposer  # type: ignore[union-attr]
+    assert isinstance(proposer, HeadProposer)
+    propose = proposer.propose
+
+    def noting(depths: dict[Any, int]) -> dict[Any, list[int]]:
+        drafts = propose(depths)
+        found.extend((list(seq.tokens), list(draft)) for seq, draft in drafts.items())
+        return drafts
+
+    proposer.propose = noting  # type: ignore[method-assign]
+    return found
+
+
 class PlainHead:
     """A head as its papers and first implementations define it: no cache, no batches, every entry computed anew."""
 
@@ -170,9 +189,16 @@ class PlainHead:
         gate = torch.nn.functional.silu(self.linear(x, f"{p}mlp.gate_proj")) * self.linear(x, f"{p}mlp.up_proj")
         return residual + self.linear(gate, f"{p}mlp.down_proj")
 
-    @torch.no_grad()
     def draft(self, tokens: list[int], count: int) -> list[int]:
         """Greedy draft tokens behind `tokens`."""
+        return self._drafts(tokens, count, [])
+
+    def draft_given(self, tokens: list[int], known: list[int], step: int) -> int:
+        """The draft token behind `tokens` and the first of `known`, taken for draft tokens."""
+        return self._drafts(tokens, step + 1, known)[-1]
+
+    @torch.no_grad()
+    def _drafts(self, tokens: list[int], count: int, known: list[int]) -> list[int]:
         states = self.model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
         features = self.linear(torch.cat([states[at][0] for at in TAPPED], -1), "fc")
         entries = tokens[1:]
@@ -183,5 +209,5 @@ class PlainHead:
             drafts.append(int(self.tokens[scores.argmax()]))
             if len(drafts) == count:
                 return drafts
-            entries = [*entries, drafts[-1]]
+            entries = [*entries, known[len(drafts) - 1] if known else drafts[-1]]
             features = torch.cat((features, out[-1:]))

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.engine.core import Engine
-from penstock.engine.speculative.head_proposer import HeadProposer
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.speculative.forced import eager_engine
-from tests.engine.speculative.heads import PlainHead, write_head, write_original
+from tests.engine.speculative.heads import PlainHead, noted_drafts, write_head, write_original
 from tests.engine.speculative.test_same_text import any_requests, run
 from tests.engine.tiny import write_checkpoint
 
@@ -40,22 +39,6 @@ def plain(target: Path) -> Engine:
 
 def drafting(target: Path, head: Path, **settings: object) -> Engine:
     return eager_engine(target, speculation="eagle3", draft_model=str(head), **settings)
-
-
-def noted_drafts(engine: Engine) -> list[tuple[list[int], list[int]]]:
-    """Fills with the tokens before each draft and the draft, while the engine runs."""
-    found: list[tuple[list[int], list[int]]] = []
-    proposer = engine.speculation.proposer  # type: ignore[union-attr]
-    assert isinstance(proposer, HeadProposer)
-    propose = proposer.propose
-
-    def noting(depths: dict[Any, int]) -> dict[Any, list[int]]:
-        drafts = propose(depths)
-        found.extend((list(seq.tokens), list(draft)) for seq, draft in drafts.items())
-        return drafts
-
-    proposer.propose = noting  # type: ignore[method-assign]
-    return found
 
 
 @pytest.mark.parametrize(("layout", "changes"), LAYOUTS)

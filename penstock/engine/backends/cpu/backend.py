@@ -62,6 +62,7 @@ class CpuBackend(ReferenceBackend):
         multiplies_bytes = (
             self._native.handle.has_byte_attention
             and dtype == torch.bfloat16
+            and model.latent is None
             and model.head_dim % 64 == 0
             and model.num_heads <= 8 * model.num_kv_heads
             and config.block_size % 16 == 0

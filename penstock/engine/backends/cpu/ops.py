@@ -26,9 +26,11 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
+    LatentLayout,
+    LatentWeights,
     OverRanks,
 )
-from penstock.engine.backends.reference import delta, filters
+from penstock.engine.backends.reference import delta, filters, latent
 from penstock.engine.backends.reference.ops import mean_squares
 from penstock.errors import PenstockError
 
@@ -374,6 +376,19 @@ class CpuOps:
                 self._caches.clear()
             view = self._caches[key] = _CacheView(k_cache, v_cache, layout, kv_scales)
         return view
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
 
     def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         return delta.split_gate(qkv, layout)

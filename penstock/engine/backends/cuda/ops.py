@@ -18,6 +18,7 @@ from penstock.engine.backends.cuda.kernels import (
     activation,
     decode,
     filters,
+    latent,
     masks,
     norm,
     prefill,
@@ -32,6 +33,8 @@ from penstock.engine.backends.interface import (
     DeltaWeights,
     HeadLayout,
     KeySmoothing,
+    LatentLayout,
+    LatentWeights,
     OverRanks,
 )
 from penstock.engine.backends.reference import delta
@@ -173,6 +176,35 @@ class TritonOps:
             decode.decode_attention(
                 q[part], layout, few, k_cache, v_cache, out[part], counters, shape, kv_scales, sinks, pdl=self.pdl
             )
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        tokens, decodes = q.shape[0], batch.num_decodes
+        out = torch.empty((tokens, layout.heads * layout.value), dtype=q.dtype, device=q.device)
+        if not tokens:
+            return out
+        query = latent.prepare(q, kv, layout, weights, cos_sin, batch, cache, scales, pdl=self.pdl)
+        shape = latent.choose_decode(max(1, decodes), layout, q.element_size(), self.processors)
+        if decodes == tokens <= latent.FEW:
+            latent.decode(query, layout, weights, batch, cache, scales, shape, values=out, pdl=self.pdl)
+            return out
+        seen = torch.empty((tokens, layout.heads, layout.latent), dtype=q.dtype, device=q.device)
+        if decodes:
+            latent.decode(query, layout, weights, batch, cache, scales, shape, seen=seen, pdl=self.pdl)
+        if batch.context_lens.shape[0] > decodes:
+            tile = latent.choose_prefill(layout, q.element_size())
+            latent.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
+        latent.values_of(seen, layout, weights, out, pdl=self.pdl)
+        return out
 
     def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         return delta.split_gate(qkv, layout)

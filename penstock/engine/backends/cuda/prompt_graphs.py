@@ -23,6 +23,7 @@ from penstock.engine.backends.interface import AttentionBatch, Followers, HostBa
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.runner.follower import BlockTables
 from penstock.engine.runner.inputs import Packed
 from penstock.engine.runner.rows import FLOATS, Rows
@@ -165,7 +166,7 @@ class PromptGraphs:
         """To be captured when there is time, largest first."""
         self._pool: Any = None
         # A state per sequence would be advanced by the padding too.
-        self._applies = all(isinstance(layer.mixer, Attention) for layer in decoder.layers)
+        self._applies = all(isinstance(layer.mixer, Attention | LatentAttention) for layer in decoder.layers)
 
     def shape_of(self, batch: Batch) -> Shape | None:
         """The smallest shape that holds a step; None when there is none, or the step needs more than samples."""

@@ -24,9 +24,11 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
+    LatentLayout,
+    LatentWeights,
     OverRanks,
 )
-from penstock.engine.backends.reference import delta, filters, masks
+from penstock.engine.backends.reference import delta, filters, latent, masks
 from penstock.engine.backends.reference.noise import gumbel
 
 
@@ -147,6 +149,19 @@ class ReferenceOps:
             table = batch.block_tables[batch.rows[i]]
             out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, keys, values, sinks)
         return out.view(q.shape[0], -1)
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
 
     def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         return delta.split_gate(qkv, layout)

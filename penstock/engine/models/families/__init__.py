@@ -8,6 +8,7 @@ from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.config_keys import INERT
+from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from penstock.engine.models.families.exaone4 import EXAONE4
 from penstock.engine.models.families.family import (
     ConfigFields,
@@ -91,6 +92,9 @@ FAMILIES: dict[str, Family] = {
         MINISTRAL3,
         OLMO2,
         OLMO3,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+        KIMI_K2,
         OLMOE,
         QWEN2_MOE,
         GRANITE_MOE,
@@ -151,9 +155,9 @@ def read_config(raw: HFConfig) -> ModelConfig:
     heads = integer(raw, "num_attention_heads")
     hidden = integer(raw, "hidden_size")
     layers = layer_count(raw)
-    kv_heads = integer(raw, "num_key_value_heads", heads)
-    head_dim = integer(raw, "head_dim", hidden // heads)
-    if heads % kv_heads or head_dim % 2 or head_dim > 1 << 16:
+    kv_heads = fields.setdefault("num_kv_heads", integer(raw, "num_key_value_heads", heads))
+    head_dim = fields.setdefault("head_dim", integer(raw, "head_dim", hidden // heads))
+    if heads % kv_heads or (head_dim % 2 and "latent" not in fields) or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
     ordinary = "delta" not in fields and not fields.get("chunked")
@@ -167,7 +171,8 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if "rms_eps" not in fields:
         fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "ffn_size" not in fields:
-        fields["ffn_size"] = integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None)
+        moe = fields.get("moe")
+        fields["ffn_size"] = integer(raw, "intermediate_size", None if moe is None else moe.ffn_size)
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
     return ModelConfig(
@@ -175,8 +180,6 @@ def read_config(raw: HFConfig) -> ModelConfig:
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
         vocab_size=integer(raw, "vocab_size"),
         max_positions=integer(raw, "max_position_embeddings"),
         tied_embeddings=flag(raw, "tie_word_embeddings"),

@@ -47,7 +47,7 @@ TRAINING = frozenset({
     "initializer_range", "attention_dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob",
     "classifier_dropout", "resid_pdrop", "embd_pdrop", "router_aux_loss_coef", "router_jitter_noise",
     "gradient_checkpointing", "finetuning_task", "task_specific_params", "problem_type", "tf_legacy_loss",
-    "use_bfloat16",
+    "use_bfloat16", "aux_loss_alpha", "seq_aux", "ep_size",
 })  # fmt: skip
 """Used while training, or by the heads of fine-tuned classifiers, which decoders do not have."""
 
@@ -73,11 +73,14 @@ def reference_of(model_type: str) -> Mapping[str, Any]:
     return {**SHARED, **CLASSES.get(model_type, CLASSES["llama"])}
 
 
-def decoder_rules(model_type: str, reads: Collection[str], limits: Mapping[str, Collection[Any]]) -> KeyRules:
-    """`reads`, `limits`: the family's own; they take precedence over those of all families."""
+def decoder_rules(
+    model_type: str, reads: Collection[str], limits: Mapping[str, Collection[Any]], reference: str
+) -> KeyRules:
+    """`reads`, `limits`: the family's own; they take precedence over those of all families. `reference`: whose class
+    reads such files."""
     return KeyRules(
         reader=f"{model_type} models",
-        reference=reference_of(model_type),
+        reference=reference_of(reference),
         read=(READ | frozenset(reads)) - limits.keys(),
         limited={**{key: values for key, values in LIMITED.items() if key not in reads}, **limits},
         inert=INERT - limits.keys(),

@@ -17,7 +17,7 @@ import numpy as np
 from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
-from penstock.engine.models.model_config import DeltaConfig, MoeConfig, QueryGrowth
+from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MoeConfig, QueryGrowth
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 
@@ -51,12 +51,15 @@ class ConfigFields(TypedDict, total=False):
     delta: DeltaConfig
     embedding_scale: float
     ffn_size: int
+    head_dim: int
+    latent: LatentConfig
     gated_attention: bool
     local_rope: RopeConfig
     logit_scale: float
     logit_softcap: float | None
     mlp_bias: bool
-    moe: MoeConfig
+    moe: MoeConfig | None
+    num_kv_heads: int
     output_bias: bool
     qk_norm: bool
     query_growth: QueryGrowth | None
@@ -160,6 +163,8 @@ class Family:
     gguf: GGUFFormat
     multimodal_type: str = ""
     """`model_type` of models whose decoder is of this family; the decoder's keys are under `text_config`."""
+    reference: str = ""
+    """The `model_type` whose class the reference reads such files with, where it is another."""
     architecture: Callable[[], Architecture] | None = None
     """Layers and forward pass, imported when a model is built; None: those of `models.llama`."""
 
@@ -169,12 +174,12 @@ class Family:
 
     @property
     def rules(self) -> KeyRules:
-        return decoder_rules(self.model_type, self.reads, self.limits)
+        return decoder_rules(self.model_type, self.reads, self.limits, self.reference or self.model_type)
 
     def checked(self, raw: HFConfig) -> dict[str, Any]:
         """The keys to read, with defaults; CheckpointError for one whose value cannot be honoured."""
         self.rules.check(raw)
-        return with_defaults(self.model_type, raw, self.reads)
+        return with_defaults(self.reference or self.model_type, raw, self.reads)
 
 
 def integer(raw: HFConfig, key: str, default: int | None = None) -> int:

@@ -17,6 +17,8 @@ class TensorNames:
     attention: str = "self_attn."
     qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"
+    more_linears: tuple[str, ...] = ()
+    """Further matrices of a layer, for a model file that composes attention of another kind."""
     mlp: str = "mlp."
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     down: str = "down_proj"
@@ -49,7 +51,7 @@ class TensorNames:
     def linears(self) -> frozenset[str]:
         """Last parts of the names of all matrices that are quantized: routers, embeddings and heads are not."""
         parts = (*self.qkv, self.output, *self.gate_up, self.down, *self.expert_gate_up, self.expert_down)
-        return frozenset((*parts, self.fused_qkv, self.fused_gate_up, *self.recurrent))
+        return frozenset((*parts, *self.more_linears, self.fused_qkv, self.fused_gate_up, *self.recurrent))
 
 
 LLAMA_NAMES = TensorNames()

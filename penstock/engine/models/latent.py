@@ -1,0 +1,76 @@
+"""Layers of DeepSeek and those like it: attention over latents, and a feed-forward that is dense or of experts."""
+
+from __future__ import annotations
+
+from penstock.engine.backends.interface import LatentLayout, LatentWeights
+from penstock.engine.models.architecture import Architecture, LayerContext
+from penstock.engine.models.decoder import DecoderLayer
+from penstock.engine.models.layers.composed import StackedLinear
+from penstock.engine.models.layers.latent_attention import LatentAttention
+from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.llama import LlamaDecoder, compose_feed_forward
+from penstock.errors import CheckpointError
+
+QUERY, QUERY_DOWN, QUERY_UP = "q_proj", "q_a_proj", "q_b_proj"
+LATENT, LATENT_UP, OUTPUT = "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"
+QUERY_NORM, LATENT_NORM = "q_a_layernorm", "kv_a_layernorm"
+
+
+def compose_layer(context: LayerContext) -> DecoderLayer:
+    read, names, prefix, hidden = context.read, context.names, context.prefix, context.config.hidden_size
+    return DecoderLayer(
+        mixer_norm=read.norm(prefix + names.mixer_norm, hidden),
+        mixer=compose_attention(context),
+        feed_forward_norm=read.norm(prefix + names.feed_forward_norm, hidden),
+        feed_forward=compose_feed_forward(context),
+    )
+
+
+def compose_attention(context: LayerContext) -> LatentAttention:
+    read, config, latent = context.read, context.config, context.config.latent
+    if latent is None:
+        raise CheckpointError(f"{config.family} models have latents, and this configuration has none")
+    prefix, hidden, heads = context.prefix + context.names.attention, config.hidden_size, config.num_heads
+    layout = LatentLayout(
+        heads=heads,
+        latent=latent.rank,
+        plain=latent.plain,
+        rotary=latent.rotary,
+        value=latent.value,
+        scale=config.attention_scale,
+        interleaved=latent.interleaved,
+    )
+    queries = heads * layout.query
+
+    def inputs() -> Linear:
+        kv = {LATENT: layout.cached}
+        if latent.query_rank is not None:
+            return read.linear(prefix, {QUERY_DOWN: latent.query_rank, **kv}, hidden, latent.input_bias)
+        if not latent.input_bias:
+            return read.linear(prefix, {QUERY: queries, **kv}, hidden)
+        # Only one of the two has a bias.
+        return StackedLinear(
+            [read.linear(prefix, {QUERY: queries}, hidden), read.linear(prefix, kv, hidden, bias=True)]
+        )
+
+    narrow = latent.query_rank
+    rows = latent.plain + latent.value
+    return LatentAttention(
+        ops=context.inner,
+        attention_ops=read.backend.ops,
+        inputs=inputs(),
+        output=read.linear(prefix, {OUTPUT: hidden}, heads * latent.value, config.output_bias),
+        heads=layout,
+        weights=LatentWeights(
+            norm=read.norm(prefix + LATENT_NORM, latent.rank),
+            eps=latent.norm_eps,
+            up=read.get(f"{prefix}{LATENT_UP}.weight", heads * rows, latent.rank).view(heads, rows, latent.rank),
+        ),
+        cos_sin=context.cos_sin,
+        query_norm=None if narrow is None else read.norm(prefix + QUERY_NORM, narrow),
+        query_up=None if narrow is None else read.linear(prefix, {QUERY_UP: queries}, narrow),
+        cache_scale=read.kv_scales(prefix, 1)[0] if context.fp8_cache else None,
+    )
+
+
+LATENT_LIKE = Architecture(LlamaDecoder, compose_layer)

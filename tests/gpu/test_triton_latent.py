@@ -1,0 +1,116 @@
+"""Attention over cached latents: what is cached, decodes beside prompts, all cache types, against the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, integers, poisoned_outputs, rand, rng, time_us
+from torch import Tensor
+
+from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.interface import FP8, INT8, SCALE_DTYPE, AttentionBatch, LatentLayout, LatentWeights
+from penstock.engine.backends.reference.ops import ReferenceOps
+
+BF16 = torch.bfloat16
+BLOCK = 16
+ops = TritonOps(DEVICE)
+
+
+def make_layout(heads: int, latent: int, plain: int, rotary: int, value: int, interleaved: bool) -> LatentLayout:
+    return LatentLayout(heads, latent, plain, rotary, value, (plain + rotary) ** -0.5, interleaved)
+
+
+def make_batch(decodes: list[int], prompts: list[tuple[int, int]]) -> tuple[AttentionBatch, int]:
+    """Contexts of decodes; new tokens and contexts of prompts. The blocks of sequences are scattered."""
+    contexts = [*decodes, *(context for _, context in prompts)]
+    lengths = [*([1] * len(decodes)), *(new for new, _ in prompts)]
+    width = -(-max(contexts) // BLOCK)
+    blocks = list(range(1, 1 + len(contexts) * width))
+    rng.shuffle(blocks)
+    tables = [blocks[i * width : (i + 1) * width] for i in range(len(contexts))]
+    positions = [p for new, all_ in zip(lengths, contexts, strict=True) for p in range(all_ - new, all_)]
+    owners = [i for i, new in enumerate(lengths) for _ in range(new)]
+    slots = [tables[i][p // BLOCK] * BLOCK + p % BLOCK for i, p in zip(owners, positions, strict=True)]
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    batch = AttentionBatch(
+        positions=integers(positions, torch.int64),
+        slots=integers(slots, torch.int64),
+        query_starts=integers(starts, torch.int32),
+        context_lens=integers(contexts, torch.int32),
+        rows=integers(list(range(len(contexts))), torch.int32),
+        block_tables=torch.tensor(tables, dtype=torch.int32, device=DEVICE),
+        num_decodes=len(decodes),
+        max_query=max(lengths),
+        max_context=max(contexts),
+    )
+    return batch, 1 + len(contexts) * width
+
+
+def make_cache(layout: LatentLayout, blocks: int, kind: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    dense = torch.float32 if kind == torch.float32 else BF16
+    latents = rand(blocks, BLOCK, layout.cached, dtype=dense)
+    if kind == INT8:
+        return (latents.float() * 40).clamp(-127, 127).to(INT8), rand(blocks, BLOCK).abs().mul(0.02).to(SCALE_DTYPE)
+    if kind == FP8:
+        return latents.to(FP8), torch.full((1,), 0.7, device=DEVICE)
+    return latents, None
+
+
+def positions_table(rotary: int, positions: int) -> Tensor:
+    angles = torch.arange(positions).unsqueeze(1) * 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
+    return torch.cat((angles.cos(), angles.sin()), 1).float().to(DEVICE)
+
+
+def test_attention_over_latents_equals_the_reference() -> None:
+    shapes = [(4, 32, 16, 8, 20)]
+    if not QUICK:
+        shapes += [(16, 64, 32, 16, 32), (16, 512, 128, 64, 128), (128, 512, 128, 64, 128), (10, 96, 24, 12, 40)]
+    cases: list[tuple[list[int], list[tuple[int, int]]]] = [
+        ([5, 40, 1], []),
+        ([3] * 9, [(7, 7), (5, 30)]),
+    ]
+    if not QUICK:
+        cases += [([3000, 17, 900], []), ([50] * 40, [(300, 700), (1, 64)]), ([], [(1000, 1000)])]
+    for number, shape in enumerate(shapes):
+        for case, (decodes, prompts) in enumerate(cases):
+            kinds = (torch.float32, BF16, INT8, FP8) if not QUICK else ((torch.float32, INT8)[case % 2],)
+            for kind in kinds:
+                if kind == torch.float32 and shape[0] == 128:
+                    continue
+                layout = make_layout(*shape, interleaved=(number + case) % 2 == 0)
+                dtype = torch.float32 if kind == torch.float32 or QUICK else BF16
+                batch, blocks = make_batch(decodes, prompts)
+                cache, scales = make_cache(layout, blocks, kind)
+                tokens = len(batch.positions)
+                q = rand(tokens, layout.heads * layout.query + layout.cached, dtype=dtype)
+                q, kv = q[:, : -layout.cached], q[:, -layout.cached :]
+                up = rand(layout.heads, layout.plain + layout.value, layout.latent, dtype=dtype, scale=0.1)
+                weights = LatentWeights(rand(layout.latent, dtype=dtype), 1e-6, up)
+                table = positions_table(layout.rotary, 3001)
+                theirs, their_scales = cache.clone(), None if scales is None else scales.clone()
+                with poisoned_outputs():
+                    got = ops.latent_attention(q, kv, layout, weights, table, batch, cache, scales)
+                if MODE == "compile":
+                    continue
+                want = ReferenceOps().latent_attention(q, kv, layout, weights, table, batch, theirs, their_scales)
+                name = f"{shape} {kind} {len(decodes)} decodes, prompts {prompts}"
+                check(f"cache {name}", cache.float(), theirs.float(), 1e-5 if kind == torch.float32 else 1e-2)
+                check(name, got, want, 1e-4 if kind == torch.float32 else 2e-2)
+
+
+def bench_decode_over_latents() -> Iterator[Row]:
+    """DeepSeek V2 Lite (16 heads) and V3 (128 heads) at several loads."""
+    for heads, sequences, context in ((16, 1, 1024), (16, 64, 1024), (16, 64, 8192), (128, 1, 4096), (128, 64, 4096)):
+        layout = make_layout(heads, 512, 128, 64, 128, True)
+        table = positions_table(64, context + 1)
+        calls = []
+        for _ in range(2):
+            batch, blocks = make_batch([context] * sequences, [])
+            cache, _ = make_cache(layout, blocks, BF16)
+            q, kv = rand(sequences, heads * 192, dtype=BF16), rand(sequences, 576, dtype=BF16)
+            weights = LatentWeights(rand(512, dtype=BF16), 1e-6, rand(heads, 256, 512, dtype=BF16, scale=0.1))
+            calls.append(partial(ops.latent_attention, q, kv, layout, weights, table, batch, cache))
+        read = sequences * context * 576 * 2 + heads * 256 * 512 * 2
+        yield bandwidth(f"latents {heads} heads, {sequences} x {context}", time_us(calls), read)
