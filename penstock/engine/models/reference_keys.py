@@ -1267,6 +1267,7 @@ CLASSES: dict[str, Any] = {
         "text_config": None,
         "tie_word_embeddings": True,
         "vision_config": None,
+        "vision_feature_layer": -1,
     },
     "qwen3_5": {
         "image_token_id": 248056,

@@ -65,7 +65,11 @@ def tables() -> dict[str, Any]:
     names = sorted(key for key, _ in shared)
     own = {name: {key: value for key, value in found.items() if key not in names} for name, found in classes.items()}
     wrappers = {
-        kind: {key: value for key, value in fields(transformers.CONFIG_MAPPING[kind]).items() if key not in names}
+        kind: {
+            key: value
+            for key, value in fields(transformers.CONFIG_MAPPING[kind]).items()
+            if key not in names or value != classes["llama"][key]
+        }
         for kind in sorted({family.multimodal_type for family in DESCRIPTORS.values()} - {""})
     }
     return {
