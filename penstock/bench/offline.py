@@ -87,6 +87,17 @@ class Loaded:
         )
 
     @property
+    def bytes_by_kind(self) -> tuple[float, float]:
+        """The same of the weights that every token passes, and of those of experts: they may be in fewer bits."""
+        config, decoder, ranks = self.checkpoint.config, self.engine.runner.decoder, self.engine.info.ranks
+        all_params, of_experts = sum(shapes.parameters(config)), shapes.expert_parameters(config)
+        if not of_experts:
+            return self.bytes_per_weight, 0.0
+        parts = [layer.feed_forward for layer in decoder.layers]
+        held = sum(part.weight_bytes - sum(linear.weight_bytes for linear in part.linears) for part in parts)
+        return (decoder.weight_bytes - held) * ranks / (all_params - of_experts), held * ranks / of_experts
+
+    @property
     def numbers(self) -> str:
         """Which numbers the engine computes with, in words."""
         return f"{self.engine.info.dtype}, {8 * self.bytes_per_weight:.1f} bits per weight"
@@ -157,7 +168,10 @@ def measure(
     info = loaded.engine.info
     kinds = loaded.engine.runner.kv.shape.kinds
     kv_bytes = next(kind.element_bytes for kind in kinds if isinstance(kind, PagedKV))
-    cost = shapes.cost(loaded.checkpoint.config, weight_bytes=loaded.bytes_per_weight, kv_bytes=kv_bytes)
+    weight_bytes, expert_bytes = loaded.bytes_by_kind
+    cost = shapes.cost(
+        loaded.checkpoint.config, weight_bytes=weight_bytes, kv_bytes=kv_bytes, expert_bytes=expert_bytes
+    )
     total = sum(outputs for _, outputs in workload.lengths())
     results = []
     with report.progress_bar(console) as bar:

@@ -17,7 +17,7 @@ from penstock.planning.model_shape import ModelShape, known_config
 
 _NAMES = (
     "llama-8b", "llama-70b", "qwen3-0.6b", "smollm2-135m", "mixtral-8x7b", "qwen3-30b-a3b", "gemma2-2b", "gemma3-1b",
-    "phi3-mini",
+    "phi3-mini", "gpt-oss-20b",
 )  # fmt: skip
 
 
@@ -75,6 +75,8 @@ class Cost:
     experts_per_token: int = 0
     expert_params: int = 0
     """Parameters of one expert, over all layers."""
+    expert_bytes: float = 0.0
+    """Mean bytes of one of those; 0: as the others."""
 
     def weights(self, tokens: int) -> int:
         """Bytes of weights that a step of this many tokens reads. The embedding table is not counted unless it is the
@@ -82,7 +84,8 @@ class Cost:
         visited = 0.0
         if self.experts:
             visited = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens)
-        return round((self.linear_params + visited * self.expert_params + self.head_params) * self.weight_bytes)
+        of_experts = visited * self.expert_params * (self.expert_bytes or self.weight_bytes)
+        return round((self.linear_params + self.head_params) * self.weight_bytes + of_experts)
 
     def context(self, tokens: int) -> int:
         """Bytes of keys and values read to attend over this many tokens of context."""
@@ -95,7 +98,13 @@ class Cost:
         return 2 * (per_token * tokens + self.head_params * sampled)
 
 
-def cost(config: HFConfig, *, weight_bytes: float, kv_bytes: float) -> Cost:
+def expert_parameters(config: HFConfig) -> int:
+    """Parameters of all experts' matrices."""
+    shape = _counted(config)
+    return 0 if shape.moe is None else shape.moe.experts * shape.expert_parameters
+
+
+def cost(config: HFConfig, *, weight_bytes: float, kv_bytes: float, expert_bytes: float = 0.0) -> Cost:
     """Count from a Hugging Face configuration."""
     shape = _counted(config)
     return Cost(
@@ -107,4 +116,5 @@ def cost(config: HFConfig, *, weight_bytes: float, kv_bytes: float) -> Cost:
         experts=0 if shape.moe is None else shape.moe.experts,
         experts_per_token=0 if shape.moe is None else shape.moe.top_k,
         expert_params=shape.expert_parameters,
+        expert_bytes=expert_bytes,
     )

@@ -35,7 +35,9 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
     """Of a model that the engine runs."""
     moe = None
     if model.moe is not None:
-        moe = Moe(model.moe.experts, model.moe.top_k, model.moe.ffn_size, model.moe.layers, bias=model.mlp_bias)
+        bias = model.mlp_bias or model.moe.expert_bias
+        moe = Moe(model.moe.experts, model.moe.top_k, model.moe.ffn_size, model.moe.layers, bias=bias,
+                  router_bias=model.moe.router_bias)  # fmt: skip
     return ModelShape(
         name=name,
         family=model.family,
@@ -54,6 +56,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         mlp_bias=model.mlp_bias,
         qk_norm=model.qk_norm,
         sandwich_norms=model.sandwich_norms,
+        sinks=model.attention_sinks,
         moe=moe,
     )
 

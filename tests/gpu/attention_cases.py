@@ -29,6 +29,7 @@ class Case:
     scales: tuple[Tensor, Tensor] | None
     queries: list[int]
     contexts: list[int]
+    sinks: Tensor | None = None
 
 
 def build(
@@ -38,6 +39,7 @@ def build(
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
     max_context: int | None = None,
+    sinks: bool = False,
 ) -> Case:
     """A batch whose blocks are scattered over the pool. Every slot no sequence owns is poisoned."""
     kv_dtype = kv_dtype or dtype
@@ -98,7 +100,17 @@ def build(
         max_context=max_context or max(contexts),
     )
     q = rand(starts[-1], layout.heads, layout.head_dim, dtype=dtype)
-    return Case(batch, layout, caches[0], caches[1], q, scales, queries, contexts)
+    return Case(
+        batch,
+        layout,
+        caches[0],
+        caches[1],
+        q,
+        scales,
+        queries,
+        contexts,
+        rand(layout.heads, scale=3) if sinks else None,
+    )
 
 
 def dense64(cache: Tensor, scale: Tensor | None, table: Tensor, context: int) -> Tensor:
@@ -132,14 +144,16 @@ def attention64(case: Case) -> Tensor:
         if layout.softcap is not None:
             scores = layout.softcap * (scores / layout.softcap).tanh()
         scores = scores.masked_fill(~visible, float("-inf"))
-        out.append((scores.softmax(-1) @ v).transpose(0, 1).reshape(count, -1))
+        if case.sinks is not None:
+            scores = torch.cat((scores, case.sinks.double().view(-1, 1, 1).expand(-1, count, 1)), -1)
+        out.append((scores.softmax(-1)[..., :context] @ v).transpose(0, 1).reshape(count, -1))
         start += count
     return torch.cat(out)
 
 
 def run_case(name: str, case: Case, tolerance: float | None = None) -> None:
     with poisoned_outputs():
-        got = ops.attention(case.q, case.layout, case.batch, case.k_cache, case.v_cache, case.scales)
+        got = ops.attention(case.q, case.layout, case.batch, case.k_cache, case.v_cache, case.scales, case.sinks)
     if MODE == "compile":
         return
     check(name, got, attention64(case), tolerance or max(TOLERANCE[got.dtype], 1e-5))

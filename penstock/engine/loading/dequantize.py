@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.engine.backends.host_memory import is_host
 from penstock.engine.loading.gguf import BLOCK, GGMLType
+from penstock.engine.loading.mxfp4 import from_gguf_blocks
 
 SLICE_WEIGHTS = 1 << 18
 """Weights decoded at once on a CPU."""
@@ -116,6 +117,10 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (quants.reshape(-1, 16, 16) * scales[..., None]).reshape(-1, 256)
 
 
+def _mxfp4(blocks: Tensor) -> Tensor:
+    return from_gguf_blocks(blocks, blocks.shape[0]).dense()
+
+
 _DECODERS: dict[GGMLType, Callable[[Tensor], Tensor]] = {
     GGMLType.Q4_0: _q4_0,
     GGMLType.Q4_1: _q4_1,
@@ -125,4 +130,5 @@ _DECODERS: dict[GGMLType, Callable[[Tensor], Tensor]] = {
     GGMLType.Q4_K: _q4_k,
     GGMLType.Q5_K: _q5_k,
     GGMLType.Q6_K: _q6_k,
+    GGMLType.MXFP4: _mxfp4,
 }

@@ -79,6 +79,7 @@ BLOCK: dict[GGMLType, tuple[int, int]] = {
     GGMLType.Q4_K: (256, 144),
     GGMLType.Q5_K: (256, 176),
     GGMLType.Q6_K: (256, 210),
+    GGMLType.MXFP4: (32, 17),
 }
 """Of each readable type: weights in a block, and bytes of a block."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.backends.reference.linear import DenseLinear
+from penstock.engine.loading.mxfp4 import Mxfp4
 from penstock.engine.models.build import compose_decoder
 from penstock.engine.models.families import HFConfig, family_of, read_config
 from penstock.engine.models.layers.linear import Linear
@@ -61,6 +62,9 @@ class RandomCheckpoint:
         if shape is None:
             raise CheckpointError(f"a {self.config.get('model_type')} model has no tensor {name!r}")
         where = torch.device(self.device if device is None else device)
+        packed = self.mxfp4(name, where)
+        if packed is not None:
+            return packed.dense().to(self.dtype)
         if name in self._norms:
             return torch.full(shape, self._norms[name], dtype=self.dtype, device=where)
         scale = 0.02 if len(shape) == 1 else 1 / math.sqrt(shape[-1])
@@ -69,6 +73,19 @@ class RandomCheckpoint:
         start, size = zlib.crc32(name.encode()) % POOL, math.prod(shape)
         numbers = self._pool(where).repeat(-(-(start + size) // POOL))[start : start + size]
         return numbers.mul_(scale).reshape(shape)
+
+    def mxfp4(self, name: str, device: str | torch.device | None = None) -> Mxfp4 | None:
+        """Experts in MXFP4, where the configuration says so; None for any other tensor."""
+        method = (self.config.get("quantization_config") or {}).get("quant_method")
+        if method != "mxfp4" or ".experts." not in name or not name.endswith(".weight"):
+            return None
+        out, inputs = self.shapes[name]
+        where = torch.device(self.device if device is None else device)
+        generator = torch.Generator(where).manual_seed(self.seed + zlib.crc32(name.encode()))
+        blocks = torch.randint(256, (out, inputs // 2), dtype=torch.uint8, device=where, generator=generator)
+        # The values of random codes spread over 2.9 times their power of two.
+        exponent = 127 - round(math.log2(2.9 * math.sqrt(inputs)))
+        return Mxfp4(blocks, torch.full((out, inputs // 32), exponent, dtype=torch.uint8, device=where))
 
     def _pool(self, device: torch.device) -> Tensor:
         if device not in self._pools:

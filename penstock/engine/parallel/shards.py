@@ -29,6 +29,7 @@ from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.gguf import BLOCK, GGMLType, RawTensor
 from penstock.engine.loading.groups import IntGroups, from_gguf
+from penstock.engine.loading.mxfp4 import Mxfp4, has_mxfp4
 from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.families import family_of
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
@@ -37,6 +38,7 @@ from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 
 HEAD = "lm_head.weight"
+SINKS = ".sinks"
 LEAST_GROUP = 32
 """Inputs that the kernels expect to share a scale."""
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
@@ -89,6 +91,7 @@ class Cuts:
             tensors.fused_qkv: Cut(outputs=(q, _shift(kv, queries), _shift(kv, queries + keys))),
             tensors.output: Cut(inputs=q),
         }
+        self._sinks = WHOLE if place.data else Cut(outputs=(heads,))
         if model.latent is not None:
             self._attention = _latent_cuts(heads, model.latent)
         if model.row_norms:
@@ -145,6 +148,8 @@ class Cuts:
     def of(self, name: str) -> Cut:
         if name == HEAD:
             return self._head
+        if name.endswith(SINKS):
+            return self._sinks
         module = name.rpartition(".")[0].rpartition(".")[2]
         feed_forward = self._experts if ".experts." in name else self._dense
         if self._shared_prefix in name:
@@ -175,6 +180,8 @@ def shard(weights: Weights, model: ModelConfig, place: Place) -> Weights:
         return ShardedQuantized(weights, model, place)
     if isinstance(weights, Fp8Checkpoint):
         return ShardedFp8(weights, model, place)
+    if has_mxfp4(weights):
+        return ShardedMxfp4(weights, model, place)
     return ShardedTensors(weights, model, place)
 
 
@@ -199,11 +206,14 @@ class _Sharded:
         found = _cut_groups(groups, self._cuts.of(name))
         if isinstance(found, IntGroups):
             return found
+        self._tell_dense(name, found)
+        return None
+
+    def _tell_dense(self, name: str, reason: str) -> None:
         module = name.removesuffix(".weight").rpartition(".")[2]
         if module not in self._told and self._cuts.place.rank == 0:
             self._told.add(module)
-            _log.warning("%s and those like it are dense on every shard: %s", name, found)
-        return None
+            _log.warning("%s and those like it are dense on every shard: %s", name, reason)
 
     def row_peaks(self, name: str, device: str | torch.device = "cpu") -> Tensor | None:
         """See `quantization.stored`; None for a matrix whose rows are whole."""
@@ -256,6 +266,23 @@ class ShardedFp8(_Sharded, Fp8Checkpoint):
     def kv_scale(self, attention: str) -> tuple[float, float]:
         scale: tuple[float, float] = self._whole.kv_scale(self._cuts.original_prefix(attention))
         return scale
+
+
+class ShardedMxfp4(_Sharded):
+    """Experts in MXFP4, cut between blocks; where a cut would go through one, the matrix is dense."""
+
+    def mxfp4(self, name: str, device: str | torch.device = "cpu") -> Mxfp4 | None:
+        found: Mxfp4 | None = self._whole.mxfp4(self._cuts.original(name), device)
+        cut = self._cuts.of(name)
+        if found is None or cut is WHOLE:
+            return found
+        if cut.inputs is None:
+            return Mxfp4(cut.apply(found.blocks), cut.apply(found.scales))
+        begin, end = cut.inputs
+        if begin % LEAST_GROUP or end % LEAST_GROUP:
+            self._tell_dense(name, f"a cut at inputs {begin} and {end} goes through a block of {LEAST_GROUP}")
+            return None
+        return found.inputs(begin, end)
 
 
 class ShardedGGUF(_Sharded, GGUFCheckpoint):

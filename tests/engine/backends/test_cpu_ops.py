@@ -148,7 +148,9 @@ def test_rope_and_cache_matches_the_reference(ops: CpuOps, dtype: torch.dtype, n
             assert torch.equal(caches[3], caches[1]), "values are stored as they are, and nothing else is touched"
 
 
-def exact_attention(q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+def exact_attention(
+    q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """Float64, one query at a time, straight from the definition."""
     block_size, group = k_cache.shape[2], layout.heads // layout.kv_heads
     out = torch.empty(q.shape, dtype=torch.float64)
@@ -167,7 +169,9 @@ def exact_attention(q: Tensor, layout: HeadLayout, batch: AttentionBatch, k_cach
                 scores = keys @ q[token, head].double() * layout.scale
                 if layout.softcap is not None:
                     scores = layout.softcap * torch.tanh(scores / layout.softcap)
-                out[token, head] = torch.softmax(scores, dim=0) @ values
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head : head + 1].double()))
+                out[token, head] = torch.softmax(scores, dim=0)[: len(values)] @ values
     return out.view(q.shape[0], -1)
 
 
@@ -214,6 +218,22 @@ def test_soft_caps_match_float64(ops: CpuOps, window: int | None) -> None:
     close(ops.attention(q, layout, batch, k_cache, v_cache), exact, torch.float32)
     batch.block_tables.clamp_(max=num_blocks - 1)  # the reference reads, and masks, what lies behind a context
     close(ReferenceOps().attention(q, layout, batch, k_cache, v_cache), exact, torch.float32)
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sinks_match_float64(ops: CpuOps, dtype: torch.dtype, window: int | None) -> None:
+    """In decodes of one part and of several, and in prompts; sinks far above and far below the scores."""
+    torch.manual_seed(13)
+    layout = HeadLayout(8, 2, 64, 0.125, window)
+    batch, num_blocks = make_batch([(1, 1), (200, 1), (700, 1), (33, 33), (90, 20)], 16, seed=13)
+    q = (3 * torch.randn(batch.positions.shape[0], 8, 64)).to(dtype)
+    k_cache, v_cache = (torch.randn(num_blocks, 2, 16, 64).to(dtype) for _ in range(2))
+    sinks = torch.tensor([-50.0, -3.0, 0.0, 1.0, 2.5, 4.0, 9.0, 40.0])
+    exact = exact_attention(q, layout, batch, k_cache, v_cache, sinks)
+    close(ops.attention(q, layout, batch, k_cache, v_cache, None, sinks), exact, dtype)
+    batch.block_tables.clamp_(max=num_blocks - 1)
+    close(ReferenceOps().attention(q, layout, batch, k_cache, v_cache, None, sinks), exact, dtype)
 
 
 def test_a_decode_over_131072_keys(ops: CpuOps) -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import transformers
@@ -29,6 +30,7 @@ ARCHITECTURES = {
     "qwen3-moe": "qwen3moe",
     "gemma2": "gemma2",
     "gemma3-two-ropes": "gemma3",
+    "gpt-oss": "gpt-oss",
     "phi3-longrope": "phi3",
     "phi3-half-rotated": "phi3",
     "cohere": "command-r",
@@ -62,6 +64,7 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
@@ -86,13 +89,15 @@ OTHER_NAMES = {
     "gemma2": GEMMA_NAMES,
     "gemma3": GEMMA_NAMES,
     "olmo2": OUT_NORMS,
+    "gpt-oss": OUT_NORMS,
     "exaone4": OUT_NORMS,
     "glm4": GLM_NAMES,
 }
 EXPERTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
-def convert(folder: Path, arch: str) -> Path:
+def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None = None) -> Path:
+    """`experts`: the type in which stacks of experts are stored."""
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     names = NAMES | OTHER_NAMES.get(arch, {})
@@ -109,6 +114,15 @@ def convert(folder: Path, arch: str) -> Path:
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
         assert match is not None
         layer, part = match[1], match[2]
+        if part == "mlp.experts":  # stacks, with gate and up columns in turn
+            kind = "bias" if suffix.endswith("_bias") else "weight"
+            stack = tensor if kind == "bias" else tensor.swapaxes(1, 2)
+            parts = {"down": stack} if suffix.startswith("down") else {"gate": stack[:, ::2], "up": stack[:, 1::2]}
+            tensors |= {f"blk.{layer}.ffn_{one}_exps.{kind}": np.ascontiguousarray(t) for one, t in parts.items()}
+            continue
+        if suffix == "sinks":
+            tensors[f"blk.{layer}.attn_sinks.weight"] = tensor
+            continue
         expert = re.fullmatch(r".*\.experts\.(\d+)\.(\w+)", part)
         if expert is not None:
             stacks.setdefault(f"blk.{layer}.ffn_{EXPERTS[expert[2]]}_exps.weight", {})[int(expert[1])] = tensor
@@ -141,9 +155,9 @@ def convert(folder: Path, arch: str) -> Path:
         keys |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         keys["attention.sliding_window"] = config["sliding_window"]
-    experts = config.get("num_local_experts") or config.get("num_experts")
-    if experts:
-        keys |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
+    count = config.get("num_local_experts") or config.get("num_experts")
+    if count:
+        keys |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
     if "moe_intermediate_size" in config:
         keys["expert_feed_forward_length"] = config["moe_intermediate_size"]
     for width in ("shared_expert_intermediate_size", "shared_intermediate_size"):
@@ -169,7 +183,8 @@ def convert(folder: Path, arch: str) -> Path:
         for length in ("short", "long"):
             tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
     metadata = {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in keys.items()}}
-    return write_gguf(folder / "model.gguf", metadata, tensors)
+    quantized = {name: experts for name in tensors if experts is not None and name.endswith("_exps.weight")}
+    return write_gguf(folder / "model.gguf", metadata, tensors, quantized)
 
 
 def test_every_family_is_converted() -> None:

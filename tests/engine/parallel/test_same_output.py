@@ -24,6 +24,7 @@ GRIDS = [
     ("qwen3-qknorm", 2, 2),
     ("mixtral", 2, 2),
     ("qwen3-moe-some-dense", 2, 2),
+    ("gpt-oss", 2, 2),
     ("gemma2", 2, 1),
     ("gemma3-two-ropes", 2, 2),
     ("phi3", 2, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,12 +19,14 @@ from penstock.engine.backends.cpu.dense_linear import DenseLinear
 from penstock.engine.backends.cpu.executor import RecordedExecutor
 from penstock.engine.backends.cpu.fp8_quantizer import Float8Quantizer
 from penstock.engine.backends.cpu.lora import CpuLora
+from penstock.engine.backends.cpu.mxfp4_linear import Mxfp4Quantizer
 from penstock.engine.backends.cpu.ops import CpuOps
 from penstock.engine.backends.cpu.quant_linear import QuantLinear
 from penstock.engine.backends.interface import INT8, NativeLibrary
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.config import EngineConfig, WeightForm
 from penstock.engine.loading.fp8 import Fp8Checkpoint
+from penstock.engine.loading.mxfp4 import has_mxfp4
 from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
@@ -71,10 +74,14 @@ class CpuBackend(ReferenceBackend):
 
     def plan_weights(self, config: EngineConfig, dtype: torch.dtype, weights: Weights) -> WeightPlan:
         plan = self._plan(config, dtype, weights)
+        if has_mxfp4(weights) and config.weights != "dense":
+            quantize = Mxfp4Quantizer(self._native.handle, plan.quantize, many=not config.deterministic)
+            plan = dataclasses.replace(plan, quantize=quantize)
         if config.deterministic:
             dense = partial(DenseLinear, self._native.handle)
             return WeightPlan(BatchInvariantLinears(dense, plan.quantize, self.device, dtype))
-        if config.activations != "auto" and not isinstance(plan.quantize, BlockQuantizer):
+        rounded = plan.quantize.rest if isinstance(plan.quantize, Mxfp4Quantizer) else plan.quantize
+        if config.activations != "auto" and not isinstance(rounded, BlockQuantizer):
             raise ConfigError(f"activations: {config.activations} needs weights in int8 or int4 blocks")
         return plan
 

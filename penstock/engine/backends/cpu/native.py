@@ -64,6 +64,10 @@ class Float8Args(ctypes.Structure):
     _fields_ = _STRUCTS["Float8Args"]
 
 
+class Mxfp4Args(ctypes.Structure):
+    _fields_ = _STRUCTS["Mxfp4Args"]
+
+
 class LoraStep(ctypes.Structure):
     _fields_ = _STRUCTS["LoraStep"]
 
@@ -85,7 +89,7 @@ class DecodeArgs(ctypes.Structure):
 
 
 STRUCTS: Final = (
-    RopeArgs, AttentionArgs, LinearArgs, DenseArgs, Float8Args, LoraStep, LoraArgs,
+    RopeArgs, AttentionArgs, LinearArgs, DenseArgs, Float8Args, Mxfp4Args, LoraStep, LoraArgs,
     RecordedCall, CountPatch, DecodeArgs,
 )  # fmt: skip
 
@@ -109,6 +113,8 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "pk_dense": (None, (c_void_p, POINTER(DenseArgs))),
     "pk_float8": (None, (c_void_p, POINTER(Float8Args))),
     "pk_float8_widen": (None, (c_void_p, *[c_void_p] * 3, *[c_int64] * 3, c_int)),
+    "pk_mxfp4": (None, (c_void_p, POINTER(Mxfp4Args))),
+    "pk_mxfp4_widen": (None, (c_void_p, *[c_void_p] * 3, *[c_int64] * 2, c_int)),
     "pk_linear_has_matrix": (c_int, ()),
     "pk_linear_bytes": (c_int64, (c_int64, c_int64, c_int)),
     "pk_linear_per_channel_bytes": (c_int64, (c_int64, c_int64)),

@@ -30,6 +30,7 @@ _STRUCT_COUNTS: Final = {
     "pk_linear_sample": ("rows", TOKENS),
     "pk_dense": ("rows", TOKENS),
     "pk_float8": ("rows", TOKENS),
+    "pk_mxfp4": ("rows", TOKENS),
     "pk_rope_and_cache": ("tokens", TOKENS),
     "pk_attention": ("sequences", SEQUENCES),
     "pk_lora": ("tokens", TOKENS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,13 @@ from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.lora import TritonLora
+from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Quantizer
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.cuda.peer_group import CudaPeerGroup
 from penstock.engine.backends.cuda.warmup import compile_kernels
 from penstock.engine.backends.interface import Ops, StepLimits
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, WeightForm
+from penstock.engine.loading.mxfp4 import has_mxfp4
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.experts import ExpertMlp
 from penstock.engine.models.layers.feed_forward import FeedForward
@@ -57,6 +60,12 @@ class CudaBackend(TorchCudaBackend):
                 raise ConfigError("deterministic: true on CUDA needs weights: dense")
             return WeightPlan(BatchInvariantLinears(BatchInvariantLinear, None, self.device, dtype))
         form = self._weight_form(config, dtype, weights)
+        plan = self._plan(form, config, dtype)
+        if has_mxfp4(weights) and form != "dense":
+            return dataclasses.replace(plan, quantize=Mxfp4Quantizer(self.device, plan.quantize))
+        return plan
+
+    def _plan(self, form: WeightForm, config: EngineConfig, dtype: torch.dtype) -> WeightPlan:
         if form == "dense":
             return WeightPlan(fused_up_to=MAX_BATCH)
         if form != "fp8":
@@ -70,7 +79,7 @@ class CudaBackend(TorchCudaBackend):
         return CudaLinear(weight, bias)
 
     def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> FeedForward:
-        """The grouped kernels read dense and FP8 weights; those in fewer bits are widened."""
+        """The grouped kernels read dense, FP8 and MXFP4 weights; others in few bits are widened."""
         return group(stored()) or group(widened()) or stored()
 
     def observable(self) -> Backend:

@@ -1,7 +1,7 @@
 """Experts on CUDA: the weights of a layer's experts as one stack, computed together by `kernels.moe`.
 
 Five launches whatever the number of experts and tokens, and none waits for the device: routing, sorting, the two
-products, the sum. FP8 weights are widened in the kernels; activations stay as they are.
+products, the sum. FP8 and MXFP4 weights are widened in the kernels; activations stay as they are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels import moe
+from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4
+from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Stack
 from penstock.engine.backends.cuda.linear import CudaLinear
+from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Linear
 from penstock.engine.backends.interface import Activation, Ops
 from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router
 from penstock.engine.models.layers.feed_forward import GatedMlp
@@ -29,8 +31,27 @@ class Stack:
     bias: Tensor | None
 
     @property
+    def experts(self) -> int:
+        return self.weight.shape[0]
+
+    @property
     def weight_bytes(self) -> int:
         return self.weight.numel() * self.weight.element_size()
+
+    def product(
+        self, x: Tensor, plan: moe.Plan, top_k: int, activation: Activation, route_weights: Tensor | None
+    ) -> Tensor:
+        """See `moe.grouped_linear`."""
+        return moe.grouped_linear(
+            x,
+            self.weight,
+            plan,
+            top_k,
+            weight_scale=self.scale,
+            bias=self.bias,
+            route_weights=route_weights,
+            activation=activation,
+        )
 
     def put(self, index: int, linear: Linear) -> None:
         """Another expert's matrix, of the same form."""
@@ -42,14 +63,42 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedStack:
+    """The same in MXFP4."""
+
+    stack: Mxfp4Stack
+
+    @property
+    def experts(self) -> int:
+        return self.stack.words.shape[0]
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.stack.nbytes
+
+    def product(
+        self, x: Tensor, plan: moe.Plan, top_k: int, activation: Activation, route_weights: Tensor | None
+    ) -> Tensor:
+        return moe_mxfp4.grouped_linear(x, self.stack, plan, top_k, route_weights=route_weights, activation=activation)
+
+    def put(self, index: int, linear: Linear) -> None:
+        assert isinstance(linear, Mxfp4Linear)
+        words, exponents = moe_mxfp4.pack(linear.weight)
+        self.stack.words[index].copy_(words)
+        self.stack.exponents[index].copy_(exponents)
+        if self.stack.bias is not None and linear.bias is not None:
+            self.stack.bias[index].copy_(linear.bias)
+
+
+@dataclass(frozen=True, slots=True)
 class GroupedExpertMlp:
     """As `ExpertMlp`, all experts at once."""
 
     ops: Ops
     router: Router
     activation: Activation
-    gate_up: Stack
-    down: Stack
+    gate_up: Stack | PackedStack
+    down: Stack | PackedStack
     source: ExpertSource
     slots: ExpertSlots | None = None
 
@@ -82,19 +131,14 @@ class GroupedExpertMlp:
     def apply(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         if not len(x):
             return torch.empty_like(x)
-        top_k, chosen, gate_up, down = chosen.shape[1], chosen.int(), self.gate_up, self.down
-        experts = gate_up.weight.shape[0]
+        top_k, chosen, experts = chosen.shape[1], chosen.int(), self.gate_up.experts
         plan = moe.plan(chosen, experts)
         choices = top_k
         if self.router.weight_inputs:  # a row for every choice
             x, choices = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1), 1
             weights = torch.ones_like(weights)
-        inner = moe.grouped_linear(
-            x, gate_up.weight, plan, choices, weight_scale=gate_up.scale, bias=gate_up.bias, activation=self.activation
-        )
-        pairs = moe.grouped_linear(
-            inner, down.weight, plan, top_k, weight_scale=down.scale, bias=down.bias, route_weights=weights
-        )
+        inner = self.gate_up.product(x, plan, choices, self.activation, None)
+        pairs = self.down.product(inner, plan, top_k, self.activation, weights)
         return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
@@ -112,7 +156,13 @@ def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
     return GroupedExpertMlp(mlp.ops, mlp.router, mlp.experts[0].activation, gate_up, down, mlp.source, mlp.slots)
 
 
-def _stack(linears: list[Linear]) -> Stack | None:
+def _stack(linears: list[Linear]) -> Stack | PackedStack | None:
+    packed = [linear for linear in linears if isinstance(linear, Mxfp4Linear)]
+    if len(packed) == len(linears):
+        words, exponents = zip(*(moe_mxfp4.pack(linear.weight) for linear in packed), strict=True)
+        biases = [linear.bias for linear in packed if linear.bias is not None]
+        bias = torch.stack(biases) if biases else None
+        return PackedStack(Mxfp4Stack(torch.stack(words), torch.stack(exponents), bias))
     parts = [linear for linear in linears if isinstance(linear, CudaLinear)]
     scales = [part.scale for part in parts if part.scale is not None]
     biases = [part.bias for part in parts if part.bias is not None]
