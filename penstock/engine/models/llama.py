@@ -114,7 +114,7 @@ def compose_attention(context: LayerContext) -> Attention:
         else None,
         eps=config.rms_eps,
         kv_scales=read.kv_scales(prefix, config.num_kv_heads) if context.fp8_cache else None,
-        query_scales=growth and query_scales(growth, len(context.cos_sin), read.backend.device),
+        query_scales=None if growth is None else query_scales(growth, len(context.cos_sin), read.backend.device),
         sinks=read.get(f"{prefix}sinks", config.num_heads, dtype=torch.float32) if config.attention_sinks else None,
     )
 

@@ -165,9 +165,6 @@ def read_config(raw: HFConfig) -> ModelConfig:
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
-    fields.setdefault(
-        "ffn_size", integer(raw, "intermediate_size", fields["moe"].ffn_size if "moe" in fields else None)
-    )
     if "rms_eps" not in fields:
         fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "ffn_size" not in fields:
