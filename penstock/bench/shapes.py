@@ -17,7 +17,7 @@ from penstock.planning.model_shape import ModelShape, known_config
 
 _NAMES = (
     "llama-8b", "llama-70b", "qwen3-0.6b", "smollm2-135m", "mixtral-8x7b", "qwen3-30b-a3b", "gemma2-2b", "gemma3-1b",
-    "phi3-mini", "gpt-oss-20b",
+    "phi3-mini", "deepseek-v2-lite", "gpt-oss-20b", "llama4-scout",
 )  # fmt: skip
 
 

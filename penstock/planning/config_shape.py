@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.engine.models.families import FAMILIES, read_config, text_config
+from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
 from penstock.engine.models.model_config import ModelConfig
 from penstock.errors import CheckpointError
@@ -35,9 +35,20 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
     """Of a model that the engine runs."""
     moe = None
     if model.moe is not None:
-        bias = model.mlp_bias or model.moe.expert_bias
-        moe = Moe(model.moe.experts, model.moe.top_k, model.moe.ffn_size, model.moe.layers, bias=bias,
-                  router_bias=model.moe.router_bias)  # fmt: skip
+        moe = Moe(
+            model.moe.experts,
+            model.moe.top_k,
+            model.moe.ffn_size,
+            model.moe.layers,
+            bias=model.mlp_bias or model.moe.expert_bias,
+            shared_ffn=model.moe.shared_ffn_size,
+            shared_gate=model.moe.shared_gate,
+            router_bias=model.moe.router_bias or model.moe.correction_bias,
+        )
+    names = family_of(model.family).names
+    mla, latent = None, model.latent
+    if latent is not None:
+        mla = Mla(latent.rank, latent.rotary, latent.plain, latent.value, latent.query_rank)
     return ModelShape(
         name=name,
         family=model.family,
@@ -45,7 +56,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         hidden=model.hidden_size,
         ffn=model.ffn_size,
         heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
+        kv_heads=model.num_kv_heads if latent is None else model.num_heads,
         head_dim=model.head_dim,
         vocab=model.vocab_size,
         max_positions=model.max_positions,
@@ -54,10 +65,13 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         qkv_bias=model.qkv_bias,
         output_bias=model.output_bias,
         mlp_bias=model.mlp_bias,
-        qk_norm=model.qk_norm,
-        sandwich_norms=model.sandwich_norms,
+        qk_norm=model.qk_norm and not model.qk_layer_norm,
+        whole_qk_norm=model.row_norms or model.qk_layer_norm,
+        sandwich_norms=bool(names.mixer_out_norm and names.mixer_norm),
+        one_norm=model.parallel,
         sinks=model.attention_sinks,
         moe=moe,
+        mla=mla,
     )
 
 

@@ -107,6 +107,8 @@ class ModelShape:
     whole_qk_norm: bool = False
     """A norm over all heads of queries, and one over all of keys."""
     sandwich_norms: bool = False
+    one_norm: bool = False
+    """Of a layer whose attention and feed-forward read the same."""
     sinks: bool = False
     """A learned attention sink per head."""
     moe: Moe | None = None
@@ -127,7 +129,8 @@ class ModelShape:
     def _parts(self, *, routed: bool) -> LayerParts:
         """The parameters of one layer, with or without experts."""
         hidden = self.hidden
-        small = hidden * (4 if self.sandwich_norms else 2) + (self.heads if self.sinks else 0)
+        norms = 4 if self.sandwich_norms else 1 if self.one_norm else 2
+        small = hidden * norms + (self.heads if self.sinks else 0)
         mla = self.mla
         if mla is not None:
             key_dim = mla.nope_dim + mla.rope_dim

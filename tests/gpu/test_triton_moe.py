@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 
@@ -123,6 +124,28 @@ def test_routing_by_sigmoid_groups_and_correction_equals_the_router() -> None:
             name = f"{experts} {scoring} {score}"
             check_equal(f"experts {name}", chosen.long().sort(-1).values, expected.sort(-1).values)
             check(f"weights {name}", weights.sort(-1).values, want.sort(-1).values, 1e-5)
+
+
+def test_weights_on_inputs_equal_one_expert_at_a_time() -> None:
+    """As Llama 4: sigmoids of the best logits, though the largest ones are all one, times what the experts read."""
+    for experts, top_k in ((16, 1), (8, 2)):
+        mlp = make_moe(experts, top_k, 64, 48, torch.float32)
+        router = dataclasses.replace(mlp.router, normalize=False, scoring="sigmoid", weight_inputs=True)
+        mlp = dataclasses.replace(mlp, router=router)
+        grouped = group(mlp)
+        assert grouped is not None
+        x = rand(3 if QUICK else 77, 64, dtype=torch.float32, scale=4)
+        with poisoned_outputs():
+            got = grouped.forward(x)
+        if MODE == "compile":
+            continue
+        weights, chosen = router(x)
+        want = torch.zeros_like(x, dtype=torch.float64)
+        for token in range(len(x)):
+            for weight, expert in zip(weights[token], chosen[token].tolist(), strict=True):
+                row = x[token : token + 1].double() * weight.double()
+                want[token] += moe64(mlp, row, torch.ones(1, 1), torch.tensor([[expert]]))[0]
+        check(f"weighted inputs {experts} {top_k}", got, want, 1e-4)
 
 
 def test_plan_sorts_pairs_by_expert_and_keeps_their_order() -> None:

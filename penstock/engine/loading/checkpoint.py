@@ -26,7 +26,7 @@ from penstock.engine.loading.mxfp4 import Mxfp4, from_gguf_blocks
 from penstock.engine.loading.parallel import ParallelReader
 from penstock.engine.loading.quantized import read_quantized
 from penstock.engine.loading.stacked_experts import StackedExperts
-from penstock.engine.models.families import FAMILIES
+from penstock.engine.models.families import FAMILIES, text_config
 from penstock.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -58,7 +58,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if path.is_file():
         raise CheckpointError(f"{path} is not a checkpoint: give a .gguf file or a folder with config.json")
     folder = SafetensorsCheckpoint(path)
-    family = FAMILIES.get(str(folder.config.get("model_type")))
+    family = FAMILIES.get(str(text_config(folder.config).get("model_type")))
     if family is None:
         return read_quantized(folder)
     checkpoint = read_quantized(with_stacks(folder, family.names))

@@ -196,6 +196,11 @@ class ModelConfig:
         return tuple(NO_ROPE if plain else rope for plain, rope in zip(self.unrotated, ropes, strict=True))
 
     @property
+    def recurrent(self) -> bool:
+        """Whether some layer of the model keeps a state, perhaps one that another process has."""
+        return self.delta is not None
+
+    @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
         plain = self.moe is None and self.delta is None and not self.gated_attention and not self.parallel

@@ -1250,6 +1250,12 @@ CLASSES: dict[str, Any] = {
         "text_config": None,
         "tie_word_embeddings": True,
         "vision_config": None,
+        "rope_theta": ABSENT,
+        "rope_parameters": ABSENT,
+        "original_max_position_embeddings": ABSENT,
+        "image_token_id": ABSENT,
+        "boi_token_id": ABSENT,
+        "eoi_token_id": ABSENT,
     },
     "llama4": {
         "boi_token_index": 200080,
@@ -1258,6 +1264,12 @@ CLASSES: dict[str, Any] = {
         "text_config": None,
         "tie_word_embeddings": False,
         "vision_config": None,
+        "rope_theta": ABSENT,
+        "rope_parameters": ABSENT,
+        "original_max_position_embeddings": ABSENT,
+        "image_token_id": ABSENT,
+        "boi_token_id": ABSENT,
+        "eoi_token_id": ABSENT,
     },
     "mistral3": {
         "image_token_index": 10,
@@ -1268,6 +1280,10 @@ CLASSES: dict[str, Any] = {
         "tie_word_embeddings": True,
         "vision_config": None,
         "vision_feature_layer": -1,
+        "rope_theta": ABSENT,
+        "rope_parameters": ABSENT,
+        "original_max_position_embeddings": ABSENT,
+        "image_token_id": ABSENT,
     },
     "qwen3_5": {
         "image_token_id": 248056,
@@ -1277,6 +1293,9 @@ CLASSES: dict[str, Any] = {
         "vision_config": None,
         "vision_end_token_id": 248054,
         "vision_start_token_id": 248053,
+        "rope_theta": ABSENT,
+        "rope_parameters": ABSENT,
+        "original_max_position_embeddings": ABSENT,
     },
     "qwen3_5_moe": {
         "image_token_id": 248056,
@@ -1286,6 +1305,9 @@ CLASSES: dict[str, Any] = {
         "vision_config": None,
         "vision_end_token_id": 248054,
         "vision_start_token_id": 248053,
+        "rope_theta": ABSENT,
+        "rope_parameters": ABSENT,
+        "original_max_position_embeddings": ABSENT,
     },
 }
 

@@ -67,7 +67,7 @@ def tables() -> dict[str, Any]:
     wrappers = {
         kind: {
             key: value
-            for key, value in fields(transformers.CONFIG_MAPPING[kind]).items()
+            for key, value in declared(transformers.CONFIG_MAPPING[kind]).items()
             if key not in names or value != classes["llama"][key]
         }
         for kind in sorted({family.multimodal_type for family in DESCRIPTORS.values()} - {""})

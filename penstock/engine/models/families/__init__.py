@@ -112,26 +112,27 @@ FAMILIES: dict[str, Family] = {
 """By `model_type`."""
 
 
-def _beside_text(model_type: str) -> KeyRules:
-    """What stands beside `text_config`."""
-    return KeyRules(
-        reader="decoders of multimodal models",
-        reference={**SHARED, **CLASSES[model_type]},
-        read={"model_type", "text_config", "tie_word_embeddings", "quantization_config"},
-        limited={"is_causal": (True,), "per_layer_config": (None, {})},
-        inert=INERT | CLASSES[model_type].keys(),  # images: the text's decoder does not see them
-    )
-
-
 def text_config(raw: HFConfig) -> HFConfig:
     """The decoder's keys: those of a multimodal model are one level down, and only its decoder is run."""
-    inner = raw.get("text_config")
+    inner, model_type = raw.get("text_config"), raw.get("model_type")
     for family in FAMILIES.values():
-        if inner and family.multimodal_type and raw.get("model_type") == family.multimodal_type:
-            _beside_text(family.multimodal_type).check(raw)
-            tied = raw.get("tie_word_embeddings", True)
+        if inner and family.multimodal_type and model_type == family.multimodal_type:
+            wrapper = CLASSES.get(family.multimodal_type, CLASSES["gemma3"])
+            _beside_text(wrapper).check(raw)
+            tied = raw.get("tie_word_embeddings", wrapper["tie_word_embeddings"])
             return {"model_type": family.model_type, **inner, "tie_word_embeddings": tied}
     return raw
+
+
+def _beside_text(wrapper: HFConfig) -> KeyRules:
+    """For what stands beside `text_config`."""
+    return KeyRules(
+        reader="decoders of multimodal models",
+        reference={**SHARED, **wrapper},
+        read={"model_type", "text_config", "tie_word_embeddings", "quantization_config"},
+        limited={"is_causal": (True,), "per_layer_config": (None, {})},
+        inert=INERT | wrapper.keys(),  # images: the text's decoder does not see them
+    )
 
 
 def family_of(model_type: str) -> Family:
@@ -165,11 +166,11 @@ def read_config(raw: HFConfig) -> ModelConfig:
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("activation", family.activation)
     fields.setdefault("attention_scale", head_dim**-0.5)
-    if "rms_eps" not in fields:
-        fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "ffn_size" not in fields:
         moe = fields.get("moe")
         fields["ffn_size"] = integer(raw, "intermediate_size", None if moe is None else moe.ffn_size)
+    if "rms_eps" not in fields:
+        fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "rope" not in fields:
         fields["rope"] = read_rope(raw)
     return ModelConfig(
