@@ -34,7 +34,7 @@ def adapter_cut(model: ModelConfig, place: Place) -> AdapterCut:
     hidden = 0, model.hidden_size
     inputs = {"qkv": hidden, "output": q, "gate_up": hidden, "down": width}
     outputs: dict[str, tuple[Span, ...]] = {
-        "qkv": (q, kv, kv), "output": (hidden,), "gate_up": (width, width), "down": (hidden,)
+        "qkv": (_times(q, 2) if model.gated_attention else q, kv, kv), "output": (hidden,), "gate_up": (width, width), "down": (hidden,)
     }  # fmt: skip
     latent = model.latent
     if latent is not None:
