@@ -12,6 +12,10 @@ from torch import Tensor
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import FP8, INT8, SCALE_DTYPE, AttentionBatch, LatentLayout, LatentWeights
 from penstock.engine.backends.reference.ops import ReferenceOps
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import Engine
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint
+from tests.engine.harness import generate, greedy
 
 BF16 = torch.bfloat16
 BLOCK = 16
@@ -98,6 +102,39 @@ def test_attention_over_latents_equals_the_reference() -> None:
                 name = f"{shape} {kind} {len(decodes)} decodes, prompts {prompts}"
                 check(f"cache {name}", cache.float(), theirs.float(), 1e-5 if kind == torch.float32 else 1e-2)
                 check(name, got, want, 1e-4 if kind == torch.float32 else 2e-2)
+
+
+CONFIG = {
+    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "max_position_embeddings": 1024,
+}  # fmt: skip
+MODELS = {
+    "v2 lite": {"model_type": "deepseek_v2", "q_lora_rank": None},
+    "v2": {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    "v3": {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2},
+    "kimi": {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+}
+
+
+def test_engines_give_the_tokens_of_the_reference() -> None:
+    """Prompts in chunks, prefixes found again, decodes in graphs, in float32; tokens are those of the CPU."""
+    if MODE != "device":
+        return
+    for name, changes in MODELS.items():
+        weights = RandomCheckpoint({**CONFIG, **changes}, seed=5, dtype=torch.float32, embedding_scale=1.0)
+        wanted = [[rng.randrange(199) for _ in range(n)] for n in (1, 17, 130, 300)]
+        found = []
+        for device in ("cpu", "cuda"):
+            settings = EngineConfig(
+                model="random", device=device, dtype="float32", max_running=8, num_blocks=100, token_budget=96
+            )
+            engine = Engine.load(settings, checkpoint=weights)
+            requests = [greedy(f"r{i}", prompt, 24) for i, prompt in enumerate(wanted)]
+            found.append(generate(engine, *requests))
+            assert generate(engine, *requests) == found[-1], (name, device)
+        assert found[0] == found[1], name
 
 
 def bench_decode_over_latents() -> Iterator[Row]:

@@ -22,6 +22,7 @@ from penstock.engine.request import Request, SamplingParams  # noqa: E402
 from tests.engine.harness import assert_idle, generate, greedy, make_engine  # noqa: E402
 from tests.engine.speculative.forced import Oracle, eager_engine  # noqa: E402
 from tests.engine.speculative.heads import PlainHead, noted_drafts, write_head  # noqa: E402
+from tests.engine.speculative.mtp_layers import PlainMtp, write_mtp  # noqa: E402
 from tests.engine.tiny import write_checkpoint  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
@@ -119,6 +120,22 @@ def test_an_eagle3_head_drafts_what_plain_pytorch_does() -> None:
         reference = PlainHead(head, path)
         right = [draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts]
         assert len(right) > 20 and sum(right) >= 0.95 * len(right), right
+
+
+def test_mtp_layers_draft_what_the_reference_does() -> None:
+    if not ON_DEVICE:
+        return
+    for family in ("glm4-moe", "deepseek-v3", "qwen3-next"):
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_mtp(family, Path(folder))
+            plain = make_engine(path, **CUDA)
+            engine = eager_engine(path, speculation="mtp", speculation_depth=3, **CUDA)
+            drafts = noted_drafts(engine)
+            few = [greedy("a", [i * 7 % 199 for i in range(70)], 20), greedy("b", [5, 4], 20)]
+            assert generate(engine, *few) == generate(plain, *few), family
+            reference = PlainMtp(path)
+            right = [draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts]
+            assert len(right) > 10 and sum(right) >= 0.9 * len(right), (family, right)
 
 
 def test_a_tight_engine_verifies_beyond_its_rows() -> None:

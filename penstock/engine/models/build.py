@@ -138,7 +138,7 @@ def compose_one(
         names=family.names,
         index=0,
         prefix=prefix,
-        cos_sin=cos_sin_table(config.ropes[0], config.head_dim, max_positions, backend.device),
+        cos_sin=cos_sin_table(config.ropes[0], config.rotary_dim, max_positions, backend.device),
         inner=inner or backend.ops,
         fp8_cache=False,
     )

@@ -4,11 +4,11 @@ Its input is a projection of the embedding of a token and the final hidden state
 the layer is one of the model's family, and embedding and head are the model's. Two layouts:
 
 - DeepSeek V3 and GLM-4.5: `model.layers.N.*`, N being the number of layers, with `enorm`, `hnorm`, `eh_proj` and
-  `shared_head.norm`. What a draft token passes on are the hidden states before that norm.
-- Qwen3-Next: `mtp.*`, with `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `layers.0.*` and `norm`. What a draft
-  token passes on are the hidden states after that norm.
+  `shared_head.norm`.
+- Qwen3-Next: `mtp.*`, with `pre_fc_norm_embedding`, `pre_fc_norm_hidden`, `fc`, `layers.0.*` and `norm`.
 
-Of several such layers the first is used for every draft token.
+What a draft token passes on are the hidden states behind the last norm, as it is with those of the model. Of several
+such layers the first is used for every draft token.
 """
 
 from __future__ import annotations
@@ -43,19 +43,15 @@ class MtpLayout:
     feature_norm: str
     combine: str
     norm: str
-    passes_normed: bool
-    """Whether a draft token passes its hidden states on as the norm leaves them."""
 
 
 def find_mtp(names: Collection[str], prefix: str, layers: int) -> MtpLayout | None:
     """The MTP layer of a checkpoint, if it has one."""
     at = f"{prefix}layers.{layers}."
     if f"{at}eh_proj.weight" in names:
-        return MtpLayout(at, f"{at}enorm", f"{at}hnorm", f"{at}eh_proj", f"{at}shared_head.norm", False)
+        return MtpLayout(at, f"{at}enorm", f"{at}hnorm", f"{at}eh_proj", f"{at}shared_head.norm")
     if "mtp.fc.weight" in names:
-        return MtpLayout(
-            "mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", True
-        )
+        return MtpLayout("mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
     return None
 
 
@@ -74,7 +70,6 @@ class MtpDecoder(HeadDecoder):
     embedding_norm: Tensor
     feature_norm: Tensor
     combine: Linear
-    passes_normed: bool
 
     def read(self, embedded: Tensor, features: Tensor, batch: AttentionBatch, kv: KVCache) -> tuple[Tensor, Tensor]:
         ops, eps = self.ops, self.config.rms_eps
@@ -83,7 +78,7 @@ class MtpDecoder(HeadDecoder):
         stream = self.combine(torch.cat((token, hidden), dim=-1))
         stream = ops.widen(stream) if self.stream_dtype is not stream.dtype else stream
         out = self.inner.run(stream, batch, kv)
-        return out, out if self.passes_normed else stream.to(features.dtype)
+        return out, out
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +88,6 @@ class MtpHead:
     config: ModelConfig
     decoder_type: type[Decoder]
     layer: DecoderLayer
-    layout: MtpLayout
     embedding_norm: Tensor
     feature_norm: Tensor
     combine: Linear
@@ -129,7 +123,6 @@ class MtpHead:
             embedding_norm=self.embedding_norm,
             feature_norm=self.feature_norm,
             combine=self.combine,
-            passes_normed=self.layout.passes_normed,
         )
 
 
@@ -147,7 +140,6 @@ def load_mtp(
         config=config,
         decoder_type=decoder_type,
         layer=layer,
-        layout=layout,
         embedding_norm=read.norm(layout.embedding_norm, hidden),
         feature_norm=read.norm(layout.feature_norm, hidden),
         combine=read.dense().linear("", {layout.combine: hidden}, 2 * hidden),

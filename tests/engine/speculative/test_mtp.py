@@ -1,0 +1,41 @@
+"""MTP layers of checkpoints as drafters, in both layouts: they draft what the reference's layer does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from tests.engine.harness import assert_idle, generate, greedy, make_engine
+from tests.engine.speculative.forced import eager_engine
+from tests.engine.speculative.heads import noted_drafts
+from tests.engine.speculative.mtp_layers import PlainMtp, write_mtp
+from tests.engine.tiny import write_checkpoint
+
+CASES = ["glm4-moe", "deepseek-v3", "qwen3-next"]
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_drafts_are_those_of_the_reference_layer(family: str, tmp_path: Path) -> None:
+    target = write_mtp(family, tmp_path)
+    plain = make_engine(target, num_blocks=200)
+    engine = eager_engine(target, speculation="auto", speculation_depth=3, token_budget=48, num_blocks=200)
+    assert engine.config.speculation == "mtp"
+    drafts = noted_drafts(engine)
+    prompt = [i * 7 % 199 for i in range(70)]
+    requests = [greedy("a", prompt, 14), greedy("b", [5, 4], 14), greedy("c", prompt[:40], 8)]
+    assert generate(engine, *requests) == generate(plain, *requests)
+    again = [greedy("d", prompt, 8)]  # from the prefix cache
+    assert generate(engine, *again) == generate(plain, *again)
+    reference = PlainMtp(target)
+    right = [draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts]
+    assert len(right) > 15 and all(right), right
+    assert_idle(engine)
+
+
+def test_a_checkpoint_without_such_a_layer_says_so(tmp_path: Path) -> None:
+    folder = write_checkpoint("llama-gqa", tmp_path)
+    with pytest.raises(ConfigError, match="has no MTP layer"):
+        make_engine(folder, speculation="mtp")
+    assert make_engine(folder, speculation="auto").config.speculation == "ngram"
