@@ -109,9 +109,9 @@ def test_attention_over_latents_equals_the_reference() -> None:
 
 CONFIG = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
-    "first_k_dense_replace": 1, "max_position_embeddings": 1024,
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "max_position_embeddings": 1024,
 }  # fmt: skip
 MODELS = {
     "v2 lite": {"model_type": "deepseek_v2", "q_lora_rank": None},
