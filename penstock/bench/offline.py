@@ -21,7 +21,7 @@ from penstock.bench.workloads import Workload
 from penstock.engine.backends.select import pick_device, pick_dtype
 from penstock.engine.config import DType, EngineConfig, KVDType, WeightForm
 from penstock.engine.core import Engine
-from penstock.engine.kv.kinds import PagedKV
+from penstock.engine.kv.kinds import PagedKV, PagedLatent
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def measure(
     """Warm up once, then `repeat` runs, each with a cache salt of its own."""
     info = loaded.engine.info
     kinds = loaded.engine.runner.kv.shape.kinds
-    kv_bytes = next(kind.element_bytes for kind in kinds if isinstance(kind, PagedKV))
+    kv_bytes = next(kind.element_bytes for kind in kinds if isinstance(kind, PagedKV | PagedLatent))
     weight_bytes, expert_bytes = loaded.bytes_by_kind
     cost = shapes.cost(
         loaded.checkpoint.config, weight_bytes=weight_bytes, kv_bytes=kv_bytes, expert_bytes=expert_bytes

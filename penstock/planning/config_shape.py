@@ -11,10 +11,10 @@ from typing import Any
 
 from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
-from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.model_config import DeltaConfig, ModelConfig
 from penstock.errors import CheckpointError
 from penstock.planning.quantized_form import stored_form
-from penstock.planning.shape import Mla, ModelShape, Moe
+from penstock.planning.shape import Delta, Mla, ModelShape, Moe
 
 Config = Mapping[str, Any]
 Windows = tuple[int | None, ...]
@@ -46,6 +46,9 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
             router_bias=model.moe.router_bias or model.moe.correction_bias,
         )
     names = family_of(model.family).names
+    mla, latent = None, model.latent
+    if latent is not None:
+        mla = Mla(latent.rank, latent.rotary, latent.plain, latent.value, latent.query_rank)
     return ModelShape(
         name=name,
         family=model.family,
@@ -53,7 +56,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         hidden=model.hidden_size,
         ffn=model.ffn_size,
         heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
+        kv_heads=model.num_kv_heads if latent is None else model.num_heads,
         head_dim=model.head_dim,
         vocab=model.vocab_size,
         max_positions=model.max_positions,
@@ -68,7 +71,14 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         one_norm=model.parallel,
         sinks=model.attention_sinks,
         moe=moe,
+        mla=mla,
+        gated_attention=model.gated_attention,
+        delta=None if model.delta is None else _delta(model.delta),
     )
+
+
+def _delta(delta: DeltaConfig) -> Delta:
+    return Delta(delta.layers, delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv)
 
 
 def _decoder(raw: Config) -> Config:

@@ -34,6 +34,7 @@ PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "Q5_K_M", "Q6_K", "Q8_0", "BF16
 _SMALL = re.compile(
     r"config\.json|adapter_config\.json|generation_config\.json|tokenizer.*\.(json|model)|special_tokens_map\.json|added_tokens\.json"
     r"|vocab\.(json|txt)|merges\.txt|chat_template\.(json|jinja)|LICEN[CS]E.*|NOTICE.*"
+    r"|\w+\.py"
 )
 _CHUNK = 1 << 20
 

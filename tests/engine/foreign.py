@@ -15,6 +15,14 @@ NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token
 GPT: dict[str, Any] = {**NO_IDS, "vocab_size": 199, "n_positions": 1024, "n_embd": 64, "n_layer": 3, "n_head": 4}
 BLOOM: dict[str, Any] = {**NO_IDS, "vocab_size": 199, "hidden_size": 64, "n_layer": 3, "n_head": 4}
 OPT: dict[str, Any] = {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 48, "dropout": 0.0, "pad_token_id": 1}
+MIMO: dict[str, Any] = {
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "sliding_window": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 WINDOW: dict[str, Any] = {"sliding_window": 40}
 MOE: dict[str, Any] = {
     "n_routed_experts": 8,
@@ -51,6 +59,7 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "diffllama": ("DiffLlamaConfig", COMMON),
     "biogpt": ("BioGptConfig", {**COMMON, "pad_token_id": 1}),
     "vaultgemma": ("VaultGemmaConfig", {**COMMON, **WINDOW, "head_dim": 32, "attn_logit_softcapping": 5.0}),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", {**COMMON, **MIMO}),
     "bloom": ("BloomConfig", BLOOM),
     "mpt": (
         "MptConfig",

@@ -22,11 +22,10 @@ from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.engine.loading.keys import KeyRules
 from penstock.errors import CheckpointError
 
-_TENSOR = re.compile(r"(?:.*\.)?layers\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
+_TENSOR = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
 RULES = KeyRules(
     reader="LoRA adapters",
     reference={
-        "fan_in_fan_out": False,
         "trainable_token_indices": None,
         "use_dora": False,
         "velora_config": None,
@@ -54,7 +53,7 @@ RULES = KeyRules(
     inert={
         "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
         "lora_dropout", "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config",
-        "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
+        "lora_ga_config", "fan_in_fan_out", "qalora_group_size", "runtime_config", "ensure_weight_tying",
     },
     strict=True,
 )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 
 from penstock.engine.adapters.apply import FusedLora, adapt
 from penstock.engine.adapters.layout import AdapterCut, layout_of, uncut
+from penstock.engine.adapters.library_modules import adapt_modules, layout_of_modules
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.runtime import AdaptedModel, AdapterRuntime
@@ -17,6 +18,7 @@ from penstock.engine.adapters.spec import DEFAULT_SLOTS, default_rank, name_prob
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.transformers.decoder import TransformersDecoder
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,7 +50,11 @@ def adapt_model(
             raise ConfigError("adapters are listed, but adapter_slots is 0; raise it or remove them")
         return None
     _check(config, slots)
-    layout = layout_of(decoder.config, by_output=backend.adapters_by_output)
+    library = decoder if isinstance(decoder, TransformersDecoder) else None
+    if library is None:
+        layout = layout_of(decoder.config, by_output=backend.adapters_by_output)
+    else:
+        layout = layout_of_modules(library, by_output=backend.adapters_by_output)
     dtype, pin = backend.adapter_dtype(decoder, layout, dtype), not backend.in_host_memory
     most = adapter_rank(config)
     cut = cut or uncut(layout)
@@ -57,6 +63,8 @@ def adapt_model(
         return read_adapter(name, folder, layout, max_rank=most, dtype=dtype, pin=pin, cut=cut)
 
     kernel = backend.lora_kernel(layout, slots, most, dtype)
+    if library is not None:
+        return AdaptedModel(kernel, adapt_modules(library, kernel, layout), layout, dtype, read)
     pairs = zip(layout.sites, cut.whole.sites, strict=True)
     summed = {site.attribute for site, whole in pairs if site.inputs != whole.inputs}
     narrow = adapt(decoder, kernel, layout, sites=1, summed=summed) if isinstance(kernel, FusedLora) else None

@@ -100,8 +100,8 @@ def test_a_llama_is_plain() -> None:
     [
         ("qwen3_moe", {"mlp_only_layers": True}, "'mlp_only_layers' must be a list, found True"),
         ("mixtral", {"num_experts_per_tok": 9}, "a token cannot visit 9 of 8 experts"),
-        ("gpt2", {}, "model_type 'gpt2' is not supported; supported families: llama, mistral"),
-        ("", {}, r"model_type '\(missing\)' is not supported"),
+        ("nothing", {}, r"model_type 'nothing' is neither one of ours \(llama, mistral"),
+        ("", {}, r"model_type '\(missing\)' is neither one of ours"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', which llama models do not support; supported: 'silu'"),
         ("llama", {"sliding_window": 512}, "sliding_window is 512"),
         ("llama", {"is_causal": False}, "is_causal is False, which llama models do not support; supported: True"),

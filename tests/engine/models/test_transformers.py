@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.families import FAMILIES
+from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError, ConfigError
 from tests.engine.foreign import FOREIGN, write_foreign
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
@@ -135,3 +141,202 @@ def test_without_the_library_the_error_names_the_extra(tmp_path: Path, monkeypat
     monkeypatch.setattr("penstock.engine.models.transformers.config.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"pip install 'penstock\[transformers\]'"):
         make_engine(folder)
+
+
+def write_lora(folder: Path, base: Path, targets: Sequence[str], *, transposed: bool = False) -> tuple[Path, Path]:
+    """A random adapter, and the checkpoint with it merged in. `transposed`: matrices are stored [inputs, outputs]."""
+    from safetensors.torch import load_file, save_file
+
+    weights, tensors, rank = load_file(base / "model.safetensors"), {}, 4
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in weights.items():
+        module = name.removesuffix(".weight")
+        if module.endswith(tuple(targets)) and name.endswith(".weight"):
+            outputs, inputs = reversed(weight.shape) if transposed else weight.shape
+            a, b = (torch.randn(*shape, generator=generator) * 0.2 for shape in ((rank, inputs), (outputs, rank)))
+            prefix = f"base_model.model.{module}"
+            tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+            weights[name] = weight + 2 * ((b @ a).t() if transposed else b @ a)
+    adapter, merged = folder / "adapter", folder / "merged"
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": list(targets), "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"fan_in_fan_out": transposed}))
+    shutil.copytree(base, merged)
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    return adapter, merged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "targets", "transposed"),
+    [
+        ("starcoder2", ("q_proj", "v_proj", "c_fc"), False),
+        ("bloom", ("query_key_value", "dense_4h_to_h"), False),
+        ("gpt2", ("c_attn", "mlp.c_proj"), True),
+        ("dots1", ("q_proj", "o_proj"), False),
+    ],
+)
+def test_an_adapter_equals_merging_it(
+    model_type: str, targets: tuple[str, ...], transposed: bool, tmp_path: Path
+) -> None:
+    base = write_foreign(model_type, tmp_path / "base")
+    adapter, folder = write_lora(tmp_path, base, targets, transposed=transposed)
+    merged, plain = Reference(folder), Reference(base)
+    engine = make_engine(base, adapters=(AdapterSpec("tuned", str(adapter)),), token_budget=40, num_blocks=60)
+    rng = random.Random(2)
+    asked = {f"r{i}": (prompt_of(rng, 9 + 13 * i), "tuned" if i % 2 else "") for i in range(6)}
+    requests = [
+        Request(name, prompt, SamplingParams(max_tokens=10, temperature=0.0), adapter=chosen)
+        for name, (prompt, chosen) in asked.items()
+    ]
+    got = generate(engine, *requests)
+    for name, (prompt, chosen) in asked.items():
+        assert (merged if chosen else plain).agrees(prompt, got[name], 2e-2), name
+    assert not all(plain.agrees(prompt, got[name], 2e-2) for name, (prompt, _) in asked.items())
+    assert_idle(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("model_type", ["starcoder2", "gpt2", "bloom"])
+def test_weights_may_be_rounded_at_load(model_type: str, weights: str, tmp_path: Path) -> None:
+    folder = write_foreign(model_type, tmp_path)
+    reference, prompt = Reference(folder), prompt_of(random.Random(3), 60)
+    engine = make_engine(folder, weights=weights)
+    dense = make_engine(folder, weights="dense")
+    assert engine.info.weight_bytes < 0.6 * dense.info.weight_bytes
+    tokens = generate(engine, greedy("r", prompt, 1))["r"]
+    spread = float(reference.logprobs(prompt)[-1].std())
+    assert float(reference.margins(prompt, tokens).max()) < spread * (2 if weights == "int4" else 1)
+
+
+CUSTOM = """
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel, GenerationMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+class OddConfig(PretrainedConfig):
+    model_type = "odd"
+
+    def __init__(self, n_embd=32, n_layer=2, n_head=4, vocab_size=199, max_seq_len=512, **rest):
+        self.n_embd, self.n_layer, self.n_head = n_embd, n_layer, n_head
+        self.vocab_size, self.max_seq_len = vocab_size, max_seq_len
+        super().__init__(**rest)
+
+
+class Layer(nn.Module):
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, True
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.out = nn.Linear(config.n_embd, config.n_embd)
+        self.norm = nn.LayerNorm(config.n_embd)
+
+    def forward(self, x):
+        heads = self.config.n_head
+        q, k, v = (
+            part.view(*x.shape[:2], heads, -1).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1)
+        )
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        y, _ = attend(self, q, k, v, None, scaling=0.3)
+        return x + self.out(y.reshape(*x.shape))
+
+
+def eager(module, q, k, v, mask, scaling=None, **_):
+    scores = q @ k.transpose(-1, -2) * scaling
+    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(1, 2), None
+
+
+class OddModel(PreTrainedModel):
+    config_class = OddConfig
+    base_model_prefix = "body"
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.words = nn.Embedding(config.vocab_size, config.n_embd)
+        self.places = nn.Embedding(config.max_seq_len, config.n_embd)
+        self.blocks = nn.ModuleList(Layer(config, i) for i in range(config.n_layer))
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.words
+
+    def forward(self, input_ids=None, position_ids=None, use_cache=None, **_):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).unsqueeze(0)
+        x = self.words(input_ids) + self.places(position_ids)
+        for block in self.blocks:
+            x = block(x)
+        return BaseModelOutputWithPast(last_hidden_state=x)
+
+
+class OddForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = OddConfig
+    base_model_prefix = "body"
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.body = OddModel(config)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids=None, **options):
+        return CausalLMOutputWithPast(logits=self.head(self.body(input_ids, **options).last_hidden_state) * 0.7)
+"""
+
+
+def write_custom(folder: Path) -> Path:
+    """A checkpoint with modelling code of its own."""
+    import importlib.util
+
+    folder.mkdir()
+    (folder / "modeling_odd.py").write_text(CUSTOM)
+    spec = importlib.util.spec_from_file_location("modeling_odd", folder / "modeling_odd.py")
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch.manual_seed(4)
+    model = module.OddForCausalLM(module.OddConfig())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.4)
+    model.save_pretrained(folder)
+    code = {"AutoConfig": "modeling_odd.OddConfig", "AutoModelForCausalLM": "modeling_odd.OddForCausalLM"}
+    return changed(folder, auto_map=code)
+
+
+def test_custom_code_runs_only_where_it_is_allowed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = write_custom(tmp_path / "odd")
+    for allowed in ((), ("some/other",), (str(tmp_path),)):
+        with pytest.raises(CheckpointError, match=rf"trust_remote_code: \[{folder}\]"):
+            make_engine(folder, trust_remote_code=allowed)
+    (folder / "penstock.json").write_text(json.dumps({"source": "hf:org/odd (abc)", "files": {}}))
+    with pytest.raises(CheckpointError, match=r"trust_remote_code: \[org/odd\]"):
+        make_engine(folder)
+
+    torch.manual_seed(0)
+    expected = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    prompts = {f"r{n}": prompt_of(random.Random(n), n) for n in (1, 17, 90)}
+    for allowed in ((str(folder),), ("org/odd",), ("hf:org/odd",)):
+        engine = make_engine(folder, trust_remote_code=allowed, token_budget=32)
+        got = generate(engine, *(greedy(name, prompt, 8) for name, prompt in prompts.items()))
+        for name, prompt in prompts.items():
+            logits = expected(torch.tensor([prompt + got[name][:-1]])).logits[0, len(prompt) - 1 :]
+            assert logits.argmax(-1).tolist() == got[name], name
+
+    elsewhere = changed(folder, auto_map={"AutoModelForCausalLM": "org/code--modeling_odd.OddForCausalLM"})
+    with pytest.raises(CheckpointError, match="not a file of the checkpoint"):
+        make_engine(elsewhere, trust_remote_code=("org/odd",))

@@ -107,7 +107,9 @@ class PagedCalls:
         q = ops.rope_and_cache(
             rows, site.heads, self._unrotated[dim], stored, cache.k, cache.v, None, None, 0.0, scales
         )
-        out = ops.attention(q, site.heads, batch, cache.k, cache.v, scales)
+        sinks: Tensor | None = options.get("s_aux")
+        sinks = None if sinks is None else sinks.float().contiguous()
+        out = ops.attention(q, site.heads, batch, cache.k, cache.v, scales, sinks)
         return out.view(1, tokens, site.heads.heads, dim)[..., : site.value_dim]
 
 

@@ -14,6 +14,7 @@ from penstock.engine.kv.kinds import PagedKV
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.transformers.hidden import HiddenStates
+from penstock.engine.models.transformers.linears import EngineLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class TransformersDecoder(Decoder):
     """See `Decoder`. `layers` has one entry for every attention call of a pass."""
 
     hidden: HiddenStates
+    linears: list[EngineLinear]
+    """All that the engine has replaced."""
     other_bytes: int = 0
     """Of weights that no linear of the engine's holds, such as stacked experts."""
 

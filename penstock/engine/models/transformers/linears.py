@@ -3,6 +3,7 @@ have the form that is fastest here, may be quantized, and take adapters."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -15,6 +16,9 @@ from penstock.engine.models.weights import WeightReader
 _KINDS = frozenset({"Linear", "Conv1D", "FalconLinear"})
 """Classes that compute x W^T + b and nothing else; a subclass by another name may compute more."""
 
+_IN_LAYER = re.compile(r"(?:^|\.)(\d+)\.(.+)$")
+"""The first number in a module's name is that of its layer."""
+
 
 class EngineLinear(nn.Module):
     """Calls a linear of the engine's on packed tokens."""
@@ -25,10 +29,20 @@ class EngineLinear(nn.Module):
         self.linear = linear
         self.in_features = inputs
         self.out_features = outputs
+        found = _IN_LAYER.search(name)
+        self.layer = None if found is None else int(found[1])
+        self.module = "" if found is None else found[2]
+        """Its name below the layer."""
+        self.placed: Any = None
+        self.kernel: Any = None
+        """Adds the step's adapters, at `placed` (`adapters.library_modules`); None in steps without."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
-        return self.linear(rows).view(*x.shape[:-1], self.out_features)
+        y = self.linear(rows)
+        if self.kernel is not None:
+            self.kernel.add(rows, y, self.placed)
+        return y.view(*x.shape[:-1], self.out_features)
 
 
 class ModuleWeights:

@@ -20,7 +20,7 @@ TOKENS = 5
 """Of the pass that is surveyed."""
 _FAR = 1 << 18
 """A query at this position shows any window that matters."""
-_HONOURED = frozenset({"scaling", "sliding_window", "softcap"})
+_HONOURED = frozenset({"s_aux", "scaling", "sliding_window", "softcap"})
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -74,6 +74,9 @@ class Survey:
         for option, wanted in options.items():
             if option not in _HONOURED | _HARMLESS and wanted is not None and wanted is not True:
                 raise self._refusal(f"the attention of {name} has an option {option!r} that is not supported")
+        sinks = options.get("s_aux")
+        if sinks is not None and tuple(sinks.shape) != (heads,):
+            raise self._refusal(f"{name} has attention sinks of the shape {tuple(sinks.shape)}")
         scale = options.get("scaling")
         dim = cached_dim(key_dim, value_dim)
         layout = HeadLayout(
