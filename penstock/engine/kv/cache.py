@@ -73,6 +73,12 @@ class KVCache:
     def block_size(self) -> int:
         return self.shape.block_size
 
+    def of_layers(self, begin: int, end: int) -> KVCache:
+        """The same memory for a decoder that has only some of the layers."""
+        part = copy(self)
+        part.layers = self.layers[begin:end]
+        return part
+
 
 @dataclass(frozen=True, slots=True)
 class _WholeState:
@@ -96,9 +102,3 @@ class StateBlocks(KVCache):
         self.tensors = kv.states
         self.states = []
         self.layers = []
-
-    def of_layers(self, begin: int, end: int) -> KVCache:
-        """The same memory for a decoder that has only some of the layers."""
-        part = copy(self)
-        part.layers = self.layers[begin:end]
-        return part
