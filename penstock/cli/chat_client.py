@@ -6,7 +6,7 @@ It uses only the OpenAI-compatible HTTP API, so it works with any such server.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ from penstock.cli.admin import server_url
 from penstock.errors import PenstockError
 
 Message: TypeAlias = dict[str, str]
+Think: TypeAlias = Callable[[str], None]
 
 
 class ChatError(PenstockError):
@@ -43,6 +44,8 @@ class Answer:
     """One answer and its timings."""
 
     text: str = ""
+    thought: str = ""
+    """What the model thought before it answered."""
     first_s: float | None = None
     total_s: float = 0.0
     usage: dict[str, Any] | None = None
@@ -57,7 +60,9 @@ class Answer:
             parts.append(f"{(tokens - 1) / decode_s:.1f} tokens/s")
         if usage:
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            parts.append(f"{usage.get('prompt_tokens', 0)} in ({cached} cached), {tokens} out")
+            thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+            of_thought = f" ({thought} of thought)" if thought else ""
+            parts.append(f"{usage.get('prompt_tokens', 0)} in ({cached} cached), {tokens} out{of_thought}")
         if self.finish_reason not in (None, "stop"):
             parts.append(f"ended by {self.finish_reason}")
         return " · ".join(parts)
@@ -102,8 +107,11 @@ class Client:
                 f"{self._url} is not an OpenAI-compatible server: its /v1/models is not readable"
             ) from error
 
-    def stream(self, model: str, messages: list[Message], options: Options, answer: Answer) -> Iterator[str]:
-        """Yields pieces of the answer as they arrive; `answer` is complete when this ends."""
+    def stream(
+        self, model: str, messages: list[Message], options: Options, answer: Answer, think: Think | None = None
+    ) -> Iterator[str]:
+        """Yields pieces of the answer as they arrive; `answer` is complete when this ends. `think` is told what the
+        model thinks before it answers."""
         body = {
             "model": model,
             "messages": messages,
@@ -117,11 +125,16 @@ class Client:
                 if reply.status_code != 200:
                     raise ChatError(_refusal(reply.status_code, reply.read()))
                 for line in reply.iter_lines():
-                    piece = _take(line, answer)
-                    if piece:
+                    thought, piece = _take(line, answer)
+                    if thought or piece:
                         now = time.perf_counter()
                         answer.first_s = answer.first_s if answer.first_s is not None else now - begin
                         answer.total_s = now - begin
+                    if thought:
+                        answer.thought += thought
+                        if think is not None:
+                            think(thought)
+                    if piece:
                         answer.text += piece
                         yield piece
         except httpx.HTTPError as error:
@@ -137,10 +150,10 @@ class Client:
         return ChatError(f"{self._url}: {type(error).__name__}: {error}")
 
 
-def _take(line: str, answer: Answer) -> str:
-    """The text that one SSE line adds to the answer."""
+def _take(line: str, answer: Answer) -> tuple[str, str]:
+    """What one SSE line adds to the thought and to the answer."""
     if not line.startswith("data:") or (data := line[5:].strip()) == "[DONE]":
-        return ""
+        return "", ""
     try:
         chunk = msgspec.json.decode(data)
     except msgspec.MsgspecError as error:
@@ -149,11 +162,13 @@ def _take(line: str, answer: Answer) -> str:
         raise ChatError(str((chunk["error"] or {}).get("message", chunk["error"])))
     if chunk.get("usage"):
         answer.usage = chunk["usage"]
-    piece = ""
+    thought = piece = ""
     for choice in chunk.get("choices") or []:
-        piece += (choice.get("delta") or {}).get("content") or ""
+        delta = choice.get("delta") or {}
+        thought += delta.get("reasoning_content") or delta.get("reasoning") or ""
+        piece += delta.get("content") or ""
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-    return piece
+    return thought, piece
 
 
 def _refusal(status: int, body: bytes) -> str:

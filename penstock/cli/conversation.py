@@ -22,7 +22,9 @@ def one_shot(
     client: Client, model: str, system: str | None, options: Options, message: str, *, quiet: bool, plain: bool
 ) -> None:
     answer = Answer()
-    _show(client.stream(model, _opening(system) + [{"role": "user", "content": message}], options, answer), plain=plain)
+    messages = _opening(system) + [{"role": "user", "content": message}]
+    think = None if quiet else Thoughts()
+    _show(client.stream(model, messages, options, answer, think), plain=plain, think=think)
     if not quiet:
         stderr().print(answer.summary(), style="dim", markup=False)
 
@@ -81,7 +83,9 @@ class Conversation:
         self._messages.append({"role": "user", "content": text})
         answer = Answer()
         try:
-            _show(self._client.stream(self._model, self._messages, self._options, answer), plain=self._plain)
+            think = Thoughts()
+            pieces = self._client.stream(self._model, self._messages, self._options, answer, think)
+            _show(pieces, plain=self._plain, think=think)
             self._say(answer.summary())
         except KeyboardInterrupt:
             self._say("stopped")
@@ -116,8 +120,27 @@ class Conversation:
         stderr().print(text, style="dim", markup=False)
 
 
-def _show(pieces: Iterator[str], *, plain: bool) -> None:
-    """Markdown on a terminal; in a pipe, or if asked for, the text as it comes."""
+class Thoughts:
+    """Shows what a model thinks before it answers, dim and beside the answer: on standard error."""
+
+    def __init__(self) -> None:
+        self.open = False
+        """Whether a thought stands on the last line."""
+
+    def __call__(self, piece: str) -> None:
+        self.open = True
+        stderr().print(piece, style="dim", markup=False, highlight=False, end="", soft_wrap=True)
+
+    def close(self) -> None:
+        if self.open:
+            stderr().print("\n")
+            self.open = False
+
+
+def _show(pieces: Iterator[str], *, plain: bool, think: Thoughts | None = None) -> None:
+    """Markdown on a terminal; in a pipe, or if asked for, the text as it comes. `think`: shows thoughts meanwhile."""
+    if think is not None:
+        pieces = _after_thoughts(pieces, think)
     if plain or not sys.stdout.isatty():
         _write(pieces)
         return
@@ -128,6 +151,21 @@ def _show(pieces: Iterator[str], *, plain: bool) -> None:
     with MarkdownStream(Console(highlight=False)) as shown:
         for piece in pieces:
             shown.write(piece)
+
+
+def _after_thoughts(pieces: Iterator[str], think: Thoughts) -> Iterator[str]:
+    """The pieces, below the thought; the first is awaited here, while nothing else is drawn."""
+    first = next(pieces, "")
+    think.close()
+
+    def all_pieces() -> Iterator[str]:
+        if first:
+            yield first
+        for piece in pieces:
+            think.close()
+            yield piece
+
+    return all_pieces()
 
 
 def _write(pieces: Iterator[str]) -> None:

@@ -377,7 +377,8 @@ class Engine:
         """Queue a request with a grammar, token rules or a thought, at the place in them that its tokens have
         reached."""
         seq = self.scheduler.add(request, arrived)
-        params, waits = request.params, request.params.thought is not None
+        params = request.params
+        waits = params.thought is not None and not params.thought.within
         rules = TokenRules(params, self.info.vocab_size, None if waits else grammar) if params.ruled else None
         if params.thought is None:
             seq.matcher = grammar if rules is None else rules

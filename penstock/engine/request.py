@@ -48,6 +48,8 @@ class Thought:
     """Tokens that end it when `budget` is used up."""
     budget: int | None = None
     """Tokens that it may have; None: any number."""
+    within: bool = False
+    """The grammar describes the thought too: it begins with it, not behind it."""
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -41,6 +41,8 @@ class RequestRecord(msgspec.Struct, omit_defaults=False):
     total_latency_ms: float = 0.0
     finish_reason: str | None = None
     metadata: dict[str, str] | None = None
+    reasoning_tokens: int = 0
+    """Of the completion tokens, those of thoughts."""
     experiment: str | None = None
     """The experiment and the arm that it was in: `NAME; arm=ARM`."""
 
@@ -48,8 +50,9 @@ class RequestRecord(msgspec.Struct, omit_defaults=False):
 def log_request(record: RequestRecord, more: dict[str, Any] | None = None) -> None:
     if _requests.isEnabledFor(logging.INFO):
         fields = msgspec.structs.asdict(record)
-        if not record.experiment:
-            del fields["experiment"]
+        for name in ("experiment", "reasoning_tokens"):
+            if not fields[name]:
+                del fields[name]
         _requests.info("request", extra={**fields, **(more or {})})
 
 

@@ -191,6 +191,8 @@ def attributes(timeline: Timeline) -> dict[str, Any]:
         "penstock.user": record.user_id,
         "penstock.ttft_ms": record.ttft_ms,
     }
+    if record.reasoning_tokens:
+        found["gen_ai.usage.reasoning.output_tokens"] = record.reasoning_tokens
     if record.finish_reason is not None:
         found["gen_ai.response.finish_reasons"] = [record.finish_reason]
     if record.status >= 400 or record.finish_reason == "error":

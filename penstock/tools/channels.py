@@ -14,9 +14,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from penstock.text.grammars import Grammar, literal
 from penstock.text.text_model import TextModel
-from penstock.text.thought_splitter import State
 from penstock.tools.events import CallArguments, CallBegin, CallEnd, Event
+from penstock.tools.toolbox import Toolbox
 
 _CONTROL = ("start", "channel", "message", "end", "call", "return", "constrain")
 FUNCTIONS = "functions."
@@ -180,6 +181,33 @@ class ChannelSplitter:
         self._header = []
 
 
-def in_prompt(splitter: ChannelSplitter) -> State:
-    """The state in the words of other styles."""
-    return "thinking" if splitter.thinking else "answer" if splitter.answering else "before"
+def channel_grammar(tokens: ChannelTokens, toolbox: Toolbox | None, answer: Grammar | None) -> Grammar:
+    """The grammar of the message behind the thought, from its channel on: calls, an `answer`, or where neither is
+    prescribed any text."""
+    ids = tokens.ids
+    channel, message = f"<[{ids['channel']}]>", f"<[{ids['message']}]>"
+    constrain = f'" " <[{ids["constrain"]}]> "json"' if "constrain" in ids else ""
+    allowed = () if toolbox is None else toolbox.allowed
+    arguments = [tool.arguments_grammar() for tool in allowed]
+    rules, kinds = [], []
+    for index, tool in enumerate(allowed):
+        rules.append(f"call_{index}: {literal(tool.name)} {constrain} {message} @arguments_{index}")
+    if allowed:
+        calls = " | ".join(f"call_{index}" for index in range(len(allowed)))
+        rules.append(f"call: {calls}")
+        kinds.append(f"{literal(f'commentary to={FUNCTIONS}')} call")
+    free = answer is None and (toolbox is None or toolbox.use != "required")
+    if free:
+        rules.append("ANYTHING: /(?s:.*)/")
+        kinds.append(f'"final" {message} ANYTHING')
+    elif answer is not None:
+        kinds.append(f'"final" {message} @answer')
+    rules.append(f"start: {channel} ({' | '.join(kinds)})")
+    parts = [part for index, schema in enumerate(arguments) for part in schema.named(f"arguments_{index}").parts]
+    inner = [*arguments, *([] if answer is None else [answer])]
+    if answer is not None:
+        parts += answer.named("answer").parts
+    unique = not free and any(grammar.json_start is not None for grammar in inner)
+    top = {"name": "message", "lark_grammar": "\n".join(rules)}
+    unenforced = sorted({name for grammar in inner for name in grammar.unenforced})
+    return Grammar((top, *parts), ids["message"] if unique else None, tuple(unenforced))

@@ -15,7 +15,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.grammar.interface import Interruptible, TokenMatcher
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
-from penstock.engine.request import Request, SamplingParams
+from penstock.engine.request import Request, SamplingParams, Thought
 
 ops = TritonOps(DEVICE)
 VOCABS = [5, 3000] if QUICK else [5, 3000, 49152, 128256, rng.randrange(2, 200000)]
@@ -134,6 +134,49 @@ def test_grammars_in_a_whole_engine_beside_others_that_overlap() -> None:
         tokens, reason = mixed[f"bound{i}"]
         assert reason == "complete" and len(tokens) == 9 + 6 * i
         assert [token % 7 for token in tokens] == [at * 3 % 7 for at in range(len(tokens))]
+
+
+def test_thoughts_with_a_budget_beside_others_that_overlap() -> None:
+    """The step runs ahead until a thought has to be closed; what follows is what a prompt with these tokens gives."""
+    if MODE == "compile":
+        return
+    config = EngineConfig(
+        model="random", device=DEVICE.type, dtype="float32", max_running=8, num_blocks=200, max_model_len=256
+    )
+    engine = Engine.load(
+        config,
+        checkpoint=RandomCheckpoint(MODEL, device=DEVICE, dtype=torch.float32),
+        grammars=CycleCompiler,
+    )
+    prompts = [[rng.randrange(3001) for _ in range(5 + 30 * i)] for i in range(4)]
+    free = [Request(f"free{i}", prompts[i], SamplingParams(max_tokens=24, temperature=i * 0.5, seed=i)) for i in (0, 1)]
+    close = (2999, 3000, 2998)
+    thoughts = [
+        Request(
+            f"thought{i}",
+            prompts[i],
+            SamplingParams(
+                max_tokens=24,
+                temperature=i * 0.5,
+                seed=i,
+                grammar="9" if i > 1 else "",
+                thought=Thought(end=((3000,),), close=close, budget=7),
+            ),
+        )
+        for i in range(4)
+    ]
+    alone = _run(engine, free)
+    mixed = _run(engine, free + thoughts)
+    assert {name: mixed[name] for name in alone} == alone
+    for i in range(4):
+        tokens, reason = mixed[f"thought{i}"]
+        assert tuple(tokens[7:10]) == close, tokens
+        if i < 2:
+            assert tokens[:7] == alone[f"free{i}"][0][:7] and len(tokens) == 24 and reason == "length"
+        else:
+            assert reason == "complete" and [token % 7 for token in tokens[10:]] == [at * 3 % 7 for at in range(9)]
+    more = Request("more", prompts[0] + mixed["thought0"][0][:10], SamplingParams(max_tokens=14, temperature=0.0))
+    assert _run(engine, [more])["more"][0] == mixed["thought0"][0][10:]
 
 
 def _run(engine: Engine, requests: list[Request]) -> dict[str, tuple[list[int], str | None]]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from penstock.text import TextModel
-from penstock.tools.channels import ChannelSplitter, ChannelTokens
+from penstock.engine.grammar.guidance import GuidanceCompiler
+from penstock.engine.grammar.interface import words_for
+from penstock.text import TextModel, grammars
+from penstock.text.vocabulary import vocabulary
+from penstock.tools.channels import ChannelSplitter, ChannelTokens, channel_grammar
 from penstock.tools.events import gather
+from penstock.tools.formats import FORMATS
+from penstock.tools.toolbox import Tool, Toolbox
 from tests.text.test_thoughts import model
 
 CONTROL = tuple(f"<|{name}|>" for name in ("start", "channel", "message", "call", "return", "constrain"))
@@ -82,3 +88,39 @@ def test_which_tokens_end_an_answer(text: TextModel) -> None:
     tokens = ChannelTokens(text)
     ids = tokens.ids
     assert tokens.complete and tokens.stops((ids["end"], 7)) == (7, ids["return"], ids["call"])
+
+
+INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+TOOLS = (Tool("f", parameters=INTEGER), Tool("g"))
+REQUIRED = Toolbox(TOOLS, FORMATS["hermes"], use="required")
+FREE = Toolbox(TOOLS, FORMATS["hermes"], parallel=False)
+
+
+@pytest.mark.parametrize(
+    ("toolbox", "answer", "said", "allowed"),
+    [
+        (REQUIRED, False, '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 12}', True),
+        (REQUIRED, False, '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"b"', False),
+        (REQUIRED, False, "<|channel|>final<|message|>hi", False),
+        (None, True, '<|channel|>final<|message|>{"a": 1}', True),
+        (None, True, "<|channel|>final<|message|>no", False),
+        (FREE, False, "<|channel|>final<|message|>any <b> text", True),
+        (FREE, False, "<|channel|>commentary to=functions.g <|constrain|>json<|message|>{}", True),
+        (FREE, True, '<|channel|>final<|message|>{"a": 1}', True),
+        (FREE, True, "<|channel|>final<|message|>text", False),
+    ],
+)
+def test_the_grammar_of_a_message(
+    text: TextModel, toolbox: Toolbox | None, answer: bool, said: str, allowed: bool
+) -> None:
+    compiler = GuidanceCompiler(vocabulary(text), text.vocab_size)
+    wanted = grammars.json_schema(INTEGER) if answer else None
+    matcher = compiler.compile(channel_grammar(ChannelTokens(text), toolbox, wanted).source)
+    mask = np.zeros((1, words_for(text.vocab_size)), np.int32)
+    for token in text.encode(said, add_special_tokens=False):
+        compiler.fill([matcher], mask)
+        if not mask.view(np.uint32)[0, token // 32] >> np.uint32(token % 32) & np.uint32(1):
+            assert not allowed, token
+            return
+        matcher.accept(token)
+    assert allowed and matcher.error is None

@@ -15,6 +15,7 @@ from penstock.backends.remote.chunk import (
     ChunkChoice,
     ChunkDelta,
     ChunkUsage,
+    CompletionDetails,
     FunctionDelta,
     PromptDetails,
     TokenCount,
@@ -182,6 +183,25 @@ class MessagesReader(Reader):
             self._usage.prompt_tokens_details = PromptDetails(cached)
         if usage.get("output_tokens") is not None:
             self._usage.completion_tokens = usage["output_tokens"]
+        if (thought := (usage.get("output_tokens_details") or {}).get("thinking_tokens")) is not None:
+            self._usage.completion_tokens_details = CompletionDetails(thought)
+
+
+def _think(sent: dict[str, Any], body: Mapping[str, Any]) -> None:
+    """How much to think: a budget, or an effort. Calls of earlier turns would have to come with their signed thoughts,
+    which are not kept."""
+    effort, budget = body.get("reasoning_effort"), body.get("thinking_budget")
+    if any(message.get("tool_calls") for message in body["messages"]):
+        pass
+    elif body.get("thinking") is not None:
+        sent["thinking"] = {name: value for name, value in body["thinking"].items() if value is not None}
+    elif effort == "none" or budget == 0:
+        sent["thinking"] = {"type": "disabled"}
+    elif budget is not None:
+        sent["thinking"] = {"type": "enabled", "budget_tokens": budget}
+    if effort not in (None, "none"):
+        effort = "low" if effort == "minimal" else effort
+        sent["output_config"] = {**sent.get("output_config", {}), "effort": effort}
 
 
 def _call(delta: CallDelta) -> Chunk:
@@ -201,7 +221,7 @@ class Anthropic(Dialect):
     parameters: ClassVar[frozenset[str] | None] = frozenset(
         (
             *("temperature", "top_p", "top_k", "tools", "tool_choice", "parallel_tool_calls", "response_format"),
-            "continue_final_message",
+            *("continue_final_message", "reasoning_effort", "thinking", "thinking_budget"),
         )
     )
 
@@ -234,6 +254,7 @@ class Anthropic(Dialect):
         if wanted.get("type") == "json_schema":
             schema = wanted["json_schema"].get("schema") or {}
             sent["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
+        _think(sent, body)
         return Call(f"{self.base}/messages", encode(sent), {"accept": "text/event-stream"})
 
     def reader(self, operation: Operation, body: Mapping[str, Any]) -> Reader:

@@ -100,7 +100,7 @@ class Ollama(Dialect):
         (
             *OPTIONS,
             *("tools", "tool_choice", "response_format", "logprobs", "top_logprobs", "continue_final_message"),
-            *("reasoning_effort", "suffix"),
+            *("reasoning_effort", "enable_thinking", "suffix"),
         )
     )
 
@@ -141,7 +141,9 @@ class Ollama(Dialect):
                 for tool in tools
             ]
         if body.get("reasoning_effort") is not None:
-            sent["think"] = False if body["reasoning_effort"] == "none" else body["reasoning_effort"]
+            sent["think"] = _THINK.get(body["reasoning_effort"], body["reasoning_effort"])
+        elif body.get("enable_thinking") is not None:
+            sent["think"] = body["enable_thinking"]
         return Call(f"{self.upstream.root}/api/chat", encode(sent))
 
     def reader(self, operation: Operation, body: Mapping[str, Any]) -> Reader:
@@ -195,6 +197,9 @@ def _format(wanted: Mapping[str, Any]) -> Any:
     return (wanted["json_schema"].get("schema") or {}) if wanted.get("type") == "json_schema" else None
 
 
+_THINK = {"none": False, "minimal": "low", "xhigh": "high", "max": "high"}
+
+
 def _message(message: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
     found: dict[str, Any] = {"role": role, "content": text_of(message.get("content"))}
@@ -203,6 +208,8 @@ def _message(message: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
             {"id": call["id"], "function": {"name": call["function"]["name"], "arguments": arguments_of(call)}}
             for call in message["tool_calls"]
         ]
+    if message.get("reasoning_content"):
+        found["thinking"] = message["reasoning_content"]
     if role == "tool":
         found["tool_call_id"] = message.get("tool_call_id", "")
         found["tool_name"] = names.get(found["tool_call_id"], message.get("name") or "")

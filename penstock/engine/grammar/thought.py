@@ -29,18 +29,36 @@ class ThoughtState:
     """See above. It is a `TokenMatcher` for as long as it is the `matcher` of its sequence."""
 
     __slots__ = (
-        *("_error", "_forced", "_grammar", "_longest", "_place", "_recent", "_rules", "_spent", "_thought"),
+        *(
+            "_error",
+            "_follows",
+            "_forced",
+            "_grammar",
+            "_last",
+            "_longest",
+            "_place",
+            "_recent",
+            "_rules",
+            "_spent",
+            "_thought",
+        ),
         "memory",
     )
 
     def __init__(self, thought: Thought, rules: TokenRules | None, grammar: TokenMatcher | None) -> None:
-        """`rules` hold throughout, `grammar` behind the thought; it is not part of `rules` yet."""
+        """`rules` hold throughout, `grammar` behind the thought; it is part of `rules` only if it begins with it
+        (`Thought.within`)."""
         self._thought = thought
+        self._follows = (grammar if rules is None else rules) if thought.within else None
         self._rules = rules
         self._grammar = grammar
         self.memory = 0 if grammar is None else grammar.memory
         self._error: str | None = None
         self._longest = max(map(len, thought.end), default=0)
+        self._last: dict[int, list[tuple[int, ...]]] = {}
+        """The ends by their last token."""
+        for end in thought.end:
+            self._last.setdefault(end[-1], []).append(end)
         self._recent: tuple[int, ...] = ()
         """Before the thought, all tokens; in it, the last ones."""
         self._spent = 0
@@ -58,13 +76,19 @@ class ThoughtState:
     @property
     def awaited(self) -> bool:
         """Whether a grammar waits for its end."""
-        return self._grammar is not None and self._place != "over"
+        return self._waits and self._place != "over"
+
+    @property
+    def _waits(self) -> bool:
+        return self._grammar is not None and not self._thought.within
 
     @property
     def matcher(self) -> TokenMatcher | None:
         """What the sequence has to follow now."""
-        if self._forced or (self._place == "before" and self._grammar is not None):
+        if self._forced or (self._place == "before" and self._waits):
             return self
+        if self._follows is not None:
+            return self._follows
         if self._place != "over":
             return self._rules
         if self._rules is not None:
@@ -101,7 +125,7 @@ class ThoughtState:
         return None if self._thought.budget is None else self._thought.budget - self._spent
 
     def _ends(self, recent: tuple[int, ...]) -> bool:
-        return any(recent[-len(end) :] == end for end in self._thought.end)
+        return any(recent[-len(end) :] == end for end in self._last.get(recent[-1], ()))
 
     # --- as a matcher
 
@@ -123,7 +147,9 @@ class ThoughtState:
 
     def accept(self, token: int) -> None:
         """Take a token that was sampled, whichever matcher it followed."""
-        if self._rules is not None:
+        if self._follows is not None:
+            self._follows.accept(token)
+        elif self._rules is not None:
             self._rules.accept(token)
         if self._forced:
             self._forced = self._forced[1:]
@@ -162,7 +188,7 @@ class ThoughtState:
             self._think()
         elif not any(begin[: len(self._recent)] == self._recent for begin in self._thought.begin):
             self._place = "over"
-            if self._grammar is not None:
+            if self._grammar is not None and self._waits:
                 for said in self._recent:
                     self._grammar.accept(said)
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.engine.backends.interface import AttentionBatch, Ints
+from penstock.engine.backends.interface import AttentionBatch, Ints, StateBatch
 from penstock.engine.kv.host import Transfers
 from penstock.engine.parallel import plain
 
@@ -41,7 +41,7 @@ class Op(IntEnum):
 TARGET, DRAFT = 0, 1
 """Which model of the engine a message is about."""
 _HEADER = 10
-"""Integers before the arrays: operation, model, three lengths, three bounds, adapters, one unused."""
+"""Integers before the arrays: operation, model, three lengths, three bounds, adapters, states."""
 
 
 @dataclass(slots=True)
@@ -64,28 +64,34 @@ class Forward:
     """Of each token, -1 where there is none; None when no sequence of the step uses an adapter."""
     narrow: bool = False
     """Whether all adapters of the step are; see `LoadedAdapter`."""
+    states: Ints | None = None
+    """See `HostBatch`."""
 
     def encode(self) -> bytes:
         adapted = 0 if self.adapter_slots is None else 2 - self.narrow
         header = np.array(
             [
                 Op.FORWARD, self.model, len(self.token_ids), len(self.rows), self.cells.shape[1],
-                self.num_decodes, self.max_query, self.max_context, adapted, 0,
+                self.num_decodes, self.max_query, self.max_context, adapted, self.states is not None,
             ],
             np.int64,
         )  # fmt: skip
         arrays = [self.token_ids, self.positions, self.slots, self.query_starts, self.context_lens, self.rows]
         arrays.append(self.cells.reshape(-1))
+        if self.states is not None:
+            arrays.append(self.states.reshape(-1))
         if self.adapter_slots is not None:
             arrays.append(self.adapter_slots)
         return np.concatenate((header, *arrays), dtype=np.int64).tobytes()
 
     @classmethod
     def decode(cls, data: Ints) -> Forward:
-        _, model, tokens, sequences, cells, decodes, max_query, max_context, adapted, _ = map(int, data[:_HEADER])
-        lengths = (tokens, tokens, tokens, sequences + 1, sequences, sequences, 3 * cells)
+        _, model, tokens, sequences, cells, decodes, max_query, max_context, adapted, stateful = map(
+            int, data[:_HEADER]
+        )
+        lengths = (tokens, tokens, tokens, sequences + 1, sequences, sequences, 3 * cells, 4 * tokens * stateful)
         parts = np.split(data[_HEADER:], np.cumsum(lengths))
-        ids, positions, slots, starts, contexts, rows, flat, adapters = parts
+        ids, positions, slots, starts, contexts, rows, flat, states, adapters = parts
         return cls(
             ids,
             positions,
@@ -100,6 +106,7 @@ class Forward:
             model=model,
             adapter_slots=adapters if adapted else None,
             narrow=adapted == 1,
+            states=states.reshape(4, tokens) if stateful else None,
         )
 
     def batch(self, block_tables: torch.Tensor) -> AttentionBatch:
@@ -119,6 +126,7 @@ class Forward:
             num_decodes=self.num_decodes,
             max_query=self.max_query,
             max_context=self.max_context,
+            states=None if self.states is None else StateBatch(*map(narrow, self.states)),
         )
 
 

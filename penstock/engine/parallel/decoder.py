@@ -221,6 +221,7 @@ class LeadDecoder(Decoder):
             model=self.model,
             adapter_slots=None if self.adapters is None else self.adapters.slots.astype(np.int64),
             narrow=self.narrow,
+            states=host.states,
         )
 
     def changes(self, host: HostBatch) -> Ints:

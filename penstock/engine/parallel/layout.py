@@ -89,6 +89,8 @@ def splits(model: ModelConfig, tensor: int) -> bool:
         # Without a dense layer nothing has the dense width.
         widths = cut if all(model.moe.layers) else [model.ffn_size, *cut]
         widths.append(model.moe.shared_ffn_size)
+    if model.delta is not None:
+        widths.append(model.delta.k_heads)
     return model.num_heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
 
 
@@ -134,6 +136,14 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
             shard=place.shard,
             shared_ffn_size=moe.shared_ffn_size // parts,
         )
+    delta = model.delta
+    if delta is not None:
+        delta = dataclasses.replace(
+            delta,
+            layers=delta.layers[first:last],
+            k_heads=delta.k_heads // parts,
+            v_heads=delta.v_heads // parts,
+        )
     return dataclasses.replace(
         model,
         num_heads=model.num_heads // parts,
@@ -143,5 +153,6 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         windows=model.windows[first:last],
         unrotated=model.unrotated[first:last],
         moe=moe,
+        delta=delta,
         tied_embeddings=False,  # the head is cut, the embedding is not
     )

@@ -18,6 +18,7 @@ from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.select import rank_device
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.experts import SharedAndRouted
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.latent_attention import LatentAttention
@@ -143,11 +144,11 @@ def _exchanged(layer: DecoderLayer, group: Group) -> DecoderLayer:
 
 def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
     feed_forward = SummedFeedForward(layer.feed_forward, group)
-    if isinstance(layer.mixer, LatentAttention):
-        latent = layer.mixer
-        mixed = dataclasses.replace(latent, ops=summing(latent.ops, group), output=SummedLinear(latent.output, group))
+    if isinstance(layer.mixer, LatentAttention | GatedDeltaNet):
+        other: Any = layer.mixer
+        mixed = dataclasses.replace(other, ops=summing(other.ops, group), output=SummedLinear(other.output, group))
         return dataclasses.replace(layer, mixer=mixed, feed_forward=feed_forward)
-    assert isinstance(layer.mixer, Attention), "only attention is cut by heads"
+    assert isinstance(layer.mixer, Attention), "only attention and delta nets are cut by heads"
     attention = layer.mixer
     row_norms = attention.row_norms
     if row_norms is not None:

@@ -33,7 +33,7 @@ from penstock.engine.loading.mxfp4 import Mxfp4, has_mxfp4
 from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.families import family_of
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
-from penstock.engine.models.model_config import LatentConfig, ModelConfig
+from penstock.engine.models.model_config import DeltaConfig, LatentConfig, ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 
@@ -85,7 +85,7 @@ class Cuts:
         tensors = family_of(model.family).names
         query, key, value = tensors.qkv
         self._attention = {
-            query: Cut(outputs=(q,)),
+            query: Cut(outputs=((2 * q[0], 2 * q[1]) if model.gated_attention else q,)),
             key: Cut(outputs=(kv,)),
             value: Cut(outputs=(kv,)),
             tensors.fused_qkv: Cut(outputs=(q, _shift(kv, queries), _shift(kv, queries + keys))),
@@ -96,6 +96,8 @@ class Cuts:
             self._attention = _latent_cuts(heads, model.latent)
         if model.row_norms:
             self._attention |= {"q_norm": Cut(outputs=(q,)), "k_norm": Cut(outputs=(kv,))}
+        if model.delta is not None:
+            self._attention |= delta_cuts(model.delta, place)
         if model.qk_layer_norm:
             self._attention |= {"q_norm": Cut(outputs=(heads,)), "k_norm": Cut(outputs=(kv_heads,))}
         dense = (*tensors.gate_up, tensors.fused_gate_up, tensors.down)
@@ -167,6 +169,31 @@ class Cuts:
             # One number per output: every shard needs a scale, but only one may add a bias.
             return torch.zeros_like(tensor) if name.endswith(".bias") and self.place.shard else tensor
         return cut.apply(tensor)
+
+
+def delta_cuts(delta: DeltaConfig, place: Place) -> dict[str, Cut]:
+    """Of a gated delta net: by key heads, each with its value heads."""
+    ratio = delta.v_heads // delta.k_heads
+    keys, wide = delta.k_heads * delta.k_dim, ratio * delta.v_dim
+    span = even_span(delta.k_heads, place)
+
+    def each(size: int, shift: int = 0) -> Span:
+        """Of something with `size` rows for each key head."""
+        return _shift((span[0] * size, span[1] * size), shift)
+
+    channels = Cut(outputs=(each(delta.k_dim), each(delta.k_dim, keys), each(wide, 2 * keys)))
+    by_value_head = Cut(outputs=(each(ratio),))
+    return {
+        "in_proj_qkvz": Cut(outputs=(each(2 * delta.k_dim + 2 * wide),)),
+        "in_proj_ba": Cut(outputs=(each(2 * ratio),)),
+        "in_proj_qkv": channels,
+        "conv1d": channels,
+        "in_proj_z": Cut(outputs=(each(wide),)),
+        "in_proj_b": by_value_head,
+        "in_proj_a": by_value_head,
+        "linear_attn": by_value_head,  # numbers of each head, which are no matrices
+        "out_proj": Cut(inputs=each(wide)),
+    }
 
 
 def head_rows(model: ModelConfig, place: Place) -> int:

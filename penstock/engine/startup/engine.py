@@ -233,7 +233,8 @@ def _lead(part: Part, ranks: Ranks, adapters: AdapterRuntime | None) -> Decoder:
 def _allocator(config: EngineConfig, part: Part, host: HostTier | None) -> BlockAllocator:
     """The blocks of the KV cache; of those of all shards, where each has sequences of its own."""
     window = sliding_window(part.model, part.token_budget)
-    states = None if part.kv.shape.blocks_suffice else _states(config, part)
+    recurrent = part.model.recurrent or not part.kv.shape.blocks_suffice
+    states = _states(config, part) if recurrent else None
 
     def one() -> BlockAllocator:
         pool = BlockPool(part.kv.num_blocks, host)

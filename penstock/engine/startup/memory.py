@@ -46,8 +46,10 @@ def size_cache(
     """
     shape = decoder.cache_shape(config.block_size, dtype)
     rows, kept = max_running + 1, config.kept_states
-    if not shape.state_bytes or not config.prefix_cache:
+    if not config.prefix_cache and config.speculation == "off":  # draft tokens take what is not kept
         kept = 0
+    elif kept is None and not shape.state_bytes:
+        kept = _KEPT_PER_ROW * max_running  # nothing here, but other ranks may have recurrent layers
     if config.num_blocks is not None:
         return CacheSize(config.num_blocks + 1, rows + (_KEPT_PER_ROW * max_running if kept is None else kept))
     block_bytes = shape.block_bytes + beside

@@ -192,7 +192,7 @@ def load_part(
             beside=beside,
         )
         shape = _tapped(decoder, tap).cache_shape(config.block_size, kv_dtype)
-        if not shape.blocks_suffice:
+        if model.recurrent or not shape.blocks_suffice:
             check_stateful(config)
         if member is not None:
             num_blocks, num_states = member.least(num_blocks), member.least(num_states)

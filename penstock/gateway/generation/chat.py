@@ -40,7 +40,7 @@ from penstock.gateway.generation.sources import PendingSources, SourceSearch
 from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
 from penstock.gateway.generation.structured_output import with_response_format
-from penstock.gateway.generation.thoughts import plan, reading, with_thought
+from penstock.gateway.generation.thoughts import channels_of, plan, reading, with_thought
 from penstock.gateway.generation.tokenization import check_size, messages_size, text_size, tools_size
 from penstock.gateway.generation.tool_choice import check_tool_count, check_tools, grammar_for, toolbox_of
 from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
@@ -190,6 +190,7 @@ class ChatGenerations(GenerationFactory):
         limit = limit.lowered(model.sampling.max_tokens, "sampling.max_tokens")
         toolbox = toolbox_of(request, model)
         request, thoughts = plan(exchange, request, model)
+        channels = None if continues(request) or thoughts is None else channels_of(thoughts, model.text)
         params = sampling_params(
             request,
             info,
@@ -198,7 +199,7 @@ class ChatGenerations(GenerationFactory):
             defaults=model.sampling,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             bad_words=forbidden_words(request, model.text),
-            grammar=await grammar_for(self.grammars, request, toolbox, exchange),
+            grammar=await grammar_for(self.grammars, request, toolbox, exchange, channels),
         )
         params = self.watermarks.marked(exchange, request.watermark, params)
         quota = self.cap(exchange, "context_tokens", model.base_name)
@@ -226,6 +227,10 @@ class ChatGenerations(GenerationFactory):
         continued = messages[-1]["content"] if options.continue_final else None
         read = None if thoughts is None else reading(thoughts, model.text, tokens, toolbox, continued)
         if thoughts is not None and read is not None:
+            if params.grammar and read.in_text:
+                begun = read.state == "thinking"
+                described = await grammar_for(self.grammars, request, toolbox, exchange, None, read.style, begun)
+                params = replace(params, grammar=described)
             params = with_thought(params, thoughts, read)
         if request.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=request.prompt_logprobs)

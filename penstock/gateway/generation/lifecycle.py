@@ -127,6 +127,7 @@ def _record(exchange: Exchange, generation: Generation, feature: str) -> None:
     record.prompt_tokens += generation.prompt_tokens
     record.cached_tokens += generation.cached_tokens
     record.completion_tokens += generation.completion_tokens
+    record.reasoning_tokens += generation.reasoning_tokens
     exchange.timeline.ran(generation.runs(feature))
     if feature:
         return

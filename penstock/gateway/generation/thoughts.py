@@ -8,6 +8,7 @@ not think cannot be told to: then they are advice, named in `x-penstock-ignored`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -157,6 +158,11 @@ def _told(wanted: Asked, style: ThoughtStyle | None, names: Collection[str]) -> 
     return told, budget
 
 
+def channels_of(plan: Plan, text: TextModel) -> ChannelTokens | None:
+    """The control tokens of a model whose answers are several messages."""
+    return ChannelTokens(text) if plan.style.channels else None
+
+
 class ThoughtReading(Struct, frozen=True):
     """How the tokens of an answer are read."""
 
@@ -168,6 +174,12 @@ class ThoughtReading(Struct, frozen=True):
     """The offered functions."""
     ends: tuple[int, ...] | None = None
     """Tokens that end an answer; None: the usual ones."""
+
+    @property
+    def in_text(self) -> bool:
+        """Whether a thought may come whose end is text, not a token."""
+        text, style = self.text, self.style
+        return self.state != "answer" and not style.channels and any(text.added_id(mark) is None for mark in style.end)
 
     def splitter(self) -> ThoughtSplitter | ChannelSplitter:
         if not self.style.channels:
@@ -204,7 +216,7 @@ def with_thought(params: SamplingParams, plan: Plan, found: ThoughtReading) -> S
     if found.ends is not None and usual <= set(params.stop_token_ids):
         more = tuple(id for id in params.stop_token_ids if id not in usual)
         params = replace(params, stop_token_ids=tuple(dict.fromkeys((*found.ends, *more))))
-    if found.state == "answer" or (plan.budget is None and not params.grammar):
+    if found.state == "answer" or (plan.budget is None and (not params.grammar or found.in_text)):
         return params
     if style.channels:
         return replace(params, thought=_channel_thought(text, plan, found, bool(params.grammar)))
@@ -219,6 +231,7 @@ def with_thought(params: SamplingParams, plan: Plan, found: ThoughtReading) -> S
             begin=() if found.state == "thinking" else tuple(begins),
             close=_ids(text, f"{style.before_end}{end}{style.after_end}{style.answer_begin}"),
             budget=plan.budget,
+            within=bool(params.grammar) and found.in_text,
         ),
     )
 
@@ -245,13 +258,24 @@ def _ids(text: TextModel, spelled: str) -> tuple[int, ...]:
     return tuple(text.encode(spelled, add_special_tokens=False))
 
 
-def _spellings(text: TextModel, mark: str) -> list[tuple[int, ...]]:
-    """The tokens of a mark; of one that is no token of its own, also where it follows white space or a full stop."""
+_BEFORE = ("", "\n", "\n\n", " ", *(f"{end}{space}" for end in ".!?:;,)]}>\"'`" for space in ("", "\n", "\n\n")))
+_AFTER = ("", "\n", "\n\n", " ")
+
+
+@functools.lru_cache(maxsize=32)
+def _spellings(text: TextModel, mark: str) -> tuple[tuple[int, ...], ...]:
+    """The tokens of a mark; of one that is no token of its own, those that it has between usual characters, which may
+    be part of its first and last token."""
     alone = _ids(text, mark)
     if len(alone) == 1:
-        return [alone]
-    found = [alone]
-    for before in ("\n", "\n\n", " ", ".", ".\n", ".\n\n"):
-        head, both = _ids(text, before), _ids(text, before + mark)
-        found.append(both[len(head) :] if both[: len(head)] == head else both)
-    return found
+        return (alone,)
+    found: dict[tuple[int, ...], None] = {alone: None}
+    for before in _BEFORE:
+        head = _ids(text, before) if before else ()
+        for after in _AFTER:
+            both = _ids(text, before + mark + after)
+            both = both[len(head) :] if both[: len(head)] == head else both
+            tail = _ids(text, after) if after else ()
+            both = both[: -len(tail)] if tail and both[-len(tail) :] == tail else both
+            found[both] = None
+    return tuple(found)

@@ -7,13 +7,22 @@ from typing import Any, cast
 
 from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.app.exchange import Exchange
-from penstock.gateway.generation.response_format import GrammarCache, encode, explained, grammar_of
+from penstock.gateway.generation.response_format import (
+    GrammarCache,
+    encode,
+    explained,
+    grammar_of,
+    param_of,
+)
 from penstock.gateway.generation.schemas import ChatRequest, FreeTextFunction, NamedTool, TextFormat, ToolDefinition
 from penstock.gateway.generation.tokenized_model import TokenizedModel
 from penstock.protocol.errors import InvalidRequest
 from penstock.text.grammars import Grammar
 from penstock.text.template_fit import Accepted, fitted
+from penstock.text.thought_grammar import behind_thought
+from penstock.text.thought_styles import ThoughtStyle
 from penstock.tools import prompt as prompting
+from penstock.tools.channels import ChannelTokens, channel_grammar
 from penstock.tools.formats import ToolFormat, ToolFormatSetting, choose
 from penstock.tools.toolbox import Tool, Toolbox, Use
 
@@ -113,24 +122,44 @@ def for_template(
     return fitted(prompting.explained(messages, tools, form), accepted), None
 
 
-async def grammar_for(cache: GrammarCache, request: ChatRequest, toolbox: Toolbox | None, exchange: Exchange) -> str:
-    """The grammar of the answer, from `tools` and `response_format`; empty when any text is allowed."""
+async def grammar_for(
+    cache: GrammarCache,
+    request: ChatRequest,
+    toolbox: Toolbox | None,
+    exchange: Exchange,
+    channels: ChannelTokens | None = None,
+    behind: ThoughtStyle | None = None,
+    begun: bool = False,
+) -> str:
+    """The grammar of the answer, from `tools` and `response_format`; empty when any text is allowed. `channels`: the
+    answer is a message with a header. `behind`: the grammar describes a thought before it, too, which the prompt has
+    `begun`."""
     wanted = request.response_format
     free = wanted is None or isinstance(wanted, TextFormat)
-    if toolbox is None:
+    if toolbox is None and channels is None and behind is None:
         return await cache.response_format(wanted, exchange)
-    if free and not toolbox.constrained:
+    if free and (toolbox is None or not toolbox.constrained):
         return ""
-    answer = None if free or toolbox.use == "required" else wanted
+    answer = None if free or (toolbox is not None and toolbox.use == "required") else wanted
     asked = (request.tools, request.tool_choice, request.parallel_tool_calls, answer)
-    key = encode((asked, toolbox.form.name, toolbox.opener_id))
+    key = encode((asked, None if toolbox is None else (toolbox.form.name, toolbox.opener_id)))
+    if channels is not None:
+        key += encode(("channels", sorted(channels.ids.values())))
+    elif behind is not None:
+        key += encode(("behind", behind.name, begun))
 
     def build() -> tuple[Grammar, list[tuple[str, Grammar]]]:
         parts = []
-        for tool in toolbox.allowed:
+        for tool in () if toolbox is None else toolbox.allowed:
             where = f"the parameters of `{tool.name}`"
             with explained(where):
                 parts.append((where, tool.arguments_grammar()))
-        return toolbox.grammar(None if answer is None else grammar_of(answer)), parts
+        said = None if answer is None else grammar_of(answer)
+        if channels is not None:
+            return channel_grammar(channels, toolbox, said), parts
+        whole = said if toolbox is None else toolbox.grammar(said)
+        assert whole is not None
+        return whole if behind is None else behind_thought(whole, behind, begun=begun), parts
 
-    return await cache.source(key, build, "tools", exchange)
+    param = "tools" if toolbox is not None or wanted is None else param_of(wanted)
+    return await cache.source(key, build, param, exchange)

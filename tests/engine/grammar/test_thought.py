@@ -112,6 +112,19 @@ def test_preemption_speculation_overlap_and_continuation_change_nothing(checkpoi
     assert small.load_snapshot().preemptions > 0 and found["a"] == plain
 
 
+def test_a_grammar_may_describe_the_thought_too(checkpoint: Path) -> None:
+    grammar = LLMatcher.grammar_from_regex("[a-z]*=[0-9]{3}!")
+    end = tuple(encode("="))
+    thought = Thought(end=(end,), close=end, budget=5, within=True)
+    for more in ({}, {"bad_words": (tuple(encode("7")),)}):
+        params = SamplingParams(max_tokens=40, seed=3, grammar=grammar, thought=thought, stop_token_ids=(END,), **more)
+        plain = generate(load(checkpoint), Request("a", PROMPT, params))["a"]
+        assert re.fullmatch("[a-z]*=[0-9]{3}!", text_of(plain)) and plain.index(end[0]) <= 5
+        for produced in (2, plain.index(end[0]) + 1):
+            moved = generate(load(checkpoint), Request("b", PROMPT, params, produced=plain[:produced]))["b"]
+            assert moved == plain[produced:]
+
+
 def test_penalties_count_what_was_said_in_a_thought(checkpoint: Path) -> None:
     params = SamplingParams(
         *(24, 0, 0.0),

@@ -361,3 +361,24 @@ async def test_ollama(serving: Serving, opens: TextModel, text: TextModel) -> No
     async with serving(scripted(text, "x")) as running:
         reply = await running.client.post("/api/chat", json={**asked, "think": True})
         assert reply.status_code == 400 and "does not support thinking" in reply.text
+
+
+async def test_the_answer_of_gpt_oss_has_a_grammar(serving: Serving, harmony: TextModel) -> None:
+    call = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Rome"}'
+    answer = harmony.encode(THINK + call + "<|call|>", add_special_tokens=False)
+    async with serving(ScriptedEngine(harmony, lambda _: list(answer), max_model_len=4096), text=harmony) as running:
+        choice = (await running.chat(tools=[WEATHER], tool_choice="required", thinking_budget=9)).json()["choices"][0]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["reasoning_content"] == "Hm."
+        params = running.engine.seen[-1].params
+        thought = params.thought
+        assert thought is not None and "functions." in params.grammar and thought.budget == 9
+        assert [
+            harmony.decode(part, skip_special=False) for part in (thought.opening, thought.after, thought.close)
+        ] == [
+            "<|channel|>analysis<|message|>",
+            "<|start|>assistant",
+            "<|end|>",
+        ]
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+        await running.chat(response_format=wanted)
+        assert "final" in running.engine.seen[-1].params.grammar

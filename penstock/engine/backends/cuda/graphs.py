@@ -24,12 +24,12 @@ from penstock.engine.adapters.runtime import is_narrow, slots_of
 from penstock.engine.backends.cuda.capture import record
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs, Shape
-from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch
+from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch, StateBatch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.eager import EagerExecutor
 from penstock.engine.runner.follower import BlockTables, Follower, FollowerResources
-from penstock.engine.runner.inputs import chunk_tokens, decode_keys, entries, sampling_chunks
+from penstock.engine.runner.inputs import chunk_tokens, decode_keys, entries, sampling_chunks, states_of
 from penstock.engine.runner.resources import RunnerResources
 from penstock.engine.runner.rows import DRAWN, FLOATS, Rows
 from penstock.engine.runner.step import PendingStep
@@ -37,6 +37,7 @@ from penstock.engine.scheduler import Batch
 
 _FIELDS = (("ids", np.int64), ("positions", np.int64), ("slots", np.int64), ("keys", np.int64),
            ("rows64", np.int64), ("stores", np.int64), ("rows", np.int32), ("contexts", np.int32))  # fmt: skip
+_STATE_FIELDS = tuple((f"state_{name}", np.int32) for name in ("first", "last", "reads", "writes"))
 _LORA_FIELDS = tuple((name, np.int32) for name in TABLES)
 
 
@@ -223,6 +224,10 @@ class DecodeGraphs:
         self.decoder = decoder
         self.lora = lora
         self._fields = _FIELDS if lora is None else _FIELDS + _LORA_FIELDS
+        self._stateful = decoder.config.recurrent or not kv.shape.blocks_suffice
+        """Whether steps come with states: on every rank, also on one that has no recurrent layer."""
+        if self._stateful:
+            self._fields += _STATE_FIELDS
         self.kv = kv
         self.rows = rows
         self.scratch_row = max_rows
@@ -279,6 +284,8 @@ class DecodeGraphs:
         }
         if self.lora is not None:
             values |= self.lora.tables(slots_of(batch), bucket)
+        if (states := states_of(batch)) is not None:
+            values |= {name: array for (name, _), array in zip(_STATE_FIELDS, states, strict=True)}
         packed = captured.inputs.fill(values, self._padding)
         if self.followers is not None:
             host = HostBatch(ids, positions, slots, positions, positions + 1, rows, self.rows.host_tables, size)
@@ -342,6 +349,8 @@ class DecodeGraphs:
             max_query=1,
             max_context=self.rows.max_context,
         )
+        if self._stateful:
+            batch.states = StateBatch(*(inputs.view(name, torch.int32) for name, _ in _STATE_FIELDS))
         if self.lora is not None:
             self.lora.use({name: inputs.view(name, torch.int32) for name in TABLES}, bucket)
         hidden = self.decoder.forward(ids, batch, self.kv)

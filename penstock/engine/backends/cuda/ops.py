@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.engine.backends.cuda.kernels import (
     activation,
     decode,
+    delta,
     filters,
     latent,
     masks,
@@ -37,7 +38,7 @@ from penstock.engine.backends.interface import (
     LatentWeights,
     OverRanks,
 )
-from penstock.engine.backends.reference import delta
+from penstock.engine.backends.reference.delta import split_gate
 
 _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
@@ -206,8 +207,10 @@ class TritonOps:
         latent.values_of(seen, layout, weights, out, pdl=self.pdl)
         return out
 
-    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
-        return delta.split_gate(qkv, layout)
+    def split_gate(self, qkv: Tensor | Addends, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        if isinstance(qkv, Addends):
+            qkv = qkv.base + torch.where(qkv.ranks.unsqueeze(1) > 0, qkv.delta, 0)
+        return split_gate(qkv, layout)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return x * gate.sigmoid()
@@ -222,7 +225,18 @@ class TritonOps:
         conv_cache: Tensor,
         state_cache: Tensor,
     ) -> Tensor:
-        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
+        return delta.delta_net(
+            projected,
+            gates,
+            layout,
+            weights,
+            batch,
+            conv_cache,
+            state_cache,
+            processors=1 if self.batch_invariant else self.processors,
+            in_place_runs=self.batch_invariant,
+            pdl=self.pdl,
+        )
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits, pdl=self.pdl)

@@ -104,9 +104,10 @@ def _convolve(inputs: Tensor, weight: Tensor, positions: Tensor, states: StateBa
         taps.append(torch.where(inside, inputs[(at - back).clamp_min(0)], torch.where(known, before, 0)))
     windows = torch.stack(taps, -1)
     kept = torch.nonzero(writes > 0).squeeze(1)
-    for back in range(width):
-        place = (positions[kept] - back) % width
-        cache[writes[kept], place] = windows[kept, :, width - 1 - back].to(cache.dtype)
+    for back in range(width - 1):  # what the next token needs
+        there = kept[positions[kept] >= back]
+        place = (positions[there] - back) % width
+        cache[writes[there], place] = windows[there, :, width - 1 - back].to(cache.dtype)
     return F.silu((windows.float() * weight).sum(-1))
 
 

@@ -1,0 +1,218 @@
+"""Gated delta nets against the plain implementation: decodes, draft tokens, prompts, mixes; engines with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from attention_cases import ops
+from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, integers, poisoned_outputs, rand, time_us
+from torch import Tensor
+
+from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, DeltaWeights, StateBatch
+from penstock.engine.backends.reference.delta import delta_net as plain
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import Engine
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint
+from tests.engine.harness import generate, greedy
+
+SMALL = DeltaLayout(k_heads=2, v_heads=4, k_dim=16, v_dim=24, conv=4, grouped=True)
+APART = DeltaLayout(k_heads=3, v_heads=3, k_dim=32, v_dim=16, conv=3, grouped=False)
+REAL = DeltaLayout(k_heads=16, v_heads=32, k_dim=128, v_dim=128, conv=4, grouped=True)
+TOLERANCES = {torch.float32: 3e-5, torch.bfloat16: 2e-2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """What a step computes of one sequence: its first position, tokens, the slots it reads and writes."""
+
+    start: int
+    length: int
+    read: int
+    writes: tuple[int, ...]
+    decodes: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    layout: DeltaLayout
+    weights: DeltaWeights
+    projected: Tensor
+    gates: Tensor
+    batch: AttentionBatch
+    conv: Tensor
+    state: Tensor
+
+    def on(self, device: torch.device | str) -> Case:
+        def move(x: Tensor) -> Tensor:
+            return x.detach().clone().to(device)
+
+        weights = DeltaWeights(*(move(getattr(self.weights, n)) for n in ("conv", "decay", "decay_bias", "norm")), 1e-6)
+        states = self.batch.states
+        assert states is not None
+        moved = StateBatch(*(move(getattr(states, name)) for name in ("first", "last", "reads", "writes")))
+        batch = dataclasses.replace(self.batch, positions=move(self.batch.positions), states=moved)
+        return Case(self.layout, weights, move(self.projected), move(self.gates), batch, move(self.conv),
+                    move(self.state))  # fmt: skip
+
+
+def build(layout: DeltaLayout, runs: list[Run], dtype: torch.dtype, slots: int = 10) -> Case:
+    """Decodes come first, and draft tokens count as decodes."""
+    weights = DeltaWeights(
+        conv=rand(layout.channels, layout.conv, scale=0.5),
+        decay=-torch.rand(layout.v_heads, device=DEVICE) * 2 - 0.01,
+        decay_bias=rand(layout.v_heads),
+        norm=1 + rand(layout.v_dim, scale=0.2),
+        eps=1e-6,
+    )
+    tokens, decodes = sum(run.length for run in runs), sum(run.length for run in runs if run.decodes)
+    both = rand(tokens, layout.width + 2 * layout.v_heads, dtype=dtype)
+    positions, first, last, reads, writes, starts = [], [], [], [], [], [0]
+    for run in runs:
+        begin = len(positions)
+        positions += range(run.start, run.start + run.length)
+        first += [begin] * run.length
+        last += [begin + run.length - 1] * run.length
+        reads += [run.read] * run.length
+        writes += [0] * (run.length - len(run.writes)) + list(run.writes)
+        starts += range(begin + 1, begin + run.length + 1) if run.decodes else [begin + run.length]
+    contexts = [positions[end - 1] + 1 for end in starts[1:]]
+    batch = AttentionBatch(
+        positions=integers(positions, torch.int64),
+        slots=integers(positions, torch.int64),
+        query_starts=integers(starts, torch.int32),
+        context_lens=integers(contexts, torch.int32),
+        rows=integers([0] * len(contexts), torch.int32),
+        block_tables=integers([0], torch.int32).view(1, 1),
+        num_decodes=decodes,
+        max_query=max(run.length for run in runs),
+        max_context=max(contexts),
+        states=StateBatch(*(integers(values, torch.int32) for values in (first, last, reads, writes))),
+    )
+    conv = rand(slots, layout.conv, layout.channels, dtype=dtype)
+    state = rand(slots, layout.v_heads, layout.k_dim, layout.v_dim, scale=0.3)
+    return Case(layout, weights, both[:, : layout.width], both[:, layout.width :], batch, conv, state)
+
+
+def compare(name: str, case: Case) -> None:
+    layout, dtype = case.layout, case.projected.dtype
+    theirs = case.on("cpu") if MODE != "compile" else case
+    with poisoned_outputs():
+        got = ops.delta_net(case.projected, case.gates, layout, case.weights, case.batch, case.conv, case.state)
+    if MODE == "compile":
+        return
+    want = plain(theirs.projected.float(), theirs.gates.float(), layout, theirs.weights, theirs.batch,
+                 theirs.conv, theirs.state)  # fmt: skip
+    limit = TOLERANCES[dtype]
+    check(f"{name} out", got, want, limit)
+    check(f"{name} states", case.state[1:], theirs.state[1:], limit)
+    check(f"{name} inputs", case.conv[1:], theirs.conv[1:], 1e-6)
+
+
+DECODES = [Run(5, 1, 1, (1,), True), Run(0, 1, 0, (2,), True), Run(2, 1, 3, (4,), True)]
+VERIFIED = [Run(7, 4, 5, (5, 6, 7, 8), True)]
+CASES = ((SMALL, torch.float32), (APART, torch.bfloat16)) if QUICK else (
+    (SMALL, torch.float32), (APART, torch.float32), (REAL, torch.float32), (REAL, torch.bfloat16),
+)  # fmt: skip
+PROMPTS = [Run(0, 75, 0, (2,), False), Run(33, 2, 3, (3,), False), Run(1, 130, 4, (9,), False)]
+
+
+def test_decodes_and_draft_tokens() -> None:
+    for layout, dtype in CASES:
+        compare(f"drafts {layout} {dtype}", build(layout, DECODES + VERIFIED, dtype))
+
+
+def test_many_decodes() -> None:
+    layout = SMALL if QUICK else REAL
+    count = 9 if QUICK else 70
+    runs = [Run(i, 1, i + 1 if i else 0, (i + 1,), True) for i in range(count)]
+    compare("many", build(layout, runs, torch.float32, slots=count + 2))
+
+
+def test_prompts() -> None:
+    for layout, dtype in CASES:
+        compare(f"mixed {layout} {dtype}", build(layout, [*DECODES[:1], *VERIFIED, *PROMPTS], dtype))
+
+
+def test_padding_is_zero_and_writes_nothing() -> None:
+    case = build(SMALL, DECODES, torch.float32)
+    states = case.batch.states
+    assert states is not None
+    for part in (states.first, states.last, states.reads, states.writes):
+        part[1:] = 0
+    before = case.state.clone()
+    got = ops.delta_net(case.projected, case.gates, SMALL, case.weights, case.batch, case.conv, case.state)
+    if MODE != "compile":
+        assert bool((got[1:] == 0).all()) and bool((case.state[2:] == before[2:]).all())
+
+
+def test_prompt_token_by_token() -> None:
+    """Deterministic mode: a chunk is a run of single tokens, written where it was read."""
+    ops.batch_invariant = True
+    try:
+        runs = [Run(6, 9, 1, (1,), True), Run(3, 1, 2, (2,), True)]
+        compare("in place", build(SMALL, runs, torch.float32))
+    finally:
+        ops.batch_invariant = False
+
+
+def _engines() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "plain", {}
+    yield "small chunks and preemption", {"token_budget": 48, "num_blocks": 20, "max_running": 6}
+    yield "drafts", {"speculation": "ngram"}
+    yield "deterministic", {"deterministic": True}
+
+
+def test_engines_with_states_equal_the_cpu() -> None:
+    """Prefix hits, preemption and rejected draft tokens, with CUDA graphs, against an engine on the CPU without any."""
+    if MODE != "device":
+        return
+    config = {
+        "model_type": "qwen3_next", "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "max_position_embeddings": 1024, "full_attention_interval": 2, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "num_experts": 0,
+    }  # fmt: skip
+    weights = RandomCheckpoint(config, seed=3, dtype=torch.float32, embedding_scale=1.0)
+
+    def engine(device: str, **settings: Any) -> Engine:
+        settings = {"dtype": "float32", "state_interval": 32, "max_running": 8, **settings}
+        return Engine.load(EngineConfig(model="hybrid", device=device, **settings), checkpoint=weights)
+
+    chance = random.Random(5)
+    prompts = {f"r{n}": [chance.randrange(199) for _ in range(n)] for n in (1, 17, 64, 130, 300)}
+    text = prompts["r64"]
+    prompts["repeated"] = text + text + text[:20]
+    alone = engine("cpu", prefix_cache=False)
+    expected = {name: generate(alone, greedy(name, prompt, 40))[name] for name, prompt in prompts.items()}
+    for label, settings in _engines():
+        here = engine("cuda", **settings)
+        for turn in range(2):
+            got = generate(here, *(greedy(f"{name}-{turn}", prompt, 40) for name, prompt in prompts.items()))
+            for name, tokens in expected.items():
+                assert got[f"{name}-{turn}"] == tokens, (label, name)
+        assert here.load_snapshot().prefix_hit_tokens > 0, label
+        here.check_idle()
+        here.close()
+
+
+def bench_delta() -> Iterator[Row]:
+    for count in (1, 8, 64):
+        runs = [Run(9, 1, i + 1, (i + 1,), True) for i in range(count)]
+        cases = [build(REAL, runs, torch.bfloat16, slots=count + 1) for _ in range(4)]
+        calls = [
+            lambda c=c: ops.delta_net(c.projected, c.gates, REAL, c.weights, c.batch, c.conv, c.state) for c in cases
+        ]
+        us = time_us(calls)
+        moved = count * 2 * 4 * REAL.v_heads * REAL.k_dim * REAL.v_dim
+        yield bandwidth(f"delta decode b{count}", us, moved)
+    for length in (512, 8192):
+        cases = [build(REAL, [Run(0, length, 0, (1,), False)], torch.bfloat16, slots=2) for _ in range(2)]
+        calls = [
+            lambda c=c: ops.delta_net(c.projected, c.gates, REAL, c.weights, c.batch, c.conv, c.state) for c in cases
+        ]
+        us = time_us(calls)
+        yield f"delta prompt {length}", us, f"{length / us:.1f} tokens/us" if us else "-"
