@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.engine.backends.cuda.kernels.activation import gate_options, gated
 from penstock.engine.backends.cuda.kernels.common import (
     ceil_div,
+    is_building,
     launch,
     launch_successor,
     next_power_of_2,
@@ -145,6 +146,8 @@ def route(
     tokens, experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
+    if is_building():
+        chosen.zero_()  # what comes next looks experts up, and nothing chooses any
     if tokens:
         launch(
             _route_kernel,
