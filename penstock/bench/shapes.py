@@ -19,7 +19,7 @@ _NAMES = (
     "llama-8b", "llama-70b", "qwen3-0.6b", "smollm2-135m", "mixtral-8x7b", "qwen3-30b-a3b", "gemma2-2b", "gemma3-1b",
     "phi3-mini", "deepseek-v2-lite", "gpt-oss-20b", "llama4-scout", "qwen3-next",
 )  # fmt: skip
-_LAYERS = {"qwen3-next": 24}
+_LAYERS = {"llama4-scout": 16, "qwen3-next": 24}
 """Where not all fit into one GPU."""
 
 
