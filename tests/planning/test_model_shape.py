@@ -29,7 +29,8 @@ TINY: dict[str, Any] = {
 OVER_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 LATENT = {
     "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
 }  # fmt: skip
 
 
