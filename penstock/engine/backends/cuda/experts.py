@@ -185,7 +185,7 @@ def _stack(linears: list[Linear]) -> Stack | PackedStack | None:
 
 @dataclass(frozen=True, slots=True)
 class FusedSharedAndRouted(SharedAndRouted):
-    """For few tokens the shared expert is two launches, with the gate in one and the sum with the others in the other."""
+    """For few tokens the shared expert is two launches: the gate is in one, the sum with the others in the other."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate_up: Any = self.shared.gate_up
