@@ -42,7 +42,7 @@ EFFORT_BUDGETS: Mapping[Effort, int | None] = {
 _TEMPLATE_EFFORTS: Mapping[Effort, str] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """What gpt-oss, which knows low, medium and high, is told instead."""
 EFFORT = "reasoning_effort"
-SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking", "reasoning")
 """Variables by which chat templates are told whether to think."""
 _BUDGETS = ("thinking_budget", "thinking_token_budget", "max_reasoning_tokens")
 PARAMETERS = (EFFORT, "reasoning", "thinking", "enable_thinking", *_BUDGETS)
