@@ -89,6 +89,8 @@ QWEN2_MOE = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+MINISTRAL3_ROPE = {**YARN_ROPE, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.7, "mscale": 1.0,
+                   "mscale_all_dim": 1.0}  # fmt: skip
 OLMO3_ROPES = {FULL: YARN_ROPE, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
 HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LLAMA4: dict[str, Any] = {"head_dim": 32, "intermediate_size_mlp": 112, "num_local_experts": 4, "attn_scale": 0.3}
@@ -148,6 +150,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("Qwen2MoeConfig", {**QWEN2_MOE, "mlp_only_layers": [1]}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "ministral3": ("Ministral3Config", {"head_dim": 32, "rope_parameters": MINISTRAL3_ROPE}),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", {"sliding_window": 40, "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPES}),
     "phi3": ("Phi3Config", {"sliding_window": 60}),

@@ -19,7 +19,7 @@ _WITH_DIVISORS = ("llama", "llama4", "mistral3", "phi3", "exaone4")
 
 
 def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[str, Any] | None:
-    """`rope_scaling` of a model; may lower `max_position_embeddings`, and sets `original_max_position_embeddings`."""
+    """`rope_scaling` of a model; may set `original_max_position_embeddings`."""
     kind = key("rope.scaling.type", "linear")
     if kind not in _TYPES:
         raise CheckpointError(
@@ -34,7 +34,8 @@ def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[
     if kind == "none":
         factor = 1.0
     original = key.whole("rope.scaling.original_context_length", 0) or config["max_position_embeddings"]
-    _limit_context(key, config, original)
+    if key.architecture != "mistral3" and key.number("attention.temperature_scale", 0.0) != 0.0:
+        raise CheckpointError(f"attention.temperature_scale is not supported for {key.architecture} files")
     divisors = _divisors(file, key)
     if kind == "yarn":
         if divisors is not None:
@@ -53,16 +54,6 @@ def rope_scaling(file: GGUFFile, key: GGUFKeys, config: dict[str, Any]) -> dict[
         rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1.0))
         return _one_by_one([factor] * (rotated // 2), [factor] * (rotated // 2), attention, original)
     return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
-
-
-def _limit_context(key: GGUFKeys, config: dict[str, Any], original: int) -> None:
-    """With `attention.temperature_scale` queries grow with their position, from the original length on; before it
-    nothing changes, and that is where such a model can be run exactly."""
-    if key.number("attention.temperature_scale", 0.0) == 0.0:
-        return
-    if key.architecture != "mistral3":
-        raise CheckpointError(f"attention.temperature_scale is not supported for {key.architecture} files")
-    config["max_position_embeddings"] = min(config["max_position_embeddings"], original)
 
 
 def _yarn(file: GGUFFile, key: GGUFKeys, factor: float, attention: float, original: int) -> dict[str, Any]:

@@ -86,7 +86,9 @@ def compose_attention(context: LayerContext) -> Attention:
     )
     unrotated = bool(config.unrotated) and config.unrotated[context.index]
     ones = read.ones(dim) if config.unweighted_qk_norm and not unrotated else None
-    growth = config.query_growth if unrotated else None
+    growth = config.query_growth
+    if growth is not None and not growth.everywhere and not unrotated:
+        growth = None
     qkv = dict(zip(names.qkv, (q_size, kv_size, kv_size), strict=True))
     return Attention(
         ops=context.inner,

@@ -108,11 +108,14 @@ class DeltaConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Attention temperature: the query at position p is multiplied by 1 + strength * log(1 + floor((p + 1) / period)),
-    so that softmaxes over long contexts stay sharp."""
+    """Attention temperature: the query at position p is multiplied by 1 + strength * log(1 + floor((p + offset) /
+    period)), so that softmaxes over long contexts stay sharp."""
 
     period: float
     strength: float
+    offset: float = 1.0
+    everywhere: bool = False
+    """In all layers, not only in those without rotary embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,7 +135,9 @@ def test_yarn_log_multiplier_divides_the_magnitude() -> None:
 
 def test_queries_that_grow_with_their_position_limit_the_context() -> None:
     keys = {"attention.temperature_scale": 0.1, "rope.scaling.original_context_length": 64}
-    assert config("mistral3", keys)["max_position_embeddings"] == 64
+    grown = config("mistral3", keys)
+    assert grown["max_position_embeddings"] == 512 and grown["model_type"] == "ministral3"
+    assert grown["rope_scaling"]["llama_4_scaling_beta"] == 0.1
     assert config("mistral3", {**keys, "attention.temperature_scale": 0.0})["max_position_embeddings"] == 512
     with pytest.raises(CheckpointError, match="temperature_scale"):
         config("llama", keys)

@@ -24,6 +24,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 from penstock.engine.loading.keys import ABSENT
+from penstock.engine.models.families import FAMILIES as DESCRIPTORS
 from tests.engine.tiny import COMMON, FAMILIES
 
 TARGET = Path(__file__).parents[3] / "penstock/engine/models/reference_keys.py"
@@ -63,11 +64,17 @@ def tables() -> dict[str, Any]:
     shared = set.intersection(*({(key, repr(value)) for key, value in found.items()} for found in classes.values()))
     names = sorted(key for key, _ in shared)
     own = {name: {key: value for key, value in found.items() if key not in names} for name, found in classes.items()}
-    wrappers = {cls.model_type: declared(cls) for cls in (transformers.Gemma3Config, transformers.Llama4Config)}
-    own |= {name: {key: value for key, value in found.items() if key not in names} for name, found in wrappers.items()}
+    wrappers = {
+        kind: {
+            key: value
+            for key, value in declared(transformers.CONFIG_MAPPING[kind]).items()
+            if key not in names or value != classes["llama"][key]
+        }
+        for kind in sorted({family.multimodal_type for family in DESCRIPTORS.values()} - {""})
+    }
     return {
         "SHARED": {key: classes["llama"][key] for key in names},
-        "CLASSES": own,
+        "CLASSES": own | wrappers,
         "ROPE": dict.fromkeys(sorted(RopeParameters.__annotations__), ABSENT),
         "GENERATION": tuple(sorted(transformers.GenerationConfig._get_default_generation_params())),
     }

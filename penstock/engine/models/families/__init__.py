@@ -33,6 +33,7 @@ from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
 from penstock.engine.models.families.ministral import MINISTRAL
+from penstock.engine.models.families.ministral3 import MINISTRAL3
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
 from penstock.engine.models.families.olmo2 import OLMO2
@@ -88,6 +89,7 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         GRANITE,
         MINISTRAL,
+        MINISTRAL3,
         OLMO2,
         OLMO3,
         DEEPSEEK_V2,

@@ -1,4 +1,5 @@
-"""Mistral: Llama with a sliding window."""
+"""Mistral, also Mistral Small 3 and Magistral: Llama, with a sliding window in the first releases. Of models that also
+take images (Mistral Small 3.1 and 3.2), the decoder."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ def mistral_fields(raw: HFConfig) -> ConfigFields:
 
 
 def _applies(keys: GGUFKeys) -> bool:
-    return keys.architecture == "mistral3" or bool(keys("attention.sliding_window"))
+    windowed = bool(keys("attention.sliding_window"))
+    return windowed or (keys.architecture == "mistral3" and keys.number("attention.temperature_scale", 0.0) == 0.0)
 
 
 MISTRAL = Family(
@@ -27,4 +29,5 @@ MISTRAL = Family(
     fields=mistral_fields,
     reads=frozenset({"sliding_window"}),
     gguf=GGUFFormat(architectures=("llama", "mistral3"), applies=_applies, interleaved_rope=True),
+    multimodal_type="mistral3",
 )

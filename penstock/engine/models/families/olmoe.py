@@ -33,6 +33,7 @@ def _fields(raw: HFConfig) -> ConfigFields:
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
     return {
+        "intermediate_size": keys.whole("expert_feed_forward_length", 0) or config["intermediate_size"],
         "num_experts": keys.whole("expert_count", 0),
         "num_experts_per_tok": keys.whole("expert_used_count", 0),
         "norm_topk_prob": False,

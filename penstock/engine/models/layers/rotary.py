@@ -30,7 +30,7 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch
 
 def query_scales(growth: QueryGrowth, positions: int, device: torch.device) -> Tensor:
     """float32 [positions]; see `QueryGrowth`."""
-    periods = ((torch.arange(positions).float() + 1.0) / growth.period).floor()
+    periods = ((torch.arange(positions).float() + growth.offset) / growth.period).floor()
     return (periods.log1p() * growth.strength + 1.0).to(device)
 
 
