@@ -64,6 +64,7 @@ def test_a_common_beginning_is_found_from_the_third_prompt_on(folder: Path) -> N
     assert hits == [0, 0, 64]
 
 
+@pytest.mark.slow
 def test_few_slots_keep_what_they_can(folder: Path, expected: dict[str, list[int]]) -> None:
     for kept in (0, 1, 3):
         engine = make_engine(folder, state_interval=16, kept_states=kept, max_running=3, token_budget=40)
@@ -103,6 +104,7 @@ def test_rejected_draft_tokens_leave_no_trace(
     assert_idle(engine)
 
 
+@pytest.mark.slow
 def test_states_leave_for_host_memory_with_their_blocks(folder: Path, expected: dict[str, list[int]]) -> None:
     settings = {"state_interval": 32, "num_blocks": 14, "kept_states": 2, "max_running": 2, "host_idle_s": 0.0}
     engine = make_engine(folder, host_memory=8 << 20, **settings)
@@ -122,13 +124,14 @@ def test_states_leave_for_host_memory_with_their_blocks(folder: Path, expected: 
         assert run(ranks, "-again") == expected
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_ranks_share_heads_and_layers(folder: Path, expected: dict[str, list[int]], tensor: int, pipeline: int) -> None:
     with threaded_engine(folder, tensor, pipeline, state_interval=32, token_budget=64) as engine:
         assert run(engine) == expected == run(engine, "-again")
         assert engine.load_snapshot().prefix_hit_tokens > 0
 
 
+@pytest.mark.slow
 def test_deterministic(folder: Path, expected: dict[str, list[int]]) -> None:
     engine = make_engine(folder, deterministic=True, token_budget=50)
     assert run(engine) == expected
