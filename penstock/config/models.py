@@ -227,7 +227,7 @@ class ModelConfig:
     overflow_at: int | None = setting(
         None, doc="Requests in flight per replica from which new ones go to fallback first.", least=1, example="32"
     )
-    tool_format: Literal["auto", "hermes", "smollm2", "llama3", "mistral"] = setting(
+    tool_format: Literal["auto", "hermes", "smollm2", "llama3", "mistral", "granite", "phi4"] = setting(
         "auto", doc="How the model writes function calls; auto reads it from the chat template."
     )
     reasoning: Literal[

@@ -12,8 +12,8 @@ import string
 from dataclasses import dataclass
 from typing import Literal
 
-FormatName = Literal["hermes", "smollm2", "llama3", "mistral"]
-ToolFormatSetting = Literal["auto", "hermes", "smollm2", "llama3", "mistral"]
+FormatName = Literal["hermes", "smollm2", "llama3", "mistral", "granite", "phi4"]
+ToolFormatSetting = Literal["auto", "hermes", "smollm2", "llama3", "mistral", "granite", "phi4"]
 
 _ALPHABET = string.ascii_letters + string.digits
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
@@ -39,6 +39,8 @@ class ToolFormat:
     """Separator between opener, JSON and closer."""
     between: str = ", "
     """Separator between two calls."""
+    named: bool = False
+    """Whether the function's name may also stand before its arguments, instead of in the JSON."""
     short_ids: bool = False
     """Whether call ids must be nine letters or digits."""
 
@@ -65,7 +67,9 @@ FORMATS: dict[FormatName, ToolFormat] = {
         ToolFormat("hermes", "<tool_call>", "</tool_call>", before="\n", after="\n", between="\n"),
         ToolFormat("smollm2", "<tool_call>", "</tool_call>", listed=True),
         ToolFormat("llama3", "<|python_tag|>", bare=True, arguments="parameters", between="; "),
-        ToolFormat("mistral", "[TOOL_CALLS]", listed=True, before=" ", short_ids=True),
+        ToolFormat("mistral", "[TOOL_CALLS]", listed=True, before=" ", named=True, short_ids=True),
+        ToolFormat("granite", "<|tool_call|>", listed=True),
+        ToolFormat("phi4", "<|tool_call|>", "<|/tool_call|>", listed=True),
     )
 }
 
@@ -74,6 +78,10 @@ def detect(template: str) -> ToolFormat:
     """The format that a chat template mentions; by default the list format of SmolLM2."""
     if "[TOOL_CALLS]" in template:
         return FORMATS["mistral"]
+    if "<|tool|>" in template and "<|/tool|>" in template:
+        return FORMATS["phi4"]
+    if "<|tool_call|>" in template:
+        return FORMATS["granite"]
     if "<tool_call>" in template:
         return FORMATS["hermes"]
     if "<|python_tag|>" in template or '"parameters": ' in template:
