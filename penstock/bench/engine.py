@@ -182,7 +182,9 @@ def summarize(trace: Trace, cost: Cost, read_gbps: float, matmul_tflops: float) 
     decode = [step for step in trace.steps if step.decode_only]
     mixed = [step for step in trace.steps if not step.decode_only]
     decode_s = sum(step.seconds for step in decode)
-    decode_bytes = sum(cost.weights(step.sampled) + cost.context(step.context) for step in decode)
+    decode_bytes = sum(
+        cost.weights(step.sampled) + cost.context(step.context) + cost.states(step.sampled) for step in decode
+    )
     mixed_sampled = sum(step.sampled for step in mixed)
     mixed_tokens = trace.prompt_tokens + mixed_sampled - len(trace.ttft)
     mixed_flops = cost.flops(mixed_tokens, mixed_sampled)

@@ -17,8 +17,10 @@ from penstock.planning.model_shape import ModelShape, known_config
 
 _NAMES = (
     "llama-8b", "llama-70b", "qwen3-0.6b", "smollm2-135m", "mixtral-8x7b", "qwen3-30b-a3b", "gemma2-2b", "gemma3-1b",
-    "phi3-mini", "deepseek-v2-lite", "gpt-oss-20b", "llama4-scout",
+    "phi3-mini", "deepseek-v2-lite", "gpt-oss-20b", "llama4-scout", "qwen3-next",
 )  # fmt: skip
+_LAYERS = {"llama4-scout": 16, "qwen3-next": 24}
+"""Where not all fit into one GPU."""
 
 
 def _shape(name: str) -> dict[str, Any]:
@@ -32,6 +34,7 @@ def _shape(name: str) -> dict[str, Any]:
         "mlp_bias": False,
         "torch_dtype": "bfloat16",
         **known,
+        **({"num_hidden_layers": _LAYERS[name]} if name in _LAYERS else {}),
     }
 
 
@@ -77,6 +80,8 @@ class Cost:
     """Parameters of one expert, over all layers."""
     expert_bytes: float = 0.0
     """Mean bytes of one of those; 0: as the others."""
+    state_bytes: int = 0
+    """Of recurrent layers, per sequence: read and written by every step."""
 
     def weights(self, tokens: int) -> int:
         """Bytes of weights that a step of this many tokens reads. The embedding table is not counted unless it is the
@@ -86,6 +91,10 @@ class Cost:
             visited = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens)
         of_experts = visited * self.expert_params * (self.expert_bytes or self.weight_bytes)
         return round((self.linear_params + self.head_params) * self.weight_bytes + of_experts)
+
+    def states(self, sequences: int) -> int:
+        """Bytes of recurrent layers' states that a step over so many sequences reads and writes."""
+        return 2 * sequences * self.state_bytes
 
     def context(self, tokens: int) -> int:
         """Bytes of keys and values read to attend over this many tokens of context."""
@@ -117,4 +126,5 @@ def cost(config: HFConfig, *, weight_bytes: float, kv_bytes: float, expert_bytes
         experts_per_token=0 if shape.moe is None else shape.moe.top_k,
         expert_params=shape.expert_parameters,
         expert_bytes=expert_bytes,
+        state_bytes=shape.state_bytes,
     )

@@ -167,7 +167,7 @@ def hidden_states(decoder: Decoder, tapped: tuple[int, ...], tokens: Tensor) -> 
     residual = decoder.embed(tokens.to(device).flatten())
     streams = [residual.to(dtype, copy=True)] if 0 in tapped else []
     end, final = 0, residual
-    for part in Tap(0, tapped).on(decoder).parts:
+    for part in Tap(0, decoder.ops, tapped).on(decoder).parts:
         begin, end = end, end + len(part.layers)
         final = part.run(residual, batch, kv.of_layers(begin, end))
         if end in tapped:

@@ -11,10 +11,10 @@ from typing import Any
 
 from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
-from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.model_config import DeltaConfig, ModelConfig
 from penstock.errors import CheckpointError
 from penstock.planning.quantized_form import stored_form
-from penstock.planning.shape import Mla, ModelShape, Moe
+from penstock.planning.shape import Delta, Mla, ModelShape, Moe
 
 Config = Mapping[str, Any]
 Windows = tuple[int | None, ...]
@@ -72,7 +72,13 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         sinks=model.attention_sinks,
         moe=moe,
         mla=mla,
+        gated_attention=model.gated_attention,
+        delta=None if model.delta is None else _delta(model.delta),
     )
+
+
+def _delta(delta: DeltaConfig) -> Delta:
+    return Delta(delta.layers, delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv)
 
 
 def _decoder(raw: Config) -> Config:

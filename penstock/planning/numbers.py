@@ -45,7 +45,7 @@ class WeightFormat:
 
     @property
     def widened_experts(self) -> bool:
-        """Whether GPUs hold routed experts dense: the grouped kernels read dense and FP8 weights only."""
+        """Whether GPUs hold routed experts dense: the grouped kernels read dense, FP8 and MXFP4 weights only."""
         return self.name.startswith(("int", "gguf"))
 
     @property

@@ -6,6 +6,7 @@ time and the benchmarks' bounds all ask here. `model_shape` finds the shape of a
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from penstock.planning.numbers import WeightFormat
@@ -51,6 +52,29 @@ class Mla:
     def cached(self) -> int:
         """Elements of the cache per token and layer."""
         return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Gated delta nets in place of attention: nothing is kept per token, and a state per sequence."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one."""
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution over queries, keys and values."""
+        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence in one layer: matrices in float32, the last inputs of the convolution in two bytes."""
+        return 4 * self.v_heads * self.k_dim * self.v_dim + 2 * self.conv * self.channels
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +135,11 @@ class ModelShape:
     """Of a layer whose attention and feed-forward read the same."""
     sinks: bool = False
     """A learned attention sink per head."""
+    gated_attention: bool = False
+    """Whether queries come with a gate of the same size."""
     moe: Moe | None = None
     mla: Mla | None = None
+    delta: Delta | None = None
     stored: WeightFormat | None = None
     """How a checkpoint in few bits holds its matrices; None: dense."""
     served: bool = True
@@ -124,10 +151,15 @@ class ModelShape:
 
     def layer(self, index: int) -> LayerParts:
         """The parameters of one layer."""
-        return self._parts(routed=self.moe is not None and self.moe.layers[index])
+        return self._parts(*self._kind(index))
 
-    def _parts(self, *, routed: bool) -> LayerParts:
-        """The parameters of one layer, with or without experts."""
+    def _kind(self, index: int) -> tuple[bool, bool]:
+        """Whether a layer has experts, and whether it is recurrent."""
+        routed = self.moe is not None and self.moe.layers[index]
+        return routed, self.delta is not None and self.delta.layers[index]
+
+    def _parts(self, routed: bool, recurrent: bool) -> LayerParts:
+        """The parameters of one layer, with or without experts, recurrent or not."""
         hidden = self.hidden
         norms = 4 if self.sandwich_norms else 1 if self.one_norm else 2
         small = hidden * norms + (self.heads if self.sinks else 0)
@@ -145,10 +177,16 @@ class ModelShape:
             query_output = queries + expanded + self.heads * mla.value_dim * hidden
             key_value = 0
             small += mla.kv_rank
+        elif recurrent and self.delta is not None:
+            delta = self.delta
+            values, latent, key_value = delta.v_heads * delta.v_dim, 0, 0
+            query_output = hidden * (delta.channels + 2 * values + 2 * delta.v_heads)
+            small += delta.conv * delta.channels + 2 * delta.v_heads + delta.v_dim
         else:
             q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
             latent = 0
             query_output, key_value = 2 * hidden * q_size, 2 * hidden * kv_size
+            query_output += hidden * q_size if self.gated_attention else 0
             small += (q_size + 2 * kv_size if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
             small += 2 * self.head_dim if self.qk_norm else 0
             small += q_size + kv_size if self.whole_qk_norm else 0
@@ -172,13 +210,8 @@ class ModelShape:
     def layer_groups(self, first: int = 0, last: int | None = None) -> list[tuple[LayerParts, int]]:
         """Of some layers: those that are alike, and how many."""
         end = self.layers if last is None else last
-        routed = 0 if self.moe is None else sum(self.moe.layers[first:end])
-        groups = []
-        if routed < end - first:
-            groups.append((self._parts(routed=False), end - first - routed))
-        if routed:
-            groups.append((self._parts(routed=True), routed))
-        return groups
+        kinds = Counter(self._kind(index) for index in range(first, end))
+        return [(self._parts(*kind), count) for kind, count in sorted(kinds.items())]
 
     @property
     def embedding_parameters(self) -> int:
@@ -227,7 +260,16 @@ class ModelShape:
     @property
     def kv_elements(self) -> int:
         """Elements that one token leaves in the cache of all layers."""
-        return self.layers * self.kv_elements_per_layer
+        return (self.layers - self.recurrent_layers) * self.kv_elements_per_layer
+
+    @property
+    def recurrent_layers(self) -> int:
+        return 0 if self.delta is None else sum(self.delta.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a running sequence beside what its tokens leave, whatever its length."""
+        return 0 if self.delta is None else self.recurrent_layers * self.delta.state_bytes
 
     def kv_bytes_per_token(self, kv_bytes: float = 2.0) -> int:
         """Bytes that one token leaves in the cache, with elements of `kv_bytes` each."""
@@ -235,7 +277,8 @@ class ModelShape:
 
     def context_elements(self, context: int) -> int:
         """Elements of the cache that the next token attends to after `context` tokens: windows limit what is read."""
-        seen = sum(context if window is None else min(context, window) for window in self.windows)
+        windows = [w for index, w in enumerate(self.windows) if self.delta is None or not self.delta.layers[index]]
+        seen = sum(context if window is None else min(context, window) for window in windows)
         return seen * self.kv_elements_per_layer
 
     @property

@@ -1,6 +1,7 @@
 """The formats in which model families write function calls, as data.
 
-All write JSON objects with a name and arguments; they differ in the surrounding text.
+Most write JSON objects with a name and arguments, and differ in the surrounding text; some write Python calls, or keys
+and values in tags. Where a grammar holds a call, it is JSON in any format.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import string
 from dataclasses import dataclass
 from typing import Literal
 
-FormatName = Literal["hermes", "smollm2", "llama3", "mistral", "granite", "phi4"]
-ToolFormatSetting = Literal["auto", "hermes", "smollm2", "llama3", "mistral", "granite", "phi4"]
+FormatName = Literal[
+    "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r"
+]
+ToolFormatSetting = Literal[
+    "auto", "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r"
+]
 
 _ALPHABET = string.ascii_letters + string.digits
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
@@ -41,6 +46,10 @@ class ToolFormat:
     """Separator between two calls."""
     named: bool = False
     """Whether the function's name may also stand before its arguments, instead of in the JSON."""
+    name_key: str = "name"
+    """The key of the name when writing; both names are accepted when reading."""
+    syntax: Literal["json", "python", "tags"] = "json"
+    """What calls may be besides JSON."""
     short_ids: bool = False
     """Whether call ids must be nine letters or digits."""
 
@@ -70,6 +79,29 @@ FORMATS: dict[FormatName, ToolFormat] = {
         ToolFormat("mistral", "[TOOL_CALLS]", listed=True, before=" ", named=True, short_ids=True),
         ToolFormat("granite", "<|tool_call|>", listed=True),
         ToolFormat("phi4", "<|tool_call|>", "<|/tool_call|>", listed=True),
+        ToolFormat(
+            "pythonic",
+            "<|python_start|>",
+            "<|python_end|>",
+            bare=True,
+            arguments="parameters",
+            between="; ",
+            syntax="python",
+        ),
+        ToolFormat("glm45", "<tool_call>", "</tool_call>", after="\n", between="\n", syntax="tags"),
+        ToolFormat(
+            "cohere", "<|START_ACTION|>", "<|END_ACTION|>", listed=True, arguments="parameters", name_key="tool_name"
+        ),
+        ToolFormat(
+            "command_r",
+            "Action: ```json",
+            "```",
+            listed=True,
+            arguments="parameters",
+            name_key="tool_name",
+            before="\n",
+            after="\n",
+        ),
     )
 }
 
@@ -78,12 +110,20 @@ def detect(template: str) -> ToolFormat:
     """The format that a chat template mentions; by default the list format of SmolLM2."""
     if "[TOOL_CALLS]" in template:
         return FORMATS["mistral"]
+    if "<arg_key>" in template:
+        return FORMATS["glm45"]
     if "<|tool|>" in template and "<|/tool|>" in template:
         return FORMATS["phi4"]
     if "<|tool_call|>" in template:
         return FORMATS["granite"]
     if "<tool_call>" in template:
         return FORMATS["hermes"]
+    if "<|START_ACTION|>" in template:
+        return FORMATS["cohere"]
+    if "Action:" in template and "```json" in template:
+        return FORMATS["command_r"]
+    if "<|python_start|>" in template or "<|header_start|>" in template:
+        return FORMATS["pythonic"]
     if "<|python_tag|>" in template or '"parameters": ' in template:
         return FORMATS["llama3"]
     return FORMATS["smollm2"]

@@ -9,11 +9,13 @@ follows it in the same brackets is either another call or dropped.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
 from penstock.tools.events import CallEnd, Event, Text
 from penstock.tools.formats import ToolFormat
 from penstock.tools.scanner import CallScanner, Malformed
+from penstock.tools.written_calls import PythonScanner, TagScanner
 
 _PIECE = 4096
 """Characters parsed at a time, so that the cost stays linear for long messages."""
@@ -28,19 +30,22 @@ _SEPARATORS = ";,"
 class ToolCallParser:
     """Parses one message. Streams push text as it arrives; a whole message is a single push."""
 
-    __slots__ = ("_buffer", "_events", "_form", "_names", "_raw", "_scanner", "_state", "calls")
+    __slots__ = ("_buffer", "_events", "_form", "_names", "_raw", "_scanner", "_state", "_texts", "calls")
 
-    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
-        """`names`: the offered functions; a call of any other is text."""
+    def __init__(
+        self, form: ToolFormat, names: Collection[str], texts: Mapping[str, Collection[str]] = MappingProxyType({})
+    ) -> None:
+        """`names`: the offered functions; a call of any other is text. `texts`: their parameters that are strings."""
         self.calls = 0
         """Calls reported so far."""
         self._form = form
         self._names = names
+        self._texts = texts
         self._buffer = ""
         """Text that has not been parsed yet."""
         self._raw: list[str] | None = None
         """The parsed part of a value without a call so far; becomes text if it contains none."""
-        self._scanner: CallScanner | None = None
+        self._scanner: CallScanner | PythonScanner | TagScanner | None = None
         self._events: list[Event] = []
         self._state: Callable[[], bool] = self._start if form.bare else self._text
 
@@ -89,8 +94,8 @@ class ToolCallParser:
         rest = self._buffer.lstrip()
         if not rest:
             return False
-        if rest[0] == "{":
-            self._enter(len(self._buffer) - len(rest))
+        if rest[0] == "{" or (rest[0] == "[" and self._form.syntax == "python"):
+            self._enter(len(self._buffer) - len(rest), rest[0])
         else:
             self._state = self._text
         return True
@@ -104,18 +109,26 @@ class ToolCallParser:
         self._buffer = buffer[said:]
         if found < 0:
             return False
-        self._enter(end - said + len(opener))
+        if self._form.syntax == "python" and not buffer[end + len(opener) :].lstrip():
+            return False  # what follows says which kind of call it is
+        self._enter(end - said + len(opener), buffer[end + len(opener) :].lstrip()[:1])
         return True
 
-    def _enter(self, length: int) -> None:
-        """A call begins after `length` characters of the buffer."""
+    def _enter(self, length: int, first: str = "") -> None:
+        """A call, whose first character is `first`, begins after `length` characters of the buffer."""
         self._raw, self._buffer = [self._buffer[:length]], self._buffer[length:]
-        self._scanner = CallScanner(self._names, self.calls, self._report)
+        names, syntax = self._names, self._form.syntax
+        if syntax == "python" and first != "{":
+            self._scanner = PythonScanner(names, self.calls, self._report)
+        elif syntax == "tags":
+            self._scanner = TagScanner(names, self.calls, self._report, self._form.closer, self._texts)
+        else:
+            self._scanner = CallScanner(names, self.calls, self._report)
         self._state = self._named if self._form.named else self._call
 
     def _named(self) -> bool:
         """After the opener of a format in which the name may stand before the arguments: `name[ARGS]{...}`."""
-        assert self._scanner is not None and self._raw is not None
+        assert isinstance(self._scanner, CallScanner) and self._raw is not None
         rest = self._buffer.lstrip()
         if not rest:
             return False
@@ -168,7 +181,7 @@ class ToolCallParser:
         if not following:
             return False
         if following[0] == "{":
-            self._enter(len(self._buffer) - len(following))
+            self._enter(len(self._buffer) - len(following), "{")
         else:
             self._state = self._text
         return True

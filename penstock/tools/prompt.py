@@ -91,7 +91,7 @@ def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
     bodies = []
     for call in calls:
         function = call["function"]
-        body = {"name": function["name"], form.arguments: _parsed(function["arguments"])}
+        body = {form.name_key: function["name"], form.arguments: _parsed(function["arguments"])}
         bodies.append(json.dumps(body, ensure_ascii=False))
     if form.listed:
         return f"{form.opener}{form.before}[{form.between.join(bodies)}]{form.after}{form.closer}"

@@ -18,6 +18,7 @@ _IN_STRING = re.compile(r'["\\]')
 _OUT_OF_STRING = re.compile(r'["{}\[\]]')
 _SCALAR = re.compile(r"[^,}\] \t\n\r]*")
 _PAIRS = {"}": "{", "]": "["}
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 
 _Step = Callable[[str, int], int]
@@ -122,7 +123,7 @@ class CallScanner:
         at, char = _skip(text, at)
         if not char:
             return at
-        if self._key == "name" and self._name is None:
+        if self._key in _NAMES and self._name is None:
             return self._quote(char, at, self._on_name)
         self._keep = self._key in _ARGUMENTS and not self._has_arguments
         if self._keep:

@@ -42,6 +42,16 @@ class Tool:
             return input_grammar(self.input_syntax, self.input_grammar)
         return grammars.json_schema(self.parameters or _NO_PARAMETERS)
 
+    @property
+    def texts(self) -> frozenset[str]:
+        """The parameters that are strings."""
+        properties = (self.parameters or {}).get("properties")
+        if not isinstance(properties, dict):
+            return frozenset()
+        return frozenset(
+            key for key, schema in properties.items() if isinstance(schema, dict) and schema.get("type") == "string"
+        )
+
     def described(self) -> dict[str, Any]:
         """The tool in the format of chat templates."""
         function: dict[str, Any] = {"name": self.name, "description": self.description or ""}
@@ -69,7 +79,8 @@ class Toolbox:
         object.__setattr__(self, "allowed", allowed)
 
     def parser(self) -> ToolCallParser:
-        return ToolCallParser(self.form, frozenset(tool.name for tool in self.allowed))
+        texts = {tool.name: tool.texts for tool in self.allowed}
+        return ToolCallParser(self.form, frozenset(texts), texts)
 
     @property
     def constrained(self) -> bool:
@@ -123,7 +134,8 @@ class Toolbox:
         before = _text(self.form.before)
         if self.form.bare:
             tagged = "" if self.opener_id is None else f"({self._opener} calls)?"
-            return [r"ANYTHING: /[^{\s](?s:.*)/", f"start: calls | ANYTHING? {tagged}"]
+            first = r"{\[\s" if self.form.syntax == "python" else r"{\s"  # calls in Python would not be held
+            return [f"ANYTHING: /[^{first}](?s:.*)/", f"start: calls | ANYTHING? {tagged}"]
         if self.opener_id is not None:
             return ["ANYTHING: /(?s:.*)/", f"start: ANYTHING ({self._opener} {before} calls)?"]
         # A lazy lexeme ends with the first opener, so the opener cannot match as text.
@@ -148,7 +160,8 @@ class Toolbox:
         return f"({call}){{0,{MAX_CALLS - 1}}}" if self.parallel else ""
 
     def _call(self, tool: Tool, index: int) -> str:
-        head = f'{_HEAD}{literal(tool.name)}, "{self.form.arguments}": '
+        opening = f'{{"{self.form.name_key}": '
+        head = f'{opening}{literal(tool.name)}, "{self.form.arguments}": '
         return f"{literal(head)} @arguments_{index} {literal('}')}"
 
 

@@ -212,6 +212,8 @@ def install_compile_mode(shard: int, shards: int) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from penstock.engine.backends.cuda.kernels import common
+
     class NoDevice:
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", 90, 32)
@@ -236,6 +238,7 @@ def install_compile_mode(shard: int, shards: int) -> None:
         return kernel
 
     JITFunction.run = build
+    common._building.set(True)
 
 
 def _record(function: Any, kernel: Any) -> None:

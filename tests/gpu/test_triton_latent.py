@@ -9,12 +9,15 @@ import torch
 from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, integers, poisoned_outputs, rand, rng, time_us
 from torch import Tensor
 
+from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import FP8, INT8, SCALE_DTYPE, AttentionBatch, LatentLayout, LatentWeights
 from penstock.engine.backends.reference.ops import ReferenceOps
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
+from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
+from penstock.engine.models.families import is_linear
 from tests.engine.harness import generate, greedy
 
 BF16 = torch.bfloat16
@@ -106,9 +109,9 @@ def test_attention_over_latents_equals_the_reference() -> None:
 
 CONFIG = {
     "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
-    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
-    "first_k_dense_replace": 1, "max_position_embeddings": 1024,
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "max_position_embeddings": 1024,
 }  # fmt: skip
 MODELS = {
     "v2 lite": {"model_type": "deepseek_v2", "q_lora_rank": None},
@@ -135,6 +138,47 @@ def test_engines_give_the_tokens_of_the_reference() -> None:
             found.append(generate(engine, *requests))
             assert generate(engine, *requests) == found[-1], (name, device)
         assert found[0] == found[1], name
+
+
+class InTiles:
+    """A checkpoint whose matrices are FP8 in tiles of 128 x 128, as DeepSeek V3 is published."""
+
+    def __init__(self, dense: RandomCheckpoint) -> None:
+        self.dense = dense
+        self.config = {
+            **dense.config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        }  # fmt: skip
+
+    def names(self) -> set[str]:
+        names = set(self.dense.names())
+        return names | {f"{name}_scale_inv" for name in names if is_linear(name)}
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
+        stem = name.removesuffix("_scale_inv")
+        weight = self.dense.tensor(stem, device)
+        if not is_linear(stem):
+            return weight
+        rows, columns = (-(-side // 128) for side in weight.shape)
+        scale = torch.linspace(0.5, 2, rows * columns, device=weight.device).view(rows, columns)
+        if name != stem:
+            return scale
+        wide = scale.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)[:, : weight.shape[1]]
+        return (weight.float() / wide).to(FP8)
+
+
+def test_a_checkpoint_in_fp8_tiles_stays_in_them() -> None:
+    if MODE != "device":
+        return
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "kv_lora_rank": 64}
+    dense = RandomCheckpoint({**CONFIG, **MODELS["v3"], **sizes, "q_lora_rank": 128}, dtype=BF16, embedding_scale=100.0)
+    found = []
+    for weights in (dense, Fp8Checkpoint(InTiles(dense))):
+        settings = EngineConfig(model="random", device="cuda", dtype="bfloat16", max_running=8, num_blocks=100)
+        engine = Engine.load(settings, checkpoint=weights)
+        found.append(generate(engine, greedy("a", list(range(50)), 16)))
+        tiles = [isinstance(linear, BlockFp8Linear) for linear in engine.runner.decoder.layers[0].linears]
+        assert all(tiles) if weights is not dense else not any(tiles), tiles
+    assert found[0] == found[1]
 
 
 def bench_decode_over_latents() -> Iterator[Row]:

@@ -25,6 +25,7 @@ from gpu_harness import (
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.experts import group
 from penstock.engine.backends.cuda.kernels import moe
 from penstock.engine.backends.cuda.kernels.moe import GroupedConfig
@@ -177,6 +178,57 @@ def test_grouped_experts_equal_one_pair_at_a_time() -> None:
             weights, chosen = moe.route(mlp.router.linear(x), top_k, mlp.router.normalize)
             want = moe64(mlp, x, weights, chosen)
             check(f"experts {experts} {dtype} of {tokens}", got, want, 1e-4 if dtype == torch.float32 else 3e-2)
+
+
+def block_fp8(out: int, inputs: int, tile: tuple[int, int]) -> BlockFp8Linear:
+    weight = rand(out, inputs, dtype=BF16).to(FP8)
+    scales = rand(-(-out // tile[0]), inputs // tile[1]).abs() + 0.5
+    rows = scales if MODE == "compile" else scales[torch.arange(out, device=DEVICE) // tile[0]]
+    if MODE == "compile":
+        return BlockFp8Linear(weight, scales, tile, None)
+    return BlockFp8Linear.of_rows(weight, rows, None)
+
+
+def widened(linear: BlockFp8Linear) -> Tensor:
+    rows = linear.scale.double().repeat_interleave(linear.tile[0], 0)
+    return linear.weight.double() * rows.repeat_interleave(linear.tile[1], 1)
+
+
+def test_weights_in_fp8_tiles_are_multiplied_as_they_are() -> None:
+    """Dense linears and experts; matrices whose last tile is cut, and tiles cut by a shard."""
+    cases = [(48, 64, (16, 32)), (40, 64, (32, 32))] if QUICK else [(1536, 2048, (128, 128)), (576, 7168, (128, 128))]
+    for out, inputs, tile in cases:
+        for tokens in (1, 20) if QUICK else (1, 7, 20, 100, 700):
+            for dtype in (torch.float32, BF16):
+                linear = block_fp8(out, inputs, tile)
+                x = rand(tokens, inputs, dtype=dtype)
+                with poisoned_outputs():
+                    got = linear(x)
+                if MODE != "compile":
+                    want = x.double() @ widened(linear).t()
+                    check(f"{out} x {inputs} of {tokens} {dtype}", got, want, 1e-4 if dtype != BF16 else 1e-2)
+    experts, top_k, hidden, ffn, tile = (4, 2, 64, 32, (16, 32)) if QUICK else (16, 4, 512, 256, (128, 128))
+    for tokens in (1, 9) if QUICK else (1, 40, 600):
+        mlps = [
+            GatedMlp(ops, "silu", block_fp8(2 * ffn, hidden, tile), block_fp8(hidden, ffn, tile))
+            for _ in range(experts)
+        ]
+        router = CudaLinear(rand(experts, hidden, dtype=BF16), None)
+        mlp = ExpertMlp(ops, Router(router, top_k, True), mlps, ExpertSource(mlps.__getitem__, lambda _: None))
+        grouped = group(mlp)
+        assert grouped is not None
+        x = rand(tokens, hidden, dtype=BF16, scale=0.1)
+        with poisoned_outputs():
+            got = grouped.forward(x)
+        if MODE == "compile":
+            continue
+        weights, chosen = grouped.choose(x)
+        want = torch.zeros(tokens, hidden, dtype=torch.float64, device=DEVICE)
+        for token in range(tokens):
+            for weight, expert in zip(weights[token].double(), chosen[token].tolist(), strict=True):
+                gate, up = (widened(mlps[expert].gate_up) @ x[token].double()).chunk(2)
+                want[token] += weight * (widened(mlps[expert].down) @ (F.silu(gate) * up))
+        check(f"experts in tiles, {tokens} tokens", got, want, 3e-2)
 
 
 def test_every_tile_shape_gives_the_same_product() -> None:

@@ -323,6 +323,10 @@ class Ops(ActivationOps, Protocol):
         """`x` [T, hidden] in float32; a new tensor."""
         ...
 
+    def store_rows(self, x: Tensor, table: Tensor, at: Tensor | None = None) -> None:
+        """Write the rows of `x` [T, n] to rows `at` (int64 [T]) of `table` [rows, n], or to its first; in its dtype."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor: ...
 
     def add_rms_norm(

@@ -40,6 +40,11 @@ class Fp8Checkpoint:
     def names(self) -> Collection[str]:
         return {name for name in self._names if not name.endswith(_SUFFIXES)}
 
+    @property
+    def tiled(self) -> bool:
+        """Whether tiles of weights share a scale, as the configuration says."""
+        return self._tile is not None
+
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         weight: Tensor = self.inner.tensor(name, device)
         if not self._is_float8(name, weight):

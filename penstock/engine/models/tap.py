@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.backends.interface import AttentionBatch, Ops
 from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.kv.kinds import PagedRows
 from penstock.engine.models.decoder import Decoder
@@ -28,6 +28,7 @@ class Tap:
 
     width: int
     """Of what is kept of a token."""
+    ops: Ops
     layers: tuple[int, ...] = ()
     """The residual stream in front of these layers, ascending; none: the final hidden states."""
     project: Linear | None = None
@@ -51,16 +52,20 @@ class TappedDecoder(Decoder):
     """The layers between two places that are read."""
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
-        wanted, dtype = self.tap.layers, self.embedding.dtype
-        taken = [residual.to(dtype, copy=True)] if 0 in wanted else []
+        ops, wanted, project = self.tap.ops, self.tap.layers, self.tap.project
+        count, width = residual.shape
+        size = count, len(wanted) * width
+        taken = torch.empty(size, dtype=self.embedding.dtype, device=residual.device)
+        if 0 in wanted:
+            ops.store_rows(residual, taken[:, :width])
         hidden, end = residual, 0
         for part in self.parts:
             begin, end = end, end + len(part.layers)
             hidden = part.run(residual, batch, kv.of_layers(begin, end))
             if end in wanted:
-                taken.append(residual.to(dtype, copy=True))
-        kept = hidden if self.tap.project is None else self.tap.project(torch.cat(taken, dim=-1))
-        kv.layers[-1][batch.slots] = kept.to(dtype)
+                at = wanted.index(end) * width
+                ops.store_rows(residual, taken[:, at : at + width])
+        ops.store_rows(hidden if project is None else project(taken), kv.layers[-1], batch.slots)
         return hidden
 
     @property

@@ -271,6 +271,11 @@ class ShardedQuantized(_Sharded, QuantizedCheckpoint):
 class ShardedFp8(_Sharded, Fp8Checkpoint):
     """FP8 numbers and their scales: of rows, or of tiles."""
 
+    @property
+    def tiled(self) -> bool:
+        tiled: bool = self._whole.tiled
+        return tiled
+
     def stored(self, name: str, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor] | None:
         found: tuple[Tensor, Tensor] | None = self._whole.stored(self._cuts.original(name), device)
         if found is None:

@@ -241,7 +241,7 @@ def load_eagle3(
         layer=_layer(read, prefix, layer, backend, max_positions),
         feature_norm=read.norm(f"{prefix}hidden_norm", hidden),
         final_norm=read.norm("norm", hidden),
-        tap=Tap(hidden, config.tapped, project),
+        tap=Tap(hidden, backend.ops, config.tapped, project),
         embedding=embedding,
         head=head,
     )

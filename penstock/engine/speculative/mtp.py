@@ -144,7 +144,7 @@ def load_mtp(
         feature_norm=read.norm(layout.feature_norm, hidden),
         combine=read.dense().linear("", {layout.combine: hidden}, 2 * hidden),
         final_norm=read.norm(layout.norm, hidden),
-        tap=Tap(hidden),
+        tap=Tap(hidden, backend.ops),
     )
 
 

@@ -204,6 +204,7 @@ def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, mo
     usual |= {"no_rope_layer_interval": 4, "num_hidden_layers": 4} if "no_rope_layer_interval" in overrides else {}
     usual |= {"mlp_only_layers": []} if "mlp_only_layers" in overrides else {}
     usual |= {"num_hidden_layers": 5, "layer_types": None} if "layer_types" in overrides else {}
+    usual |= {"swiglu_limit": 7.0} if "swiglu_limit" in overrides else {}
     monkeypatch.setitem(tiny.FAMILIES, family, (name, {**overrides, **usual}))
     folder = write_checkpoint(family, tmp_path)
     prompt = [23 * i % 199 for i in range(150)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.engine.core import Engine
+from penstock.errors import ConfigError
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.speculative.forced import eager_engine
 from tests.engine.speculative.heads import PlainHead, noted_drafts, write_head, write_original
@@ -72,3 +74,84 @@ def test_any_mix_of_requests_gets_the_same_answers(target: Path, head: Path, pla
     load = engine.load_snapshot()
     assert load.draft_tokens > 100 and load.preemptions > 0
     assert_idle(engine)
+
+
+def test_steps_are_recorded_with_a_head_as_without(target: Path, head: Path, plain: Engine) -> None:
+    engine = drafting(target, head)
+    assert (engine.runner.executor.recorded is None) == (plain.runner.executor.recorded is None)
+
+
+def test_blocks_from_the_host_bring_what_the_head_reads(target: Path, head: Path, plain: Engine) -> None:
+    """A prompt whose blocks were offloaded comes back, and what is drafted behind it is what a fresh engine drafts."""
+    engine = drafting(target, head, num_blocks=14, host_memory=1 << 22, host_idle_s=0.0, kv_dtype="full")
+    prompt = [i * 7 % 199 for i in range(100)]
+    expected = generate(plain, greedy("a", prompt, 12))
+    assert generate(engine, greedy("a", prompt, 12)) == expected
+    for index in range(3):
+        generate(engine, greedy("x", [(index * 31 + i) % 199 for i in range(150)], 4))
+    drafts = noted_drafts(engine)
+    assert generate(engine, greedy("a", prompt, 12)) == expected
+    assert engine.load_snapshot().host_hit_tokens > 0
+    reference = PlainHead(head, target)
+    assert drafts and all(draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts)
+
+
+@pytest.mark.parametrize("settings", [{"deterministic": True}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8"}])
+def test_other_settings_of_the_target(target: Path, head: Path, settings: dict[str, Any]) -> None:
+    request = greedy("a", [i * 7 % 199 for i in range(60)], 20)
+    engine = drafting(target, head, **settings)
+    assert generate(engine, request) == generate(make_engine(target, **settings), request)
+    assert engine.load_snapshot().draft_tokens > 10
+
+
+def test_a_head_that_does_not_fit_is_refused(target: Path, tmp_path: Path) -> None:
+    def refused(folder: Path, why: str) -> None:
+        with pytest.raises(ConfigError, match=why):
+            make_engine(target, speculation="eagle3", draft_model=str(folder))
+
+    folder = write_original(tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+
+    def change(**keys: Any) -> Path:
+        (folder / "config.json").write_text(json.dumps({**config, **keys}))
+        return folder
+
+    refused(change(vocab_size=200), "vocabulary of 200 tokens")
+    refused(change(target_hidden_size=128), "hidden states of 128")
+    refused(change(num_hidden_layers=2), "has 2 layers")
+    refused(change(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}), "the model has 4 layers")
+    refused(change(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state")
+    refused(change(draft_vocab_size=100), "lm_head.weight")
+    refused(target, "not an EAGLE-3 head")
+    with pytest.raises(ConfigError, match="needs a draft_model"):
+        make_engine(target, speculation="eagle3")
+    with pytest.raises(ConfigError, match="pipeline_parallel"):
+        make_engine(target, speculation="eagle3", draft_model=str(change()), pipeline_parallel=2)
+
+
+def test_auto_finds_out_what_a_drafter_is(target: Path, head: Path) -> None:
+    assert make_engine(target, speculation="auto", draft_model=str(head)).config.speculation == "eagle3"
+    assert make_engine(target, speculation="auto", draft_model=str(target)).config.speculation == "draft"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "qwen3-moe", "olmo2", "cohere", "gpt-oss", "mistral-window"])
+def test_other_families_have_the_same_text(family: str, head: Path, tmp_path: Path) -> None:
+    folder = write_checkpoint(family, tmp_path, spread=0.3)
+    requests = [greedy("a", [i * 7 % 199 for i in range(90)], 20), greedy("b", [5, 4], 20)]
+    engine = drafting(folder, head)
+    assert generate(engine, *requests) == generate(make_engine(folder), *requests)
+    assert engine.load_snapshot().draft_tokens > 10
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_same_text(target: Path, head: Path, plain: Engine) -> None:
+    request = greedy("a", [i * 7 % 199 for i in range(90)], 20)
+    engine = drafting(target, head, tensor_parallel=2, num_blocks=100)
+    try:
+        drafts = noted_drafts(engine)
+        assert generate(engine, request) == generate(plain, request)
+        reference = PlainHead(head, target)
+        assert drafts and all(draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts)
+    finally:
+        engine.close()

@@ -98,6 +98,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "pk_create": (c_void_p, (c_int, c_int)),
     "pk_destroy": (None, (c_void_p,)),
     "pk_widen": (None, (c_void_p, *[c_void_p] * 2, c_int64, c_int64, c_int)),
+    "pk_store_rows": (c_int, (c_void_p, *[c_void_p] * 3, *[c_int64] * 4, c_int, c_int)),
     "pk_rms_norm": (None, (c_void_p, *[c_void_p] * 3, c_int64, c_int64, c_float, c_int, c_int, c_int)),
     "pk_add_rms_norm": (None, (c_void_p, *[c_void_p] * 5, c_int64, c_int64, c_float, c_int, c_int, c_int)),
     "pk_centre": (None, (c_void_p, *[c_void_p] * 3, c_int64, c_int64, c_int, c_int)),

@@ -206,6 +206,19 @@ class CpuOps:
         self._lib.pk_widen(self._ctx, x.data_ptr(), out.data_ptr(), *x.shape, dtype_code(x, "x"))
         return out
 
+    def store_rows(self, x: Tensor, table: Tensor, at: Tensor | None = None) -> None:
+        need_contiguous(x, "x")
+        if table.is_cuda or table.stride(1) != 1 or table.shape[1] != x.shape[1]:
+            raise LayoutError(f"a table of {tuple(table.shape)} cannot take rows of {x.shape[1]}")
+        if at is not None:
+            _need(at, "at", torch.int64)
+        stopped = self._lib.pk_store_rows(
+            self._ctx, x.data_ptr(), None if at is None else at.data_ptr(), table.data_ptr(), *x.shape,
+            table.stride(0), table.shape[0], dtype_code(x, "x"), dtype_code(table, "the table"),
+        )  # fmt: skip
+        if stopped:
+            raise LayoutError("a row is outside the table")
+
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
         need_contiguous(x, "x")
         out = torch.empty_like(x, dtype=dtype)

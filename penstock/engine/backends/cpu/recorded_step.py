@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _FAILURES: Final = {
     ("pk_embed", 1): "a token id is outside the embedding table",
+    ("pk_store_rows", 1): "a slot is outside the cache",
     ("pk_lora", 1): "an adapter's token is not one of the step",
     ("pk_rope_and_cache", 1): "a position is outside the rotary table",
     ("pk_rope_and_cache", 2): "a slot is outside the cache",

@@ -14,6 +14,7 @@ from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.backend import Backend, PeerGroup, WeightPlan
+from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Quantizer
 from penstock.engine.backends.cuda.device import TorchCudaBackend
 from penstock.engine.backends.cuda.experts import group
 from penstock.engine.backends.cuda.fp8_quantizer import Fp8Activations, Fp8Quantizer
@@ -29,8 +30,10 @@ from penstock.engine.backends.cuda.peer_group import CudaPeerGroup
 from penstock.engine.backends.cuda.warmup import compile_kernels
 from penstock.engine.backends.interface import Ops, StepLimits
 from penstock.engine.config import EngineConfig, WeightForm
+from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.mxfp4 import has_mxfp4
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.families import read_config
 from penstock.engine.models.layers.experts import ExpertMlp
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.linear import Linear
@@ -60,6 +63,8 @@ class CudaBackend(TorchCudaBackend):
                 raise ConfigError("deterministic: true on CUDA needs weights: dense")
             return WeightPlan(BatchInvariantLinears(BatchInvariantLinear, None, self.device, dtype))
         form = self._weight_form(config, dtype, weights)
+        if form == "fp8" and config.weights == "auto" and _stays_in_tiles(weights):
+            return WeightPlan(BlockFp8Quantizer(self.device))
         plan = self._plan(form, config, dtype)
         if has_mxfp4(weights) and form != "dense":
             return dataclasses.replace(plan, quantize=Mxfp4Quantizer(self.device, plan.quantize))
@@ -102,3 +107,8 @@ class CudaBackend(TorchCudaBackend):
         self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None
     ) -> None:
         compile_kernels(decoder, kv_dtype, limits, adapters)
+
+
+def _stays_in_tiles(weights: Weights) -> bool:
+    """Layers that fuse into few launches have kernels for scales per row alone."""
+    return isinstance(weights, Fp8Checkpoint) and weights.tiled and not read_config(weights.config).plain_layers

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4
 from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Stack
 from penstock.engine.backends.cuda.linear import CudaLinear
@@ -29,6 +30,8 @@ class Stack:
     weight: Tensor
     scale: Tensor | None
     bias: Tensor | None
+    tile: tuple[int, int] | None = None
+    """Outputs and inputs that share a scale: these are [experts, out / tile, in / tile] then."""
 
     @property
     def experts(self) -> int:
@@ -48,6 +51,7 @@ class Stack:
             plan,
             top_k,
             weight_scale=self.scale,
+            scale_tile=self.tile,
             bias=self.bias,
             route_weights=route_weights,
             activation=activation,
@@ -55,7 +59,7 @@ class Stack:
 
     def put(self, index: int, linear: Linear) -> None:
         """Another expert's matrix, of the same form."""
-        assert isinstance(linear, CudaLinear)
+        assert isinstance(linear, CudaLinear | BlockFp8Linear)
         self.weight.view(torch.uint8)[index].copy_(linear.weight.view(torch.uint8))
         for ours, theirs in ((self.scale, linear.scale), (self.bias, linear.bias)):
             if ours is not None and theirs is not None:
@@ -163,11 +167,15 @@ def _stack(linears: list[Linear]) -> Stack | PackedStack | None:
         biases = [linear.bias for linear in packed if linear.bias is not None]
         bias = torch.stack(biases) if biases else None
         return PackedStack(Mxfp4Stack(torch.stack(words), torch.stack(exponents), bias))
-    parts = [linear for linear in linears if isinstance(linear, CudaLinear)]
+    parts = [linear for linear in linears if isinstance(linear, CudaLinear | BlockFp8Linear)]
+    tiles = {part.tile if isinstance(part, BlockFp8Linear) else None for part in parts}
+    if len(tiles) > 1:
+        return None
     scales = [part.scale for part in parts if part.scale is not None]
     biases = [part.bias for part in parts if part.bias is not None]
     if len(parts) != len(linears) or any(len(found) not in (0, len(parts)) for found in (scales, biases)):
         return None
     # Stacked as bytes: not every operation knows FP8.
     weight = torch.stack([part.weight.view(torch.uint8) for part in parts]).view(parts[0].weight.dtype)
-    return Stack(weight, torch.stack(scales) if scales else None, torch.stack(biases) if biases else None)
+    bias = torch.stack(biases) if biases else None
+    return Stack(weight, torch.stack(scales) if scales else None, bias, tiles.pop() if tiles else None)

@@ -68,6 +68,12 @@ class TritonOps:
     def widen(self, x: Tensor) -> Tensor:
         return x.float()
 
+    def store_rows(self, x: Tensor, table: Tensor, at: Tensor | None = None) -> None:
+        if at is None:
+            table[: len(x)] = x
+        else:
+            table[at] = x.to(table.dtype)
+
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
         return norm.rms_norm(x, weight, eps, dtype=dtype, pdl=self.pdl)
 

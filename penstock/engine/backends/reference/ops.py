@@ -53,6 +53,12 @@ class ReferenceOps:
     def widen(self, x: Tensor) -> Tensor:
         return x.float()
 
+    def store_rows(self, x: Tensor, table: Tensor, at: Tensor | None = None) -> None:
+        if at is None:
+            table[: len(x)] = x
+        else:
+            table[at] = x.to(table.dtype)
+
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
         return x.to(dtype or x.dtype, copy=True) if weight is None else _rms(x, weight, eps, dtype)
 

@@ -61,7 +61,8 @@ EXECUTION = frozenset({
 
 ELSEWHERE = frozenset({
     "use_sliding_window", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
-    "query_pre_attn_scalar", "cache_implementation", "id2label", "label2id", "num_labels",
+    "query_pre_attn_scalar", "cache_implementation", "id2label", "label2id", "num_labels", "experts_per_token",
+    "initial_context_length",
 })  # fmt: skip
 """Keys of other families and of classifiers, common in files whose class does not have them. No need to report them."""
 

@@ -226,7 +226,8 @@ class SharedAndRouted:
 
     @property
     def weight_bytes(self) -> int:
-        return self.routed.weight_bytes + self.shared.weight_bytes
+        gate = 0 if self.gate is None else self.gate.weight_bytes
+        return self.routed.weight_bytes + self.shared.weight_bytes + gate
 
     def forward(self, x: Tensor) -> Tensor:
         # The shared expert first: experts may write over their input.

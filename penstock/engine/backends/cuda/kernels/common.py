@@ -104,6 +104,11 @@ _MOST_OVERLAPPED = 2048
 _building: ContextVar[bool] = ContextVar("building", default=False)
 
 
+def is_building() -> bool:
+    """Whether kernels are only built, so that none writes what it returns."""
+    return _building.get()
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool, **options: Any) -> None:
     """Run `kernel` on the current stream, or only build it inside `building_kernels`."""
     early = pdl and math.prod(grid) <= _MOST_OVERLAPPED

@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.engine.backends.cuda.kernels.activation import gate_options, gated
 from penstock.engine.backends.cuda.kernels.common import (
     ceil_div,
+    is_building,
     launch,
     launch_successor,
     next_power_of_2,
@@ -145,6 +146,8 @@ def route(
     tokens, experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=logits.device)
+    if is_building():
+        chosen.zero_()  # what comes next looks experts up, and nothing chooses any
     if tokens:
         launch(
             _route_kernel,
@@ -250,6 +253,8 @@ def _grouped_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     SCALED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
     BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
@@ -288,6 +293,9 @@ def _grouped_kernel(
     weights = weight_ptr + at[:, None] * K + k[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if TILE_COLUMNS:
+        tiled = at // TILE_ROWS * (K // TILE_COLUMNS)
+        up_tiled = (at + N) // TILE_ROWS * (K // TILE_COLUMNS)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K != 0:
             in_k = (start + k < K)[None, :]
@@ -296,14 +304,23 @@ def _grouped_kernel(
         else:
             x = tl.load(rows + start)
             w = tl.load(weights + start)
-        acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision=PRECISION)
+        if TILE_COLUMNS:
+            # One scale for a tile of the weights: sums over its inputs are scaled before they are added up.
+            part = tl.dot(x, tl.trans(w.to(x.dtype)), input_precision=PRECISION)
+            acc += part * tl.load(scale_ptr + tiled + start // TILE_COLUMNS)[None, :]
+        else:
+            acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision=PRECISION)
         if GATED:
             if K % BLOCK_K != 0:
                 u = tl.load(weights + N * K + start, mask=(start + k < K)[None, :], other=0.0)
             else:
                 u = tl.load(weights + N * K + start)
-            up = tl.dot(x, tl.trans(u.to(x.dtype)), up, input_precision=PRECISION)
-    if SCALED:
+            if TILE_COLUMNS:
+                part = tl.dot(x, tl.trans(u.to(x.dtype)), input_precision=PRECISION)
+                up += part * tl.load(scale_ptr + up_tiled + start // TILE_COLUMNS)[None, :]
+            else:
+                up = tl.dot(x, tl.trans(u.to(x.dtype)), up, input_precision=PRECISION)
+    if SCALED and not TILE_COLUMNS:
         acc *= tl.load(scale_ptr + at)[None, :]
         if GATED:
             up *= tl.load(scale_ptr + at + N)[None, :]
@@ -370,6 +387,7 @@ def grouped_linear(
     top_k: int,
     *,
     weight_scale: Tensor | None = None,
+    scale_tile: tuple[int, int] | None = None,
     bias: Tensor | None = None,
     route_weights: Tensor | None = None,
     activation: Activation = "silu",
@@ -380,7 +398,8 @@ def grouped_linear(
 
     Without `route_weights`: `x` [T, K], `weight` [experts, 2 * N, K] (gate rows, then up rows), the result act(gate) *
     up [pairs, N] in expert order. With them (float32 [T, top_k]): `x` [pairs, K] in expert order, `weight` [experts, N,
-    K], the result [pairs, N] by pair, each times its weight. `weight_scale`: float32, one per row of an e4m3 weight.
+    K], the result [pairs, N] by pair, each times its weight. `weight_scale`: float32, one per row of an e4m3 weight,
+    or, with `scale_tile`, one for every so many rows and inputs: [experts, rows / tile, K / tile].
     `bias`: one per row of `weight`, added before gate and route weights.
     """
     gated = route_weights is None
@@ -412,10 +431,14 @@ def grouped_linear(
         GROUP=_GROUP,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
-        BLOCK_K=max(16, min(shape.block_k, next_power_of_2(depth))),
+        BLOCK_K=max(
+            16, min(shape.block_k if scale_tile is None else scale_tile[1], shape.block_k, next_power_of_2(depth))
+        ),
         GATED=gated,
         **gate_options(activation),
         SCALED=weight_scale is not None,
+        TILE_ROWS=0 if scale_tile is None else scale_tile[0],
+        TILE_COLUMNS=0 if scale_tile is None else scale_tile[1],
         BIASED=bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=shape.num_warps,

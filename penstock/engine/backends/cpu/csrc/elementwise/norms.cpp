@@ -62,6 +62,24 @@ PK_FUNCTION(void, pk_widen)(Context* ctx, const void* x, float* out, int64_t row
     });
 }
 
+// Rows written to others of a table, which may be of another type: row r to row at[r], or to row r without `at`. 1: a
+// row outside the table; nothing is written then.
+PK_FUNCTION(int, pk_store_rows)(Context* ctx, const void* x, const int64_t* at, void* table, int64_t rows, int64_t n,
+                                int64_t stride, int64_t size, int dtype, int table_dtype) {
+    Guard hold(ctx->busy);
+    for (int64_t r = 0; r < rows; ++r)
+        if (uint64_t(at ? at[r] : r) >= uint64_t(size)) return 1;
+    dispatch(dtype, [&](auto* t) {
+        using T = elem<decltype(t)>;
+        dispatch(table_dtype, [&](auto* o) {
+            using O = elem<decltype(o)>;
+            for (int64_t r = 0; r < rows; ++r)
+                convert(static_cast<const T*>(x) + r * n, static_cast<O*>(table) + (at ? at[r] : r) * stride, int(n));
+        });
+    });
+    return 0;
+}
+
 // `x` is of `dtype`, or of float32 when `wide`; the result always of `dtype`. Without `weight`, rows are only copied.
 PK_FUNCTION(void, pk_rms_norm)(Context* ctx, const void* x, const void* weight, void* out, int64_t rows, int64_t n,
                                float eps, int dtype, int wide, int weight_dtype) {
@@ -163,6 +181,7 @@ PK_FUNCTION(void, pk_clamped_swiglu)(Context* ctx, const void* x, void* out, int
 }
 
 PK_RECORDABLE(pk_widen)
+PK_RECORDABLE(pk_store_rows)
 PK_RECORDABLE(pk_rms_norm)
 PK_RECORDABLE(pk_add_rms_norm)
 PK_RECORDABLE(pk_centre)

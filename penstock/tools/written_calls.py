@@ -1,0 +1,230 @@
+"""Scans function calls that are not JSON: Python calls in a list (Llama 4), and keys and values in tags (GLM-4.5).
+
+    [get_weather(city="Paris", days=3), now()]
+
+    get_weather
+    <arg_key>city</arg_key>
+    <arg_value>Paris</arg_value>
+    </tool_call>
+
+A call is reported when it is complete, its arguments as JSON. As for `CallScanner`, events depend on the text alone,
+never on where it was split, and text that is no call is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from penstock.tools.events import CallArguments, CallBegin, CallEnd, Event
+from penstock.tools.scanner import CallScanner, Malformed
+
+_LONGEST = 262_144
+"""Characters of calls in Python: reading them takes a multiple of their memory."""
+_HEAD = re.compile(r"\s*\[\s*([A-Za-z_][\w.]*)\s*\(")
+_BEGUN = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*)?)?")
+_MARKS = re.compile(r"[\"'\[\](){}]")
+_PAIRS = {")": "(", "]": "[", "}": "{"}
+_WORDS = {"true": True, "false": False, "null": None}
+_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|$))", re.DOTALL)
+_NAME = re.compile(r"\s*([^<>{}\[\]\"'\s]+)\s*(?=<arg_key>|$)")
+
+
+class _Scanner:
+    """What both share: the text so far, and how calls are reported."""
+
+    def __init__(self, names: Collection[str], first: int, emit: Callable[[Event], None]) -> None:
+        self.done = False
+        self.index = first
+        self.begun = False
+        """Never: calls are reported whole."""
+        self._names = names
+        self._emit = emit
+        self._text = ""
+
+    def _call(self, name: str, arguments: Mapping[str, Any]) -> None:
+        self._emit(CallBegin(self.index, name))
+        self._emit(CallArguments(self.index, json.dumps(arguments, ensure_ascii=False)))
+        self._emit(CallEnd(self.index))
+        self.index += 1
+
+
+class PythonScanner(_Scanner):
+    """A list of calls with keyword arguments that are literals."""
+
+    def __init__(self, names: Collection[str], first: int, emit: Callable[[Event], None]) -> None:
+        super().__init__(names, first, emit)
+        self._at = 0
+        self._nesting: list[str] = []
+        self._quote = ""
+
+    def scan(self, text: str, at: int) -> int:
+        known = len(self._text)
+        self._text += text[at:]
+        head, shift = _HEAD.match(self._text), at - known
+        if head is None:
+            begun = _BEGUN.match(self._text)
+            assert begun is not None
+            if begun.end() < len(self._text):
+                raise Malformed(begun.end() + shift)
+            return len(text)
+        if head[1] not in self._names:
+            raise Malformed(head.end() + shift)
+        end = self._end(shift)
+        if (len(self._text) if end is None else end) > _LONGEST:
+            raise Malformed(_LONGEST + shift)
+        if end is None:
+            return len(text)
+        stop = end + shift
+        calls = _python_calls(self._text[:end])
+        if calls is None or any(name not in self._names for name, _ in calls):
+            raise Malformed(stop)
+        for name, arguments in calls:
+            self._call(name, arguments)
+        self.done = True
+        return stop
+
+    def _end(self, shift: int) -> int | None:
+        """Where the list ends; None where it has not."""
+        while True:
+            if self._quote:
+                found = re.compile(rf"\\|{re.escape(self._quote)}").search(self._text, self._at)
+                if found is None:
+                    self._at = len(self._text)
+                    return None
+                if found[0] == "\\":
+                    if found.end() >= len(self._text):
+                        self._at = found.start()
+                        return None
+                    self._at = found.end() + 1
+                    continue
+                self._at, self._quote = found.end(), ""
+            mark = _MARKS.search(self._text, self._at)
+            if mark is None:
+                self._at = len(self._text)
+                return None
+            char, self._at = mark[0], mark.end()
+            if char in "\"'":
+                self._quote = char
+            elif char in "[({":
+                self._nesting.append(char)
+            elif not self._nesting or self._nesting.pop() != _PAIRS[char]:
+                raise Malformed(self._at + shift)
+            elif not self._nesting:
+                return self._at
+
+
+class TagScanner(_Scanner):
+    """A name, then keys and values in tags, up to the closer, which is read too; or JSON in their place."""
+
+    def __init__(
+        self,
+        names: Collection[str],
+        first: int,
+        emit: Callable[[Event], None],
+        closer: str,
+        texts: Mapping[str, Collection[str]],
+    ) -> None:
+        """`texts`: of each function, the parameters that are strings: their values are text, even if they are JSON."""
+        super().__init__(names, first, emit)
+        self._closer = closer
+        self._texts = texts
+        self._inner: CallScanner | None = None
+
+    def scan(self, text: str, at: int) -> int:
+        if self._inner is None and not self._text.strip():
+            start = text[at:].lstrip()
+            if start.startswith("{") or (start.startswith("[") and not self._text.strip()):
+                self._inner = CallScanner(self._names, self.index, self._emit)
+        if self._inner is not None:
+            return self._scan_json(self._inner, text, at)
+        known = len(self._text)
+        self._text += text[at:]
+        begin = max(0, known - len(self._closer))
+        while (found := self._text.find(self._closer, begin)) >= 0:
+            begin = found + len(self._closer)
+            body = self._text[:found]
+            if body.count("<arg_value>") > body.count("</arg_value>"):
+                continue  # the closer is part of a value
+            stop = begin - known + at
+            call = self._read(body)
+            if call is None:
+                raise Malformed(stop)
+            self._call(*call)
+            self.done = True
+            return stop
+        return len(text)
+
+    def _scan_json(self, inner: CallScanner, text: str, at: int) -> int:
+        try:
+            return inner.scan(text, at)
+        finally:
+            self.done, self.index, self.begun = inner.done, inner.index, inner.begun
+
+    def _read(self, body: str) -> tuple[str, dict[str, Any]] | None:
+        name = _NAME.match(body)
+        if name is None or name[1] not in self._names:
+            return None
+        arguments: dict[str, Any] = {}
+        at = name.end()
+        while (found := _ARGUMENT.match(body, at)) is not None:
+            key, value = found[1].strip(), found[2]
+            arguments[key] = value if key in self._texts.get(name[1], ()) else _value(value)
+            at = found.end()
+        return None if body[at:].strip() else (name[1], arguments)
+
+
+def _value(text: str) -> Any:
+    """What is JSON but no string is a value; all else is text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, str) else value
+
+
+def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(tree, ast.List):
+            return None
+        return [(_python_name(call), _keywords(call)) for call in tree.elts]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _python_name(call: ast.expr) -> str:
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError
+    name = ast.unparse(call.func)
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", name):
+        raise ValueError
+    return name
+
+
+def _keywords(call: ast.expr) -> dict[str, Any]:
+    assert isinstance(call, ast.Call)
+    found: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            raise ValueError
+        found[keyword.arg] = _literal(keyword.value)
+    json.dumps(found)  # sets, bytes and other literals are no arguments
+    return found
+
+
+def _literal(node: ast.expr) -> Any:
+    """A literal, in which JSON's words stand for what they mean."""
+    if isinstance(node, ast.Name) and node.id in _WORDS:
+        return _WORDS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [None if key is None else ast.literal_eval(key) for key in node.keys]
+        if not all(isinstance(key, str) for key in keys):
+            raise ValueError
+        return {key: _literal(value) for key, value in zip(keys, node.values, strict=True)}
+    return ast.literal_eval(node)
