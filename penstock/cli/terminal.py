@@ -142,6 +142,7 @@ def resolve_drafts(config: Config, console: Console) -> Config:
     for model in config.models:
         if model.draft_model is not None:
             with download_bar(console, f"draft of {model.name}") as progress:
-                model = dataclasses.replace(model, draft_model=str(resolve(model.draft_model, progress)))
+                path = resolve(model.draft_model, progress, pickled=True)
+                model = dataclasses.replace(model, draft_model=str(path))
         models.append(model)
     return dataclasses.replace(config, models=tuple(models))

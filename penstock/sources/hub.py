@@ -62,12 +62,18 @@ class RemoteFile:
 
 
 def fetch_repository(
-    source: HubSource, slot: Slot, label: str, progress: Progress | None, *, weights: bool = True
+    source: HubSource,
+    slot: Slot,
+    label: str,
+    progress: Progress | None,
+    *,
+    weights: bool = True,
+    pickled: bool = False,
 ) -> None:
     """Fill the slot from a repository. Call with the slot's lock held. Earlier partial files are resumed."""
     client = _HubClient(source)
     commit, listing = client.listing()
-    files = choose_files(listing, source, weights=weights)
+    files = choose_files(listing, source, weights=weights, pickled=pickled)
     slot.partial.mkdir(parents=True, exist_ok=True)
     _forget_other_commit(slot.partial, commit)
     present = sum(file.stat().st_size for file in slot.partial.iterdir() if file.is_file())
@@ -106,14 +112,19 @@ def _forget_other_commit(folder: Path, commit: str) -> None:
         mark.write_text(commit)
 
 
-def choose_files(listing: list[RemoteFile], source: HubSource, *, weights: bool = True) -> list[RemoteFile]:
-    """The files worth fetching: safetensors with their configuration, or one GGUF file, which is all in one."""
+def choose_files(
+    listing: list[RemoteFile], source: HubSource, *, weights: bool = True, pickled: bool = False
+) -> list[RemoteFile]:
+    """The files worth fetching: safetensors with their configuration, or one GGUF file, which is all in one. `pickled`:
+    without those also `pytorch_model.bin`, as some heads of drafters are published."""
     top = [file for file in listing if "/" not in file.path]
     small = [file for file in top if _SMALL.fullmatch(file.name)]
     tensors = [file for file in top if file.name.endswith((".safetensors", ".safetensors.index.json"))]
     if any(file.name == "model.safetensors.index.json" or file.name == "model.safetensors" for file in tensors):
         tensors = [file for file in tensors if file.name.startswith("model")]
     ggufs = [file for file in listing if file.name.lower().endswith(".gguf")]
+    if pickled and not tensors and not ggufs:
+        tensors = [file for file in top if file.name == "pytorch_model.bin"]
     if tensors and source.choice is None:
         return [*small, *tensors] if weights else small
     if not ggufs:

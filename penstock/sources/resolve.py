@@ -90,9 +90,11 @@ def resolve(
     cache: Path | None = None,
     refresh: bool = False,
     weights: bool = True,
+    pickled: bool = False,
 ) -> Path:
     """The local path of a model, fetched into the cache if it is not there. `refresh` fetches it again. Without
-    `weights` those of a hub are left out where they are files of their own: a gateway needs the tokenizer only."""
+    `weights` those of a hub are left out where they are files of their own: a gateway needs the tokenizer only.
+    `pickled`: see `choose_files`."""
     root = cache_dir() if cache is None else cache
     parsed = _parse(source)
     if isinstance(parsed, Path):
@@ -109,7 +111,7 @@ def resolve(
         if not slot.complete() or refresh:
             try:
                 if isinstance(parsed, HubSource):
-                    fetch_repository(parsed, slot, source, progress, weights=weights)
+                    fetch_repository(parsed, slot, source, progress, weights=weights, pickled=pickled)
                 else:
                     fetch_wheels(parsed, slot, source, progress)
             except OSError as error:

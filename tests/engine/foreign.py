@@ -40,6 +40,7 @@ HALF: dict[str, Any] = {
 
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", GPT),
+    "gpt2-odd": ("GPT2Config", {**GPT, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
     "gpt_bigcode": ("GPTBigCodeConfig", {**GPT, "multi_query": True}),
     "gpt_neox": ("GPTNeoXConfig", {**COMMON, **HALF}),
     "opt": ("OPTConfig", OPT),
@@ -54,12 +55,14 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOssConfig", {**COMMON, "head_dim": 24}),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", {**COMMON, "head_dim": 16}),
     "ernie4_5": ("Ernie4_5Config", {**COMMON, "head_dim": 16}),
-    "smollm3": ("SmolLM3Config", COMMON),
     "dots1": ("Dots1Config", {**COMMON, **MOE}),
     "diffllama": ("DiffLlamaConfig", COMMON),
     "biogpt": ("BioGptConfig", {**COMMON, "pad_token_id": 1}),
     "vaultgemma": ("VaultGemmaConfig", {**COMMON, **WINDOW, "head_dim": 32, "attn_logit_softcapping": 5.0}),
     "mimo_v2_flash": ("MiMoV2FlashConfig", {**COMMON, **MIMO}),
+    "jais2": ("Jais2Config", COMMON),
+    "olmo": ("OlmoConfig", {**COMMON, "clip_qkv": 1.0}),
+    "doge": ("DogeConfig", {**COMMON, "keep_window_size": 64}),
     "bloom": ("BloomConfig", BLOOM),
     "mpt": (
         "MptConfig",

@@ -100,6 +100,25 @@ def test_rejected_draft_tokens_leave_no_trace(
     assert_idle(engine)
 
 
+def test_states_leave_for_host_memory_with_their_blocks(folder: Path, expected: dict[str, list[int]]) -> None:
+    settings = {"state_interval": 32, "num_blocks": 14, "kept_states": 2, "max_running": 2, "host_idle_s": 0.0}
+    engine = make_engine(folder, host_memory=8 << 20, **settings)
+    assert run(engine) == expected
+    others = {f"other{n}": [random.Random(n).randrange(199) for _ in range(100)] for n in range(200, 204)}
+    generate(engine, *(greedy(name, prompt, 4) for name, prompt in others.items()))
+    before = engine.load_snapshot().prefix_hit_tokens
+    assert run(engine, "-again") == expected
+    load = engine.load_snapshot()
+    assert load.prefix_hit_tokens - before >= 144 and load.host_hit_tokens > 0
+    states = engine.scheduler.allocator.states
+    assert states is not None and states.pool.host is not None and states.pool.host.restored > 0
+    assert_idle(engine)
+    with threaded_engine(folder, 2, 1, host_memory=8 << 20, **settings) as ranks:
+        assert run(ranks) == expected
+        generate(ranks, *(greedy(name, prompt, 4) for name, prompt in others.items()))
+        assert run(ranks, "-again") == expected
+
+
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
 def test_ranks_share_heads_and_layers(folder: Path, expected: dict[str, list[int]], tensor: int, pipeline: int) -> None:
     with threaded_engine(folder, tensor, pipeline, state_interval=32, token_budget=64) as engine:

@@ -325,3 +325,11 @@ def test_which_files_are_chosen() -> None:
         chosen(source, "a-x.gguf", "b-y.gguf")
     with pytest.raises(SourceError, match="no safetensors or GGUF weights"):
         chosen(source, "config.json", "pytorch_model.bin")
+
+
+def test_pickled_weights_are_fetched_for_drafters_only() -> None:
+    names = listed("config.json", "pytorch_model.bin", "README.md")
+    source = HubSource("org/head")
+    assert [file.path for file in choose_files(names, source, pickled=True)] == ["config.json", "pytorch_model.bin"]
+    with pytest.raises(SourceError, match="no safetensors or GGUF weights"):
+        choose_files(names, source)

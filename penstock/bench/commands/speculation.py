@@ -76,7 +76,7 @@ def speculation(
             max_running=64,
             speculation="auto" if draft_model is not None else "mtp" if mtp else "ngram",
             speculation_depth=depth,
-            draft_model=None if draft_model is None else str(resolve(draft_model)),
+            draft_model=None if draft_model is None else str(resolve(draft_model, pickled=True)),
         ),
         encode,
         checkpoint=checkpoint,

@@ -54,7 +54,7 @@ _SPECULATORS = KeyRules(
 )  # fmt: skip
 _EAGLE_CONFIG = KeyRules(
     reader="EAGLE-3 heads",
-    read={"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"},
+    read={"eagle_aux_hidden_state_layer_ids"},
     limited={
         "use_aux_hidden_state": (True,), "use_input_layernorm_in_first_layer": (True,), "use_last_layernorm": (True,),
         "use_mtp_layernorm": (False,), "norm_before_fc": (False,),
@@ -207,12 +207,12 @@ def load_eagle3(
 ) -> Eagle3Head:
     """Read a head in either layout."""
     weights = open_head(folder)
-    config = read_eagle3_config(weights.config, target)
     read = WeightReader(weights, backend, dtype)
     names = read.names
     prefix = next((p for p in ("midlayer.", "layers.0.") if f"{p}hidden_norm.weight" in names), None)
     if prefix is None:
         raise CheckpointError(f"{folder} is not an EAGLE-3 head: it has neither midlayer.* nor layers.0.hidden_norm")
+    config = read_eagle3_config(weights.config, target)
     layer, hidden, vocab = config.layer, config.layer.hidden_size, target.vocab_size
     embedding = read.get("embed_tokens.weight", vocab, hidden) if "embed_tokens.weight" in names else None
     rows, tokens = config.draft_vocab_size, _tokens(weights.tensor("d2t"), vocab) if "d2t" in names else None

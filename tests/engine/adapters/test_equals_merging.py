@@ -34,7 +34,10 @@ def prompts(count: int, seed: int = 1, longest: int = 60) -> list[list[int]]:
         ("llama-mha-bias", {"rank": 3, "alpha": 7, "targets": ("q_proj", "v_proj")}),
         ("mistral-window", {"rank": 16, "use_rslora": True}),
         ("qwen2-bias", {"rank": 1, "targets": ("o_proj", "down_proj", "k_proj")}),
+        ("gpt-oss", {"rank": 4, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")}),
         ("qwen3-qknorm", {"rank": 8, "targets": ("gate_proj", "q_proj", "k_proj", "v_proj", "o_proj")}),
+        ("qwen3.5", {"size": 0.6}),
+        ("qwen3-next", {"rank": 8, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "size": 0.6}),
     ],
 )
 def test_an_adapter_equals_merging_it(tmp_path: Path, family: str, settings: dict[str, object]) -> None:

@@ -183,7 +183,9 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         for length in ("short", "long"):
             tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
     metadata = {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in keys.items()}}
-    quantized = {name: experts for name in tensors if experts is not None and name.endswith("_exps.weight")}
+    if experts is None:
+        return write_gguf(folder / "model.gguf", metadata, tensors)
+    quantized = {name: experts for name in tensors if name.endswith("_exps.weight")}
     return write_gguf(folder / "model.gguf", metadata, tensors, quantized)
 
 

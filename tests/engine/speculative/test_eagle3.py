@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
+from penstock.engine.request import Request, SamplingParams
 from penstock.errors import ConfigError
+from tests.engine.adapters.files import write_adapter
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.speculative.forced import eager_engine
 from tests.engine.speculative.heads import PlainHead, noted_drafts, write_head, write_original
@@ -101,6 +104,18 @@ def test_other_settings_of_the_target(target: Path, head: Path, settings: dict[s
     request = greedy("a", [i * 7 % 199 for i in range(60)], 20)
     engine = drafting(target, head, **settings)
     assert generate(engine, request) == generate(make_engine(target, **settings), request)
+    assert engine.load_snapshot().draft_tokens > 10
+
+
+def test_adapters_of_the_target(target: Path, head: Path, tmp_path: Path) -> None:
+    adapter = AdapterSpec("a", str(write_adapter(tmp_path, target)))
+    prompt = [i * 7 % 199 for i in range(60)]
+    requests = [
+        Request(name, prompt, SamplingParams(max_tokens=16, temperature=0.0), adapter=name.strip("-"))
+        for name in ("a", "-")
+    ]
+    engine = drafting(target, head, adapters=(adapter,))
+    assert generate(engine, *requests) == generate(make_engine(target, adapters=(adapter,)), *requests)
     assert engine.load_snapshot().draft_tokens > 10
 
 

@@ -39,3 +39,15 @@ def test_a_checkpoint_without_such_a_layer_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no MTP layer"):
         make_engine(folder, speculation="mtp")
     assert make_engine(folder, speculation="auto").config.speculation == "ngram"
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_same_text(tmp_path: Path) -> None:
+    target = write_mtp("glm4-moe", tmp_path)
+    request = greedy("a", [i * 7 % 199 for i in range(70)], 14)
+    engine = eager_engine(target, speculation="mtp", tensor_parallel=2, num_blocks=100)
+    try:
+        assert generate(engine, request) == generate(make_engine(target), request)
+        assert engine.load_snapshot().draft_tokens > 10
+    finally:
+        engine.close()

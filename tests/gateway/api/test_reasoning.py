@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.request import SamplingParams
+from penstock.gateway.generation.thoughts import at_once
+from penstock.routing.registry import ServedModel
+from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving
 from tests.scripted import ScriptedEngine
@@ -382,3 +386,21 @@ async def test_the_answer_of_gpt_oss_has_a_grammar(serving: Serving, harmony: Te
         wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
         await running.chat(response_format=wanted)
         assert "final" in running.engine.seen[-1].params.grammar
+
+
+async def test_questions_of_the_gateway_are_answered_without_thoughts(
+    opens: TextModel, switched: TextModel, harmony: TextModel, text: TextModel
+) -> None:
+    params = SamplingParams(max_tokens=9, stop_token_ids=(1,))
+    for known, begun, ending in (
+        (opens, "<|assistant|><think>\n", "</think>\n\n"),
+        (switched, "x", "x"),
+        (harmony, "<|start|>assistant", "<|channel|>final<|message|>"),
+        (text, "x", "x"),
+    ):
+        served = ServedModel("tiny", known, InProcessBackend(scripted(known, "x")))
+        prompt = known.encode(begun, add_special_tokens=False)
+        tokens, (asked,), read = at_once(served, prompt, [params])
+        assert known.decode(tokens, skip_special=False).endswith(ending)
+        assert (read is None) == (known is text)
+        assert asked.thought is None or (known is switched and asked.thought.budget == 0)

@@ -136,7 +136,7 @@ def _config_object(raw: Mapping[str, Any], model_type: str, families: str) -> An
 
     try:
         if _known(model_type):
-            return CONFIG_MAPPING[model_type].from_dict(dict(raw))
+            return CONFIG_MAPPING[model_type].from_dict(_decoded(dict(raw)))
         if raw.get("auto_map"):  # its own class is not loaded for this: the keys suffice
             return transformers.PreTrainedConfig.from_dict({k: v for k, v in raw.items() if k != "model_type"})
     except Exception as error:
@@ -145,6 +145,15 @@ def _config_object(raw: Mapping[str, Any], model_type: str, families: str) -> An
         f"model_type {model_type or '(missing)'!r:.80} is neither one of ours ({families}) nor a model that generates "
         f"text in the installed transformers {transformers.__version__}"
     )
+
+
+def _decoded(value: Any) -> Any:
+    """Numbers that JSON does not have, which the library writes as objects."""
+    if isinstance(value, dict):
+        return (
+            float(value["__float__"]) if value.keys() == {"__float__"} else {k: _decoded(v) for k, v in value.items()}
+        )
+    return [_decoded(entry) for entry in value] if isinstance(value, list) else value
 
 
 _ALIASES = {

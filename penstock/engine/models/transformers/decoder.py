@@ -68,7 +68,7 @@ class ModelHead:
 
     def __init__(self, model: Any, base: str, linear: Linear | None) -> None:
         """`base`: the attribute that holds the layers; they are taken out."""
-        self._hidden = _GivenHidden()
+        self._hidden = _GivenHidden(getattr(model, base))
         setattr(model, base, self._hidden)
         self._model = model
         self.linear = linear
@@ -82,9 +82,14 @@ class ModelHead:
 
 
 class _GivenHidden(nn.Module):
-    """Gives hidden states back. Any part of it is itself: some heads ask for the decoder of their model's decoder."""
+    """Gives hidden states back. Some heads call a part of the layers (the decoder of their model's decoder): that is
+    this module too. Others read a number of them: it is theirs."""
 
     states: Tensor
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self._base = (base,)  # not a part of this module
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -92,7 +97,8 @@ class _GivenHidden(nn.Module):
         except AttributeError:
             if name.startswith("_"):
                 raise
-            return self
+            found = getattr(self._base[0], name)
+            return self if isinstance(found, nn.Module) else found
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return _Output(self.states)

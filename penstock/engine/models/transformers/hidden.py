@@ -53,13 +53,14 @@ class PackedPass:
 class SequencePass:
     """See `HiddenStates`."""
 
-    def __init__(self, base: nn.Module, sites: list[Site], positions: bool, device: torch.device) -> None:
+    def __init__(self, base: nn.Module, sites: list[Site], positions: bool) -> None:
         """`positions`: whether the model is told them."""
         self.sites = sites
         self._base = base
         self._positions = positions
-        self._dtype = next(p.dtype for p in base.parameters() if p.is_floating_point())
-        self._ones = [torch.ones(site.heads.kv_heads, device=device) for site in sites]
+        first = next(p for p in base.parameters() if p.is_floating_point())
+        self._dtype = first.dtype
+        self._ones = [torch.ones(site.heads.kv_heads, device=first.device) for site in sites]
 
     def __call__(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         starts, contexts, rows = (x.tolist() for x in (batch.query_starts, batch.context_lens, batch.rows))
