@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config.guardrails import GuardrailConfig
 from penstock.engine.request import SamplingParams
 from penstock.gateway.generation.thoughts import at_once
 from penstock.routing.registry import ServedModel
@@ -404,3 +405,21 @@ async def test_questions_of_the_gateway_are_answered_without_thoughts(
         assert known.decode(tokens, skip_special=False).endswith(ending)
         assert (read is None) == (known is text)
         assert asked.thought is None or (known is switched and asked.thought.budget == 0)
+
+
+async def test_guardrails_check_thoughts_too(serving: Serving, opens: TextModel, harmony: TextModel) -> None:
+    rules = (GuardrailConfig(name="numbers", stage="output", action="refuse", patterns=("5{3}",)),)
+    for text, said in (
+        (opens, "It is 555.</think>Yes."),
+        (harmony, "<|channel|>analysis<|message|>It is 555.<|end|><|start|>assistant<|channel|>final<|message|>Yes."),
+    ):
+        async with serving(scripted(text, said), text=text, guardrails=rules) as running:
+            choice = (await running.chat()).json()["choices"][0]
+            assert choice["finish_reason"] == "content_filter" and choice["message"]["content"] == ""
+            assert "555" not in json.dumps(choice)
+    masked = (GuardrailConfig(name="numbers", stage="output", action="redact", patterns=("5{3}",)),)
+    async with serving(scripted(opens, "It is 555.</think>Not 555."), text=opens, guardrails=masked) as running:
+        message = (await running.chat()).json()["choices"][0]["message"]
+        assert (
+            "555" not in json.dumps(message) and message["reasoning_content"] and message["content"].startswith("Not")
+        )
