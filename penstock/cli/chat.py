@@ -26,6 +26,10 @@ def chat(
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens in an answer.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    effort: Annotated[
+        str | None,
+        typer.Option(help="How much the model thinks: none, minimal, low, medium, high; by default the model's own."),
+    ] = None,
     key: Annotated[str | None, typer.Option(envvar="PENSTOCK_API_KEY", help="API key.", show_envvar=True)] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the answer, without timings.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Show the text as it comes, not as Markdown.")] = False,
@@ -34,7 +38,7 @@ def chat(
     Chat with a running server.
 
     After each answer, its time to first token and its tokens per second are shown. On a terminal answers are formatted
-    as Markdown; in a pipe they are plain text.
+    as Markdown; in a pipe they are plain text. What a model thinks first is shown dim, on standard error.
 
     In a conversation, /model NAME changes the model, /system TEXT the system prompt, /retry asks again, /reset starts
     over, /help lists all commands; Ctrl-C stops an answer, Ctrl-D quits.
@@ -50,7 +54,7 @@ def chat(
     from penstock.cli.chat_client import Client, Options
     from penstock.cli.conversation import Conversation, one_shot
 
-    options = Options(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    options = Options(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, reasoning_effort=effort)
     with Client(url, key) as client:
         chosen = model or client.models()[0]
         if message == "-" or (message is None and not sys.stdin.isatty()):

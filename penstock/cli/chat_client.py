@@ -33,6 +33,7 @@ class Options:
     top_p: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    reasoning_effort: str | None = None
 
     def fields(self) -> dict[str, Any]:
         named = {name: getattr(self, name) for name in self.__slots__}

@@ -84,6 +84,8 @@ class Batch:
     """For its sequences with a grammar; set when the step is launched."""
     transfers: Transfers | None = None
     """Blocks to copy to and from the host before the step."""
+    state_transfers: Transfers | None = None
+    """The same of states."""
 
     speculative: bool = False
     """Whether some chunk carries draft tokens."""
@@ -588,6 +590,8 @@ class Scheduler:
             if chunk.samples:
                 chunk.seq.pending += 1
         batch = Batch.of(chunks, self.allocator.take_transfers())
+        if self.allocator.states is not None:
+            batch.state_transfers = self.allocator.states.take_transfers()
         self._in_flight += 1
         self._prompts_in_flight += batch.num_tokens - batch.num_decodes
         return batch

@@ -7,6 +7,7 @@ no marks does not think, as far as is known here.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,6 +70,7 @@ STYLES: dict[StyleName, ThoughtStyle] = {
 }
 
 
+@functools.lru_cache(maxsize=64)
 def detect(template: str) -> ThoughtStyle | None:
     """The style that a chat template mentions; None: it mentions no thoughts."""
     if "<|channel|>" in template and "<|message|>" in template:

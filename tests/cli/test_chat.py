@@ -191,3 +191,18 @@ def test_an_answer_is_formatted_wrapped_and_harmless() -> None:
     said = screen.getvalue()
     assert "\x1b[2J" not in said, "a model must not clear the screen"
     assert "**" not in said and " \u2022 one" in said and "x = 1" in said
+
+
+def test_thoughts_are_shown_beside_the_answer(api: Api) -> None:
+    api.lines[2:2] = [
+        event(choices=[{"delta": {"reasoning_content": "Let me "}}]),
+        event(choices=[{"delta": {"reasoning": "see."}}]),
+    ]
+    usage = {**USAGE, "completion_tokens_details": {"reasoning_tokens": 4}}
+    api.lines[-2] = event(choices=[], usage=usage)
+    result = CliRunner().invoke(app, ["chat", "hi", "--url", api.url, "--effort", "low"])
+    assert result.exit_code == 0 and result.stdout == "Bonjour é\n"
+    assert "Let me see." in result.stderr and "2 out (4 of thought)" in result.stderr
+    assert api.asked[-1]["reasoning_effort"] == "low"
+    quiet = CliRunner().invoke(app, ["chat", "hi", "--url", api.url, "--quiet"])
+    assert quiet.stdout == "Bonjour é\n" and "Let me" not in quiet.stderr

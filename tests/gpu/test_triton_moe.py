@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
-from penstock.engine.backends.cuda.experts import group
+from penstock.engine.backends.cuda.experts import FusedSharedAndRouted, group, with_shared
 from penstock.engine.backends.cuda.kernels import moe
 from penstock.engine.backends.cuda.kernels.moe import GroupedConfig
 from penstock.engine.backends.cuda.linear import CudaLinear
@@ -178,6 +178,24 @@ def test_grouped_experts_equal_one_pair_at_a_time() -> None:
             weights, chosen = moe.route(mlp.router.linear(x), top_k, mlp.router.normalize)
             want = moe64(mlp, x, weights, chosen)
             check(f"experts {experts} {dtype} of {tokens}", got, want, 1e-4 if dtype == torch.float32 else 3e-2)
+
+
+def test_a_shared_expert_is_added_for_any_number_of_tokens() -> None:
+    for dtype in (torch.float32,) if QUICK else (torch.float32, BF16):
+        mlp = make_moe(6, 2, 64, 48, dtype)
+        grouped = group(mlp)
+        assert grouped is not None
+        shared = make_moe(1, 1, 64, 80, dtype).experts[0]
+        both = with_shared(grouped, shared, None)
+        assert isinstance(both, FusedSharedAndRouted)
+        for tokens in (1, 8, 9):
+            x = rand(tokens, 64, dtype=dtype)
+            with poisoned_outputs():
+                got = both.forward(x)
+            if MODE != "compile":
+                gate, up = (x.double() @ wide(shared.gate_up).t()).chunk(2, -1)
+                want = grouped.forward(x).double() + (F.silu(gate) * up) @ wide(shared.down).t()
+                check(f"{tokens} tokens {dtype}", got, want, 1e-4 if dtype == torch.float32 else 2e-2)
 
 
 def block_fp8(out: int, inputs: int, tile: tuple[int, int]) -> BlockFp8Linear:

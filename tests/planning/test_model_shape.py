@@ -26,6 +26,14 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
+OVER_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+LATENT = {
+    "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}  # fmt: skip
+
+
 def of(family: str, **keys: Any) -> dict[str, Any]:
     return {"model_type": family, **TINY, **keys}
 
@@ -49,7 +57,10 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("qwen3_moe", num_experts=12, num_experts_per_tok=3, moe_intermediate_size=32, decoder_sparse_step=2),
         of("mixtral", num_local_experts=4),
         of("gemma"),
-        *(of(family) for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gemma")),
+        of("deepseek_v2", **LATENT, q_lora_rank=None, n_shared_experts=2, first_k_dense_replace=1),
+        of("deepseek_v3", **LATENT, q_lora_rank=24, n_group=4, topk_group=2),
+        of("kimi_k2", **LATENT, q_lora_rank=24, n_group=1, topk_group=1, first_k_dense_replace=1),
+        *(of(family) for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gemma", *OVER_LATENTS)),
     ],
     ids=lambda config: config["model_type"],
 )

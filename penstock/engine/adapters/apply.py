@@ -18,6 +18,7 @@ from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import InlineLinear, Linear
@@ -125,16 +126,20 @@ def adapt(
             fused_up_to = decoder.fused_up_to
     layers = []
     for number, layer in enumerate(decoder.layers):
-        assert isinstance(layer.mixer, Attention | LatentAttention)
+        recurrent = isinstance(layer.mixer, GatedDeltaNet)
+        assert recurrent or isinstance(layer.mixer, Attention | LatentAttention)
         mixer: dict[str, Any] = {"ops": decoder.ops}
         feed_forward: dict[str, Any] = {}
         for index, site in enumerate(layout.sites[:sites]):
+            if recurrent and site.of_attention:
+                continue
             in_mixer = hasattr(layer.mixer, site.attribute)
             holder, found = (layer.mixer, mixer) if in_mixer else (layer.feed_forward, feed_forward)
             placed = layout.place(number, index)
             make = AdaptedLinear if site.attribute in summed else made
             found[site.attribute] = make(getattr(holder, site.attribute), kernel, placed)
-        changed = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **mixer))
+        new_mixer: Any = dataclasses.replace(cast(Any, layer.mixer), **mixer)
+        changed = dataclasses.replace(layer, mixer=new_mixer)
         if feed_forward:
             assert isinstance(layer.feed_forward, GatedMlp)
             adapted = dataclasses.replace(layer.feed_forward, ops=decoder.ops, **feed_forward)

@@ -37,6 +37,8 @@ class Site:
     inputs: int
     fused: str = ""
     """The module's name in checkpoints that fuse the parts as we do."""
+    of_attention: bool = False
+    """Whether only layers with attention have it; see `adapt`."""
 
     @property
     def outputs(self) -> int:
@@ -116,7 +118,7 @@ def uncut(layout: AdapterLayout) -> AdapterCut:
 
 def layout_of(config: ModelConfig, *, by_output: bool = False) -> AdapterLayout:
     """Attention and feed-forward linears; where there are experts or latents, those of attention only. What makes
-    keys and values of latents has none: it is not applied as a linear."""
+    keys and values of latents has none: it is not applied as a linear. Delta nets have none either."""
     hidden, ffn = config.hidden_size, config.ffn_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     names = family_of(config.family).names
@@ -129,9 +131,10 @@ def layout_of(config: ModelConfig, *, by_output: bool = False) -> AdapterLayout:
         output = Site("output", (at + names.output,), (hidden,), config.num_heads * latent.value)
         return AdapterLayout((Site("inputs", *made, hidden), *up, output), config.num_layers, by_output)
     qkv = tuple(names.attention + part for part in names.qkv)
+    q_rows = 2 * q_size if config.gated_attention else q_size
     attention = (
-        Site("qkv", qkv, (q_size, kv_size, kv_size), hidden, names.attention + names.fused_qkv),
-        Site("output", (names.attention + names.output,), (hidden,), q_size),
+        Site("qkv", qkv, (q_rows, kv_size, kv_size), hidden, names.attention + names.fused_qkv, of_attention=True),
+        Site("output", (names.attention + names.output,), (hidden,), q_size, of_attention=True),
     )
     if config.moe is not None:
         return AdapterLayout(attention, config.num_layers, by_output)

@@ -29,9 +29,9 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.layers.experts import ExpertMlp
+from penstock.engine.models.layers.experts import ExpertMlp, SharedAndRouted
 from penstock.engine.models.layers.factory import LayerFactory
-from penstock.engine.models.layers.feed_forward import FeedForward
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Quantizer, Weights
@@ -139,6 +139,9 @@ class Backend(DeviceAccess, LayerFactory, ABC):
 
     def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> FeedForward:
         return stored()
+
+    def with_shared(self, routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
+        return SharedAndRouted(routed, shared, gate)
 
     def observable(self) -> Backend:
         """A backend of the same device under which every linear is called by itself, so that its inputs can be

@@ -192,7 +192,7 @@ class BlockAllocator:
     def tick(self, now: float) -> None:
         """A step is about to be scheduled."""
         if self.states is not None:
-            self.states.tick()
+            self.states.tick(now)
         if self.pool.host is not None:
             self.pool.host.now = now
             self.pool.host.write_ahead()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.kv.kinds import CacheKind, PagedKV
+from penstock.engine.kv.kinds import CacheKind, CacheTensors, PagedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +78,27 @@ class KVCache:
         part = copy(self)
         part.layers = self.layers[begin:end]
         return part
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeState:
+    """A cache kind: all states of a sequence as one block."""
+
+    block_bytes: int
+    state_bytes: int = 0
+
+    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
+        raise NotImplementedError("states are allocated with the cache that they belong to")
+
+
+class StateBlocks(KVCache):
+    """The states of a cache as blocks that can be moved: slot `s` is block `s`."""
+
+    def __init__(self, kv: KVCache) -> None:
+        self.shape = CacheShape((_WholeState(kv.shape.state_bytes),), kv.shape.block_size)
+        self.num_blocks = kv.num_states
+        self.num_states = 0
+        self.device = kv.device
+        self.tensors = kv.states
+        self.states = []
+        self.layers = []

@@ -15,6 +15,7 @@ A slot that a step reads is not given away before the next step is scheduled.
 
 from __future__ import annotations
 
+from penstock.engine.kv.host import Transfers
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.sequence import Sequence
 
@@ -38,8 +39,19 @@ class StateStore:
         self._read: list[int] = []
         """Slots that the step being scheduled reads and nothing needs afterwards."""
 
-    def tick(self) -> None:
-        """The step scheduled last has been launched, or never will be."""
+    def tick(self, now: float) -> None:
+        """A step is about to be scheduled: the one before has been launched, or never will be."""
+        host = self.pool.host
+        if host is not None:
+            host.now = now
+            host.copy_idle()
+        self._release()
+
+    def take_transfers(self) -> Transfers | None:
+        """Copies of states that the step scheduled last depends on."""
+        return None if self.pool.host is None else self.pool.host.take()
+
+    def _release(self) -> None:
         if self._read:
             self.pool.release_many(self._read)
             self._read = []
@@ -132,7 +144,7 @@ class StateStore:
 
     def check_idle(self) -> None:
         """Assert that nothing is held though nothing runs."""
-        self.tick()
+        self._release()
         assert self._running == 0 and self.pool.used == 0, f"{self.pool.used} states leaked"
         self.pool.check()
 

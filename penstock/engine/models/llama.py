@@ -22,7 +22,6 @@ from penstock.engine.models.layers.experts import (
     ExpertSlots,
     ExpertSource,
     Router,
-    SharedAndRouted,
     held,
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
@@ -168,7 +167,7 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     if not moe.shared_ffn_size:
         return routed
     at, ffn, bias = block + names.shared_expert, moe.shared_ffn_size, config.mlp_bias
-    return SharedAndRouted(
+    return backend.with_shared(
         routed=routed,
         shared=gated(read, at, names.gate_up, names.down, ffn, bias, backend.ops),
         gate=read.dense().linear(block, {names.shared_gate: 1}, hidden) if moe.shared_gate else None,

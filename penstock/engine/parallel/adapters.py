@@ -31,10 +31,10 @@ def adapter_cut(model: ModelConfig, place: Place) -> AdapterCut:
     whole = layout_of(model)
     heads, kv_heads = head_span(model, place), kv_head_span(model, place)
     q, kv, width = _times(heads, model.head_dim), _times(kv_heads, model.head_dim), even_span(model.ffn_size, place)
-    hidden = 0, model.hidden_size
+    hidden, q_rows = (0, model.hidden_size), _times(q, 2) if model.gated_attention else q
     inputs = {"qkv": hidden, "output": q, "gate_up": hidden, "down": width}
     outputs: dict[str, tuple[Span, ...]] = {
-        "qkv": (q, kv, kv), "output": (hidden,), "gate_up": (width, width), "down": (hidden,)
+        "qkv": (q_rows, kv, kv), "output": (hidden,), "gate_up": (width, width), "down": (hidden,)
     }  # fmt: skip
     latent = model.latent
     if latent is not None:

@@ -51,9 +51,11 @@ def block_part(model: ModelConfig, place: Place) -> BlockPart:
 class LeadMover(BlockMover):
     """Rank 0's mover for the host tier: all ranks make its copies."""
 
-    def __init__(self, own: BlockMover, ranks: Ranks) -> None:
+    def __init__(self, own: BlockMover, ranks: Ranks, *, states: bool = False) -> None:
+        """`states`: whether it copies states, and not blocks."""
         self._own = own
         self._ranks = ranks
+        self._states = states
 
     def memory(self, slot: int) -> list[memoryview]:
         return self._own.memory(slot)
@@ -63,7 +65,7 @@ class LeadMover(BlockMover):
 
     def run(self, transfers: Transfers) -> None:
         with self._ranks.lost_if_it_fails():
-            self._ranks.tell(Move(transfers).encode(), self._ranks.place.world)
+            self._ranks.tell(Move(transfers, self._states).encode(), self._ranks.place.world)
             self._own.run(transfers)
 
 

@@ -181,18 +181,27 @@ class Move:
     """Copies between the cache and the host tier that the next step depends on."""
 
     transfers: Transfers
+    states: bool = False
+    """Whether they are of states, and not of blocks."""
 
     def encode(self) -> bytes:
         out, back = self.transfers.out, self.transfers.back
-        numbers = [Op.MOVE, len(out), *itertools.chain.from_iterable(out), *itertools.chain(back, back.values())]
+        numbers = [
+            Op.MOVE,
+            self.states,
+            len(out),
+            *itertools.chain.from_iterable(out),
+            *itertools.chain(back, back.values()),
+        ]
         return np.array(numbers, np.int64).tobytes()
 
     @classmethod
     def decode(cls, data: Ints) -> Move:
-        end = 2 + 2 * int(data[1])
+        end = 3 + 2 * int(data[2])
         blocks, slots = data[end:].reshape(2, -1).tolist()
-        pairs = data[2:end].reshape(-1, 2).tolist()
-        return cls(Transfers([(block, slot) for block, slot in pairs], dict(zip(blocks, slots, strict=True))))
+        pairs = data[3:end].reshape(-1, 2).tolist()
+        transfers = Transfers([(block, slot) for block, slot in pairs], dict(zip(blocks, slots, strict=True)))
+        return cls(transfers, bool(data[1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,7 @@ class RankServer:
         self.handlers: dict[str, Callable[..., Any]] = {}
         """What calls may name. A handler that returns a future is answered when that is done."""
         self.mover: BlockMover | None = None
+        self.state_mover: BlockMover | None = None
         """For the host tier, where there is one."""
         self.member: Member | None = None
         """Where this rank outlives others that are lost: its membership, to be renewed."""
@@ -201,8 +202,9 @@ class RankServer:
         elif isinstance(message, Head):
             self.models[message.model].head(message)
         else:
-            assert self.mover is not None
-            self.mover.run(message.transfers)
+            mover = self.state_mover if message.states else self.mover
+            assert mover is not None
+            mover.run(message.transfers)
 
     def _try(self, message: Step, arriving: Arriving | None) -> str | None:
         """Run a step; what failed, where this rank outlives it."""
@@ -290,7 +292,7 @@ def run(connection: Connection, link: Connection | None = None, find_adapter: Ca
         server = RankServer(models, connection)
         server.member = member if setup.config.rank_restarts else None
         if tiers is not None:
-            server.mover = tiers.mover
+            server.mover, server.state_mover = tiers.mover, tiers.state_mover
             if tiers.file is not None:
                 server.handlers |= {"write_blocks": tiers.file.write, "read_blocks": tiers.file.read}
         slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))

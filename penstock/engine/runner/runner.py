@@ -40,17 +40,19 @@ class Runner:
         several_ranks: bool = False,
         deferred: bool = False,
         mover: BlockMover | None = None,
+        state_mover: BlockMover | None = None,
         scores_prompts: bool = True,
     ) -> None:
         """`max_verified`: most decoded tokens in a step that verifies draft tokens. `followed`: see `Rows`. `deferred`:
         several steps are in flight in a pipeline, each samples when it is waited for. `mover`: makes the copies to and
-        from the host. `scores_prompts`: see `RunnerResources`."""
+        from the host, `state_mover` those of states. `scores_prompts`: see `RunnerResources`."""
         self.backend = backend
         self._timed = not deferred and not several_ranks
         self.decoder = decoder
         self.adapters = adapters
         self.kv = kv
         self.mover = mover
+        self.state_mover = state_mover
         # One row more than sequences can have: the scratch row that pads CUDA graphs.
         self.rows = Rows(
             max_rows + 1, max_model_len, decoder.config.vocab_size, backend, block_size, followed, deterministic
@@ -69,6 +71,9 @@ class Runner:
         if batch.transfers is not None:
             assert self.mover is not None
             self.mover.run(batch.transfers)
+        if batch.state_transfers is not None:
+            assert self.state_mover is not None
+            self.state_mover.run(batch.state_transfers)
         if self.adapters is not None:
             self.adapters.fill_slots()
         step = self.executor.run(batch)

@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,10 +122,10 @@ def _assemble(
         beside=0 if draft is None else draft.block_bytes,
         tap=None if draft is None else draft.tap,
     )
-    host, mover = _host_tier(config, part, ranks, phases)
+    behind = _behind(config, part, ranks, phases)
     adapters = None if part.adapters is None else manage_adapters(config, part.adapters, find_adapter, ranks)
     pipelined = config.pipeline_parallel > 1
-    allocator = _allocator(config, part, host)
+    allocator = _allocator(config, part, behind)
     scheduler = Scheduler(
         allocator,
         max_running=part.max_running,
@@ -148,7 +148,8 @@ def _assemble(
         several_ranks=ranks is not None,
         deferred=pipelined,
         deterministic=config.deterministic,
-        mover=mover,
+        mover=behind.mover,
+        state_mover=behind.state_mover,
     )
     info = EngineInfo(
         model=config.name or Path(config.model).name,
@@ -183,7 +184,7 @@ def _assemble(
             spread=None if ranks is None else _spread(part, ranks),
             step_tokens=part.token_budget,
             version=lambda name: None if scheduler.adapters is None else scheduler.adapters.version(name),
-            flush=None if mover is None else mover.run,
+            flush=None if behind.mover is None else behind.mover.run,
         )
     if ranks is not None and config.expert_parallel:
         engine.balancer = _balancer(config, part, ranks)
@@ -230,14 +231,14 @@ def _lead(part: Part, ranks: Ranks, adapters: AdapterRuntime | None) -> Decoder:
     return decoder
 
 
-def _allocator(config: EngineConfig, part: Part, host: HostTier | None) -> BlockAllocator:
+def _allocator(config: EngineConfig, part: Part, behind: Behind) -> BlockAllocator:
     """The blocks of the KV cache; of those of all shards, where each has sequences of its own."""
     window = sliding_window(part.model, part.token_budget)
     recurrent = part.model.recurrent or not part.kv.shape.blocks_suffice
-    states = _states(config, part) if recurrent else None
+    states = _states(config, part, behind.state_host) if recurrent else None
 
     def one() -> BlockAllocator:
-        pool = BlockPool(part.kv.num_blocks, host)
+        pool = BlockPool(part.kv.num_blocks, behind.host)
         return BlockAllocator(pool, config.block_size, config.prefix_cache, window, states)
 
     if config.attention_parallel == "tensor":
@@ -245,10 +246,10 @@ def _allocator(config: EngineConfig, part: Part, host: HostTier | None) -> Block
     return PartitionedAllocator([one() for _ in range(config.tensor_parallel)])
 
 
-def _states(config: EngineConfig, part: Part) -> StateStore:
+def _states(config: EngineConfig, part: Part, host: HostTier | None) -> StateStore:
     """The states of recurrent layers."""
     return StateStore(
-        BlockPool(part.kv.num_states),
+        BlockPool(part.kv.num_states, host),
         rows=part.max_running,
         block_size=config.block_size,
         interval=config.state_interval,
@@ -262,21 +263,32 @@ def _balancer(config: EngineConfig, part: Part, ranks: Ranks) -> Balancer:
     return make_balancer(part.decoder, part.model, ranks, config.expert_copies, config.expert_rebalance_s)
 
 
-def _host_tier(
-    config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phases
-) -> tuple[HostTier | None, BlockMover | None]:
-    """The tiers behind the KV cache, as far as they are configured."""
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """The tiers behind the cache, of blocks and of states, as far as they are configured."""
+
+    host: HostTier | None = None
+    mover: BlockMover | None = None
+    state_host: HostTier | None = None
+    state_mover: BlockMover | None = None
+
+
+def _behind(config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phases) -> Behind:
     with phases("host memory") if config.host_memory else nullcontext():
         tiers = open_tiers(config, part, ranks)
     if tiers is None:
-        return None, None
+        return Behind()
+    states = None if tiers.state_mover is None else HostTier(tiers.states, config.host_idle_s)
     if ranks is None:
         disk = None if tiers.file is None else DiskTier(tiers.places, OneFile(tiers.file))
-        return HostTier(tiers.slots, config.host_idle_s, disk), tiers.mover
+        host = HostTier(tiers.slots, config.host_idle_s, disk)
+        return Behind(host, tiers.mover, states, tiers.state_mover)
     from penstock.engine.parallel.blocks import LeadFiles, LeadMover
 
     disk = None if tiers.file is None else DiskTier(tiers.places, LeadFiles(tiers.file, ranks))
-    return HostTier(tiers.slots, config.host_idle_s, disk), LeadMover(tiers.mover, ranks)
+    host = HostTier(tiers.slots, config.host_idle_s, disk)
+    state_mover = None if tiers.state_mover is None else LeadMover(tiers.state_mover, ranks, states=True)
+    return Behind(host, LeadMover(tiers.mover, ranks), states, state_mover)
 
 
 def _warm_up(engine: Engine) -> None:

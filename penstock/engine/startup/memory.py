@@ -15,6 +15,8 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.model_config import ModelConfig
 from penstock.errors import ConfigError
 
+_UNBOUNDED = 1 << 16
+"""Slots in host memory of what takes none on this rank; others have less room."""
 _KEPT_PER_ROW, _KEPT_SHARE = 4, 0.25
 """States of recurrent layers that are kept for later prompts: so many for each sequence, in at most this share of the
 cache's memory."""
@@ -77,16 +79,20 @@ def size_cache(
     return CacheSize(int(blocks) + 1, rows + kept)
 
 
-def count_host_blocks(config: EngineConfig, shape: CacheShape) -> int:
-    """KV blocks that `host_memory` holds."""
+def count_host_blocks(config: EngineConfig, shape: CacheShape, recurrent: bool = False) -> tuple[int, int]:
+    """KV blocks and states that `host_memory` holds; of models with recurrent layers half of it is for states."""
     if not config.prefix_cache:
         raise ConfigError(
             "host_memory keeps blocks for later prompts, which prefix_cache: false forbids; set one of them"
         )
-    slots = config.host_memory // shape.block_bytes
+    memory = config.host_memory // 2 if recurrent else config.host_memory
+    slots = memory // shape.block_bytes if shape.block_bytes else _UNBOUNDED
+    states = memory // shape.state_bytes if shape.state_bytes else _UNBOUNDED
     if slots < 1:
         raise ConfigError(f"host_memory is {_gib(config.host_memory)}, one KV block needs {_gib(shape.block_bytes)}")
-    return slots
+    if recurrent and states < 1:
+        raise ConfigError(f"host_memory: half of it is for states, and one needs {_gib(shape.state_bytes)}")
+    return slots, states
 
 
 def _gib(size: float) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.block_file import BlockFile
+from penstock.engine.kv.cache import StateBlocks
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.startup.memory import count_host_blocks
 from penstock.engine.startup.part import Part
@@ -24,6 +25,9 @@ class Tiers:
     slots: int
     mover: BlockMover
     """Owns the slots, and makes the copies."""
+    states: int = 0
+    """Slots of states, for models with recurrent layers."""
+    state_mover: BlockMover | None = None
     places: int = 0
     file: BlockFile | None = None
 
@@ -35,16 +39,21 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
         if config.disk_memory:
             raise ConfigError("disk_memory is for blocks that leave host memory; set host_memory too")
         return None
-    slots, places = count_host_blocks(config, part.kv.shape), config.disk_memory // part.kv.shape.block_bytes
+    recurrent = part.model.recurrent or not part.kv.shape.blocks_suffice
+    slots, states = count_host_blocks(config, part.kv.shape, recurrent)
+    places = config.disk_memory // part.kv.shape.block_bytes if part.kv.shape.block_bytes else 0
     if config.disk_memory and not places:
         raise ConfigError(f"disk_memory is less than one KV block of {part.kv.shape.block_bytes} bytes")
     if member is not None:
         slots, places = member.least(slots), member.least(places)
-    tiers = Tiers(slots, part.backend.block_mover(part.kv, slots))
+        states = member.least(states)
+    mover = part.backend.block_mover(part.kv, slots)
+    state_mover = part.backend.block_mover(StateBlocks(part.kv), states) if recurrent else None
+    tiers = Tiers(slots, mover, states, state_mover)
     if places:
         if not config.disk_path:
             raise ConfigError("disk_memory needs disk_path, a folder for it on a fast disk")
-        tiers = Tiers(slots, tiers.mover, places, BlockFile(Path(config.disk_path), places, tiers.mover))
+        tiers = Tiers(slots, mover, states, state_mover, places, BlockFile(Path(config.disk_path), places, tiers.mover))
     if member is not None:
         member.least(slots)  # a rank that cannot have that memory says so before anything runs
     return tiers

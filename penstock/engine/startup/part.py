@@ -292,13 +292,8 @@ def check_stateful(config: EngineConfig) -> None:
         raise ConfigError(
             f"state_interval: {config.state_interval} is not a multiple of block_size {config.block_size}"
         )
-    refused = {
-        "host_memory": config.host_memory > 0,
-        "role": config.role != "both",
-    }
-    for name, is_set in refused.items():
-        if is_set:
-            raise ConfigError(f"{name}: not available for models with recurrent layers")
+    if config.role != "both":
+        raise ConfigError(f"role: {config.role}: not available for models with recurrent layers")
 
 
 def open_weights(config: EngineConfig, checkpoint: object | None) -> Weights:

@@ -16,7 +16,7 @@ from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.resumption import Resumption
 from penstock.gateway.generation.schemas import TokenDetails
 from penstock.gateway.generation.settings import GenerationSettings
-from penstock.gateway.generation.thoughts import ThoughtReading
+from penstock.gateway.generation.thoughts import ThoughtReading, at_once
 from penstock.identity.labels import Demand
 from penstock.metering.engine_counts import engine_id
 from penstock.protocol.errors import DataRuleForbids
@@ -218,10 +218,12 @@ def internal_spec(
     facts = PlacementFacts(tenant, tier, CLASSES[rank], len(tokens), len(tokens) + longest, demand=demand)
     if demand and (missing := model.unmet(demand)):
         raise DataRuleForbids(f"`{model.name}` may not get this request: {demand.why(missing)}.")
+    tokens, asked, thoughts = at_once(model, tokens, params)
     return GenerationSpec(
         id=id,
         model=model,
-        prompts=(TokenPrompt(tokens, list(params)),),
+        prompts=(TokenPrompt(tokens, asked),),
+        thoughts=thoughts,
         started_at=started_at,
         priority=priority,
         cache_salt=cache_salt,

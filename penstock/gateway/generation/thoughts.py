@@ -9,7 +9,7 @@ not think cannot be told to: then they are advice, named in `x-penstock-ignored`
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -42,7 +42,7 @@ EFFORT_BUDGETS: Mapping[Effort, int | None] = {
 _TEMPLATE_EFFORTS: Mapping[Effort, str] = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """What gpt-oss, which knows low, medium and high, is told instead."""
 EFFORT = "reasoning_effort"
-SWITCHES = ("enable_thinking", "thinking")
+SWITCHES = ("enable_thinking", "thinking", "reasoning")
 """Variables by which chat templates are told whether to think."""
 _BUDGETS = ("thinking_budget", "thinking_token_budget", "max_reasoning_tokens")
 PARAMETERS = (EFFORT, "reasoning", "thinking", "enable_thinking", *_BUDGETS)
@@ -234,6 +234,25 @@ def with_thought(params: SamplingParams, plan: Plan, found: ThoughtReading) -> S
             within=bool(params.grammar) and found.in_text,
         ),
     )
+
+
+def at_once(
+    model: ServedModel, tokens: list[int], params: Sequence[SamplingParams]
+) -> tuple[list[int], list[SamplingParams], ThoughtReading | None]:
+    """A prompt that is to be answered without a thought: its tokens, the parameters, and how the answer is read."""
+    style, text = style_of(model), model.text
+    if style is None:
+        return tokens, list(params), None
+    if style.channels:
+        ids = ChannelTokens(text).ids
+        tokens = [*tokens, ids["channel"], *_ids(text, "final"), ids["message"]]
+    elif prompt_state(style, text, tokens) == "thinking":
+        tokens = [*tokens, *_ids(text, f"{style.end[0]}{style.after_end}{style.answer_begin}")]
+    never = Plan(style, 0)
+    found = reading(never, text, tokens, None, None)
+    if found.in_text and style.begun:
+        found = msgspec.structs.replace(found, state="answer")
+    return tokens, [one if one.grammar else with_thought(one, never, found) for one in params], found
 
 
 def _channel_thought(text: TextModel, plan: Plan, found: ThoughtReading, constrained: bool) -> Thought:

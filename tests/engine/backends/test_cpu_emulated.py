@@ -19,6 +19,7 @@ from penstock.engine.backends.cpu.quant_linear import QuantLinear
 from penstock.engine.backends.interface import FP8, INT8, HeadLayout
 from tests.engine.backends import test_cpu_kv_formats as formats
 from tests.engine.backends import test_cpu_linear as linears
+from tests.engine.backends import test_cpu_mxfp4 as mxfp4
 from tests.engine.backends import test_cpu_ops as operations
 
 pytestmark = pytest.mark.slow  # the library is compiled, and every instruction is a loop
@@ -102,3 +103,15 @@ def test_capped_scores_on_tiles(handle: Handle, window: int | None) -> None:
     k_cache, v_cache = (torch.randn(num_blocks, 2, 16, 32).bfloat16() for _ in range(2))
     exact = operations.exact_attention(q, layout, batch, k_cache, v_cache)
     operations.close(CpuOps(handle).attention(q, layout, batch, k_cache, v_cache), exact, torch.bfloat16)
+
+
+def test_sinks_on_tiles(handle: Handle) -> None:
+    """Decodes and prompts, whose totals are kept in other units there."""
+    for window in (None, 37):
+        operations.test_sinks_match_float64(CpuOps(handle), torch.bfloat16, window)
+
+
+def test_mxfp4(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mxfp4, "SHAPES", [(1, 32), (17, 64), (33, 96)])
+    mxfp4.test_every_weight_counts_with_its_exact_value(handle)
+    mxfp4.test_products_are_those_of_the_stored_weights(handle, torch.float32)

@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 
+from penstock.config.guardrails import GuardrailConfig
+from penstock.engine.request import SamplingParams
+from penstock.gateway.generation.thoughts import at_once
+from penstock.routing.registry import ServedModel
+from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.gateway.conftest import Running, Serving
 from tests.scripted import ScriptedEngine
@@ -382,3 +387,39 @@ async def test_the_answer_of_gpt_oss_has_a_grammar(serving: Serving, harmony: Te
         wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
         await running.chat(response_format=wanted)
         assert "final" in running.engine.seen[-1].params.grammar
+
+
+async def test_questions_of_the_gateway_are_answered_without_thoughts(
+    opens: TextModel, switched: TextModel, harmony: TextModel, text: TextModel
+) -> None:
+    params = SamplingParams(max_tokens=9, stop_token_ids=(1,))
+    for known, begun, ending in (
+        (opens, "<|assistant|><think>\n", "</think>\n\n"),
+        (switched, "x", "x"),
+        (harmony, "<|start|>assistant", "<|channel|>final<|message|>"),
+        (text, "x", "x"),
+    ):
+        served = ServedModel("tiny", known, InProcessBackend(scripted(known, "x")))
+        prompt = known.encode(begun, add_special_tokens=False)
+        tokens, (asked,), read = at_once(served, prompt, [params])
+        assert known.decode(tokens, skip_special=False).endswith(ending)
+        assert (read is None) == (known is text)
+        assert asked.thought is None or (known is switched and asked.thought.budget == 0)
+
+
+async def test_guardrails_check_thoughts_too(serving: Serving, opens: TextModel, harmony: TextModel) -> None:
+    rules = (GuardrailConfig(name="numbers", stage="output", action="refuse", patterns=("5{3}",)),)
+    for text, said in (
+        (opens, "It is 555.</think>Yes."),
+        (harmony, "<|channel|>analysis<|message|>It is 555.<|end|><|start|>assistant<|channel|>final<|message|>Yes."),
+    ):
+        async with serving(scripted(text, said), text=text, guardrails=rules) as running:
+            choice = (await running.chat()).json()["choices"][0]
+            assert choice["finish_reason"] == "content_filter" and choice["message"]["content"] == ""
+            assert "555" not in json.dumps(choice)
+    masked = (GuardrailConfig(name="numbers", stage="output", action="redact", patterns=("5{3}",)),)
+    async with serving(scripted(opens, "It is 555.</think>Not 555."), text=opens, guardrails=masked) as running:
+        message = (await running.chat()).json()["choices"][0]["message"]
+        assert (
+            "555" not in json.dumps(message) and message["reasoning_content"] and message["content"].startswith("Not")
+        )

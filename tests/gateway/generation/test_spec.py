@@ -17,7 +17,12 @@ from penstock.protocol.messages import Produced
 from penstock.routing.placement import ANYWHERE
 from penstock.routing.registry import ServedModel
 
-MODEL = cast(ServedModel, SimpleNamespace(adapter="de", place=lambda facts: ANYWHERE))
+MODEL = cast(
+    ServedModel,
+    SimpleNamespace(
+        adapter="de", reasoning="off", text=SimpleNamespace(template_source=""), place=lambda facts: ANYWHERE
+    ),
+)
 
 
 def test_a_spec_makes_one_engine_request_per_choice() -> None:

@@ -16,7 +16,7 @@ from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.backend import Backend, PeerGroup, WeightPlan
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Quantizer
 from penstock.engine.backends.cuda.device import TorchCudaBackend
-from penstock.engine.backends.cuda.experts import group
+from penstock.engine.backends.cuda.experts import group, with_shared
 from penstock.engine.backends.cuda.fp8_quantizer import Fp8Activations, Fp8Quantizer
 from penstock.engine.backends.cuda.graphs import GraphExecutor, GraphFollower
 from penstock.engine.backends.cuda.group_quantizer import GroupQuantizer
@@ -35,7 +35,7 @@ from penstock.engine.loading.mxfp4 import has_mxfp4
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import read_config
 from penstock.engine.models.layers.experts import ExpertMlp
-from penstock.engine.models.layers.feed_forward import FeedForward
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.quantization.batch_invariant import BatchInvariantLinears
 from penstock.engine.runner.executor import Executor
@@ -86,6 +86,9 @@ class CudaBackend(TorchCudaBackend):
     def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> FeedForward:
         """The grouped kernels read dense, FP8 and MXFP4 weights; others in few bits are widened."""
         return group(stored()) or group(widened()) or stored()
+
+    def with_shared(self, routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
+        return with_shared(routed, shared, gate)
 
     def observable(self) -> Backend:
         """Here experts are stacked, and their inputs cannot be observed one by one."""

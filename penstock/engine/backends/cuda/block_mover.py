@@ -30,7 +30,7 @@ class CudaBlockMover(PoolMover):
     def __init__(self, kv: KVCache, num_slots: int) -> None:
         super().__init__(kv, num_slots)
         self._device = kv.device
-        self._at_once = max(1, _BUFFER_BYTES // kv.shape.block_bytes)
+        self._at_once = max(1, _BUFFER_BYTES // max(1, kv.shape.block_bytes))
         self._out, self._back = (torch.cuda.Stream(self._device) for _ in range(2))  # type: ignore[no-untyped-call]
         self._written: dict[int, torch.cuda.Event] = {}
         self._read: dict[int, torch.cuda.Event] = {}

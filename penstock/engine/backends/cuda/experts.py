@@ -7,18 +7,20 @@ products, the sum. FP8 and MXFP4 weights are widened in the kernels; activations
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4
+from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Stack
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Linear
 from penstock.engine.backends.interface import Activation, Ops
-from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router
-from penstock.engine.models.layers.feed_forward import GatedMlp
+from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router, SharedAndRouted
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -179,3 +181,23 @@ def _stack(linears: list[Linear]) -> Stack | PackedStack | None:
     weight = torch.stack([part.weight.view(torch.uint8) for part in parts]).view(parts[0].weight.dtype)
     bias = torch.stack(biases) if biases else None
     return Stack(weight, torch.stack(scales) if scales else None, bias, tiles.pop() if tiles else None)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedSharedAndRouted(SharedAndRouted):
+    """For few tokens the shared expert is two launches: the gate is in one, the sum with the others in the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up: Any = self.shared.gate_up
+        down: Any = self.shared.down
+        if x.shape[0] > MAX_BATCH:
+            return SharedAndRouted.forward(self, x)
+        routed = self.routed.forward(x)
+        out: Tensor = down.fused(gate_up.fused(x, gated=True), residual=routed)
+        return out
+
+
+def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
+    """See `LayerFactory`."""
+    fuses = gate is None and shared.activation == "silu" and all(isinstance(one, CudaLinear) for one in shared.linears)
+    return (FusedSharedAndRouted if fuses else SharedAndRouted)(routed, shared, gate)

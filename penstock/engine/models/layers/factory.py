@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.backends.interface import Ops
 from penstock.engine.models.layers.experts import ExpertMlp
-from penstock.engine.models.layers.feed_forward import FeedForward
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -32,4 +32,8 @@ class LayerFactory(Protocol):
 
     def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> FeedForward:
         """A layer's experts, of weights as the plan made them (`stored`) or as dense ones (`widened`)."""
+        ...
+
+    def with_shared(self, routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
+        """`SharedAndRouted` in the form that is fastest here."""
         ...

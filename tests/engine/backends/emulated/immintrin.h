@@ -339,6 +339,10 @@ inline __m512i _mm512_cvtepi8_epi32(__m128i v) {
     const emulated::Lanes<int8_t, __m128i> a(v);
     return emulated::each<int32_t, __m512i>([&](int i) { return a.at[i]; });
 }
+inline __m512i _mm512_cvtepu8_epi32(__m128i v) {
+    const emulated::Lanes<uint8_t, __m128i> a(v);
+    return emulated::each<int32_t, __m512i>([&](int i) { return a.at[i]; });
+}
 inline __m256i _mm256_cvtepi8_epi16(__m128i v) {
     const emulated::Lanes<int8_t, __m128i> a(v);
     return emulated::each<int16_t, __m256i>([&](int i) { return a.at[i]; });
