@@ -3,11 +3,14 @@ heads. Every engine gives the tokens of one that does none of it."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from penstock.engine.core import Engine
 from penstock.errors import ConfigError
@@ -129,6 +132,26 @@ def test_ranks_share_heads_and_layers(folder: Path, expected: dict[str, list[int
 def test_deterministic(folder: Path, expected: dict[str, list[int]]) -> None:
     engine = make_engine(folder, deterministic=True, token_budget=50)
     assert run(engine) == expected
+
+
+def test_experts_stored_as_stacks_in_a_model_that_also_sees(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: the decoder lies one level down, and a layer's experts are two tensors."""
+    folder = write_checkpoint("qwen3.5-moe", tmp_path)
+    wanted = generate(make_engine(folder), greedy("a", PROMPTS["r64"], 10))
+    text, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}, "image_token_id": 7}
+    (folder / "config.json").write_text(json.dumps(config))
+    for layer in range(text["num_hidden_layers"]):
+        at = f"model.layers.{layer}.mlp.experts."
+        each = [
+            {part: tensors.pop(f"{at}{n}.{part}_proj.weight") for part in ("gate", "up", "down")}
+            for n in range(text["num_experts"])
+        ]
+        tensors[f"{at}gate_up_proj"] = torch.stack([torch.cat((one["gate"], one["up"])) for one in each])
+        tensors[f"{at}down_proj"] = torch.stack([one["down"] for one in each])
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+    assert generate(make_engine(folder), greedy("a", PROMPTS["r64"], 10)) == wanted
 
 
 def test_what_cannot_be_is_refused(folder: Path) -> None:

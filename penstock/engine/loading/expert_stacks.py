@@ -26,11 +26,12 @@ class ExpertStacks:
         self._parts: dict[str, tuple[str, int, int | None]] = {}
         """By name: the stack, the expert, and which half of its rows."""
         assert names.expert_stacks is not None
-        gate_up, down = (f"{name}.weight" for name in names.expert_stacks)
-        for name in [name for name in self._stored if name.endswith((f".{gate_up}", f".{down}"))]:
+        gate_up, down = names.expert_stacks
+        for name in stacks_among(self._stored, names):
             self._stored.remove(name)
-            stack = gate_up if name.endswith(gate_up) else down
-            at = f"{name.removesuffix(stack)}{names.moe}experts."
+            module = name.removesuffix(".weight")
+            stack = gate_up if module.endswith(gate_up) else down
+            at = f"{module.removesuffix(stack)}{names.moe}experts."
             for expert in range(experts):
                 if stack == down:
                     self._parts[f"{at}{expert}.{names.expert_down}.weight"] = name, expert, None
@@ -56,9 +57,16 @@ class ExpertStacks:
         return matrix.contiguous().to(device)
 
 
+def stacks_among(stored: Collection[str], names: TensorNames) -> list[str]:
+    """The stacks of a checkpoint; some families call them weights, some do not."""
+    ends = tuple(f".{name}" for name in names.expert_stacks or ())
+    return [name for name in stored if name.removesuffix(".weight").endswith(ends)]
+
+
 def with_stacks(checkpoint: Any, names: TensorNames) -> Any:
-    """`checkpoint` under the names of single experts, where its family stores stacks."""
-    experts = checkpoint.config.get("num_local_experts")
-    if names.expert_stacks is None or not isinstance(experts, int):
+    """`checkpoint` under the names of single experts, where it has stacks."""
+    config = checkpoint.config.get("text_config") or checkpoint.config
+    experts = config.get("num_local_experts", config.get("num_experts"))
+    if names.expert_stacks is None or not isinstance(experts, int) or not stacks_among(checkpoint.names(), names):
         return checkpoint
     return ExpertStacks(checkpoint, names, experts)

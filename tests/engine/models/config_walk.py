@@ -42,6 +42,11 @@ HYBRID = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3,
     "full_attention_interval": 2,
 }  # fmt: skip
+LATENT: dict[str, Any] = {
+    "hidden_act": "silu", "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8,
+    "v_head_dim": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_group": 3, "topk_group": 2,
+}  # fmt: skip
 BASES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu"},
     "mistral": {"hidden_act": "silu", "sliding_window": 20, "head_dim": 12},
@@ -89,6 +94,8 @@ BASES: dict[str, dict[str, Any]] = {
                   "max_window_layers": 3},
     "smollm3": {"hidden_act": "silu", "no_rope_layer_interval": 2},
     "olmo3": {"hidden_act": "silu", "sliding_window": 20},
+    "deepseek_v2": {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 10},
     "phi3": {"hidden_act": "silu", "sliding_window": 20, "original_max_position_embeddings": 96, "pad_token_id": None},
 }  # fmt: skip
 """Small enough to be quick; every key that matters has a value that shows in the output."""

@@ -3,7 +3,8 @@ which each token visits a few beside one that all tokens visit.
 
 V3 scores experts by sigmoids, corrects the scores by which it chooses, and chooses from the best groups. V2 scores by
 softmax. The layers for multi-token prediction that V3 checkpoints have behind the last layer
-(`num_nextn_predict_layers` of them, named as if they were further layers) are no part of the decoder and are not read.
+(`num_nextn_predict_layers` of them, named as if they were further layers) are no part of the decoder:
+`speculative.mtp` reads the first.
 """
 
 from __future__ import annotations
@@ -57,12 +58,19 @@ def _count(raw: HFConfig, key: str) -> int:
     return value
 
 
+def _optional_flag(raw: HFConfig, key: str) -> bool:
+    """Null is false, as in the reference."""
+    return raw.get(key) is not None and flag(raw, key)
+
+
 def latent_fields(raw: HFConfig, interleaved: bool) -> ConfigFields:
     """Attention over latents."""
     plain, rotary = integer(raw, "qk_nope_head_dim"), integer(raw, "qk_rope_head_dim")
     heads = integer(raw, "num_attention_heads")
     if integer(raw, "num_key_value_heads", heads) != heads:
         raise CheckpointError("num_key_value_heads must be num_attention_heads: all heads share one latent")
+    if raw.get("head_dim") not in (None, rotary):
+        raise CheckpointError(f"head_dim is {raw['head_dim']!r:.80}; it must be qk_rope_head_dim, or left out")
     if rotary % 2:
         raise CheckpointError(f"qk_rope_head_dim is {rotary}; dimensions are rotated in pairs")
     bias = flag(raw, "attention_bias")
@@ -133,14 +141,14 @@ def _v3_fields(raw: HFConfig) -> ConfigFields:
     moe = _experts(
         raw,
         "num_local_experts",
-        normalize=bool(raw.get("norm_topk_prob")),
+        normalize=_optional_flag(raw, "norm_topk_prob"),
         scoring="sigmoid",
         correction_bias=True,
         groups=integer(raw, "n_group"),
         top_groups=integer(raw, "topk_group"),
         group_score="best_two",
     )
-    return {**latent_fields(raw, interleaved=bool(raw.get("rope_interleave"))), "moe": moe}
+    return {**latent_fields(raw, interleaved=_optional_flag(raw, "rope_interleave")), "moe": moe}
 
 
 DEEPSEEK_V2 = Family(

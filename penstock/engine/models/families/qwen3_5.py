@@ -12,7 +12,11 @@ from penstock.engine.models.families.qwen3_next import (
 )
 from penstock.engine.models.families.tensor_names import TensorNames
 
-NAMES = TensorNames(recurrent=("in_proj_qkv", "in_proj_z", "out_proj"), shared_expert="shared_expert.")
+NAMES = TensorNames(
+    recurrent=("in_proj_qkv", "in_proj_z", "out_proj"),
+    shared_expert="shared_expert.",
+    expert_stacks=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+)
 
 
 def _fields(raw: HFConfig) -> ConfigFields:

@@ -2,10 +2,9 @@
 
 Weight rows are the tall side of the tensor-core product and a tile's tokens the narrow one, so that weights go from
 their bits to an operand within a thread. A float of e2m1 becomes one of bfloat16 by moving its bits: sign to sign, the
-three others to where exponent and mantissa meet, which is the value times 2^-126, zero and subnormals included. The
-bits of a word are arranged so that eight weights take eleven integer instructions. For few tokens the power of two of
-a group meets the float32 sum of the group's products; for many it meets the weights, and sums run on in the
-accumulator.
+three others to where exponent and mantissa meet, which is the value times 2^-126, zero and subnormals included. For
+few tokens the power of two of a group meets the float32 sum of the group's products; for many it meets the weights, and
+sums run on in the accumulator.
 
 A word holds weights j..j+3 and j+16..j+19 of a group of 32: even ones in its low half, odd ones in its high half. In a
 half, from the top bit: s0 s3 h3 s1 l3 l3 s2 a0 a0 a0 a1 a1 a1 a2 a2 a2, where s0..s3 are the signs of weights 0, 2, 16
@@ -93,33 +92,19 @@ def pack(weight: Mxfp4) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _pairs(weights: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Bytes [rows, 16] of a group as its weights 0..15 and 16..31. Where `dtype` is not bfloat16, and in the
-    interpreter, `weights` are the int32 words that the bytes are part of."""
-    if INTERPRETED or dtype != tl.bfloat16:
-        j = tl.arange(0, 16)
-        half = (weights >> ((j % 2) * 16)[None, :]) & 0xFFFF
-        later = ((j // 2) % 2 == 1)[None, :]
-        last = ((half << 1) & 0x8000) | ((half >> 4) & 0xC0) | ((half >> 5) & 0x100)
-        low = tl.where(later, half << 3, half) & 0x81C0
-        high = tl.where(later, last, (half << 6) & 0x81C0)
-        low = ((low << 16).to(tl.float32, bitcast=True) * _UNIT).to(dtype)
-        high = ((high << 16).to(tl.float32, bitcast=True) * _UNIT).to(dtype)
-    else:
-        low, high = tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, unit; mov.b32 unit, 0x7e807e80;"
-            " and.b32 a, $4, 0x81c081c0; mul.rn.bf16x2 $0, a, unit;"
-            " shl.b32 a, $4, 3; and.b32 a, a, 0x81c081c0; mul.rn.bf16x2 $1, a, unit;"
-            " shl.b32 a, $4, 6; and.b32 a, a, 0x81c081c0; mul.rn.bf16x2 $2, a, unit;"
-            " shl.b32 a, $4, 1; and.b32 a, a, 0x80008000;"
-            " shr.b32 b, $4, 4; and.b32 b, b, 0x00c000c0; or.b32 a, a, b;"
-            " shr.b32 b, $4, 5; and.b32 b, b, 0x01000100; or.b32 a, a, b; mul.rn.bf16x2 $3, a, unit; }",
-            "=r,=r,=r,=r,r",
-            [weights],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
+def _pairs(words: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The weights 0..15 and 16..31 of a group. `words` [rows, 16]: in column j the word that holds both weights j.
+
+    One element at a time: inline assembly on four bytes would take eleven instructions for eight weights, but which
+    bytes it is given together depends on the layout that the compiler chooses."""
+    j = tl.arange(0, 16)
+    half = (words >> ((j % 2) * 16)[None, :]) & 0xFFFF
+    later = ((j // 2) % 2 == 1)[None, :]
+    last = ((half << 1) & 0x8000) | ((half >> 4) & 0xC0) | ((half >> 5) & 0x100)
+    low = tl.where(later, half << 3, half) & 0x81C0
+    high = tl.where(later, last, (half << 6) & 0x81C0)
+    low = ((low << 16).to(tl.float32, bitcast=True) * _UNIT).to(dtype)
+    high = ((high << 16).to(tl.float32, bitcast=True) * _UNIT).to(dtype)
     return low, high
 
 
@@ -180,12 +165,11 @@ def _mxfp4_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     BIASED: tl.constexpr,
-    BYTES: tl.constexpr,
     SUMS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """`weight_ptr`: bytes where BYTES, else the words that they are."""
+    """`weight_ptr`: words."""
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     first = pid // (GROUP * COLUMNS) * GROUP
@@ -216,10 +200,10 @@ def _mxfp4_kernel(
     rows = x_ptr + tl.where(in_m, source, 0).to(tl.int64)[:, None] * K + j[None, :]
     WIDE: tl.constexpr = 2 * N if GATED else N
     GROUPS: tl.constexpr = K // 32
-    SIZE: tl.constexpr = 16 if BYTES else 4
+    SIZE: tl.constexpr = 4
     # Rows past the end read the last one: their sums are not stored.
     row = tl.minimum(n, N - 1)
-    at = row[:, None] * SIZE + (j if BYTES else j // 4)[None, :]
+    at = row[:, None] * SIZE + (j // 4)[None, :]
     weights = weight_ptr + expert.to(tl.int64) * (GROUPS * WIDE * SIZE) + at
     exponents = exponent_ptr + expert.to(tl.int64) * (GROUPS // UNROLL * WIDE) + row
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -284,12 +268,11 @@ def grouped_linear(
         return out
     shape = config or choose(pairs, experts, wide, x.element_size())
     tiles = min(pairs, pairs // shape.block_m + experts)
-    by_bytes = x.dtype == torch.bfloat16 and not INTERPRETED.value
     launch(
         _mxfp4_kernel,
         (tiles * ceil_div(n, shape.block_n),),
         x,
-        stack.words if by_bytes else stack.words.view(torch.int32),
+        stack.words.view(torch.int32),
         stack.exponents,
         x if stack.bias is None else stack.bias,
         out,
@@ -310,7 +293,6 @@ def grouped_linear(
         GATED=wide,
         **gate_options(activation),
         BIASED=stack.bias is not None,
-        BYTES=by_bytes,
         SUMS=shape.scaled_sums,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=shape.num_warps,
