@@ -30,7 +30,9 @@ from torch.nn import functional as F
 from penstock.bench.engine import BenchError
 from penstock.bench.head_model import HeadModel
 from penstock.bench.library_texts import Corpus, make_corpus, read_corpus
+from penstock.bench.soak.engines import verify_everything
 from penstock.bench.speculation import Scenario, measure
+from penstock.bench.speculation import run as speculate
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
@@ -46,7 +48,7 @@ PASSES = 4
 """Draft tokens in a row that a head is trained for."""
 _DECAY = 0.85
 """Weight of each pass, in those of the one before."""
-_GENERATING, _COLLECTING = 0.25, 0.05
+_GENERATING, _COLLECTING = 0.45, 0.05
 """Parts of the time for generating, and at most for collecting hidden states; the rest is for training."""
 _BLOCK = 16
 
@@ -63,6 +65,8 @@ class Training:
     seed: int = 0
     steps: int | None = None
     """Exact number of steps, for the same head on every run; `minutes` still bounds it."""
+    epochs: int = 6
+    """How often each text is learned from at most: more, and a head learns the texts by heart."""
     draft_vocab: int = 16384
     new_tokens: int = 160
     rate: float = 1e-3
@@ -247,33 +251,63 @@ def initialize(model: HeadModel, path: str, target: ModelConfig, chosen: Tensor,
 def fit(
     model: HeadModel, data: Collected, chosen: Tensor, decoder: Decoder, options: Training, until: float, prompt: int
 ) -> dict[str, float]:
-    """Train until the time is over. The loss is the cross-entropy with the model's own distribution over the head's
-    tokens, at the tokens that the model wrote."""
+    """Train until the time is over, or every text has been seen `options.epochs` times. Shares of right tokens are of
+    texts that are not learned from."""
     device = decoder.embedding.device
-    on_cuda = device.type == "cuda"
-    chosen = chosen.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.01)
+    lesson = _Lesson(model, data, chosen.to(device), decoder, decoder.embedding.detach().clone(), prompt)
+    held = max(len(data.tokens) // 32, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.05)
     begin, order = time.perf_counter(), random.Random(options.seed)
-    embedding = decoder.embedding.detach().clone()
-    steps, shown, recent = 0, 0.0, [0.0] * PASSES
-    loss_value = 0.0
-    while True:
+    most = options.steps or max(options.epochs * (len(data.tokens) - held) // options.batch, 1)
+    steps, shown = 0, 0.0
+    figures: dict[str, float] = {}
+
+    def check(loss: Tensor) -> dict[str, float]:
+        with torch.no_grad():
+            _, right = lesson(torch.arange(min(held, options.batch), device=device))
+        said = ", ".join(f"{share:.0%}" for share in right)
+        options.say(f"step {steps} of {most}: loss {float(loss):.3f}, held-out texts right {said}")
+        shares = {f"right_{index + 1}": share for index, share in enumerate(right)}
+        return {"steps": steps, "loss": float(loss), **shares}
+
+    while steps < most and (steps == 0 or time.perf_counter() < until):
         now = time.perf_counter()
-        done = (now - begin) / max(until - begin, 1e-3)
-        if options.steps is not None:
-            done = max(done, steps / options.steps)
-        if done >= 1.0 and steps > 0:
-            break
-        warm = min((steps + 1) / 50, 1.0)
+        done = max((now - begin) / max(until - begin, 1e-3), steps / most)
         for group in optimizer.param_groups:
+            warm = min((steps + 1) / 50, 1.0)
             group["lr"] = options.rate * warm * (0.05 + 0.95 * (1 + math.cos(math.pi * min(done, 1.0))) / 2)
-        at = torch.tensor([order.randrange(len(data.tokens)) for _ in range(options.batch)], device=device)
-        tokens, streams, final = data.tokens[at], data.streams[at], data.final[at]
-        with torch.autocast(device.type, torch.bfloat16, enabled=on_cuda):
-            scores = model(F.embedding(tokens, embedding).float(), streams.float(), PASSES)
+        at = [order.randrange(held, max(len(data.tokens), held + 1)) for _ in range(options.batch)]
+        loss, _ = lesson(torch.tensor(at, device=device).clamp(max=len(data.tokens) - 1))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        steps += 1
+        if now - shown > 10 or steps == 1:
+            shown, figures = now, check(loss.detach())
+    return check(loss.detach()) if figures.get("steps") != steps else figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """The loss of some texts: the cross-entropy with the model's own distribution over the head's tokens, at the tokens
+    that the model wrote; and the share of tokens that each pass gets right."""
+
+    model: HeadModel
+    data: Collected
+    chosen: Tensor
+    decoder: Decoder
+    embedding: Tensor
+    prompt: int
+
+    def __call__(self, at: Tensor) -> tuple[Tensor, list[float]]:
+        tokens, streams, final = self.data.tokens[at], self.data.streams[at], self.data.final[at]
+        device, prompt, chosen = tokens.device, self.prompt, self.chosen
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            scores = self.model(F.embedding(tokens, self.embedding).float(), streams.float(), PASSES)
         loss = torch.zeros((), device=device)
         right = []
-        wanted, best = _targets(decoder, final[:, prompt:], chosen)
+        wanted, best = _targets(self.decoder, final[:, prompt:], chosen)
         known = (wanted.sum(-1) > 0).float()
         for step, logits in enumerate(scores):
             # Behind token t, pass s is about the token that the model chooses at t + 1 + s.
@@ -282,18 +316,9 @@ def fit(
             log_chances = logits[:, first : first + count].float().log_softmax(-1)
             entropy = -(wanted[:, :count] * log_chances).sum(-1)
             loss = loss + _DECAY**step * (entropy * known[:, :count]).sum() / known[:, :count].sum().clamp(min=1)
-            right.append((chosen[log_chances.argmax(-1)] == best[:, :count]).float().mean())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        steps += 1
-        if now - shown > 10 or steps == 1:
-            shown, recent, loss_value = now, [float(share) for share in right], float(loss.detach())
-            options.say(f"step {steps}: loss {loss_value:.3f}, right {', '.join(f'{share:.0%}' for share in recent)}")
-    recent, loss_value = [float(share) for share in right], float(loss.detach())
-    options.say(f"step {steps}: loss {loss_value:.3f}, right {', '.join(f'{share:.0%}' for share in recent)}")
-    return {"steps": steps, "loss": loss_value, **{f"right_{index + 1}": share for index, share in enumerate(recent)}}
+            if not loss.requires_grad:
+                right.append(float((chosen[log_chances.argmax(-1)] == best[:, :count]).float().mean()))
+        return loss, right
 
 
 @torch.inference_mode()
@@ -354,7 +379,8 @@ def compare(
                 draft_model=None if form == "ngram" else str(head),
             )
         )
-        for name, prompts in (("text", corpus.text), ("code", corpus.code)):
+        both = (("text", corpus.text), ("code", corpus.code))
+        for name, prompts in both:
             for batch in (1, 8):
                 scenario = Scenario(f"{form}-{name}-{batch}", [prompt.tolist() for prompt in prompts[:batch]])
                 plain, with_drafts = measure(
@@ -378,6 +404,25 @@ def compare(
                         "same_text": same,
                     }
                 )
+        # How good drafts are, whether they pay or not: every one of them is verified.
+        assert engine.speculation is not None
+        verify_everything(engine.speculation)
+        for name, prompts in both:
+            scenario = Scenario(name, [prompt.tolist() for prompt in prompts[:8]])
+            turn = speculate(engine, scenario, f"{form}-{name}-forced", output_len, 0.0)
+            rows.append(
+                {
+                    "drafter": form,
+                    "workload": f"{name}, all verified",
+                    "batch": len(scenario.prompts),
+                    "plain_tps": None,
+                    "speculating_tps": turn.rate,
+                    "ratio": None,
+                    "accepted_length": 1 + turn.accepted / turn.drafts if turn.drafts else None,
+                    "drafts": turn.drafts,
+                    "same_text": None,
+                }
+            )
         engine.close()
         del engine
     return rows
@@ -389,12 +434,22 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| drafter | workload | batch | plain tok/s | tok/s | ratio | accepted length | same text |",
         "|" + "---|" * 8,
     ]
+
+    def shown(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
     for row in rows:
-        length = "none drafted" if row["accepted_length"] is None else f"{row['accepted_length']:.2f}"
-        lines.append(
-            f"| {row['drafter']} | {row['workload']} | {row['batch']} | {row['plain_tps']:,.0f} | "
-            f"{row['speculating_tps']:,.0f} | {row['ratio']:.2f} | {length} | {row['same_text']:.0%} |"
+        cells = (
+            row["drafter"],
+            row["workload"],
+            str(row["batch"]),
+            shown(row["plain_tps"], ",.0f"),
+            shown(row["speculating_tps"], ",.0f"),
+            shown(row["ratio"], ".2f"),
+            shown(row["accepted_length"], ".2f") or "none drafted",
+            shown(row["same_text"], ".0%"),
         )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -421,8 +476,9 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompts", type=int, default=8192)
+    parser.add_argument("--prompts", type=int, default=24576)
     parser.add_argument("--length", type=int, default=96, help="tokens of a prompt")
     parser.add_argument("--draft-vocab", type=int, default=16384)
     parser.add_argument("--measure", action="store_true", help="compare it with n-grams and with none afterwards")
@@ -438,6 +494,7 @@ def main() -> None:
         minutes=given.minutes,
         seed=given.seed,
         steps=given.steps,
+        epochs=given.epochs,
         draft_vocab=given.draft_vocab,
     )
     run(corpus, options, compared=given.measure, json_file=given.json)

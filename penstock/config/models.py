@@ -228,7 +228,7 @@ class ModelConfig:
         None, doc="Requests in flight per replica from which new ones go to fallback first.", least=1, example="32"
     )
     tool_format: Literal[
-        "auto", "hermes", "smollm2", "llama3", "mistral", "pythonic", "glm45", "cohere", "command_r"
+        "auto", "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r",
     ] = setting("auto", doc="How the model writes function calls; auto reads it from the chat template.")  # fmt: skip
     reasoning: Literal[
         "auto", "off", "think", "deepseek_r1", "granite", "granite33", "hunyuan", "mistral", "seed_oss", "kimi",

@@ -111,7 +111,10 @@ def _from_folder(folder: Path) -> TextModel:
 def read_tokenizer(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.exists():
-        hint = "; convert its tokenizer.model to tokenizer.json first" if (folder / "tokenizer.model").exists() else ""
+        found = next((name for name in ("tekken.json", "tokenizer.model") if (folder / name).exists()), None)
+        hint = "" if found is None else f"; convert its {found} to tokenizer.json first"
+        if found == "tekken.json":
+            hint += " (transformers does it: MistralConverter), or take tokenizer.json from another copy of the model"
         raise CheckpointError(f"{folder} has no tokenizer.json{hint}")
     try:
         return Tokenizer.from_file(str(file))

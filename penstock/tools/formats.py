@@ -13,9 +13,11 @@ import string
 from dataclasses import dataclass
 from typing import Literal
 
-FormatName = Literal["hermes", "smollm2", "llama3", "mistral", "pythonic", "glm45", "cohere", "command_r"]
+FormatName = Literal[
+    "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r"
+]
 ToolFormatSetting = Literal[
-    "auto", "hermes", "smollm2", "llama3", "mistral", "pythonic", "glm45", "cohere", "command_r"
+    "auto", "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r"
 ]
 
 _ALPHABET = string.ascii_letters + string.digits
@@ -42,6 +44,8 @@ class ToolFormat:
     """Separator between opener, JSON and closer."""
     between: str = ", "
     """Separator between two calls."""
+    named: bool = False
+    """Whether the function's name may also stand before its arguments, instead of in the JSON."""
     name_key: str = "name"
     """The key of the name when writing; both names are accepted when reading."""
     syntax: Literal["json", "python", "tags"] = "json"
@@ -72,7 +76,9 @@ FORMATS: dict[FormatName, ToolFormat] = {
         ToolFormat("hermes", "<tool_call>", "</tool_call>", before="\n", after="\n", between="\n"),
         ToolFormat("smollm2", "<tool_call>", "</tool_call>", listed=True),
         ToolFormat("llama3", "<|python_tag|>", bare=True, arguments="parameters", between="; "),
-        ToolFormat("mistral", "[TOOL_CALLS]", listed=True, before=" ", short_ids=True),
+        ToolFormat("mistral", "[TOOL_CALLS]", listed=True, before=" ", named=True, short_ids=True),
+        ToolFormat("granite", "<|tool_call|>", listed=True),
+        ToolFormat("phi4", "<|tool_call|>", "<|/tool_call|>", listed=True),
         ToolFormat(
             "pythonic",
             "<|python_start|>",
@@ -106,6 +112,10 @@ def detect(template: str) -> ToolFormat:
         return FORMATS["mistral"]
     if "<arg_key>" in template:
         return FORMATS["glm45"]
+    if "<|tool|>" in template and "<|/tool|>" in template:
+        return FORMATS["phi4"]
+    if "<|tool_call|>" in template:
+        return FORMATS["granite"]
     if "<tool_call>" in template:
         return FORMATS["hermes"]
     if "<|START_ACTION|>" in template:

@@ -8,6 +8,7 @@ follows it in the same brackets is either another call or dropped.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
@@ -18,6 +19,10 @@ from penstock.tools.written_calls import PythonScanner, TagScanner
 
 _PIECE = 4096
 """Characters parsed at a time, so that the cost stays linear for long messages."""
+_NAMED = re.compile(r"([\w.:-]{1,128})\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(?=\{)")
+_MAY_BE_NAMED = re.compile(r"[\w.:-]+\s*(?:\[[\w\]]*\s*(?:\[[A-Z]*\]?\s*)?)?")
+_LONGEST_NAME = 300
+"""Characters of a name, an id and what stands around them."""
 _SEPARATORS = ";,"
 """Between objects that are not in a list."""
 
@@ -58,7 +63,7 @@ class ToolCallParser:
         if self._scanner is not None:
             if self._scanner.begun:
                 self._events.append(CallEnd(self._scanner.index))
-            self._say("".join(self._raw or ()))
+            self._say("".join(self._raw or ()) + (rest if self._state == self._named else ""))
         elif self._state == self._after:
             if not self._form.closer.startswith(rest.strip()):
                 self._say(rest)
@@ -119,7 +124,23 @@ class ToolCallParser:
             self._scanner = TagScanner(names, self.calls, self._report, self._form.closer, self._texts)
         else:
             self._scanner = CallScanner(names, self.calls, self._report)
+        self._state = self._named if self._form.named else self._call
+
+    def _named(self) -> bool:
+        """After the opener of a format in which the name may stand before the arguments: `name[ARGS]{...}`."""
+        assert isinstance(self._scanner, CallScanner) and self._raw is not None
+        rest = self._buffer.lstrip()
+        if not rest:
+            return False
+        found = _NAMED.match(rest)
+        if found is not None and found[1] in self._names:
+            self._raw.append(self._buffer[: len(self._buffer) - len(rest) + found.end()])
+            self._buffer = rest[found.end() :]
+            self._scanner.expect_arguments(found[1])
+        elif found is None and len(rest) < _LONGEST_NAME and _MAY_BE_NAMED.fullmatch(rest):
+            return False
         self._state = self._call
+        return True
 
     def _call(self) -> bool:
         scanner = self._scanner

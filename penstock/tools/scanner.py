@@ -43,6 +43,8 @@ class CallScanner:
         self._names = names
         self._emit = emit
         self._listed = False
+        self._alone = False
+        """Whether the value is the arguments, without an object around them."""
         self._step: _Step = self._value
         self._name: str | None = None
         self._key = ""
@@ -62,6 +64,11 @@ class CallScanner:
         while at < len(text) and not self.done:
             at = self._step(text, at)
         return at
+
+    def expect_arguments(self, name: str) -> None:
+        """What follows is only the arguments of a call of `name`, an object."""
+        self._name, self._key, self._alone = name, _ARGUMENTS[0], True
+        self._step = self._member
 
     # --- the skeleton: each step reads from `at` and returns how far it came
 
@@ -260,7 +267,7 @@ class CallScanner:
                 if not self._nesting:
                     self._pass(text[start:at])
                     self._step = self._after_member
-                    return at
+                    return self._close(at - 1) if self._alone else at
         self._escaped = at > len(text)
         self._pass(text[start:])
         return len(text)

@@ -210,6 +210,8 @@ def test_events_of_a_call_come_in_order() -> None:
     ("template", "name"),
     [
         ("... [TOOL_CALLS] [ ...", "mistral"),
+        ("... <|tool|> ... <|/tool|>", "phi4"),
+        ("... <|tool_call|> ...", "granite"),
         ("within <tool_call></tool_call> XML tags", "hermes"),
         ('Respond in the format {"name": function name, "parameters": dictionary}', "llama3"),
         ("{% for message in messages %}", "smollm2"),
@@ -224,3 +226,29 @@ def test_ids_that_a_template_would_refuse_are_mapped() -> None:
     assert MISTRAL.known_id("abcdefgh1") == "abcdefgh1"
     assert len(MISTRAL.known_id("call_123")) == 9 and MISTRAL.known_id("call_123") == MISTRAL.known_id("call_123")
     assert HERMES.known_id("call_123") == "call_123" and HERMES.new_id().startswith("call_")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        '[TOOL_CALLS]search[ARGS]{"q": "a[ARGS]"}',
+        '[TOOL_CALLS]search{"q": "a[ARGS]"}',
+        '[TOOL_CALLS]search[CALL_ID]abcdefghi[ARGS]{"q": "a[ARGS]"}',
+        '[TOOL_CALLS] [{"name": "search", "arguments": {"q": "a[ARGS]"}}]',
+    ],
+)
+def test_mistral_writes_the_name_inside_or_before_the_arguments(message: str) -> None:
+    whole = parse(MISTRAL, f"So: {message}")
+    assert whole.text == "So:" and [(call.name, call.arguments) for call in whole.calls] == [
+        ("search", '{"q": "a[ARGS]"}')
+    ]
+    for at in range(len(message)):
+        assert parse(MISTRAL, "So: " + message[:at], message[at:]) == whole
+    twice = parse(MISTRAL, message + message)
+    assert [call.name for call in twice.calls] == ["search", "search"]
+
+
+@pytest.mark.parametrize("message", ["[TOOL_CALLS]nothing[ARGS]{}", "[TOOL_CALLS]see", "[TOOL_CALLS]search x"])
+def test_what_is_no_call_of_a_known_function_stays_text(message: str) -> None:
+    for at in range(len(message)):
+        assert parse(MISTRAL, message[:at], message[at:]).text == message

@@ -24,8 +24,9 @@ def train_head(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps, for the same head on every run; bounded by --minutes.")
     ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="How often each text is learned from, at most.")] = 6,
     seed: Annotated[int, typer.Option(help="Of generation and training.")] = 0,
-    prompts: Annotated[int, typer.Option(min=16, help="Prompts to continue, at most.")] = 8192,
+    prompts: Annotated[int, typer.Option(min=16, help="Prompts to continue, at most.")] = 24576,
     length: Annotated[int, typer.Option(min=4, help="Tokens of a prompt.")] = 96,
     draft_vocab: Annotated[int, typer.Option(min=16, help="Tokens that it can draft: the most frequent.")] = 16384,
     measure: Annotated[bool, typer.Option("--measure", help="Then compare it with n-grams and with none.")] = False,
@@ -55,6 +56,7 @@ def train_head(
         minutes=minutes,
         seed=seed,
         steps=steps,
+        epochs=epochs,
         draft_vocab=draft_vocab,
         say=typer.echo,
     )

@@ -104,7 +104,7 @@ class Cuts:
         expert = (*tensors.expert_gate_up, tensors.fused_gate_up, tensors.expert_down)
         self._dense = self._gated(model.ffn_size, *dense)
         self._experts = self._dense if model.moe is None else self._gated(model.moe.ffn_size, *expert)
-        self._shared = {} if model.moe is None else self._gated(model.moe.shared_ffn_size, *dense)
+        self._shared = self._dense if model.moe is None else self._gated(model.moe.shared_ffn_size, *dense)
         self._shared_prefix = f".{tensors.shared_expert}"
         if model.moe is not None and model.moe.placement:
             self._experts = {}  # whole experts, each on some shards

@@ -28,13 +28,23 @@ GRIDS = [
     ("gemma2", 2, 1),
     ("gemma3-two-ropes", 2, 2),
     ("phi3", 2, 1),
+    ("olmo2", 2, 1),  # norms of whole rows are over all shards
+    pytest.param("olmo3", 2, 2, marks=pytest.mark.slow),
+    pytest.param("olmoe", 2, 1, marks=pytest.mark.slow),
+    pytest.param("granite", 2, 2, marks=pytest.mark.slow),
+    pytest.param("granite-moe-shared", 2, 1, marks=pytest.mark.slow),
+    pytest.param("granite4", 2, 2, marks=pytest.mark.slow),
+    pytest.param("qwen2-moe", 2, 1, marks=pytest.mark.slow),
+    pytest.param("smollm3", 1, 2, marks=pytest.mark.slow),
+    pytest.param("ministral3", 2, 2, marks=pytest.mark.slow),
 ]
+FAMILIES_HERE = {grid[0] if isinstance(grid, tuple) and isinstance(grid[0], str) else grid.values[0] for grid in GRIDS}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    return {family: write_checkpoint(family, folder / family) for family in {family for family, *_ in GRIDS}}
+    return {family: write_checkpoint(family, folder / family) for family in FAMILIES_HERE}
 
 
 def requests() -> list[Request]:

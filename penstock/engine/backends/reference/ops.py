@@ -291,7 +291,7 @@ def _attend_decodes(
     tables = tables * visible.view(count, width, block_size).any(-1)
     k, v = (cached.gather(tables).masked_fill(~visible[:, None, :, None], 0) for cached in (keys, values))
     grouped = q.view(count, layout.kv_heads, -1, layout.head_dim)
-    sinks = None if sinks is None else sinks.view(layout.kv_heads, -1, 1)
+    sinks = None if sinks is None else sinks.view(layout.kv_heads, -1)
     out = _softmax_attention(grouped, k, v, visible[:, None, None], layout, sinks)
     return out.reshape(count, layout.heads, layout.head_dim)
 
@@ -317,7 +317,7 @@ def _attend_one(
     visible = key_at <= query_at
     if layout.window is not None:
         visible &= key_at >= _oldest(layout, query_at)
-    sinks = None if sinks is None else sinks.view(-1, 1, 1)
+    sinks = None if sinks is None else sinks.view(-1, 1)
     return _softmax_attention(q.transpose(0, 1), k, v, visible, layout, sinks).transpose(0, 1)
 
 

@@ -3,7 +3,8 @@ which each token visits a few beside one that all tokens visit.
 
 V3 scores experts by sigmoids, corrects the scores by which it chooses, and chooses from the best groups. V2 scores by
 softmax. The layers for multi-token prediction that V3 checkpoints have behind the last layer
-(`num_nextn_predict_layers` of them, named as if they were further layers) are no part of the decoder and are not read.
+(`num_nextn_predict_layers` of them, named as if they were further layers) are no part of the decoder:
+`speculative.mtp` reads the first.
 """
 
 from __future__ import annotations

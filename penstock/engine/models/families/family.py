@@ -255,7 +255,7 @@ def windows_by_type(raw: HFConfig, window: int | None, local: str = "sliding_att
             f"found {kinds!r:.80}"
         )
     if window is None and local in kinds:
-        raise CheckpointError(f"layer_types has {local}, but there is no window")
+        raise CheckpointError(f"layer_types has {local}, but there is no {local.removesuffix('_attention')} window")
     return tuple(known[kind] for kind in kinds)
 
 

@@ -32,7 +32,10 @@ GLM4 = Family(
     reads=frozenset({"attention_bias"}),
     limits={"hidden_act": SILU},
     names=TensorNames(
-        mixer_out_norm="post_self_attn_layernorm", feed_forward_out_norm="post_mlp_layernorm", fused=True
+        mixer_out_norm="post_self_attn_layernorm",
+        feed_forward_out_norm="post_mlp_layernorm",
+        fused_qkv="",  # gate and up are one matrix, these three are not
+        fused=True,
     ),
     gguf=GGUFFormat(architectures=("glm4",), whole_head_rotated=False, windowed=False),
 )

@@ -1,7 +1,7 @@
 """GLM-4.5 and 4.6: experts chosen by corrected sigmoids beside a shared one; half of each head rotated.
 
-The layers for multi-token prediction that checkpoints have behind the last layer are no part of the decoder and are not
-read."""
+The layers for multi-token prediction that checkpoints have behind the last layer are no part of the decoder:
+`speculative.mtp` reads the first."""
 
 from __future__ import annotations
 
