@@ -124,8 +124,9 @@ def summary(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
         ),
         (
             "memory per device",
-            f"weights {memory.weights / GIB:.1f} GiB, {_adapters(memory)}KV cache {memory.kv_room / GIB:.1f}, runtime "
-            f"and activations {(memory.runtime + memory.activations) / GIB:.1f}, of {memory.capacity / GIB:.1f}",
+            f"weights {memory.weights / GIB:.1f} GiB, {_adapters(memory)}KV cache {memory.kv_room / GIB:.1f}"
+            f"{_states(memory)}, runtime and activations {(memory.runtime + memory.activations) / GIB:.1f}, of "
+            f"{memory.capacity / GIB:.1f}",
         ),
         ("KV cache of a replica", f"{memory.kv_tokens:,} tokens; sequences at a context length: {concurrency}"),
         (
@@ -155,6 +156,10 @@ def summary(plan: Plan, best: Candidate) -> list[tuple[str, str]]:
 def _adapters(memory: MemoryPlan) -> str:
     slots = memory.deployment.adapter_slots
     return f"{slots} adapters {memory.adapters / GIB:.1f}, " if slots else ""
+
+
+def _states(memory: MemoryPlan) -> str:
+    return f" ({memory.states / GIB:.1f} of it for states)" if memory.states else ""
 
 
 def counted(count: int, noun: str) -> str:

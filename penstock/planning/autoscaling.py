@@ -35,6 +35,8 @@ SURE_STEP = 4
 BUSY = 0.8
 """Share of the slots from which a replica counts as busy enough to measure its rate."""
 ROUND = 1e-6
+UNBOUNDED, NO_RATE = 1e9, 1e-300
+"""More replicas than any maximum, which a rate near nothing asks for; and the least rate to divide by."""
 
 Reason = Literal[
     "steady",
@@ -223,8 +225,9 @@ class Autoscaler:
             replica_rate = load.queued / load.predicted_wait_s / load.ready
         if replica_rate is not None:
             backlog = load.queued / config.drain_s
-            by_rate = _up((rate + backlog) / (replica_rate * target))
-            by_forecast = _up((expected + backlog) / (replica_rate * target))
+            wanted_rate = max(replica_rate * target, NO_RATE)
+            by_rate = _up((rate + backlog) / wanted_rate)
+            by_forecast = _up((expected + backlog) / wanted_rate)
         if self._replica_slots:
             waiting = load.queued if self.replica_rate is None else 0
             growth = expected / rate if rate > 0 else 1.0
@@ -301,4 +304,4 @@ _WORDS: dict[str, str] = {
 
 
 def _up(replicas: float) -> int:
-    return math.ceil(replicas - ROUND)
+    return math.ceil(min(replicas, UNBOUNDED) - ROUND)

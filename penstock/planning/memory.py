@@ -21,6 +21,9 @@ RUNTIME_BYTES = {"gpu": int(0.6 * GIB), "cpu": int(1.0 * GIB)}
 """The CUDA context, loaded kernels and libraries; on a CPU the system, Python and torch."""
 COLLECTIVE_BYTES = int(0.4 * GIB)
 """Buffers of the collectives' library on each of several GPUs."""
+KEPT_STATES, SHARE_OF_STATES = 4, 0.25
+"""States of recurrent layers that are kept for later prompts: so many for each sequence, in at most this share of what
+the states of running ones leave (`engine.startup.memory`)."""
 _LOGIT_ROWS = 256
 """Rows that the engine's largest measured step samples."""
 
@@ -46,13 +49,15 @@ class MemoryPlan:
     activations: int
     """Of the largest step."""
     kv_room: int
-    """For the KV cache; negative where not even the weights fit."""
+    """For the KV cache and states; negative where not even the weights fit."""
     kv_bytes_per_token: float
     """On this device."""
     adapters: int
     """The slots of LoRA adapters."""
     blocks: int
     """KV blocks that fit, at most as many as all running sequences can use."""
+    states: int = 0
+    """Of recurrent layers, for running sequences and for later prompts: a part of `kv_room`."""
 
     @property
     def reserve(self) -> int:
@@ -98,7 +103,10 @@ class MemoryPlan:
     def host_tokens(self) -> int:
         """Tokens of blocks that the host tier keeps for later prompts."""
         per_block = round(self.kv_bytes_per_token * self.deployment.block_size)
-        return self.deployment.host_memory // per_block * self.deployment.block_size
+        memory = self.deployment.host_memory
+        if self.deployment.shape.recurrent_layers:
+            memory //= 2  # the other half is for states
+        return memory // per_block * self.deployment.block_size if per_block else 0
 
     def host_sequences(self, context: int) -> int:
         """Idle conversations of `context` tokens that the host tier adds to those in the cache."""
@@ -131,6 +139,10 @@ class MemoryPlan:
             Assumption("runtime", _gib(self.runtime), "estimate: context, kernels and libraries of a process"),
             Assumption("KV element", f"{8 * deployment.kv_bytes:.3g} bits ({deployment.kv_format})", "engine.kv.kinds"),
         ]
+        if self.states:
+            each = state_bytes(deployment, 0) / 2**20
+            what = f"{_gib(self.states)} of the cache, {each:.1f} MiB each"
+            found.append(Assumption("states of recurrent layers", what, "engine.startup.memory: running and kept ones"))
         if kind == "gpu":
             what = f"{_gib(self.activations)} for steps of {deployment.step_tokens} tokens"
             found.append(Assumption("activations", what, "tensors alive in one layer; the engine measures it at start"))
@@ -162,6 +174,11 @@ class MemoryPlan:
             return (
                 f"one sequence of {deployment.context_len:,} tokens does not fit: {deployment.label} holds "
                 f"{self.kv_tokens:,} tokens of {deployment.shape.name}"
+            )
+        if self.states > self.kv_room > 0:
+            return (
+                f"{deployment.shape.name} does not fit: states of {deployment.most_running:,} sequences take "
+                f"{_gb(self.states)} of each {name}, which has {_gb(self.kv_room)} left; lower max_running"
             )
         needed = self.weights + self.adapters + self.runtime + self.activations
         return (
@@ -224,19 +241,45 @@ def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
         rest = int(capacity * deployment.memory_share) - runtime - weights - adapters - activations
         room = min(int(rest * SHARE_OF_REST[kind]), free)
     useful = deployment.most_running * -(-deployment.context_len // deployment.block_size)
-    blocks = max(0, min(room // per_block, useful))
+    states = _state_room(deployment, stage, room)
+    fitting = (room - states) // per_block if per_block else useful  # stages without attention have no blocks
+    blocks = max(0, min(fitting, useful)) if room > states else 0
     per_token = block / deployment.block_size
-    return MemoryPlan(deployment, capacity, weights, runtime, activations, room, per_token, adapters, blocks)
+    return MemoryPlan(deployment, capacity, weights, runtime, activations, room, per_token, adapters, blocks, states)
+
+
+def state_bytes(deployment: Deployment, stage: int = 0) -> int:
+    """Bytes of one sequence's states on each device of a stage: recurrent layers are split by heads."""
+    shape, (first, last) = deployment.shape, _span(deployment, stage)
+    if shape.delta is None:
+        return 0
+    each = shape.delta.state_bytes(int(deployment.weights.dense_bytes))
+    return shape.recurrent_in(first, last) * each // deployment.tensor_parallel
+
+
+def _state_room(deployment: Deployment, stage: int, room: int) -> int:
+    """Bytes of the states that the engine makes room for: one for each sequence, one more, and kept ones."""
+    each, running = state_bytes(deployment, stage), deployment.most_running
+    if not each:
+        return 0
+    taken = each * (running + 1)
+    return taken + each * max(0, min(KEPT_STATES * running, int((room - taken) * SHARE_OF_STATES) // each))
 
 
 def adapter_bytes(deployment: Deployment, stage: int = 0) -> int:
     """Bytes of the adapter slots on each device of a stage. Where a linear is split by outputs its A is whole on every
     device, where it is split by inputs its B is (`engine.adapters.layout`): of a rank, little gets smaller."""
     shape, tensor = deployment.shape, deployment.tensor_parallel
-    queries = shape.heads * shape.head_dim // tensor
-    keys = deployment.kv_heads_per_device * shape.head_dim
-    per_rank = 3 * shape.hidden + queries + 2 * keys + queries + shape.hidden
-    if shape.moe is None:
+    mla = shape.mla
+    if mla is not None:
+        queries, values = (shape.heads * size // tensor for size in (mla.nope_dim + mla.rope_dim, mla.value_dim))
+        made = queries if mla.q_rank is None else 2 * mla.q_rank + queries
+        per_rank = 2 * shape.hidden + made + mla.cached + values + shape.hidden
+    else:
+        queries = shape.heads * shape.head_dim // tensor
+        keys, gates = deployment.kv_heads_per_device * shape.head_dim, queries if shape.gated_attention else 0
+        per_rank = 3 * shape.hidden + queries + gates + 2 * keys + queries + shape.hidden
+    if shape.moe is None and mla is None:
         per_rank += 2 * shape.hidden + 2 * shape.ffn // tensor + shape.ffn // tensor + shape.hidden
     first, last = _span(deployment, stage)
     elements = deployment.adapter_slots * deployment.adapter_rank * (last - first) * per_rank

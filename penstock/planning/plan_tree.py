@@ -83,6 +83,7 @@ def _candidate(one: Candidate) -> dict[str, Any]:
             "activation_bytes_per_device": memory.activations,
             "adapter_bytes_per_device": memory.adapters,
             "kv_bytes_per_device": memory.kv_room,
+            "state_bytes_per_device": memory.states,
             "reserve_bytes_per_device": memory.reserve,
             "kv_tokens": memory.kv_tokens,
             "host_tokens": memory.host_tokens,

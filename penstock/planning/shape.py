@@ -73,10 +73,9 @@ class Delta:
         """Of the convolution over queries, keys and values."""
         return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
 
-    @property
-    def state_bytes(self) -> int:
-        """Of one sequence in one layer: matrices in float32, the last inputs of the convolution in two bytes."""
-        return 4 * self.v_heads * self.k_dim * self.v_dim + 2 * self.conv * self.channels
+    def state_bytes(self, element: int = 2) -> int:
+        """Of one sequence in one layer: matrices in float32, the last inputs of the convolution as activations are."""
+        return 4 * self.v_heads * self.k_dim * self.v_dim + element * self.conv * self.channels
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +284,7 @@ class ModelShape:
     @property
     def state_bytes(self) -> int:
         """Bytes of a running sequence beside what its tokens leave, whatever its length."""
-        return 0 if self.delta is None else self.recurrent_layers * self.delta.state_bytes
+        return 0 if self.delta is None else self.recurrent_layers * self.delta.state_bytes()
 
     def kv_bytes_per_token(self, kv_bytes: float = 2.0) -> int:
         """Bytes that one token leaves in the cache, with elements of `kv_bytes` each."""

@@ -1,10 +1,11 @@
 """How long one engine step takes, from what it must read and compute.
 
 A step is a roofline with few factors, each measured (`calibration`): weights are read once and multiplied with every
-token; decoding tokens read their context's keys and values; prompt tokens multiply with theirs; the head runs once per
-sampled token. Reading and multiplying a matrix overlap, but not perfectly: both together take the root of the sum of
-their squares, which is the larger one where they differ and 1.4 times as much where they are equal, as GEMMs between 64
-and 512 rows do. The rest is fixed time per step, per layer and per sequence.
+token; decoding tokens read their context's keys and values, and read and write the states of recurrent layers; prompt
+tokens multiply with theirs; the head runs once per sampled token. Reading and multiplying a matrix overlap, but not
+perfectly: both together take the root of the sum of their squares, which is the larger one where they differ and 1.4
+times as much where they are equal, as GEMMs between 64 and 512 rows do. The rest is fixed time per step, per layer
+and per sequence.
 
 Tensor parallelism divides reading and computing and adds two all-reduces per layer. Pipeline stages divide nothing and
 add hand-overs: a step goes through all of them. What they gain is that as many steps are in flight as there are stages,
@@ -77,6 +78,8 @@ class ModelCounts:
     """Of one expert, over all layers of experts."""
     expert_bytes: float = 0.0
     expert_layers: int = 0
+    state_bytes: float = 0.0
+    """States of one sequence over all recurrent layers, as one device reads and writes them."""
 
 
 class StepTime:
@@ -86,7 +89,7 @@ class StepTime:
     __slots__ = (
         "_compute", "_draft", "_expert_read", "_expert_read_few", "_experts", "_few", "_fixed", "_head_compute",
         "_head_read", "_latency", "_launch", "_miss", "_prompt", "_read", "_read_few", "_sequence", "_speculation",
-        "_token", "_verify", "_windows",
+        "_state", "_token", "_verify", "_windows",
     )  # fmt: skip
 
     def __init__(self, deployment: Deployment, calibration: Calibration) -> None:
@@ -121,7 +124,8 @@ class StepTime:
         self._token = self._latency = 0.0
         self._share(deployment, counts, calibration)
         self._prompt = calibration.prompt_step_s
-        self._sequence = calibration.sequence_s
+        self._state = 2 * counts.state_bytes / (device.bandwidth * calibration.kv_read)
+        self._sequence = calibration.sequence_s + self._state
         self._verify = calibration.verify_s
         self._launch = counts.layers * calibration.launch_layer_s if deployment.devices > 1 else 0.0
         self._speculation = deployment.speculation
@@ -196,7 +200,7 @@ class StepTime:
         return best
 
     def shares(self, work: StepWork) -> dict[str, float]:
-        """Where the time of a step goes, in seconds: `bandwidth` (reading weights, keys and values), `compute`,
+        """Where the time of a step goes, in seconds: `bandwidth` (reading weights, keys, values, states), `compute`,
         `links` and `overhead`. Where reading and computing overlap, the time is divided by their squares."""
         tokens, samples = work.decodes + work.prefill, work.samples
         read, compute = self._matrix_read(tokens), tokens * self._compute
@@ -205,7 +209,7 @@ class StepTime:
             head_read**2 / hypot(head_read, head_compute) if samples else 0
         )
         matrices = hypot(read, compute) + hypot(head_read, head_compute)
-        context = prompts = 0.0
+        context, prompts = samples * self._state, 0.0
         for kv_read, flops, length in self._windows:
             context += (work.context if length is None else min(work.context, work.decodes * length)) * kv_read
             prompts += (work.attended if length is None else min(work.attended, work.prefill * length)) * flops
@@ -265,6 +269,7 @@ def counts_of(deployment: Deployment) -> ModelCounts:
         expert_params=shape.expert_parameters,
         expert_bytes=shape.expert_parameters * form.of_experts,
         expert_layers=0 if moe is None else moe.count,
+        state_bytes=shape.state_bytes / deployment.tensor_parallel,
     )
 
 

@@ -7,6 +7,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -142,6 +143,14 @@ def test_the_count_never_falls_while_requests_wait(config: AutoscaleConfig, seen
         before = scaler.last.desired if scaler.last else load.present
         desired = scaler.desired(replace(load, now=number * 10.0, queued=load.queued + 1, ready=before, starting=0))
         assert desired >= min(before, 256)
+
+
+@pytest.mark.parametrize("rate", [5e-324, 2e-313, 1e-300])
+def test_replicas_that_finish_next_to_nothing_ask_for_the_maximum(rate: float) -> None:
+    scaler = Autoscaler(quick(replica_rate=rate, target_utilisation=0.4))
+    load = FleetLoad(now=0.0, ready=1, slots=8, running=8, queued=5)
+    decision = scaler.decide(load)
+    assert decision.needs.rate == 10**9 and 1 < decision.desired <= scaler.config.max
 
 
 @settings(max_examples=30, deadline=None)

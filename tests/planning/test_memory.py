@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine.adapters.layout import layout_of
 from penstock.engine.backends.cuda.memory import CudaMemory
 from penstock.engine.backends.host_memory import HostMemory
 from penstock.engine.config import EngineConfig
@@ -20,7 +21,7 @@ from penstock.planning import memory
 from penstock.planning.catalogue import device
 from penstock.planning.config_shape import shape_of_config, shape_of_model
 from penstock.planning.deployment import Deployment, Speculation
-from penstock.planning.memory import MemoryPlan, device_weights, kv_block_bytes, memory_plan
+from penstock.planning.memory import MemoryPlan, adapter_bytes, device_weights, kv_block_bytes, memory_plan, state_bytes
 from penstock.planning.model_shape import known_config, model_shape
 from penstock.planning.numbers import CPU_FORMATS, WEIGHT_FORMATS
 from penstock.planning.remedy import remedy
@@ -30,6 +31,18 @@ TINY = known_config("smollm2-135m") | {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 512,
 }  # fmt: skip
+HYBRID = known_config("qwen3-next-80b-a3b") | {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 512, "num_experts": 0,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "full_attention_interval": 2,
+}  # fmt: skip
+LATENT = known_config("deepseek-v2-lite") | {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "vocab_size": 128, "max_position_embeddings": 512, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8, "moe_intermediate_size": 24,
+}  # fmt: skip
+NEWER = ("deepseek-v2-lite", "qwen3-next-80b-a3b", "glm-4.5-air", "llama-4-scout")
 
 
 def deployed(model: str = "llama-8b", on: str = "a100-80", **settings: Any) -> Deployment:
@@ -81,7 +94,7 @@ def test_more_shards_than_kv_heads_hold_copies_of_them() -> None:
     assert planned("llama-8b", "h100", tensor_parallel=8, kv_dtype="int8").kv_bytes_per_token == 32 * 2 * (128 + 2)
 
 
-@pytest.mark.parametrize("name", ["llama-8b", "qwen3-30b-a3b", "gemma2-2b", "qwen2.5-7b"])
+@pytest.mark.parametrize("name", ["llama-8b", "qwen3-30b-a3b", "gemma2-2b", "qwen2.5-7b", *NEWER])
 @pytest.mark.parametrize("grid", [(1, 1), (2, 1), (4, 2)])
 def test_a_device_holds_what_the_engine_would_give_its_rank(name: str, grid: tuple[int, int]) -> None:
     """The engine cuts the configuration; counted whole, its parts have the same bytes."""
@@ -98,6 +111,14 @@ def test_a_device_holds_what_the_engine_would_give_its_rank(name: str, grid: tup
             rows = -(-part.vocab // tensor)
             ends = (part.vocab + rows) * part.hidden
         assert device_weights(deployment, stage) == pytest.approx(2 * (layers + ends), abs=2 * biases)
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "deepseek-v2-lite", "deepseek-v3", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+def test_adapters_have_the_bytes_of_the_engines_sites(name: str, tensor: int) -> None:
+    local = local_config(read_config(known_config(name)), Place(0, tensor, 1))
+    deployment = deployed(name, "h100", tensor_parallel=tensor, adapter_slots=3, adapter_rank=8)
+    assert adapter_bytes(deployment) == 3 * 8 * layout_of(local).unit * 2
 
 
 @pytest.mark.parametrize(
@@ -130,6 +151,36 @@ def test_predicted_blocks_are_those_of_the_engine(settings: dict[str, Any], monk
     )
     assert engine.runner.kv.num_blocks - 1 == plan.blocks <= 2000
     assert engine.runner.kv.shape.block_bytes == kv_block_bytes(plan.deployment)
+
+
+@pytest.mark.parametrize("settings", [{"kv_memory": 4 << 20}, {}, {"max_running": 1}])
+@pytest.mark.parametrize("kind", ["hybrid", "latent"])
+def test_states_and_latents_take_what_the_engine_gives_them(
+    kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = HYBRID if kind == "hybrid" else LATENT
+    small = replace(device("cpu-2"), memory_bytes=memory.RUNTIME_BYTES["cpu"] + (64 << 20))
+    plan = memory_plan(Deployment(shape=shape_of_config(config, kind), device=small, **settings))
+    monkeypatch.setattr(HostMemory, "available", lambda self: small.memory_bytes - plan.runtime - plan.weights)
+    fixed: dict[str, Any] = {"device": "cpu", "dtype": "float32", "weights": "dense", "kv_dtype": "full", "threads": 1}
+    engine = Engine.load(
+        EngineConfig(model="tiny", **fixed, **settings), checkpoint=RandomCheckpoint(config, dtype=torch.float32)
+    )
+    kv = engine.runner.kv
+    assert (kv.num_blocks - 1, kv.shape.block_bytes) == (plan.blocks, kv_block_bytes(plan.deployment))
+    assert kv.shape.state_bytes == state_bytes(plan.deployment)
+    assert (plan.states > 0) == (kind == "hybrid") and plan.states == sum(tensor.nbytes for tensor in kv.states)
+
+
+def test_states_of_recurrent_layers_are_split_and_may_not_fit() -> None:
+    whole, halves = (deployed("qwen3-next-80b-a3b", "b200", tensor_parallel=size) for size in (1, 2))
+    shape = whole.shape
+    assert state_bytes(whole) == shape.state_bytes == 2 * state_bytes(halves)
+    assert kv_block_bytes(whole) == (shape.layers - shape.recurrent_layers) * 2 * 2 * 256 * 16 * 2
+    plan = planned("qwen3-next-80b-a3b", "b200", tensor_parallel=2, kv_memory=2 * GIB)
+    assert plan.blocks == 0 and "states of 256 sequences take" in str(plan.problem)
+    tiers = planned("qwen3-next-80b-a3b", "b200", tensor_parallel=2, host_memory=64 * GIB)
+    assert tiers.host_tokens == 32 * GIB // kv_block_bytes(tiers.deployment) * 16, "half of it is for states"
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

@@ -13,7 +13,7 @@ from penstock.planning.catalogue import Link, device
 from penstock.planning.config_shape import shape_of_config
 from penstock.planning.deployment import Deployment, Speculation
 from penstock.planning.model_shape import model_shape
-from penstock.planning.shape import Mla, ModelShape, Moe
+from penstock.planning.shape import Delta, Mla, ModelShape, Moe
 from penstock.planning.step_time import ModelCounts, StepTime, StepWork, Window, attended, counts_of
 
 H200 = device("h200")
@@ -151,6 +151,22 @@ def test_what_a_step_of_experts_must_read() -> None:
     assert found.expert_params == found.expert_bytes == 3 * 3 * 24 * 14
     latent = replace(SMALL, mla=Mla(kv_rank=20, rope_dim=4, nope_dim=10, value_dim=7), windows=(None,) * 5)
     assert counts_of(replace(DENSE, shape=latent)).windows == (Window(5 * 24 * 2, 5 * 2 * 6 * (10 + 4 + 7)),)
+
+
+def test_sequences_read_and_write_their_states() -> None:
+    delta = Delta(layers=(True, False, True, True, False), k_heads=2, v_heads=4, k_dim=8, v_dim=6, conv=4)
+    recurrent = replace(SMALL, delta=delta, windows=(None,) * 5, kv_heads=6)
+    one, two = (replace(DENSE, shape=recurrent, tensor_parallel=size) for size in (1, 2))
+    states = 3 * (4 * 4 * 8 * 6 + 2 * 4 * (2 * 2 * 8 + 4 * 6))
+    assert counts_of(one).state_bytes == states == 2 * counts_of(two).state_bytes
+    assert counts_of(one).windows == (Window(2 * 2 * 48 * 2, 2 * 4 * 48),), "of two layers with attention"
+    work = StepWork(3, 300, 0, 0, 3)
+    with_states, without = StepTime(one, FACTORS), StepTime(one, FACTORS)
+    without._state, without._sequence = 0.0, without._sequence - with_states._state
+    added = 3 * 2 * states / (H200.bandwidth * FACTORS.kv_read)
+    assert with_states.seconds(work) - without.seconds(work) == pytest.approx(added)
+    assert with_states.shares(work)["bandwidth"] - without.shares(work)["bandwidth"] == pytest.approx(added)
+    assert sum(with_states.shares(work).values()) == pytest.approx(with_states.seconds(work))
 
 
 @pytest.mark.parametrize("tokens", [7, 8, 9])
