@@ -20,7 +20,8 @@ import msgspec
 
 from penstock.bench.arrivals import Planned
 from penstock.bench.goodput import Served
-from penstock.bench.wire import ConnectError, Connection, StatusError, Target, WireError
+from penstock.bench.stream import AnswerError, check_length, explain, read_answer
+from penstock.bench.wire import ConnectError, Connection, Target, WireError
 from penstock.errors import PenstockError
 
 Result = TypeVar("Result")
@@ -28,43 +29,14 @@ DEFAULT_VOCAB = 32000
 """Used when the server does not say: smaller than the vocabulary of any model commonly served."""
 
 
-class _Choice(msgspec.Struct):
-    text: str = ""
-    finish_reason: str | None = None
-
-
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _PromptDetails | None = None
-
-
-class _Error(msgspec.Struct):
-    message: str = ""
-    code: str | int | None = None
-    type: str | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: _Error | None = None
-
-
 class _Model(msgspec.Struct):
     id: str
     vocab_size: int | None = None
+    max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct):
     data: list[_Model]
-
-
-_event_decoder = msgspec.json.Decoder(_Event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,57 +164,19 @@ class LoadGenerator:
                 await self._one(connection, request, due, tally)
         except TimeoutError:
             tally.errors[f"no end after {self.timeout_s:.0f} s"] += 1
-        except StatusError as error:
-            tally.errors[_describe(error)] += 1
-        except WireError as error:
-            tally.errors[str(error)] += 1
+        except (AnswerError, WireError) as error:
+            tally.errors[explain(error)] += 1
 
     async def _one(self, connection: Connection, request: Ready, due: float, tally: Tally) -> None:
-        first = last = 0.0
-        usage: _Usage | None = None
-        gaps: list[float] = []
-        async for payload in connection.events("/v1/completions", request.body):
-            now = time.perf_counter()
-            if payload == b"[DONE]":
-                continue
-            event = _event_decoder.decode(payload)
-            if event.error is not None:
-                tally.errors[f"in stream: {event.error.code or event.error.type}: {event.error.message}"] += 1
-                return
-            usage = event.usage or usage
-            if not event.choices:
-                continue
-            if first:
-                gaps.append(now - last)
-            else:
-                first = now
-            last = now
-        end, asked = time.perf_counter(), request.planned.output_len
-        if usage is None or not first:
-            tally.errors["stream ended without text and usage"] += 1
-            return
-        if usage.completion_tokens != asked:
-            tally.errors[f"fewer tokens than the {asked} asked for (does the server limit a request's time?)"] += 1
-            return
-        per_token = (last - first) / (asked - 1) if asked > 1 else None
+        answer = await read_answer(connection, "/v1/completions", request.body)
+        check_length(answer, asked := request.planned.output_len)
+        per_token = (answer.last - answer.first) / (asked - 1) if asked > 1 else None
         began = tally.began
-        tally.served.append(Served(due - began, first - began, end - began, per_token))
-        tally.gaps.extend(gaps)
-        tally.prompt_tokens += usage.prompt_tokens
-        tally.output_tokens += usage.completion_tokens
-        if usage.prompt_tokens_details is not None:
-            tally.cached_tokens += usage.prompt_tokens_details.cached_tokens or 0
-
-
-def _describe(error: StatusError) -> str:
-    """Short enough to count equal errors together."""
-    try:
-        detail = _event_decoder.decode(error.body).error
-    except msgspec.MsgspecError:
-        detail = None
-    if detail is None:
-        return f"HTTP {error.status}"
-    return f"HTTP {error.status} {detail.code or detail.type}: {detail.message}"
+        tally.served.append(Served(due - began, answer.first - began, answer.end - began, per_token))
+        tally.gaps.extend(answer.gaps)
+        tally.prompt_tokens += answer.prompt_tokens
+        tally.output_tokens += answer.output_tokens
+        tally.cached_tokens += answer.cached_tokens or 0
 
 
 async def discover(target: Target) -> _Models:
@@ -260,6 +194,26 @@ async def discover(target: Target) -> _Models:
         raise PenstockError(f"{target.host}:{target.port} gave an unreadable /v1/models: {error}") from error
     finally:
         await connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelThere:
+    """A model of the server."""
+
+    name: str
+    vocab_size: int
+    context_window: int | None
+    """None: the server does not say."""
+
+
+async def find_model(target: Target, name: str | None, vocab_size: int | None = None) -> ModelThere:
+    """The model of that name, or the first that the server lists. `vocab_size` overrides what the server says."""
+    models = (await discover(target)).data
+    if name is None and not models:
+        raise PenstockError(f"{target.host}:{target.port} serves no model; pass --model")
+    name = name or models[0].id
+    known = {model.id: model for model in models}.get(name) or _Model(name)
+    return ModelThere(name, vocab_size or known.vocab_size or DEFAULT_VOCAB, known.max_model_len)
 
 
 def run_loop(main: Coroutine[Any, Any, Result]) -> Result:

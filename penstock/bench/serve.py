@@ -16,7 +16,7 @@ from rich.console import Console
 from penstock.bench import arrivals, page, report, stats
 from penstock.bench.arrivals import Pattern, Planned
 from penstock.bench.goodput import Objectives
-from penstock.bench.load import DEFAULT_VOCAB, LoadGenerator, Tally, discover, run_loop
+from penstock.bench.load import LoadGenerator, Tally, find_model, run_loop
 from penstock.bench.wire import Target
 from penstock.errors import PenstockError
 
@@ -80,13 +80,9 @@ async def measure(
     """Send what is planned, `settings.plan()` when not given: the model's name, and what became of it."""
     plan = plan or settings.plan()
     target = Target.parse(settings.url, api_key)
-    models = (await discover(target)).data
-    known = {model.id: model for model in models}
-    if settings.model is None and not known:
-        raise PenstockError(f"{settings.url} serves no model; pass --model")
-    name = settings.model or models[0].id
-    vocab_size = settings.vocab_size or (known[name].vocab_size if name in known else None) or DEFAULT_VOCAB
-    load = LoadGenerator(target, name, vocab_size, temperature=settings.temperature, timeout_s=settings.timeout_s)
+    found = await find_model(target, settings.model, settings.vocab_size)
+    name = found.name
+    load = LoadGenerator(target, name, found.vocab_size, temperature=settings.temperature, timeout_s=settings.timeout_s)
     warm_up = settings.concurrency if settings.warm_up is None else settings.warm_up
     requests = load.ready(plan, settings.seed)
     with report.progress_bar(console) as bar:

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Iterator
 
 from penstock.bench.workloads import Workload
+from penstock.engine.batch import Batch
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.request import Request, SamplingParams
-from penstock.engine.scheduler import Batch, Scheduler
+from penstock.engine.scheduler import Scheduler
 from penstock.planning.step_time import StepWork, attended
 
 _BLOCK = 16

@@ -8,18 +8,14 @@ clients saw. With a shape the server gets a folder of random weights. Rates are 
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import os
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,16 +26,11 @@ from penstock.bench import arrivals, report, serve, stats, workloads
 from penstock.bench.arrivals import Planned
 from penstock.bench.engine import BenchError
 from penstock.bench.load import run_loop
-from penstock.bench.wire import Connection, Target, WireError
+from penstock.bench.served import Running, environment, random_model, server
 from penstock.bench.workloads import Workload
 from penstock.interpreter import module
 
 ROLES = ("engine", "gateway")
-_START_S = 300.0
-_STOP_S = 45.0
-_PAUSE_S = 0.1
-_SETTLE_S = 5.0
-"""An engine uses its first idle seconds to prepare further steps."""
 _SHOWN = ("p50", "p99")
 
 
@@ -78,76 +69,6 @@ class Turn:
         return None if self.offline_tps is None else self.http_tps / self.offline_tps
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A server that answers."""
-
-    url: str
-    pid: int
-    ready_s: float
-    """From the start of its process until it was ready."""
-    first_answer_s: float
-    """The same until the first token of its first answer had come."""
-
-
-@contextmanager
-def _server(settings: ThroughHttpBenchSettings, model: str, folder: Path) -> Iterator[Running]:
-    """A server that is ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    log = folder / "log"
-    command = [
-        *(*module("penstock"), "serve", model, "--host", "127.0.0.1", "--port", str(port)),
-        *("--device", settings.device, "--log-level", "warning", "--set", f"store.url=sqlite:///{folder}/store.db"),
-        *("--set", "generation.time_limit_s=3600"),  # a slow machine must be able to finish its requests too
-        *("--set", "server.console=false"),
-        *(word for setting in settings.serve for word in ("--set", setting)),
-    ]
-    began = time.monotonic()
-    with log.open("wb") as output:
-        # In an empty folder: a configuration file in the current one must not be picked up.
-        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=_environment())
-    try:
-        if not asyncio.run(_becomes_ready(Target.parse(f"http://127.0.0.1:{port}", None), process)):
-            raise BenchError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
-        ready_s, url = time.monotonic() - began, f"http://127.0.0.1:{port}"
-        load = serve.ServeBenchSettings(url=url, concurrency=1, requests=1, input_len=16, output_len=1, warm_up=0)
-        _, tally = run_loop(serve.measure(load, None, Console(stderr=True, quiet=True)))
-        if tally.errors:
-            raise BenchError(f"the server does not answer: {next(iter(tally.errors))}\n{log.read_text()[-2000:]}")
-        answered_s = time.monotonic() - began
-        time.sleep(_SETTLE_S)
-        yield Running(url, process.pid, ready_s, answered_s)
-    finally:
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """Ours, and the same code where it was found through the current folder."""
-    paths = [os.path.abspath(path) for path in sys.path if path or "penstock" in os.listdir()]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-
-
-async def _becomes_ready(target: Target, process: subprocess.Popen[bytes]) -> bool:
-    deadline = time.monotonic() + _START_S
-    while process.poll() is None and time.monotonic() < deadline:
-        connection = Connection(target)
-        try:
-            await connection.request("GET", "/health/ready")
-            return True
-        except (WireError, OSError):
-            await asyncio.sleep(_PAUSE_S)  # not yet
-        finally:
-            await connection.close()
-    return False
-
-
 def _offline(settings: ThroughHttpBenchSettings, workload: Workload, folder: Path) -> float:
     """Output tokens per second of the engine alone, in a process of its own."""
     found = folder / "offline.json"
@@ -156,7 +77,7 @@ def _offline(settings: ThroughHttpBenchSettings, workload: Workload, folder: Pat
         *("--json", str(found)),
         *(("--shape", settings.shape) if settings.shape else ("--model", settings.model)),
     ]
-    ended = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
     if ended.returncode:
         raise BenchError(f"the offline engine failed:\n{ended.stdout[-1000:]}{ended.stderr[-1000:]}")
     (result,) = json.loads(found.read_text())["results"]
@@ -218,8 +139,8 @@ def main(settings: ThroughHttpBenchSettings, names: Sequence[str], json_file: Pa
     label = settings.model if settings.shape is None else f"{settings.shape} (random weights)"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = settings.model if settings.shape is None else _random_model(settings.shape, folder, console)
-        with _server(settings, model, folder) as running:
+        model = settings.model if settings.shape is None else random_model(settings.shape, folder, console)
+        with server(model, folder, device=settings.device, settings=settings.serve) as running:
             console.print(f"[bold]{label}[/bold]: {report.machine_line()}")
             console.print(
                 f"The server was ready after {running.ready_s:.1f} s, its first answer came after "
@@ -244,16 +165,6 @@ def main(settings: ThroughHttpBenchSettings, names: Sequence[str], json_file: Pa
         ]
         start = {"ready_s": running.ready_s, "first_answer_s": running.first_answer_s}
         report.write_json(json_file, "http", dataclasses.asdict(settings) | {"start": start}, results)
-
-
-def _random_model(shape: str, folder: Path, console: Console) -> str:
-    """Write its folder."""
-    from penstock.bench import random_model
-
-    with report.progress_bar(console) as bar:
-        task = bar.add_task(f"writing {shape} with random weights", total=None)
-        random_model.write(folder / shape, shape, lambda done, total: bar.update(task, completed=done, total=total))
-    return str(folder / shape)
 
 
 def _show(turns: dict[str, list[Turn]], settings: ThroughHttpBenchSettings, console: Console) -> None:

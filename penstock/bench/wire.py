@@ -45,6 +45,8 @@ class Target:
     tls: bool
     prefix: str
     api_key: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+    """Sent with every request."""
 
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> Target:
@@ -64,6 +66,7 @@ class Target:
         ]
         if self.api_key:
             lines.append(f"Authorization: Bearer {self.api_key}")
+        lines.extend(f"{name}: {value}" for name, value in self.headers)
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 

@@ -34,6 +34,7 @@ import torch
 
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.spec import ADAPTER_UNKNOWN, NO_ADAPTERS
+from penstock.engine.batch import Batch
 from penstock.engine.config import EngineConfig
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
 from penstock.engine.grammar.interface import TokenMatcher
@@ -54,7 +55,7 @@ from penstock.engine.request import (
 )
 from penstock.engine.runner.runner import Runner
 from penstock.engine.runner.step import PendingStep
-from penstock.engine.scheduler import Batch, Scheduler
+from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.speculation import Speculation
 from penstock.errors import ConfigError, ReplicaLost

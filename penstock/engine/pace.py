@@ -96,10 +96,6 @@ class Pace:
             left = min(left, max(own_target_s * MARGIN - base, base))
         return left
 
-    def left(self, seconds: float) -> float:
-        """What is left of a budget; nothing where that would be a sliver."""
-        return seconds if seconds > self._per_token * LEAST else 0.0
-
     def tokens(self, seconds: float, start: int, most: int) -> int:
         """How many tokens of a prompt, from position `start` on, fit into a budget; at most `most`."""
         if seconds == math.inf:
@@ -112,10 +108,6 @@ class Pace:
         else:
             fits = (math.sqrt(linear * linear + 4 * square * seconds) - linear) / (2 * square)
         return min(most, int(fits))
-
-    def cut(self, tokens: int, before: int) -> int:
-        """At most `tokens` of a prompt, so that those of the step, `before` of them planned, fill whole tiles."""
-        return max((before + tokens) // TILE * TILE - before, 0)
 
     def cost(self, start: int, length: int) -> float:
         """Seconds of a budget that a chunk of a prompt takes."""
@@ -141,6 +133,37 @@ class Pace:
             elif per_token < 0.0:
                 per_token, per_key = 0.0, self._ks / self._kk
         self._per_token, self._per_key = per_token, per_key / 1e3
+
+
+class PromptBudget:
+    """What the prompts of one step may still take."""
+
+    def __init__(self, pace: Pace, seconds: float = math.inf) -> None:
+        self._pace = pace
+        self._seconds = seconds
+        self._least = LEAST
+        """Tokens that are computed in any case."""
+        self._tokens = 0
+        """Those that are planned."""
+
+    @property
+    def spent(self) -> bool:
+        return self._seconds <= 0.0 and not self._least
+
+    def fit(self, start: int, length: int) -> int:
+        """How many of the next `length` tokens of a prompt, from position `start` on, the streams leave time for."""
+        fits = self._pace.tokens(self._seconds, start, length)
+        if fits < length:
+            fits = max((self._tokens + fits) // TILE * TILE - self._tokens, 0)
+        return max(fits, min(length, self._least))
+
+    def spend(self, start: int, length: int) -> None:
+        """They are part of the step."""
+        self._least = max(self._least - length, 0)
+        self._tokens += length
+        if self._seconds != math.inf:
+            left = self._seconds - self._pace.cost(start, length)
+            self._seconds = left if left > self._pace.cost(0, LEAST) else 0.0  # a sliver is nothing
 
 
 def _size(prompts: Sequence[tuple[int, int]]) -> tuple[float, float]:

@@ -24,16 +24,13 @@ follow each other in flight: a chunk needs the keys and values of those before i
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.engine.grammar.interface import PendingMasks
+from penstock.engine.batch import Batch, Chunk
 from penstock.engine.kv.allocator import BlockAllocator, Found
-from penstock.engine.kv.host import Transfers
-from penstock.engine.pace import LEAST, Pace
+from penstock.engine.pace import Pace, PromptBudget
 from penstock.engine.request import Request
 from penstock.engine.sequence import Sequence
 
@@ -48,67 +45,6 @@ AGEING_S = 30.0
 LEAST_SHARE, LEAST_BESIDE_DECODES = 128, 32
 """Prompt tokens that are not divided further between steps in flight: a smaller step would read the weights for too
 little. One that decodes reads them anyway."""
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Consecutive tokens of one sequence to compute in a step."""
-
-    seq: Sequence
-    start: int
-    length: int
-    samples: bool
-    """The chunk reaches the end of the sequence, so the step also samples its next token."""
-    drafts: tuple[int, ...] = ()
-    """Draft tokens after the last real one, part of `length`; the step samples behind each of them too."""
-    read: int = 0
-    """With recurrent layers: the slot of the state before it; see `kv.states`."""
-    writes: tuple[int, ...] = ()
-    """The slots of the states behind its last token or, with draft tokens, behind each."""
-
-    @property
-    def decodes(self) -> bool:
-        """Whether only the last real token is computed, with or without draft tokens behind it."""
-        return self.length == 1 + len(self.drafts)
-
-
-@dataclass(slots=True)
-class Batch:
-    """One step's work; decodes come first."""
-
-    chunks: list[Chunk]
-    num_decodes: int
-    """Tokens that belong to decodes, draft tokens included: each attends on its own."""
-    num_tokens: int
-    masks: PendingMasks | None = None
-    """For its sequences with a grammar; set when the step is launched."""
-    transfers: Transfers | None = None
-    """Blocks to copy to and from the host before the step."""
-    state_transfers: Transfers | None = None
-    """The same of states."""
-
-    speculative: bool = False
-    """Whether some chunk carries draft tokens."""
-    plain: bool = False
-    """Whether every chunk is one token without draft tokens, behind which one is sampled."""
-
-    @classmethod
-    def of(cls, chunks: list[Chunk], transfers: Transfers | None = None) -> Batch:
-        """`chunks` in any order."""
-        tokens = decodes = samples = drafted = 0
-        ordered = True
-        for chunk in chunks:
-            length, drafts = chunk.length, len(chunk.drafts)
-            if length == 1 + drafts:
-                ordered = ordered and decodes == tokens
-                decodes += length
-            tokens += length
-            drafted += drafts
-            samples += chunk.samples
-        if not ordered:
-            chunks.sort(key=lambda chunk: not chunk.decodes)
-        plain = drafted == 0 and tokens == samples == len(chunks)
-        return cls(chunks, decodes, tokens, transfers=transfers, speculative=drafted > 0, plain=plain)
 
 
 class Scheduler:
@@ -142,12 +78,8 @@ class Scheduler:
         self.pace = Pace(default_gap_s, yields=True) if target_gap_s is None else Pace(target_gap_s)
         self._own_targets: dict[Sequence, float] = {}
         """Running sequences with a target of their own for the gap between tokens."""
-        self._prompt_s = math.inf
-        """Seconds that prompts may still take of the step that is being scheduled."""
-        self._prompt_least = 0
-        """Prompt tokens that it computes in any case."""
-        self._prompt_tokens = 0
-        """Those that it computes, so far."""
+        self._prompts = PromptBudget(self.pace)
+        """What prompts may still take of the step that is being scheduled."""
         self.running: dict[Sequence, None] = {}
         self._rows = list(range(max_running - 1, -1, -1))
         self._parked: dict[Sequence, int] = {}
@@ -278,7 +210,7 @@ class Scheduler:
         for chunk in chunks:
             if chunk.seq.computed // size > chunk.seq.named:  # most are in the middle of a block
                 self.allocator.publish(chunk.seq)
-        while budget > 0 and (self._prompt_s > 0.0 or self._prompt_least) and self._rows:
+        while budget > 0 and not self._prompts.spent and self._rows:
             admitted = self._admit(budget, now)
             if admitted is None:
                 break
@@ -290,7 +222,7 @@ class Scheduler:
     def landed(self, batch: Batch, seconds: float | None = None) -> None:
         """A step is over, after so long, or was never launched. Every scheduled step lands once."""
         if seconds is not None:
-            prompts = _prompts(batch)
+            prompts = batch.prompts
             self.pace.observe(len(batch.chunks) - len(prompts), prompts, seconds)
         self._in_flight -= 1
         self._prompts_in_flight -= batch.num_tokens - batch.num_decodes
@@ -299,7 +231,7 @@ class Scheduler:
 
     def expected_s(self, batch: Batch) -> float:
         """Seconds that a step should take; 0 while nothing is known."""
-        prompts = _prompts(batch)
+        prompts = batch.prompts
         return self.pace.expected(len(batch.chunks) - len(prompts), prompts)
 
     def start_over(self) -> None:
@@ -407,8 +339,7 @@ class Scheduler:
         spare = budget - len(decodes)
         own_target = min(self._own_targets.values()) if self._own_targets else None
         backlog = self._backlog(prefills) if self.pace.target_s is not None else 0
-        self._prompt_s, self._prompt_least = self.pace.budget(len(decodes), own_target, backlog), LEAST
-        self._prompt_tokens = 0
+        self._prompts = PromptBudget(self.pace, self.pace.budget(len(decodes), own_target, backlog))
         chunks: dict[Sequence, Chunk] = {}
         grow, size = self.allocator.grow, self.allocator.block_size
         states = self.allocator.states
@@ -419,7 +350,7 @@ class Scheduler:
             if seq not in self.running:
                 continue  # preempted for a sequence before it in this very pass
             length = min(remaining, budget)
-            if remaining > 1 and (length := self._paced(seq, length)) == 0:
+            if remaining > 1 and (length := self._prompts.fit(seq.computed, length)) == 0:
                 break  # prompts come last
             if states is not None and remaining > 1:
                 length = states.cut(seq, length)
@@ -437,7 +368,7 @@ class Scheduler:
                     verified = self._affordable(seq, drafts[seq], spare)
                     spare -= len(verified)
                 if remaining > 1:
-                    self._spend(seq, length)
+                    self._prompts.spend(seq.computed, length)
                 chunks[seq] = self._chunk(seq, length, verified)
                 budget -= length + len(verified)
         return list(chunks.values()), budget
@@ -446,20 +377,6 @@ class Scheduler:
         """Prompt tokens still to be computed, of the running and of the first that wait; what is cached counts too."""
         waiting = sum(seq.length for _, seq in self._waiting[:_BACKLOG]) if self._waiting else 0
         return waiting + sum(remaining for _, remaining in prefills)
-
-    def _paced(self, seq: Sequence, length: int) -> int:
-        """How many of its next `length` prompt tokens the streams in this step leave time for."""
-        fits = self.pace.tokens(self._prompt_s, seq.computed, length)
-        if fits < length:
-            fits = self.pace.cut(fits, self._prompt_tokens)
-        return max(fits, min(length, self._prompt_least))
-
-    def _spend(self, seq: Sequence, length: int) -> None:
-        """Its next `length` prompt tokens are part of the step."""
-        self._prompt_least = max(self._prompt_least - length, 0)
-        self._prompt_tokens += length
-        if self._prompt_s != math.inf:
-            self._prompt_s = self.pace.left(self._prompt_s - self.pace.cost(seq.computed, length))
 
     def _affordable(self, seq: Sequence, drafts: list[int], spare: int) -> tuple[int, ...]:
         """As many draft tokens as leave every decode its token of the budget; their blocks are taken."""
@@ -516,8 +433,8 @@ class Scheduler:
             self.prefix_hit_tokens += seq.computed
             self.host_hit_tokens += restored * self.allocator.block_size
         length = min(seq.length - seq.computed, budget)
-        length = self._cut(seq, max(self._paced(seq, length), 1))
-        self._spend(seq, length)
+        length = self._cut(seq, max(self._prompts.fit(seq.computed, length), 1))
+        self._prompts.spend(seq.computed, length)
         grown = self.allocator.grow(seq, seq.computed + length)
         assert grown, "admission promised these blocks"
         return self._chunk(seq, length)
@@ -555,7 +472,7 @@ class Scheduler:
 
     def _schedule_suspect(self, now: float) -> Batch | None:
         """One suspect alone, chunk by chunk, until it has sampled a token or failed."""
-        self._prompt_s = math.inf
+        self._prompts = PromptBudget(self.pace)
         seq = self._suspects[0]
         if seq.finished or (seq in self.running and self._remaining(seq) == 0):
             self._suspects.popleft()
@@ -595,10 +512,3 @@ class Scheduler:
         self._in_flight += 1
         self._prompts_in_flight += batch.num_tokens - batch.num_decodes
         return batch
-
-
-def _prompts(batch: Batch) -> list[tuple[int, int]]:
-    """First position and number of tokens of each prompt in a step."""
-    if batch.num_decodes == batch.num_tokens:
-        return []
-    return [(chunk.start, chunk.length) for chunk in batch.chunks if not chunk.decodes]

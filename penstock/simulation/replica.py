@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+from penstock.engine.batch import Batch
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.request import EngineInfo, EngineLoad, FinishReason
-from penstock.engine.scheduler import Batch, Scheduler
+from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.errors import ConfigError
 from penstock.routing.meter import ReplicaMeter

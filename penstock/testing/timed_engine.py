@@ -12,10 +12,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from penstock.engine.batch import Batch
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.request import Delta, EngineInfo, EngineLoad, FinishReason, Request, StepOutput
-from penstock.engine.scheduler import Batch, Scheduler
+from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
 
 TOKEN = 97

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.engine.batch import Batch
 from penstock.engine.core import Engine
 from penstock.engine.request import Request, SamplingParams
-from penstock.engine.scheduler import Batch
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.tiny import Reference, write_checkpoint
 

@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
+from penstock.engine.batch import Batch
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.pace import LEAST, MARGIN, Pace
 from penstock.engine.request import Request, SamplingParams
-from penstock.engine.scheduler import Batch, Scheduler
+from penstock.engine.scheduler import Scheduler
 
 PER_TOKEN, PER_KEY, BASE, PER_DECODE = 25e-6, 1.0e-9, 0.006, 30e-6
 

@@ -7,10 +7,11 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.batch import Batch, Chunk
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.request import Request, SamplingParams
-from penstock.engine.scheduler import Batch, Chunk, Scheduler
+from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
 
 

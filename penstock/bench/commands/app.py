@@ -6,6 +6,7 @@ import typer
 
 from penstock.bench.commands.adapters import adapters
 from penstock.bench.commands.admission_cost import admission_cost
+from penstock.bench.commands.agents import agents
 from penstock.bench.commands.compare import compare
 from penstock.bench.commands.cpu_peers import cpu_peers
 from penstock.bench.commands.determinism import determinism
@@ -65,6 +66,7 @@ for command in (
     pipeline,
     soak,
     serve,
+    agents,
     http,
     overhead,
     streams,

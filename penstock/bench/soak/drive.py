@@ -16,10 +16,10 @@ from penstock.bench.soak.engines import ADAPTERS, adapter_spec
 from penstock.bench.soak.traffic import Case
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.spec import AdapterStatus
+from penstock.engine.batch import Batch
 from penstock.engine.core import Engine
 from penstock.engine.request import Delta, Request, TokenLogprob
 from penstock.engine.runner.step import PendingStep
-from penstock.engine.scheduler import Batch
 
 STEP_S = 0.004
 """Duration of a step by the engine's clock."""

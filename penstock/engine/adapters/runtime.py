@@ -15,8 +15,8 @@ from penstock.engine.adapters.apply import LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.pool import AdapterPool
+from penstock.engine.batch import Batch
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.scheduler import Batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.engine.batch import Batch
 from penstock.engine.grammar.compile_queue import CompileQueue, Job, QueueFull
 from penstock.engine.grammar.interface import GrammarCompiler, GrammarError, PendingMasks, TokenMatcher, words_for
 from penstock.engine.grammar.thought import ThoughtState
 from penstock.engine.grammar.token_rules import TokenRules
 from penstock.engine.request import GRAMMAR_REFUSED, QUEUE_FULL, Request
-from penstock.engine.scheduler import Batch
 from penstock.engine.sequence import Sequence
 
 _KEPT = 128

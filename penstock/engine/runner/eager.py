@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.batch import Batch
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.executor import Executor
 from penstock.engine.runner.inputs import Packed, StepInputs, chunk_targets
@@ -19,7 +20,6 @@ from penstock.engine.runner.resources import RunnerResources
 from penstock.engine.runner.rows import DRAWN, Flag
 from penstock.engine.runner.sampler import LogprobTensors, SampleRequest, logprobs_of, sample
 from penstock.engine.runner.step import PendingStep
-from penstock.engine.scheduler import Batch
 
 _SCORED_AT_ONCE = 128
 """Prompt positions whose logits exist at the same time; bounds the memory of prompt log-probabilities."""

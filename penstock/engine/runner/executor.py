@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from penstock.engine.backends.interface import TimedStep
+from penstock.engine.batch import Batch
 from penstock.engine.runner.step import PendingStep
-from penstock.engine.scheduler import Batch
 
 
 class Releasable:

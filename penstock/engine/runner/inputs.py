@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import AttentionBatch, HostBatch, Ints, StateBatch
+from penstock.engine.batch import Batch, Chunk
 from penstock.engine.noise import row_keys
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import SampleRequest
-from penstock.engine.scheduler import Batch, Chunk
 
 
 @dataclass(slots=True)

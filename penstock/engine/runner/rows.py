@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import DeviceAccess
-from penstock.engine.scheduler import Batch
+from penstock.engine.batch import Batch
 from penstock.engine.sequence import Sequence
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.backends.backend import Backend
+from penstock.engine.batch import Batch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.models.decoder import Decoder
@@ -18,7 +19,6 @@ from penstock.engine.runner.inputs import InputBuilder
 from penstock.engine.runner.resources import RunnerResources
 from penstock.engine.runner.rows import Rows
 from penstock.engine.runner.step import PendingStep
-from penstock.engine.scheduler import Batch
 
 
 class Runner:

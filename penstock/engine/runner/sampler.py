@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import Ops
+from penstock.engine.batch import Chunk
 from penstock.engine.grammar.interface import PendingMasks
 from penstock.engine.request import TokenLogprob
 from penstock.engine.runner.rows import FLOATS, Flag, Rows
-from penstock.engine.scheduler import Chunk
 
 
 @dataclass(slots=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from penstock.engine.backends.interface import CopyEvent, Ints
+from penstock.engine.batch import Batch, Chunk
 from penstock.engine.request import TokenLogprob
 from penstock.engine.runner.rows import Rows
 from penstock.engine.runner.sampler import LogprobTensors
-from penstock.engine.scheduler import Batch, Chunk
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.verification import count_accepted
 

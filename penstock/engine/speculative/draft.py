@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import time
 
+from penstock.engine.batch import Batch, Chunk
 from penstock.engine.runner.rows import Flag
 from penstock.engine.runner.runner import Runner
 from penstock.engine.runner.step import PendingStep
-from penstock.engine.scheduler import Batch, Chunk, Scheduler
+from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.gain import Acceptance, StepCosts
 

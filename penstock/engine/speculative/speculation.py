@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from penstock.engine.batch import Batch, Chunk
 from penstock.engine.request import EngineLoad
-from penstock.engine.scheduler import Batch, Chunk
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.gain import MARGIN, Balance, StepCosts, choose_depths
 from penstock.errors import ReplicaLost

@@ -16,13 +16,13 @@ import torch
 from penstock.engine.backends import cpu
 from penstock.engine.backends.cuda.packed_inputs import PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PROMPTS, PromptGraphs, Shape, arrange
+from penstock.engine.batch import Batch
 from penstock.engine.core import Engine
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.runner.eager import EagerExecutor
 from penstock.engine.runner.inputs import sampling_chunks
 from penstock.engine.runner.rows import Flag
 from penstock.engine.runner.step import PendingStep
-from penstock.engine.scheduler import Batch
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from penstock.bench.soak.engines import verify_everything
+from penstock.engine.batch import Batch
 from penstock.engine.core import Engine
 from penstock.engine.parallel.channel import Forward
 from penstock.engine.parallel.decoder import Arriving
@@ -19,7 +20,6 @@ from penstock.engine.parallel.rank import ServedModel
 from penstock.engine.request import Delta, Request, SamplingParams
 from penstock.engine.runner.eager import EagerExecutor
 from penstock.engine.runner.runner import Runner
-from penstock.engine.scheduler import Batch
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import Oracle

@@ -17,10 +17,10 @@ from penstock.engine.backends.reference import filters
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.backends.reference.noise import gumbel, row_keys
 from penstock.engine.backends.reference.ops import ReferenceOps
+from penstock.engine.batch import Batch, Chunk
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.runner.rows import Flag, Rows
 from penstock.engine.runner.sampler import SampleRequest, sample
-from penstock.engine.scheduler import Batch, Chunk
 from penstock.engine.sequence import Sequence
 
 VOCAB = 1000

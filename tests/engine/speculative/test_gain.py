@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engine.batch import Batch, Chunk
 from penstock.engine.request import Request, SamplingParams
-from penstock.engine.scheduler import Batch, Chunk
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculative.gain import Acceptance, StepCosts, choose_depths
 from penstock.engine.speculative.speculation import Speculation

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.batch import Batch
 from penstock.engine.core import Engine
 from penstock.engine.request import Delta, Request, SamplingParams
-from penstock.engine.scheduler import Batch
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.speculative.forced import Oracle, eager_engine
 from tests.engine.tiny import write_checkpoint

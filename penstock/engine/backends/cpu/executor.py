@@ -7,13 +7,13 @@ import torch
 
 from penstock.engine.backends.cpu.ops import CpuOps
 from penstock.engine.backends.cpu.recorded_step import RecordedStep, RowArrays, record
+from penstock.engine.batch import Batch
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.eager import EagerExecutor
 from penstock.engine.runner.inputs import Packed, decode_entries, sampling_chunks
 from penstock.engine.runner.resources import RunnerResources
 from penstock.engine.runner.rows import DRAWN, FLOATS, Flag, Rows
 from penstock.engine.runner.step import PendingStep
-from penstock.engine.scheduler import Batch
 
 
 class RecordedExecutor(EagerExecutor):

@@ -25,6 +25,7 @@ from penstock.engine.backends.cuda.capture import record
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs, Shape
 from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch, StateBatch
+from penstock.engine.batch import Batch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.runner.eager import EagerExecutor
@@ -33,7 +34,6 @@ from penstock.engine.runner.inputs import chunk_tokens, decode_keys, entries, sa
 from penstock.engine.runner.resources import RunnerResources
 from penstock.engine.runner.rows import DRAWN, FLOATS, Rows
 from penstock.engine.runner.step import PendingStep
-from penstock.engine.scheduler import Batch
 
 _FIELDS = (("ids", np.int64), ("positions", np.int64), ("slots", np.int64), ("keys", np.int64),
            ("rows64", np.int64), ("stores", np.int64), ("rows", np.int32), ("contexts", np.int32))  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.engine.backends.cuda.capture import record
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch
+from penstock.engine.batch import Batch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
@@ -27,7 +28,6 @@ from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.runner.follower import BlockTables
 from penstock.engine.runner.inputs import Packed
 from penstock.engine.runner.rows import FLOATS, Rows
-from penstock.engine.scheduler import Batch
 
 PROMPTS = 8
 """Most prompts in a captured step."""

@@ -1,0 +1,113 @@
+"""A server of our own that a benchmark starts, loads and stops again.
+
+It runs in processes of its own with a store of its own; whatever ends the benchmark also stops it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.bench import report, serve
+from penstock.bench.engine import BenchError
+from penstock.bench.load import run_loop
+from penstock.bench.wire import Connection, Target, WireError
+from penstock.interpreter import module
+
+_START_S = 300.0
+_STOP_S = 45.0
+_PAUSE_S = 0.1
+_SETTLE_S = 5.0
+"""An engine uses its first idle seconds to prepare further steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that answers."""
+
+    url: str
+    pid: int
+    ready_s: float
+    """From the start of its process until it was ready."""
+    first_answer_s: float
+    """The same until the first token of its first answer had come."""
+
+
+@contextmanager
+def server(model: str, folder: Path, *, device: str = "auto", settings: Sequence[str] = ()) -> Iterator[Running]:
+    """`penstock serve` of a model, ready and settled. `folder` gets its files, `settings` are `key=value`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    if os.sep in model and os.path.exists(model):
+        model = os.path.abspath(model)  # the server's current folder is another one
+    log = folder / "log"
+    command = [
+        *(*module("penstock"), "serve", model, "--host", "127.0.0.1", "--port", str(port)),
+        *("--device", device, "--log-level", "warning", "--set", f"store.url=sqlite:///{folder}/store.db"),
+        *("--set", "generation.time_limit_s=3600"),  # a slow machine must be able to finish its requests too
+        *("--set", "server.console=false"),
+        *(word for setting in settings for word in ("--set", setting)),
+    ]
+    began = time.monotonic()
+    with log.open("wb") as output:
+        # In an empty folder: a configuration file in the current one must not be picked up.
+        process = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment())
+    try:
+        if not asyncio.run(_becomes_ready(Target.parse(f"http://127.0.0.1:{port}", None), process)):
+            raise BenchError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
+        ready_s, url = time.monotonic() - began, f"http://127.0.0.1:{port}"
+        load = serve.ServeBenchSettings(url=url, concurrency=1, requests=1, input_len=16, output_len=1, warm_up=0)
+        _, tally = run_loop(serve.measure(load, None, Console(stderr=True, quiet=True)))
+        if tally.errors:
+            raise BenchError(f"the server does not answer: {next(iter(tally.errors))}\n{log.read_text()[-2000:]}")
+        answered_s = time.monotonic() - began
+        time.sleep(_SETTLE_S)
+        yield Running(url, process.pid, ready_s, answered_s)
+    finally:
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def environment() -> dict[str, str]:
+    """Ours, and the same code where it was found through the current folder."""
+    paths = [os.path.abspath(path) for path in sys.path if path or "penstock" in os.listdir()]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+async def _becomes_ready(target: Target, process: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + _START_S
+    while process.poll() is None and time.monotonic() < deadline:
+        connection = Connection(target)
+        try:
+            await connection.request("GET", "/health/ready")
+            return True
+        except (WireError, OSError):
+            await asyncio.sleep(_PAUSE_S)  # not yet
+        finally:
+            await connection.close()
+    return False
+
+
+def random_model(shape: str, folder: Path, console: Console) -> str:
+    """Write a folder with random weights and a tokenizer: its path."""
+    from penstock.bench import random_model as checkpoint
+
+    with report.progress_bar(console) as bar:
+        task = bar.add_task(f"writing {shape} with random weights", total=None)
+        checkpoint.write(folder / shape, shape, lambda done, total: bar.update(task, completed=done, total=total))
+    return str(folder / shape)
