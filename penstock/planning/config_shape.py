@@ -40,7 +40,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
             model.moe.top_k,
             model.moe.ffn_size,
             model.moe.layers,
-            bias=model.mlp_bias or model.moe.expert_bias,
+            bias=model.moe.expert_bias,
             shared_ffn=model.moe.shared_ffn_size,
             shared_gate=model.moe.shared_gate,
             router_bias=model.moe.router_bias or model.moe.correction_bias,
@@ -48,7 +48,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
     names = family_of(model.family).names
     mla, latent = None, model.latent
     if latent is not None:
-        mla = Mla(latent.rank, latent.rotary, latent.plain, latent.value, latent.query_rank)
+        mla = Mla(latent.rank, latent.rotary, latent.plain, latent.value, latent.query_rank, latent.input_bias)
     return ModelShape(
         name=name,
         family=model.family,

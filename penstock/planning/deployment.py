@@ -233,7 +233,12 @@ class Deployment:
 def splits(shape: ModelShape, tensor: int) -> bool:
     """Whether shards can have equal parts of every layer, as the engine cuts them (`engine.parallel.layout`)."""
     kv_fits = shape.mla is not None or shape.kv_heads % tensor == 0 or tensor % shape.kv_heads == 0
-    widths = [width for width in (shape.ffn, shape.moe.ffn if shape.moe else 0) if width]
+    moe, widths = shape.moe, [shape.ffn]
+    if moe is not None:
+        # Without a dense layer nothing has the dense width.
+        widths = [moe.ffn, moe.shared_ffn, *([] if all(moe.layers) else [shape.ffn])]
+    if shape.delta is not None:
+        widths.append(shape.delta.k_heads)
     return shape.heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
 
 

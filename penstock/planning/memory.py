@@ -200,7 +200,8 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     shape = deployment.shape
     # With latent attention every shard has the whole latent.
     elements = shape.mla.cached if shape.mla else 2 * deployment.kv_heads_per_device * shape.head_dim
-    return (last - first) * round(elements * deployment.block_size * deployment.kv_bytes)
+    layers = last - first - shape.recurrent_in(first, last)
+    return layers * round(elements * deployment.block_size * deployment.kv_bytes)
 
 
 def _stage(deployment: Deployment, stage: int) -> MemoryPlan:

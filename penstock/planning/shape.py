@@ -23,7 +23,7 @@ class Moe:
     layers: tuple[bool, ...]
     """Which layers have experts; the others are dense."""
     bias: bool
-    """Whether experts have biases."""
+    """Whether routed experts have biases; `mlp_bias` of the model is for the shared ones."""
     shared_ffn: int = 0
     """Width of the experts that every token visits, all of them together."""
     shared_gate: bool = False
@@ -47,6 +47,8 @@ class Mla:
     value_dim: int
     q_rank: int | None = None
     """Width that queries are compressed to; None: they are not."""
+    bias: bool = False
+    """Whether the compressing matrices have biases."""
 
     @property
     def cached(self) -> int:
@@ -176,7 +178,8 @@ class ModelShape:
             expanded = mla.kv_rank * self.heads * (mla.nope_dim + mla.value_dim)
             query_output = queries + expanded + self.heads * mla.value_dim * hidden
             key_value = 0
-            small += mla.kv_rank
+            small += mla.kv_rank + (hidden if self.output_bias else 0)
+            small += mla.cached + (mla.q_rank or 0) if mla.bias else 0
         elif recurrent and self.delta is not None:
             delta = self.delta
             values, latent, key_value = delta.v_heads * delta.v_dim, 0, 0
@@ -186,8 +189,9 @@ class ModelShape:
             q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
             latent = 0
             query_output, key_value = 2 * hidden * q_size, 2 * hidden * kv_size
-            query_output += hidden * q_size if self.gated_attention else 0
-            small += (q_size + 2 * kv_size if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
+            gates = q_size if self.gated_attention else 0
+            query_output += hidden * gates
+            small += (q_size + gates + 2 * kv_size if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
             small += 2 * self.head_dim if self.qk_norm else 0
             small += q_size + kv_size if self.whole_qk_norm else 0
         moe = self.moe
@@ -196,6 +200,8 @@ class ModelShape:
             return LayerParts(query_output, key_value, latent, 3 * hidden * self.ffn, 0, 0, small)
         if moe.bias:
             small += moe.experts * (2 * moe.ffn + hidden)
+        if self.mlp_bias and moe.shared_ffn:
+            small += 2 * moe.shared_ffn + hidden
         small += moe.experts if moe.router_bias else 0
         return LayerParts(
             query_output,
@@ -264,7 +270,17 @@ class ModelShape:
 
     @property
     def recurrent_layers(self) -> int:
-        return 0 if self.delta is None else sum(self.delta.layers)
+        return self.recurrent_in(0, self.layers)
+
+    def recurrent_in(self, first: int, last: int) -> int:
+        """How many of some layers keep a state instead of what their tokens leave."""
+        return 0 if self.delta is None else sum(self.delta.layers[first:last])
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """The windows of the layers that have attention."""
+        delta = self.delta
+        return tuple(w for index, w in enumerate(self.windows) if delta is None or not delta.layers[index])
 
     @property
     def state_bytes(self) -> int:
@@ -277,8 +293,7 @@ class ModelShape:
 
     def context_elements(self, context: int) -> int:
         """Elements of the cache that the next token attends to after `context` tokens: windows limit what is read."""
-        windows = [w for index, w in enumerate(self.windows) if self.delta is None or not self.delta.layers[index]]
-        seen = sum(context if window is None else min(context, window) for window in windows)
+        seen = sum(context if window is None else min(context, window) for window in self.attention_windows)
         return seen * self.kv_elements_per_layer
 
     @property

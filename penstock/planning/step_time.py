@@ -277,7 +277,7 @@ def _windows(deployment: Deployment) -> tuple[Window, ...]:
     else:
         elements = mla.cached
         flops = 2 * shape.heads * (mla.nope_dim + mla.rope_dim + mla.value_dim)
-    layers = Counter(shape.windows)
+    layers = Counter(shape.attention_windows)
     return tuple(
         Window(count * elements * deployment.kv_bytes, count * flops, length) for length, count in layers.items()
     )

@@ -67,7 +67,7 @@ def test_every_shape_runs_with_random_weights(name: str) -> None:
     config = shapes.named(name) | REDUCED
     config |= {key: 8 for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config}
     if "kv_lora_rank" in config:  # all heads share one latent
-        config["num_key_value_heads"] = config["num_attention_heads"]
+        config |= {"num_key_value_heads": config["num_attention_heads"], "head_dim": None}
     config |= {key: min(config[key], 4) for key in ("num_experts_per_tok",) if key in config}
     config |= {key: 32 for key in ("moe_intermediate_size",) if key in config}
     checkpoint = RandomCheckpoint(config, dtype=torch.float32)

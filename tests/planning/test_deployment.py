@@ -8,6 +8,7 @@ from penstock.engine.models.families import read_config
 from penstock.engine.parallel.layout import check_layout
 from penstock.errors import ConfigError
 from penstock.planning.catalogue import device
+from penstock.planning.config_shape import shape_of_config
 from penstock.planning.deployment import Deployment, Speculation, possible_tensor_parallel, splits
 from penstock.planning.model_shape import known_config, known_models, model_shape
 
@@ -18,7 +19,25 @@ def deployed(model: str = "llama-8b", on: str = "h100", **settings: Any) -> Depl
 
 @pytest.mark.parametrize("name", [name for name in known_models() if model_shape(name).served])
 def test_shapes_split_where_the_engine_splits_them(name: str) -> None:
-    shape, model = model_shape(name), read_config(known_config(name))
+    check_splits(known_config(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("qwen3-30b-a3b", {"intermediate_size": 1001}),
+        ("deepseek-v3", {"moe_intermediate_size": 36}),
+        ("deepseek-v2-lite", {"moe_intermediate_size": 4, "intermediate_size": 12}),
+        ("qwen3-next-80b-a3b", {"linear_num_key_heads": 2}),
+        ("qwen3-next-80b-a3b", {"shared_expert_intermediate_size": 6}),
+    ],
+)
+def test_every_width_that_the_engine_cuts_is_looked_at(name: str, keys: dict[str, Any]) -> None:
+    check_splits(known_config(name) | keys)
+
+
+def check_splits(config: dict[str, Any]) -> None:
+    shape, model = shape_of_config(config, "any"), read_config(config)
     for tensor in range(1, 17):
         try:
             check_layout(model, tensor, 1)
@@ -107,4 +126,8 @@ def test_bad_speculation_is_refused() -> None:
 
 
 def test_families_that_the_engine_does_not_run_may_span_machines() -> None:
-    assert deployed("deepseek-v3", tensor_parallel=16).nodes == 2
+    with pytest.raises(ConfigError, match=r"tensor_parallel: 16 is more than the 8 devices of one machine"):
+        deployed("deepseek-v3", tensor_parallel=16)
+    other = shape_of_config(known_config("deepseek-v3") | {"model_type": "other"}, "other")
+    assert not other.served
+    assert Deployment(shape=other, device=device("h100"), tensor_parallel=16).nodes == 2

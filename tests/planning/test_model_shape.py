@@ -30,8 +30,12 @@ OVER_LATENTS = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 LATENT = {
     "num_key_value_heads": TINY["num_attention_heads"], "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
+    "moe_intermediate_size": 24, "head_dim": None,
 }  # fmt: skip
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 80}
+GRANITE4 = {"layer_types": ["full_attention"] * 3, **EXPERTS}
+NAMED = ("mixtral", "qwen3_moe", "gemma", "granitemoehybrid", *OVER_LATENTS)
+"""Families that are not counted in their default form alone."""
 
 
 def of(family: str, **keys: Any) -> dict[str, Any]:
@@ -58,9 +62,15 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("mixtral", num_local_experts=4),
         of("gemma"),
         of("deepseek_v2", **LATENT, q_lora_rank=None, n_shared_experts=2, first_k_dense_replace=1),
+        of("deepseek_v2", **LATENT, q_lora_rank=24, n_shared_experts=2, attention_bias=True, mlp_bias=True),
         of("deepseek_v3", **LATENT, q_lora_rank=24, n_group=4, topk_group=2),
+        of("deepseek_v3", **LATENT, q_lora_rank=None, n_group=4, topk_group=2, attention_bias=True),
         of("kimi_k2", **LATENT, q_lora_rank=24, n_group=1, topk_group=1, first_k_dense_replace=1),
-        *(of(family) for family in FAMILIES if family not in ("mixtral", "qwen3_moe", "gemma", *OVER_LATENTS)),
+        of("granitemoeshared", **EXPERTS, attention_bias=True),
+        of("granitemoehybrid", **GRANITE4),
+        of("granitemoehybrid", **GRANITE4 | {"num_local_experts": 0}),
+        of("qwen3_next", attention_bias=True, num_hidden_layers=4),
+        *(of(family) for family in FAMILIES if family not in NAMED),
     ],
     ids=lambda config: config["model_type"],
 )

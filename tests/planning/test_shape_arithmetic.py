@@ -60,7 +60,7 @@ def test_latent_attention() -> None:
         ({}, {}),
         ({"bias": True}, {"small": 48 + 5 * (2 * 14 + 24)}),
         ({"router_bias": True}, {"small": 48 + 5}),
-        ({"shared_ffn": 11}, {"feed_forward": 3 * 24 * 11}),
+        ({"shared_ffn": 11}, {"feed_forward": 3 * 24 * 11, "small": 48 + 2 * 11 + 24}),
         ({"shared_gate": True}, {"router": 24 * 6}),
     ],
 )

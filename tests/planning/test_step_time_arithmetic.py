@@ -189,8 +189,7 @@ def test_time_is_divided_by_the_squares_of_reading_and_computing(which: str, wor
 
 
 def test_links_within_a_machine_and_between_machines() -> None:
-    large = model_shape("deepseek-v3")
-    assert not large.served
+    large = replace(model_shape("deepseek-v3"), served=False)  # the engine's do not span machines with one layer
     hidden, layers, work = large.hidden, large.layers, StepWork(3, 300, 0, 0, 3)
     row = 2 * hidden / 0.59
 
