@@ -167,6 +167,8 @@ class ToolCallParser:
             at = scanner.scan(self._buffer, 0)
         except Malformed as malformed:
             at, wrong = malformed.at, True
+            if not at and self._raw == [""]:
+                at = 1  # no call begins here, whatever it looks like
         reported = scanner.index + scanner.begun
         if reported > self.calls:
             self._raw = None

@@ -187,5 +187,7 @@ def test_what_shards_can_split() -> None:
     assert possible_tensor_parallel(replace(twelve, mla=MLA, ffn=9)) == [1, 3]
     routed = replace(twelve, mla=MLA, moe=replace(MOE, ffn=9))
     assert possible_tensor_parallel(routed) == possible_tensor_parallel(replace(routed, ffn=0)) == [1, 3]
-    assert possible_tensor_parallel(replace(routed, ffn=8)) == [1]
+    assert possible_tensor_parallel(replace(routed, ffn=8)) == [1, 3], "no layer has the dense width"
+    mixed = replace(routed, ffn=8, moe=replace(MOE, ffn=9, layers=(False,) + (True,) * 4))
+    assert possible_tensor_parallel(mixed) == [1]
     assert splits(twelve, 4) and not splits(twelve, 3) and not splits(twelve, 8)

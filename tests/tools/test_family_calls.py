@@ -139,6 +139,7 @@ TEXTS: list[tuple[FormatName, str]] = [
     ("qwen3_coder", "<tool_call>\n<function=other>\n</function>\n</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar"),
     ("qwen3_coder", "<function=get_weather>\nand <parameter=city>\nPar</parameter></function>"),
+    ("qwen3_coder", "<function=a\n <function=<function=now"),
     ("qwen3_coder", "In C <function pointers> are <f"),
     ("seed_oss", "<seed:tool_call>hello</seed:tool_call>"),
 ]
