@@ -141,12 +141,13 @@ class ChatTemplate:
 
 
 def flatten(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of messages whose content is a plain string: text parts are joined, a missing content is empty."""
+    """Copies of messages whose content is a plain string: text parts are joined, a missing content is empty; a
+    null beside calls stays."""
     flat = []
     for index, message in enumerate(messages):
         content = message.get("content")
         if content is None:
-            content = ""
+            content = None if message.get("tool_calls") and "content" in message else ""
         elif isinstance(content, str):
             pass  # the usual case
         elif isinstance(content, Sequence):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from penstock.text.chat_template import ChatTemplateError
+from penstock.text.template_calls import OBJECTS, CallStyle, probe_calls
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
@@ -33,8 +34,8 @@ class Accepted(Struct, frozen=True):
     """Two messages of the user in a row."""
 
 
-def accepted(render: Render) -> Accepted:
-    """What the template behind `render` takes; `render` offers it the function `probe`."""
+def accepted(render: Render, style: CallStyle = OBJECTS) -> Accepted:
+    """What the template behind `render` takes; `render` offers it the function `probe`. `style`: how it takes calls."""
 
     def shown_for(*messages: Mapping[str, Any]) -> str:
         try:
@@ -62,12 +63,13 @@ def accepted(render: Render) -> Accepted:
     else:  # where it shows the first one is its maker's decision
         system = "first" if begin["content"] in shown_for(begin, first, answer, second) else "none"
     results = [{"role": "tool", "name": "probe", "tool_call_id": id, "content": f"result-{id}"} for id in _IDS]
-    called = takes(first, _calls(_IDS[:1]), results[0])
+    one, both = probe_calls(_IDS[:1], style), probe_calls(_IDS, style)
+    called = takes(first, one, results[0])
     return Accepted(
         system=system,
-        system_with_results=not called or begin["content"] in shown_for(begin, first, _calls(_IDS[:1]), results[0]),
-        several_calls=not called or takes(first, _calls(_IDS), *results),
-        text_after_results=not called or takes(first, _calls(_IDS[:1]), results[0], second),
+        system_with_results=not called or begin["content"] in shown_for(begin, first, one, results[0]),
+        several_calls=not called or takes(first, both, *results),
+        text_after_results=not called or takes(first, one, results[0], second),
         repeated_users=not takes(first) or takes(first, answer, second, third),
     )
 
@@ -77,11 +79,6 @@ PROBE = {
     "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
 _IDS = ("call00001", "call00002")
-
-
-def _calls(ids: Sequence[str]) -> Message:
-    calls = [{"id": id, "type": "function", "function": {"name": "probe", "arguments": {}}} for id in ids]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def fitted(messages: list[Message], taken: Callable[[], Accepted]) -> list[Message]:

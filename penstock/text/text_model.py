@@ -19,6 +19,7 @@ from penstock.text.chat_template import ChatTemplate, ChatTemplateError, Templat
 from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.guard import Guard, SpecialTokens
 from penstock.text.infill import InfillTokens, infill_tokens
+from penstock.text.template_calls import CallStyle, call_style
 from penstock.text.template_fit import PROBE, Accepted, accepted
 from penstock.text.template_meter import WORK
 from penstock.text.token_bytes import decoding_rule
@@ -202,8 +203,17 @@ class TextModel:
     @functools.cached_property
     def accepted(self) -> Accepted:
         """What conversations the chat template takes."""
+        return accepted(self._probed, self.call_style)
+
+    @functools.cached_property
+    def call_style(self) -> CallStyle:
+        """How the chat template takes function calls of the history."""
+        return call_style(self._probed)
+
+    def _probed(self, messages: Messages) -> str:
+        """What the template shows, where it is offered a function if it supports that."""
         tools = (PROBE,) if self.template_knows_tools else None
-        return accepted(lambda messages: self.render_chat(messages, add_generation_prompt=False, tools=tools))
+        return self.render_chat(messages, add_generation_prompt=False, tools=tools)
 
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:

@@ -1,7 +1,8 @@
 """The formats in which model families write function calls, as data.
 
-Most write JSON objects with a name and arguments, and differ in the surrounding text; some write Python calls, or keys
-and values in tags. Where a grammar holds a call, it is JSON in any format.
+Most write JSON objects with a name and arguments, and differ in the surrounding text; some write names and arguments
+between marks, Python calls, or keys and values in tags. Where a grammar holds a call, its arguments are JSON in any
+format.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import string
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.tools.marked_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, CallMarks
+from penstock.tools.xml_calls import FUNCTION_TAGS, INVOKE_TAGS, Tags
+
 FormatName = Literal[
-    "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r"
-]
-ToolFormatSetting = Literal[
-    "auto", "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r"
-]
+    "hermes", "smollm2", "llama3", "mistral", "granite", "phi4", "pythonic", "glm45", "cohere", "command_r",
+    "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2",
+]  # fmt: skip
+ToolFormatSetting = FormatName | Literal["auto"]
 
 _ALPHABET = string.ascii_letters + string.digits
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
@@ -50,6 +53,10 @@ class ToolFormat:
     """The key of the name when writing; both names are accepted when reading."""
     syntax: Literal["json", "python", "tags"] = "json"
     """What calls may be besides JSON."""
+    marks: CallMarks | None = None
+    """Of a format with marks around names and arguments; its calls are never an object with both."""
+    tags: Tags | None = None
+    """Of a format with tags around each argument."""
     short_ids: bool = False
     """Whether call ids must be nine letters or digits."""
 
@@ -68,6 +75,26 @@ class ToolFormat:
         if not self.short_ids or _SHORT_ID.fullmatch(given):
             return given
         return hashlib.sha256(given.encode()).hexdigest()[:9]
+
+    def template_id(self, given: str, name: str, number: int) -> str:
+        """The id that the template gets for a client's id, of the call with this `number` in the conversation."""
+        if self.marks is not None and self.marks.numbered:
+            return f"functions.{name}:{number}"
+        return self.known_id(given)
+
+    @property
+    def without_opener(self) -> tuple[str, ...]:
+        """What calls are also known by, where a model forgets the opener."""
+        if self.marks is not None:
+            return (self.marks.begin,)
+        return () if self.tags is None else (self.tags.call,)
+
+    @property
+    def control(self) -> tuple[str, ...]:
+        """Texts other than the opener that the format consists of, and that may be control tokens."""
+        if self.marks is not None:
+            return (self.closer, self.marks.begin, self.marks.end, *self.marks.inner)
+        return () if self.tags is None else (self.closer,)
 
 
 FORMATS: dict[FormatName, ToolFormat] = {
@@ -102,6 +129,30 @@ FORMATS: dict[FormatName, ToolFormat] = {
             before="\n",
             after="\n",
         ),
+        ToolFormat("deepseek_v3", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", between="\n", marks=DEEPSEEK_V3),
+        ToolFormat("deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", between="", marks=DEEPSEEK_V31),
+        ToolFormat("kimi_k2", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", between="", marks=KIMI_K2),
+        ToolFormat(
+            "qwen3_coder", "<tool_call>", "</tool_call>", before="\n", after="\n", between="\n", tags=FUNCTION_TAGS
+        ),
+        ToolFormat(
+            "seed_oss",
+            "<seed:tool_call>",
+            "</seed:tool_call>",
+            before="\n",
+            after="\n",
+            between="\n",
+            tags=FUNCTION_TAGS,
+        ),
+        ToolFormat(
+            "minimax_m2",
+            "<minimax:tool_call>",
+            "</minimax:tool_call>",
+            before="\n",
+            after="\n",
+            between="\n",
+            tags=INVOKE_TAGS,
+        ),
     )
 }
 
@@ -112,6 +163,19 @@ def detect(template: str) -> ToolFormat:
         return FORMATS["mistral"]
     if "<arg_key>" in template:
         return FORMATS["glm45"]
+    if "<｜tool▁calls▁begin｜>" in template:
+        return FORMATS["deepseek_v3" if "```json" in template else "deepseek_v31"]
+    if any(
+        mark in template
+        for mark in ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|im_system|>tool_declare")
+    ):
+        return FORMATS["kimi_k2"]
+    if "<seed:tool_call>" in template:
+        return FORMATS["seed_oss"]
+    if "<minimax:tool_call>" in template:
+        return FORMATS["minimax_m2"]
+    if "<function=" in template and "<parameter=" in template:
+        return FORMATS["qwen3_coder"]
     if "<|tool|>" in template and "<|/tool|>" in template:
         return FORMATS["phi4"]
     if "<|tool_call|>" in template:

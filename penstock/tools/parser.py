@@ -9,13 +9,16 @@ follows it in the same brackets is either another call or dropped.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from types import MappingProxyType
 
+from penstock.tools.argument_values import Schemas
 from penstock.tools.events import CallEnd, Event, Text
 from penstock.tools.formats import ToolFormat
-from penstock.tools.scanner import CallScanner, Malformed
+from penstock.tools.marked_calls import MarkedScanner
+from penstock.tools.scanner import CallScanner, Malformed, overlap
 from penstock.tools.written_calls import PythonScanner, TagScanner
+from penstock.tools.xml_calls import XmlScanner
 
 _PIECE = 4096
 """Characters parsed at a time, so that the cost stays linear for long messages."""
@@ -30,22 +33,29 @@ _SEPARATORS = ";,"
 class ToolCallParser:
     """Parses one message. Streams push text as it arrives; a whole message is a single push."""
 
-    __slots__ = ("_buffer", "_events", "_form", "_names", "_raw", "_scanner", "_state", "_texts", "calls")
+    __slots__ = ("_buffer", "_events", "_form", "_names", "_openers", "_raw", "_scanner", "_schemas", "_state", "calls")
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], texts: Mapping[str, Collection[str]] = MappingProxyType({})
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        schemas: Schemas = MappingProxyType({}),
+        *,
+        forgetful: bool = True,
     ) -> None:
-        """`names`: the offered functions; a call of any other is text. `texts`: their parameters that are strings."""
+        """`names`: the offered functions; a call of any other is text. `schemas`: of their arguments. `forgetful`: the
+        model may forget the opener."""
         self.calls = 0
         """Calls reported so far."""
         self._form = form
         self._names = names
-        self._texts = texts
+        self._schemas = schemas
+        self._openers = (form.opener, *(form.without_opener if forgetful else ()))
         self._buffer = ""
         """Text that has not been parsed yet."""
         self._raw: list[str] | None = None
         """The parsed part of a value without a call so far; becomes text if it contains none."""
-        self._scanner: CallScanner | PythonScanner | TagScanner | None = None
+        self._scanner: CallScanner | PythonScanner | TagScanner | MarkedScanner | XmlScanner | None = None
         self._events: list[Event] = []
         self._state: Callable[[], bool] = self._start if form.bare else self._text
 
@@ -63,7 +73,8 @@ class ToolCallParser:
         if self._scanner is not None:
             if self._scanner.begun:
                 self._events.append(CallEnd(self._scanner.index))
-            self._say("".join(self._raw or ()) + (rest if self._state == self._named else ""))
+            if self._raw is not None:
+                self._say("".join(self._raw) + rest)
         elif self._state == self._after:
             if not self._form.closer.startswith(rest.strip()):
                 self._say(rest)
@@ -102,8 +113,9 @@ class ToolCallParser:
 
     def _text(self) -> bool:
         buffer, opener = self._buffer, self._form.opener
-        found = buffer.find(opener)
-        end = len(buffer) - _overlap(buffer, opener) if found < 0 else found
+        marks = self._openers
+        found = min((at for mark in marks if (at := buffer.find(mark)) >= 0), default=-1)
+        end = len(buffer) - max(overlap(buffer, mark) for mark in marks) if found < 0 else found
         said = len(buffer[:end].rstrip())
         self._say(buffer[:said])
         self._buffer = buffer[said:]
@@ -111,20 +123,25 @@ class ToolCallParser:
             return False
         if self._form.syntax == "python" and not buffer[end + len(opener) :].lstrip():
             return False  # what follows says which kind of call it is
-        self._enter(end - said + len(opener), buffer[end + len(opener) :].lstrip()[:1])
+        length = len(opener) if buffer.startswith(opener, end) else 0
+        self._enter(end - said + length, buffer[end + length :].lstrip()[:1])
         return True
 
     def _enter(self, length: int, first: str = "") -> None:
         """A call, whose first character is `first`, begins after `length` characters of the buffer."""
         self._raw, self._buffer = [self._buffer[:length]], self._buffer[length:]
-        names, syntax = self._names, self._form.syntax
+        form, names, syntax = self._form, self._names, self._form.syntax
         if syntax == "python" and first != "{":
             self._scanner = PythonScanner(names, self.calls, self._report)
         elif syntax == "tags":
-            self._scanner = TagScanner(names, self.calls, self._report, self._form.closer, self._texts)
+            self._scanner = TagScanner(names, self.calls, self._report, form.closer, self._schemas)
+        elif form.marks is not None:
+            self._scanner = MarkedScanner(names, self.calls, self._report, form.marks, form.closer)
+        elif form.tags is not None:
+            self._scanner = XmlScanner(names, self.calls, self._report, form.tags, form.closer, self._schemas)
         else:
             self._scanner = CallScanner(names, self.calls, self._report)
-        self._state = self._named if self._form.named else self._call
+        self._state = self._named if form.named else self._call
 
     def _named(self) -> bool:
         """After the opener of a format in which the name may stand before the arguments: `name[ARGS]{...}`."""
@@ -150,6 +167,8 @@ class ToolCallParser:
             at = scanner.scan(self._buffer, 0)
         except Malformed as malformed:
             at, wrong = malformed.at, True
+            if not at and self._raw == [""]:
+                at = 1  # no call begins here, whatever it looks like
         reported = scanner.index + scanner.begun
         if reported > self.calls:
             self._raw = None
@@ -166,7 +185,7 @@ class ToolCallParser:
         elif scanner.done:
             self._raw, self._scanner = None, None
             self._state = self._after
-        return True
+        return at > 0 or wrong or scanner.done
 
     def _after(self) -> bool:
         """After a complete value: the closer, or another value."""
@@ -191,16 +210,8 @@ class ToolCallParser:
         closer = self._form.closer
         found = self._buffer.find(closer) if closer else -1
         if found < 0:
-            self._buffer = self._buffer[len(self._buffer) - _overlap(self._buffer, closer) :]
+            self._buffer = self._buffer[len(self._buffer) - overlap(self._buffer, closer) :]
             return False
         self._buffer = self._buffer[found + len(closer) :]
         self._state = self._text
         return True
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `mark`."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if mark.startswith(text[-length:]):
-            return length
-    return 0

@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.protocol.errors import InvalidRequest
 from penstock.protocol.json_limits import excess
+from penstock.text.template_calls import OBJECTS, CallStyle
 from penstock.tools.formats import ToolFormat
 from penstock.tools.toolbox import Tool
 
@@ -30,25 +31,39 @@ def with_thought(message: Message, template: str) -> Message:
     return message
 
 
-def native(messages: Sequence[Message], form: ToolFormat, template: str = "") -> list[Message]:
-    """Messages for a template with tool support: arguments as objects, accepted ids, results with their name."""
+def native(
+    messages: Sequence[Message], form: ToolFormat, template: str = "", style: CallStyle = OBJECTS
+) -> list[Message]:
+    """Messages for a template that shows calls: arguments as it takes them, accepted ids, results with their name."""
     names: dict[str, str] = {}
+    ids: dict[str, str] = {}
+    count = 0
     prepared: list[Message] = []
     for message in messages:
         message = with_thought(message, template)
         if calls := message.get("tool_calls"):
-            message["tool_calls"] = [_native_call(call, form) for call in calls]
-            names.update((call["id"], call["function"]["name"]) for call in calls)
+            for call in calls:
+                given, name = call["id"], call["function"]["name"]
+                names[given], ids[given] = name, form.template_id(given, name, count)
+                count += 1
+            message["tool_calls"] = [_native_call(call, ids[call["id"]], style) for call in calls]
+            if style.alone and message["content"]:
+                prepared.append({key: value for key, value in message.items() if key != "tool_calls"})
+                message = {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}
+            if style.without_content and not message["content"]:
+                message["content"] = None
         if (given := message.get("tool_call_id")) is not None:
             message.setdefault("name", names.get(given, ""))
-            message["tool_call_id"] = form.known_id(given)
+            message["tool_call_id"] = ids.get(given) or form.known_id(given)
         prepared.append(message)
     return prepared
 
 
-def _native_call(call: Mapping[str, Any], form: ToolFormat) -> dict[str, Any]:
-    function = {**call["function"], "arguments": _parsed(call["function"]["arguments"])}
-    return {**call, "id": form.known_id(call["id"]), "function": function}
+def _native_call(call: Mapping[str, Any], id: str, style: CallStyle) -> dict[str, Any]:
+    arguments = _parsed(call["function"]["arguments"])
+    if style.arguments_as_text:
+        arguments = call["function"]["arguments"]
+    return {**call, "id": id, "function": {**call["function"], "arguments": arguments}}
 
 
 def _parsed(arguments: str) -> Any:
@@ -77,9 +92,11 @@ def explained(messages: Sequence[Message], tools: Sequence[Tool], form: ToolForm
             prepared.append(message)
     for message in prepared:
         message.pop("result", None)
-    if not tools:
-        return prepared
-    rules = instructions(tools, form)
+    return with_instructions(prepared, instructions(tools, form)) if tools else prepared
+
+
+def with_instructions(prepared: list[Message], rules: str) -> list[Message]:
+    """Messages that begin with instructions, in the system prompt."""
     if prepared and prepared[0]["role"] == "system":
         first = {**prepared[0], "content": f"{prepared[0]['content']}\n\n{rules}"}
         return [first, *prepared[1:]]
@@ -88,6 +105,13 @@ def explained(messages: Sequence[Message], tools: Sequence[Tool], form: ToolForm
 
 def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
     """Calls as the model itself would write them."""
+    if (marks := form.marks) is not None:
+        each = (
+            f"{marks.before_name}{call['function']['name']}{f':{number}' if marks.numbered else ''}{marks.after_name}"
+            f"{call['function']['arguments']}{marks.after_arguments}"
+            for number, call in enumerate(calls)
+        )
+        return f"{form.opener}{form.between.join(each)}{form.closer}"
     bodies = []
     for call in calls:
         function = call["function"]
@@ -100,8 +124,8 @@ def written(calls: Sequence[Mapping[str, Any]], form: ToolFormat) -> str:
     return form.between.join(f"{form.opener}{form.before}{body}{form.after}{form.closer}" for body in bodies)
 
 
-def instructions(tools: Sequence[Tool], form: ToolFormat) -> str:
-    """Instructions for a model whose template has no tool support."""
+def instructions(tools: Sequence[Tool], form: ToolFormat, *, results: str = "inside <tool_response> tags") -> str:
+    """Instructions for a model whose template has no tool support. `results`: where they stand."""
     listing = "\n".join(json.dumps(tool.described()["function"], ensure_ascii=False) for tool in tools)
     example = {"function": {"name": "function_name", "arguments": '{"argument_name": "value"}'}}
     return (
@@ -109,5 +133,5 @@ def instructions(tools: Sequence[Tool], form: ToolFormat) -> str:
         f"<tools>\n{listing}\n</tools>\n"
         "To call a function, answer with nothing but its name and its arguments, in this form:\n"
         f"{written([example], form)}\n"
-        "The result comes back to you inside <tool_response> tags. If no function is needed, answer in plain text."
+        f"The result comes back to you {results}. If no function is needed, answer in plain text."
     )

@@ -307,6 +307,14 @@ def _skip(text: str, at: int) -> tuple[int, str]:
     return at, text[at] if at < len(text) else ""
 
 
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `mark`."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if mark.startswith(text[-length:]):
+            return length
+    return 0
+
+
 def _is_text(value: str) -> bool:
     """Whether a string can be encoded as UTF-8: escapes may leave half a surrogate pair."""
     return not any("\ud800" <= char <= "\udfff" for char in value)

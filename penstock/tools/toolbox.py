@@ -42,16 +42,6 @@ class Tool:
             return input_grammar(self.input_syntax, self.input_grammar)
         return grammars.json_schema(self.parameters or _NO_PARAMETERS)
 
-    @property
-    def texts(self) -> frozenset[str]:
-        """The parameters that are strings."""
-        properties = (self.parameters or {}).get("properties")
-        if not isinstance(properties, dict):
-            return frozenset()
-        return frozenset(
-            key for key, schema in properties.items() if isinstance(schema, dict) and schema.get("type") == "string"
-        )
-
     def described(self) -> dict[str, Any]:
         """The tool in the format of chat templates."""
         function: dict[str, Any] = {"name": self.name, "description": self.description or ""}
@@ -71,6 +61,8 @@ class Toolbox:
     parallel: bool = True
     opener_id: int | None = None
     """The opener's token, if it is a control token."""
+    control: tuple[tuple[str, int], ...] = ()
+    """Further texts of the format that are control tokens, and their ids."""
     allowed: tuple[Tool, ...] = field(init=False)
     """The functions that may be called."""
 
@@ -79,8 +71,14 @@ class Toolbox:
         object.__setattr__(self, "allowed", allowed)
 
     def parser(self) -> ToolCallParser:
-        texts = {tool.name: tool.texts for tool in self.allowed}
-        return ToolCallParser(self.form, frozenset(texts), texts)
+        """What a grammar holds begins with the opener; nothing else is a call then."""
+        schemas = {tool.name: tool.parameters or {} for tool in self.allowed}
+        return ToolCallParser(self.form, schemas.keys(), schemas, forgetful=not self.constrained)
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """The control tokens that the parser must see."""
+        return frozenset((*(() if self.opener_id is None else (self.opener_id,)), *(id for _, id in self.control)))
 
     @property
     def constrained(self) -> bool:
@@ -147,7 +145,9 @@ class Toolbox:
 
     def _calls(self) -> str:
         form = self.form
-        end = f"{_text(form.after)} {_text(form.closer)}"
+        if form.marks is not None:
+            return f"call {self._more(f'{_text(form.between)} call')} {self._spelled(form.closer)}"
+        end = f"{_text(form.after)} {self._spelled(form.closer)}"
         between = literal(form.between)
         if form.listed:
             return f'"[" call {self._more(f"{between} call")} "]" {end}'
@@ -155,11 +155,24 @@ class Toolbox:
             return f"call {self._more(f'{between} call')}"
         return f"call {end} {self._more(f'{between} {self._opener} {_text(form.before)} call {end}')}"
 
+    def _spelled(self, text: str) -> str:
+        """A text in which control tokens count as such."""
+        for mark, id in self.control:
+            before, found, after = text.partition(mark)
+            if found:
+                return f"{self._spelled(before)} <[{id}]> {self._spelled(after)}"
+        return _text(text)
+
     def _more(self, call: str) -> str:
         """Further calls, if several are allowed."""
         return f"({call}){{0,{MAX_CALLS - 1}}}" if self.parallel else ""
 
     def _call(self, tool: Tool, index: int) -> str:
+        if (marks := self.form.marks) is not None:
+            number = "/:[0-9]{1,3}/" if marks.numbered else ""
+            before, after = self._spelled(marks.before_name), self._spelled(marks.after_name)
+            name = f"{before} {literal(tool.name)} {number} {after}"
+            return f"{name} @arguments_{index} {self._spelled(marks.after_arguments)}"
         opening = f'{{"{self.form.name_key}": '
         head = f'{opening}{literal(tool.name)}, "{self.form.arguments}": '
         return f"{literal(head)} @arguments_{index} {literal('}')}"

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from penstock.tools.argument_values import Schemas, argument
 from penstock.tools.events import CallArguments, CallBegin, CallEnd, Event
 from penstock.tools.scanner import CallScanner, Malformed
 
@@ -126,12 +127,11 @@ class TagScanner(_Scanner):
         first: int,
         emit: Callable[[Event], None],
         closer: str,
-        texts: Mapping[str, Collection[str]],
+        schemas: Schemas,
     ) -> None:
-        """`texts`: of each function, the parameters that are strings: their values are text, even if they are JSON."""
         super().__init__(names, first, emit)
         self._closer = closer
-        self._texts = texts
+        self._schemas = schemas
         self._inner: CallScanner | None = None
 
     def scan(self, text: str, at: int) -> int:
@@ -172,18 +172,9 @@ class TagScanner(_Scanner):
         at = name.end()
         while (found := _ARGUMENT.match(body, at)) is not None:
             key, value = found[1].strip(), found[2]
-            arguments[key] = value if key in self._texts.get(name[1], ()) else _value(value)
+            arguments[key] = argument(value, key, self._schemas.get(name[1], {}))
             at = found.end()
         return None if body[at:].strip() else (name[1], arguments)
-
-
-def _value(text: str) -> Any:
-    """What is JSON but no string is a value; all else is text."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return text if isinstance(value, str) else value
 
 
 def _python_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
@@ -212,7 +203,7 @@ def _keywords(call: ast.expr) -> dict[str, Any]:
         if keyword.arg is None:
             raise ValueError
         found[keyword.arg] = _literal(keyword.value)
-    json.dumps(found)  # sets, bytes and other literals are no arguments
+    json.dumps(found, allow_nan=False, ensure_ascii=False).encode()  # sets, bytes and the like are no arguments
     return found
 
 

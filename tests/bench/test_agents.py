@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -234,3 +237,15 @@ async def test_the_command_prints_tables_and_writes_files(
     assert too_long.exit_code != 0 and "context window of tiny is 256 tokens" in too_long.output
     for wrong in (["--url", "x", "--serve"], ["--device", "cpu"], ["--set", "a=b"], ["-m", "x", "--shape", "y"]):
         assert CliRunner().invoke(app, ["agents", *wrong]).exit_code == 2
+
+
+@pytest.mark.slow
+def test_a_server_is_started_for_the_run(default_model: Path, tmp_path: Path) -> None:
+    found = tmp_path / "result.json"
+    command = [sys.executable, "-m", "penstock", "bench", "agents", "--serve", "-m", str(default_model), "-c", "2"]
+    command += ["--turns", "3", "--tokens", "300", "--output-len", "8", "--pause", "0.1", "0.2", "--warm-up", "1"]
+    command += ["--device", "cpu", "--set", "models.0.host_memory=64MiB", "--json", str(found)]
+    subprocess.run(command, check=True, timeout=600, env=os.environ.copy())
+    results = json.loads(found.read_text())["results"]
+    assert results["succeeded"] == 6 and not results["errors"]
+    assert results["cached_share_of_history"] > 0.8

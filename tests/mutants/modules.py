@@ -162,8 +162,8 @@ EQUIVALENT: dict[str, dict[tuple[str, str], str]] = {
             "if not self._empty and (first + count < self.num_blocks):",
         ): ONE_BY_ONE,
         (
-            "if self._empty or self.host is not None or first < self.num_blocks or count > len(self._cached):",
-            "if self._empty or self.host is not None or first < self.num_blocks or (count >= len(self._cached)):",
+            "or count > len(self._cached)",
+            "or (count >= len(self._cached))",
         ): ONE_BY_ONE,
     },
     "penstock/engine/kv/host.py": {

@@ -188,7 +188,7 @@ def test_what_shards_can_split() -> None:
     routed = replace(twelve, mla=MLA, moe=replace(MOE, ffn=9))
     assert possible_tensor_parallel(routed) == possible_tensor_parallel(replace(routed, ffn=0)) == [1, 3]
     assert possible_tensor_parallel(replace(routed, ffn=8)) == [1, 3], "no layer has the dense width"
-    some_dense = replace(routed, ffn=8, moe=replace(MOE, ffn=9, layers=(False, *MOE.layers[1:])))
-    assert possible_tensor_parallel(some_dense) == [1]
+    mixed = replace(routed, ffn=8, moe=replace(MOE, ffn=9, layers=(False,) + (True,) * 4))
+    assert possible_tensor_parallel(mixed) == [1]
     assert possible_tensor_parallel(replace(routed, moe=replace(MOE, ffn=9, shared_ffn=4))) == [1]
     assert splits(twelve, 4) and not splits(twelve, 3) and not splits(twelve, 8)

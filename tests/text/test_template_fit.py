@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from penstock.text.chat_template import ChatTemplate, ChatTemplateError
+from penstock.text.template_calls import CallStyle, call_style
 from penstock.text.template_fit import PROBE, Accepted, accepted, fitted
+from penstock.tools.formats import FORMATS
+from penstock.tools.prompt import native
 
 EACH = "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
 ANYTHING = "{% for m in messages %}" + EACH + "{% endfor %}"
@@ -137,3 +140,42 @@ def test_ordinary_conversations_are_not_looked_at() -> None:
     for short in ("", "u:q", "u:q a:r u:p"):
         messages = conversation(short)
         assert fitted(messages, asked) is messages
+
+
+SAYS_CALLS = (
+    "{% for m in messages %}{% if m.tool_calls %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}: "
+    "{{ ARGUMENTS }}{% endfor %}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+NULL_CONTENT = SAYS_CALLS.replace("if m.tool_calls", "if m.content is none").replace("{{ m.content }}", "", 1)
+TEXT_FIRST = SAYS_CALLS.replace("if m.tool_calls", "if m.tool_calls and not m.content")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (SAYS_CALLS.replace("ARGUMENTS", "c.function.arguments | tojson"), CallStyle()),
+        (SAYS_CALLS.replace("ARGUMENTS", "'' + c.function.arguments"), CallStyle(arguments_as_text=True)),
+        (SAYS_CALLS.replace("ARGUMENTS", "c.function.arguments"), CallStyle(arguments_as_text=True)),
+        (
+            NULL_CONTENT.replace("{{ ARGUMENTS }}", ""),
+            CallStyle(shown=False),
+        ),
+        (
+            NULL_CONTENT.replace("ARGUMENTS", "'' + c.function.arguments"),
+            CallStyle(arguments_as_text=True, without_content=True, alone=True),
+        ),
+        (TEXT_FIRST.replace("ARGUMENTS", "c.function.arguments | tojson"), CallStyle(alone=True)),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", CallStyle(shown=False)),
+    ],
+)  # fmt: skip
+def test_how_a_template_takes_calls(source: str, expected: CallStyle) -> None:
+    template = ChatTemplate(source, {})
+    assert call_style(template.render) == expected
+
+
+def test_calls_beside_text_get_a_message_of_their_own_where_they_would_be_lost() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    said = {"role": "assistant", "content": "Ok.", "reasoning_content": "Hm.", "tool_calls": [call]}
+    first, second = native([said], FORMATS["deepseek_v3"], "reasoning_content", CallStyle(True, True, alone=True))
+    assert first == {"role": "assistant", "content": "Ok.", "reasoning_content": "Hm."}
+    assert second == {"role": "assistant", "content": None, "tool_calls": [call]}

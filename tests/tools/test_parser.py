@@ -95,7 +95,8 @@ def test_every_cut_of_a_message_gives_the_same(name: FormatName) -> None:
     form = FORMATS[name]
     rng = random.Random(name)
     calls = texts = 0
-    for _ in range(125):
+    count = 125 if form.marks is None and form.tags is None else 40  # those have more tests of their own
+    for _ in range(count):
         message = some_message(rng, form)
         whole = parse(form, message)
         calls += len(whole.calls)
@@ -103,7 +104,7 @@ def test_every_cut_of_a_message_gives_the_same(name: FormatName) -> None:
         for cut in range(1, len(message)):
             assert parse(form, message[:cut], message[cut:]) == whole, (message, cut)
         assert parse(form, *message) == whole
-    assert calls > 40 and texts > 40
+    assert calls > count // 4 and texts > count // 4
 
 
 def test_all_formats_read_what_they_write() -> None:

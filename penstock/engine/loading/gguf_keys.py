@@ -19,10 +19,10 @@ from penstock.errors import CheckpointError
 READ = frozenset(
     {
         "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.key_length_swa",
-        "attention.layer_norm_rms_epsilon", "attention.scale", "attention.sliding_window", "attention.value_length",
-        "attention.value_length_swa", "block_count", "context_length", "embedding_length", "embedding_length_out",
-        "feed_forward_length", "rope.dimension_count", "rope.dimension_count_swa", "rope.freq_base",
-        "rope.freq_base_swa", "rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.factor",
+        "attention.scale", "attention.sliding_window", "attention.value_length", "attention.value_length_swa",
+        "block_count", "context_length", "embedding_length", "embedding_length_out", "feed_forward_length",
+        "rope.dimension_count", "rope.dimension_count_swa", "rope.freq_base", "rope.freq_base_swa", "rope.scale_linear",
+        "rope.scaling.attn_factor", "rope.scaling.factor",
         "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_attn_factor",
         "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_ext_factor",
         "rope.scaling.yarn_log_multiplier", "attention.temperature_scale",
@@ -32,10 +32,11 @@ READ = frozenset(
 
 INERT = frozenset(
     {
-        "attention.group_norm_epsilon", "attention.layer_norm_epsilon",  # of norms that these families do not have
+        "attention.group_norm_epsilon", "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon",
         "decoder_start_token_id", "pooling_type", "rope.scaling.finetuned", "tensor_data_layout", "vocab_size",
     }
 )  # fmt: skip
+"""An epsilon is that of norms which a family does not have; that of its own (`GGUFFormat.epsilon`) is read."""
 
 _FACTORS = frozenset(
     {
@@ -83,7 +84,7 @@ def check_keys(where: str, family: Family, keys: GGUFKeys) -> None:
     given = _given(keys)
     rules = KeyRules(
         reader=f"{family.model_type} models in GGUF files",
-        read=READ | family.gguf.reads,
+        read=READ | family.gguf.reads | {family.gguf.epsilon},
         limited={
             "attention.causal": (True,),
             "expert_gating_func": (0, 1),  # softmax, or left to the architecture

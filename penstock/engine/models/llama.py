@@ -124,13 +124,20 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     hidden, backend = config.hidden_size, context.read.backend
 
     def gated(
-        read: WeightReader, prefix: str, gate_up: tuple[str, str], down: str, ffn: int, bias: bool, ops: ActivationOps
+        read: WeightReader,
+        prefix: str,
+        gate_up: tuple[str, str],
+        down: str,
+        ffn: int,
+        bias: bool,
+        ops: ActivationOps,
+        fused: str = names.fused_gate_up,
     ) -> GatedMlp:
         parts = dict.fromkeys(gate_up, ffn)
         return GatedMlp(
             ops=ops,
             activation=config.activation,
-            gate_up=read.linear(prefix, parts, hidden, bias, fused=names.fused_gate_up),
+            gate_up=read.linear(prefix, parts, hidden, bias, fused),
             down=read.linear(prefix, {down: hidden}, ffn, bias),
         )
 
@@ -152,11 +159,12 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         weight_inputs=moe.weight_inputs,
     )
     table = moe.placement[context.index] if moe.placement else None
+    fused = "" if names.expert_stacks else names.fused_gate_up  # of stacks the parts are read one by one
 
     def experts(read: WeightReader) -> ExpertMlp:
         def make(index: int) -> GatedMlp:
             at, bias = f"{block}experts.{index}.", moe.expert_bias
-            return gated(read, at, names.expert_gate_up, names.expert_down, ffn, bias, backend.ops)
+            return gated(read, at, names.expert_gate_up, names.expert_down, ffn, bias, backend.ops, fused)
 
         source = ExpertSource(make, lambda index: read.touch(f"{block}experts.{index}."))
         parts = [make(index) for index in held(table, moe.shard, moe.experts)]

@@ -31,7 +31,7 @@ from penstock.engine.parallel.child import describe_exit, start_rank
 from penstock.engine.parallel.layout import Place
 from penstock.engine.parallel.link import Link
 from penstock.engine.parallel.machines import Machines, RankProcess, RemoteRank
-from penstock.engine.parallel.member import Member
+from penstock.engine.parallel.member import KV_BLOCKS, Member
 from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.setup import Setup
 from penstock.errors import ConfigError, ReplicaLost
@@ -75,7 +75,7 @@ class Ranks(Member):
         self._checkpoint = checkpoint
         self._restarts_left = config.rank_restarts
         self._choices: Mapping[str, Any] = {}
-        self._agreed: list[int] = []
+        self._agreed: list[tuple[str, int]] = []
         """What `least` came to, each time that the ranks asked each other."""
         self._begin_watch: Callable[[_Rank], None] | None = None
         self.died = False
@@ -131,11 +131,11 @@ class Ranks(Member):
                     f"{other.place} has chosen {name}: {there} and rank 0 {here}, on other hardware; set {name}"
                 )
 
-    def least(self, count: int) -> int:
+    def least(self, count: int, of: str = "") -> int:
         count = min([count, *(report.count for report in self._gather())])
         for other in self._ranks:
             plain.send(other.connection, count)
-        self._agreed.append(count)
+        self._agreed.append((of, count))
         return count
 
     def tell(self, message: bytes, below: int) -> None:
@@ -230,7 +230,7 @@ class Ranks(Member):
         self._restarts_left -= 1
         store = self._folder / f"store-{self._restarts_left}"
         # As many KV blocks as before, whatever is free now.
-        config = replace(self._config, num_blocks=self._agreed[-1] - 1)
+        config = replace(self._config, num_blocks=dict(self._agreed)[KV_BLOCKS] - 1)
         fresh: list[_Rank] = []
         for index, other in enumerate(self._ranks):
             if other.process.poll() is not None:
@@ -267,9 +267,9 @@ class Ranks(Member):
             answer.result()
         for new in fresh:
             self._compare(new, self._hear(new))
-            for agreed in self._agreed:
+            for what, agreed in self._agreed:
                 if self._hear(new).count < agreed:
-                    raise ReplicaLost(f"{new.place} has no room for {agreed} KV blocks any more")
+                    raise ReplicaLost(f"{new.place} has no room for {agreed} {what} any more")
                 plain.send(new.connection, agreed)
             if self._begin_watch is not None:
                 self._begin_watch(new)

@@ -32,6 +32,9 @@ from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, 
 from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.shards import head_rows, shard
 
+KV_BLOCKS = "KV blocks"
+"""What ranks call the blocks of their caches when they agree on a number."""
+
 
 class Member(ABC):
     """One rank of several."""
@@ -106,8 +109,8 @@ class Member(ABC):
         differ."""
 
     @abstractmethod
-    def least(self, count: int) -> int:
-        """The smallest `count` of all ranks; every rank calls this at the same point."""
+    def least(self, count: int, of: str = "") -> int:
+        """The smallest `count` of all ranks; every rank calls this at the same point. `of`: what is counted."""
 
 
 class DraftMember(Member):
@@ -124,7 +127,7 @@ class DraftMember(Member):
         self._whole.meet(backend)
         self._groups = self._whole.groups.of_first(self.place.tensor)
 
-    def least(self, count: int) -> int:
+    def least(self, count: int, of: str = "") -> int:
         """Its cache has the target's number of blocks, on which the ranks agree."""
         return count
 

@@ -68,7 +68,7 @@ class Worker(Member):
     def agree(self, choices: Mapping[str, Any]) -> None:
         plain.send(self._connection, Report(choices=dict(choices)))
 
-    def least(self, count: int) -> int:
+    def least(self, count: int, of: str = "") -> int:
         plain.send(self._connection, Report(count))
         agreed: int = plain.receive(self._connection)
         return agreed

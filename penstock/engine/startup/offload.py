@@ -45,8 +45,8 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
     if config.disk_memory and not places:
         raise ConfigError(f"disk_memory is less than one KV block of {part.kv.shape.block_bytes} bytes")
     if member is not None:
-        slots, places = member.least(slots), member.least(places)
-        states = member.least(states)
+        slots, places = member.least(slots, "host slots"), member.least(places, "disk places")
+        states = member.least(states, "host slots of states")
     mover = part.backend.block_mover(part.kv, slots)
     state_mover = part.backend.block_mover(StateBlocks(part.kv), states) if recurrent else None
     tiers = Tiers(slots, mover, states, state_mover)
@@ -55,5 +55,5 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
             raise ConfigError("disk_memory needs disk_path, a folder for it on a fast disk")
         tiers = Tiers(slots, mover, states, state_mover, places, BlockFile(Path(config.disk_path), places, tiers.mover))
     if member is not None:
-        member.least(slots)  # a rank that cannot have that memory says so before anything runs
+        member.least(slots, "host slots")  # a rank that cannot have that memory says so before anything runs
     return tiers

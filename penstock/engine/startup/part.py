@@ -195,7 +195,7 @@ def load_part(
         if model.recurrent or not shape.blocks_suffice:
             check_stateful(config)
         if member is not None:
-            num_blocks, num_states = member.least(num_blocks), member.least(num_states)
+            num_blocks, num_states = member.least(num_blocks, "KV blocks"), member.least(num_states, "states")
             decoder = member.connect(decoder)
             adapters = None if adapters is None else adapters.with_decoders(member.connect)
         if tap is not None:

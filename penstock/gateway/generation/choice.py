@@ -168,7 +168,7 @@ class Choice:
             events = parser.push(continued)
             if parser.inside_call:
                 self._parser, self._begun = parser, [event for event in events if not isinstance(event, Text)]
-        shown = frozenset() if toolbox is None or toolbox.opener_id is None else frozenset((toolbox.opener_id,))
+        shown = frozenset[int]() if toolbox is None else toolbox.shown
         self._detokenizer = text.detokenizer(skip_special=skip_special, continuation=continuation, shown=shown)
         self._include_stop = include_stop
         self._stops = StopStrings(stops, include=include_stop) if stops else None

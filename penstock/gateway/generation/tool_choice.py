@@ -81,15 +81,21 @@ def toolbox_of(request: ChatRequest, model: TokenizedModel) -> Toolbox | None:
     if not request.tools or choice == "none":
         return None
     form = format_of(model)
-    opener = model.text.token_id(form.opener)
+    special = {mark: id for mark in (form.opener, *form.control) if (id := _control_id(mark, model)) is not None}
     return Toolbox(
         tuple(map(tool_of, request.tools)),
         form,
         use=_use(choice),
         only=chosen_names(choice),
         parallel=request.parallel_tool_calls is not False,
-        opener_id=opener if opener is not None and model.text.is_special(opener) else None,
+        opener_id=special.pop(form.opener, None),
+        control=tuple(special.items()),
     )
+
+
+def _control_id(mark: str, model: TokenizedModel) -> int | None:
+    id = model.text.token_id(mark)
+    return id if id is not None and model.text.is_special(id) else None
 
 
 def _use(choice: str | NamedTool | None) -> Use:
@@ -116,9 +122,16 @@ def for_template(
             messages = [prompting.with_thought(message, source) for message in messages]
         return fitted(messages, accepted), None
     form = format_of(model)
+    source, style = model.text.template_source, model.text.call_style
     if model.text.template_knows_tools:
-        source = model.text.template_source
-        return prompting.native(fitted(messages, accepted), form, source), [tool.described() for tool in tools] or None
+        prepared = prompting.native(fitted(messages, accepted), form, source, style)
+        return prepared, [tool.described() for tool in tools] or None
+    if form.marks is not None and style.shown:
+        # DeepSeek's own templates show calls and results, but no functions.
+        if tools:
+            rules = prompting.instructions(tools, form, results="as a message of the tool")
+            messages = prompting.with_instructions(messages, rules)
+        return prompting.native(fitted(messages, accepted), form, source, style), None
     return fitted(prompting.explained(messages, tools, form), accepted), None
 
 
@@ -142,7 +155,7 @@ async def grammar_for(
         return ""
     answer = None if free or (toolbox is not None and toolbox.use == "required") else wanted
     asked = (request.tools, request.tool_choice, request.parallel_tool_calls, answer)
-    key = encode((asked, None if toolbox is None else (toolbox.form.name, toolbox.opener_id)))
+    key = encode((asked, None if toolbox is None else (toolbox.form.name, toolbox.opener_id, toolbox.control)))
     if channels is not None:
         key += encode(("channels", sorted(channels.ids.values())))
     elif behind is not None:

@@ -18,7 +18,7 @@ from penstock.engine.loading.checkpoint import open_checkpoint
 from penstock.engine.loading.gguf import GGUFFile, TensorInfo
 from penstock.engine.loading.gguf_config import config_from_gguf
 from penstock.engine.loading.gguf_keys import INERT, OTHERS, READ
-from penstock.engine.models.families import FAMILIES, gguf_architectures, read_config
+from penstock.engine.models.families import FAMILIES, GGUFKeys, family_of_gguf, gguf_architectures, read_config
 from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.errors import CheckpointError, PenstockError
 from tests.engine.harness import drain, make_engine
@@ -48,7 +48,13 @@ AT_WORK = {
     "attention.temperature_scale": {"rope.scaling.original_context_length": 64},
 }
 """What must be in a file for a key to have an effect in llama.cpp."""
-EXPERTS = {"expert_count": 2, "expert_used_count": 1}
+PATTERN = "attention.sliding_window_pattern"
+NEEDED: dict[str, dict[str, Any]] = {
+    "qwen3moe": {"expert_count": 2, "expert_used_count": 1},
+    "command-r": {"attention.layer_norm_epsilon": 1e-5},
+    "cohere2": {"attention.layer_norm_epsilon": 1e-5, "attention.sliding_window": 30},
+}
+"""What llama.cpp loads no file of the architecture without."""
 
 
 class Described:
@@ -65,7 +71,7 @@ class Described:
 
 
 def config(arch: str, keys: dict[str, Any], tensors: dict[str, np.ndarray] | None = None) -> dict[str, Any]:
-    given = metadata(arch, **{**(EXPERTS if arch == "qwen3moe" else {}), **keys})
+    given = metadata(arch, **{**NEEDED.get(arch, {}), **keys})
     return config_from_gguf(cast(GGUFFile, Described(given, weights() | (tensors or {}))))
 
 
@@ -79,10 +85,9 @@ def test_every_key_of_the_reference_is_declared() -> None:
 @pytest.mark.parametrize("arch", gguf_architectures())
 def test_each_key_is_honoured_or_refused(arch: str) -> None:
     """A value that is accepted changes the configuration, says nothing, or belongs to a key that does nothing."""
+    epsilons = {family.gguf.epsilon for family in FAMILIES.values() if arch in family.gguf.architectures}
     for key in sorted(REFERENCE):
-        beside = AT_WORK.get(key, {})
-        if arch not in ("gemma2", "gemma3") and key == "attention.sliding_window_pattern":
-            beside = {}
+        beside = {} if key == PATTERN and not reads_patterns(arch) else AT_WORK.get(key, {})
         base = config(arch, beside)
         for value in TRIED:
             try:
@@ -91,11 +96,17 @@ def test_each_key_is_honoured_or_refused(arch: str) -> None:
                 name = key.removeprefix("attention.").removeprefix("rope.").removeprefix("scaling.")
                 assert name in str(error) or key in READ, (key, value, str(error))
                 continue
-            assert found != base or key in INERT or _means_nothing(key, value, arch), (key, value)
+            assert found != base or key in INERT - epsilons or _means_nothing(key, value, arch), (key, value)
+
+
+def reads_patterns(arch: str) -> bool:
+    """Whether a file with a window may say which layers have it."""
+    family = family_of_gguf(GGUFKeys(arch, metadata(arch, **AT_WORK[PATTERN])))
+    return family is not None and PATTERN in family.gguf.reads
 
 
 def _means_nothing(key: str, value: Any, arch: str) -> bool:
-    if key == "attention.sliding_window_pattern" and arch in ("gemma2", "gemma3"):
+    if key == PATTERN and reads_patterns(arch):
         return True  # of two layers many patterns mean the same; they have a test of their own
     return value is (key in ("attention.causal", "expert_weights_norm"))
 
@@ -158,7 +169,7 @@ def test_factors_in_tensors_keep_what_stands_beside_them() -> None:
         config("llama", {"rope.scaling.type": "yarn"}, {"rope_freqs.weight": divisors})
 
 
-def test_windows_of_gemma() -> None:
+def test_which_layers_have_windows() -> None:
     def local(arch: str, **keys: Any) -> list[bool]:
         found = config(arch, {key.replace("__", "."): value for key, value in keys.items()})
         return [kind == "sliding_attention" for kind in found["layer_types"]]
@@ -168,9 +179,16 @@ def test_windows_of_gemma() -> None:
     assert config("gemma2", {})["sliding_window"] == 4096
     assert local("gemma3", **layers) == [False, False]
     window = {"attention__sliding_window": 30, **layers}
-    assert local("gemma3", **window) == [True, True]
-    assert local("gemma3", attention__sliding_window_pattern=2, **window) == [True, False]
-    assert local("gemma3", attention__sliding_window_pattern=[False, True], **window) == [False, True]
+    for arch in ("gemma3", "cohere2", "exaone4"):
+        assert local(arch, **window) == [True, True]
+        assert local(arch, attention__sliding_window_pattern=2, **window) == [True, False]
+        assert local(arch, attention__sliding_window_pattern=[False, True], **window) == [False, True]
+    assert config("exaone4", {})["sliding_window"] is None
+    more = {f"blk.{layer}.attn_norm.weight": np.ones(32, np.float32) for layer in range(64)}
+    largest = config("exaone4", {"block_count": 64}, more)
+    assert largest["sliding_window"] == 4096 and largest["layer_types"].count("full_attention") == 16
+    with pytest.raises(CheckpointError, match="sliding_window is missing"):
+        config("cohere2", {"attention.sliding_window": 0})
     assert config("gemma3", {"final_logit_softcapping": 7.0})["final_logit_softcapping"] == 7.0
     with pytest.raises(CheckpointError, match="sliding_window: 0"):
         config("gemma2", {"attention.sliding_window": 0})

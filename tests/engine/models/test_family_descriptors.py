@@ -26,6 +26,11 @@ from tests.engine.tiny import FAMILIES as TINY
 from tests.engine.tiny import write_checkpoint
 
 PROMPT = [17 * i % 199 for i in range(50)]
+ROUTERS = (".gate.weight", ".router.weight", ".router.layer.weight", "shared_expert_gate.weight")
+DELTA_NETS = (".conv1d.weight", ".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight")
+"""Their convolutions, and the small matrices of their decays and write strengths."""
+DENSE = ROUTERS + DELTA_NETS
+"""Ends of the names of matrices that are never quantized."""
 
 
 @pytest.fixture(scope="module", params=TINY)
@@ -41,10 +46,8 @@ def test_tensor_names_and_shapes_are_those_of_the_reference(checkpoint: Path) ->
     assert tensor_shapes(config) == stored
     rest = ("embed", "lm_head", "_norm.weight")
     norms_and_rest = {name for name, shape in stored.items() if len(shape) == 1 or any(part in name for part in rest)}
-    routers = {
-        name for name in stored if name.endswith((".gate.weight", ".router.weight", "shared_expert_gate.weight"))
-    }
-    assert {name for name in stored if is_linear(name)} == set(stored) - norms_and_rest - routers
+    dense = {name for name in stored if name.endswith(DENSE)}
+    assert {name for name in stored if is_linear(name)} == set(stored) - norms_and_rest - dense
 
 
 def test_random_weights_of_every_family_run(checkpoint: Path) -> None:

@@ -50,7 +50,7 @@ class Arena:
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         count = int(np.prod(shape, dtype=np.int64))
-        size = max(1, count * dtype.itemsize)
+        size = max(count, 1) * dtype.itemsize
         free = [
             (block.nbytes, index)
             for index, (block, user) in enumerate(self.blocks)

@@ -148,9 +148,12 @@ def family_of(model_type: str) -> Family:
 def read_config(raw: HFConfig) -> ModelConfig:
     """Read Hugging Face `config.json` keys; a model that cannot be run exactly is refused, never approximated."""
     raw = text_config(raw)
-    if raw.get("model_type") not in FAMILIES:
+    model_type = raw.get("model_type", "")
+    if not isinstance(model_type, str):
+        raise CheckpointError(f"config key 'model_type' must be a name, found {model_type!r:.80}")
+    if model_type not in FAMILIES:
         return read_library_config(raw, ", ".join(FAMILIES))
-    family = family_of(str(raw.get("model_type", "")))
+    family = family_of(model_type)
     raw = family.checked(raw)
     fields = family.fields(raw)
     heads = integer(raw, "num_attention_heads")

@@ -69,7 +69,7 @@ COHERE = Family(
         architectures=("command-r",),
         epsilon=LAYER_NORM_EPSILON,
         config=parallel_from_gguf,
-        reads=frozenset({LAYER_NORM_EPSILON, "logit_scale"}),
+        reads=frozenset({"logit_scale"}),
         windowed=False,
     ),
     architecture=parallel_architecture,

@@ -23,6 +23,7 @@ from penstock.engine.models.families.family import (
     integer,
 )
 from penstock.engine.models.families.gemma2 import layer_types
+from penstock.errors import CheckpointError
 
 _PERIOD = 4
 
@@ -33,6 +34,8 @@ def _fields(raw: HFConfig) -> ConfigFields:
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    if not config["sliding_window"]:
+        raise CheckpointError(f"{keys.architecture}.attention.sliding_window is missing or 0; the file is damaged")
     return {**parallel_from_gguf(keys, config), **layer_types(keys, config, _PERIOD)}
 
 
@@ -55,7 +58,7 @@ COHERE2 = Family(
         architectures=("cohere2",),
         config=_from_gguf,
         epsilon=LAYER_NORM_EPSILON,
-        reads=frozenset({LAYER_NORM_EPSILON, "logit_scale", "attention.sliding_window_pattern"}),
+        reads=frozenset({"logit_scale", "attention.sliding_window_pattern"}),
     ),
     architecture=parallel_architecture,
 )

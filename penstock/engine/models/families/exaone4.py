@@ -20,6 +20,7 @@ from penstock.engine.models.families.gemma2 import layer_types
 from penstock.engine.models.families.olmo2 import OUT_NORMS
 
 _PERIOD = 4
+_LARGEST_LAYERS, _LARGEST_WINDOW = 64, 4096
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
@@ -31,7 +32,10 @@ def _fields(raw: HFConfig) -> ConfigFields:
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
-    return layer_types(keys, config, _PERIOD)
+    # Files of the largest model may leave the window out.
+    default = _LARGEST_WINDOW if config["num_hidden_layers"] == _LARGEST_LAYERS else 0
+    window = keys.whole("attention.sliding_window", default) or None
+    return {**layer_types(keys, {**config, "sliding_window": window}, _PERIOD), "sliding_window": window}
 
 
 EXAONE4 = Family(

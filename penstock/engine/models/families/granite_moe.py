@@ -31,7 +31,9 @@ _NAMES = TensorNames(
     expert_stacks=("block_sparse_moe.input_linear", "block_sparse_moe.output_linear"),
     shared_expert="shared_mlp.",
     mlp="shared_mlp.",
+    fused_qkv="",  # gate and up are one matrix, these three are not
     fused_gate_up="input_linear",
+    fused=True,
     down="output_linear",
 )
 """The parts of stacks have names that no checkpoint has; see `loading.expert_stacks`."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.engine.backends.host_memory import is_host
 from penstock.engine.backends.interface import FP8, AttentionBatch, HeadLayout, KVScales, Ops
 from penstock.engine.backends.reference.ops import ReferenceOps
 from penstock.engine.kv.cache import KVCache
@@ -74,7 +75,7 @@ class PagedCalls:
     def __init__(self, sites: list[Site], ops: Ops, device: torch.device) -> None:
         self._sites = sites
         plain = ReferenceOps()
-        self._ops = [plain if device.type == "cuda" and s.heads.head_dim > _LARGEST_HEAD else ops for s in sites]
+        self._ops = [ops if is_host(device) or s.heads.head_dim <= _LARGEST_HEAD else plain for s in sites]
         dims = {site.heads.head_dim for site in sites}
         # A rotary table of one row that rotates nothing: positions are the library's matter.
         self._unrotated = {

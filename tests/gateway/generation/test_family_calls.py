@@ -1,0 +1,155 @@
+"""Calls of DeepSeek, Kimi K2 and Qwen3-Coder through the API: control tokens, histories, forced calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.engine.grammar.guidance import GuidanceCompiler
+from penstock.text import TextModel
+from penstock.text.vocabulary import vocabulary
+from tests.gateway.conftest import Serving
+from tests.gateway.generation.test_tool_choice import CLOCK, WEATHER, streamed
+from tests.scripted import ScriptedEngine
+from tests.text.test_thoughts import model
+
+TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+DEEPSEEK_MARKS = tuple(
+    f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep", "outputs▁begin")
+)
+DEEPSEEK = (
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
+    "{% if loop.first %}<｜tool▁calls▁begin｜>{% endif %}{{ '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>'"
+    " + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```<｜tool▁call▁end｜>' }}{% endfor %}"
+    "<｜tool▁calls▁end｜>{% elif m.role == 'tool' %}<｜tool▁outputs▁begin｜>{{ m.content }}{% else %}"
+    "<|{{ m.role }}|>{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+KIMI_MARKS = tuple(
+    f"<|tool_{name}|>"
+    for name in ("calls_section_begin", "calls_section_end", "call_begin", "call_end", "call_argument_begin")
+)
+KIMI = (
+    "{% if tools %}tool_declare {{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}{% if m.tool_calls %}"
+    "<|tool_calls_section_begin|>{% for c in m.tool_calls %}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>{% endif %}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+QWEN = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
+    "{% for key, value in c.function.arguments | items %}<parameter={{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}"
+    "</function>\n</tool_call>{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SAID = {
+    "deepseek": "Ok.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "7"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi": "Ok.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "7"}<|tool_call_end|><|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{}<|tool_call_end|>'
+    "<|tool_calls_section_end|>",
+    "qwen": "Ok.\n<tool_call>\n<function=get_weather>\n<parameter=city>\n7\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+}
+SHOWN = {
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "7"}\n```'
+    "<｜tool▁call▁end｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>clock\n```json\n{}\n```<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜><|end|><｜tool▁outputs▁begin｜>sunny<|end|><｜tool▁outputs▁begin｜>noon<|end|>",
+    "kimi": '<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "7"}<|tool_call_end|>'
+    "<|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+    "<|end|><|tool|>## Return of functions.get_weather:0\nsunny<|end|><|tool|>## Return of functions.clock:1\nnoon",
+    "qwen": "<tool_call>\n<function=get_weather>\n<parameter=city>\n7\n</parameter>\n</function>\n</tool_call>"
+    "<tool_call>",
+}
+
+
+@pytest.fixture(scope="module", params=["deepseek", "kimi", "qwen"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, TextModel]:
+    marks, template = {
+        "deepseek": (DEEPSEEK_MARKS, DEEPSEEK),
+        "kimi": (KIMI_MARKS, KIMI),
+        "qwen": (("<tool_call>", "</tool_call>"), QWEN),
+    }[request.param]
+    return request.param, model(
+        tmp_path_factory.mktemp(request.param), *marks, special=request.param != "qwen", template=template
+    )
+
+
+def scripted(text: TextModel, said: str) -> ScriptedEngine:
+    answer = text.encode(said, add_special_tokens=False)
+    return ScriptedEngine(text, lambda _: [*answer, text.eos_token_ids[0]], max_model_len=4096)
+
+
+async def test_calls_whole_streamed_and_in_the_history(serving: Serving, family: tuple[str, TextModel]) -> None:
+    name, text = family
+    async with serving(scripted(text, SAID[name]), text=text) as gateway:
+        choice = (await gateway.chat(tools=[WEATHER, CLOCK])).json()["choices"][0]
+        message = choice["message"]
+        assert choice["finish_reason"] == "tool_calls" and message["content"] == "Ok."
+        assert [
+            (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]
+        ] == [
+            ("get_weather", {"city": "7"}),
+            ("clock", {}),
+        ]
+        content, calls, finish = streamed((await gateway.chat(tools=[WEATHER, CLOCK], stream=True)).text)
+        assert (content, finish) == ("Ok.", "tool_calls")
+        assert [call["arguments"] for call in calls] == [
+            call["function"]["arguments"] for call in message["tool_calls"]
+        ]
+        first, second = message["tool_calls"]
+        history = [
+            {"role": "user", "content": "Well?"},
+            {"role": "assistant", "content": None, "tool_calls": [first, second]},
+            {"role": "tool", "tool_call_id": first["id"], "content": "sunny"},
+            {"role": "tool", "tool_call_id": second["id"], "content": "noon"},
+        ]
+        reply = await gateway.chat(messages=history, tools=[WEATHER, CLOCK])
+        assert reply.status_code == 200, reply.text
+        prompt = text.decode(gateway.engine.seen[-1].prompt, skip_special=False)
+        assert SHOWN[name] in prompt and "get_weather" in prompt.partition("Well?")[0]
+        assert (
+            name == "qwen" or text.token_id(SHOWN[name][:22].partition(">")[0] + ">") in gateway.engine.seen[-1].prompt
+        )
+
+
+async def test_forced_calls_are_written_with_the_control_tokens(
+    serving: Serving, family: tuple[str, TextModel]
+) -> None:
+    name, text = family
+    compiler = GuidanceCompiler(vocabulary(text), text.vocab_size)
+    forced: dict[str, Any] = {
+        "deepseek": SAID["deepseek"].removeprefix("Ok."),
+        "kimi": SAID["kimi"].removeprefix("Ok."),
+        "qwen": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "7"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    }
+    async with serving(scripted(text, forced[name]), text=text) as gateway:
+        reply = await gateway.chat(tools=[WEATHER, CLOCK], tool_choice="required")
+        assert reply.status_code == 200, reply.text
+        message = reply.json()["choices"][0]["message"]
+        assert message["content"] is None
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_weather", "clock"]
+        for tools in ([WEATHER, CLOCK], [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}, CLOCK]):
+            more = {} if tools[0] is not WEATHER else {"tool_choice": "required"}
+            assert (await gateway.chat(tools=tools, **more)).status_code == 200
+            grammar = gateway.engine.seen[-1].params.grammar
+            free = "" if more else "Sure. "
+            assert _takes(compiler, text, grammar, free + forced[name])
+            assert not _takes(compiler, text, grammar, free + forced[name].replace('"7"', "7"))
+            assert not _takes(compiler, text, grammar, free + forced[name].replace("clock", "cook"))
+        named = {"type": "function", "function": {"name": "clock"}}
+        assert (await gateway.chat(tools=[WEATHER, CLOCK], tool_choice=named)).status_code == 200
+        assert not _takes(compiler, text, gateway.engine.seen[-1].params.grammar, forced[name])
+
+
+def _takes(compiler: GuidanceCompiler, text: TextModel, grammar: str, words: str) -> bool:
+    from tests.tools.test_toolbox import Walk
+
+    walk = Walk.__new__(Walk)
+    walk.compiler, walk.text, walk.matcher = compiler, text, compiler.compile(grammar)
+    return walk.takes(words)
