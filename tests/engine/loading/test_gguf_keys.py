@@ -51,8 +51,8 @@ AT_WORK = {
 PATTERN = "attention.sliding_window_pattern"
 NEEDED: dict[str, dict[str, Any]] = {
     "qwen3moe": {"expert_count": 2, "expert_used_count": 1},
-    "command-r": {"attention.layer_norm_epsilon": 1e-5},
-    "cohere2": {"attention.layer_norm_epsilon": 1e-5, "attention.sliding_window": 30},
+    "command-r": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5},
+    "cohere2": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5, "attention.sliding_window": 30},
 }
 """What llama.cpp loads no file of the architecture without."""
 
@@ -194,6 +194,15 @@ def test_which_layers_have_windows() -> None:
         config("gemma2", {"attention.sliding_window": 0})
     with pytest.raises(CheckpointError, match="sliding windows"):
         config("qwen2", {"attention.sliding_window": 30})
+
+
+def test_what_llama_cpp_needs_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arch in ("command-r", "cohere2"):
+        for key, value in NEEDED[arch].items():
+            monkeypatch.setitem(NEEDED, arch, {other: v for other, v in NEEDED[arch].items() if other != key})
+            with pytest.raises(CheckpointError, match=key.rpartition(".")[2] if "epsilon" not in key else "epsilon"):
+                config(arch, {})
+            monkeypatch.setitem(NEEDED, arch, {**NEEDED[arch], key: value})
 
 
 def test_only_models_are_models(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from penstock.engine.models.families.family import (
     number,
 )
 from penstock.engine.models.families.tensor_names import TensorNames
+from penstock.errors import CheckpointError
 
 if TYPE_CHECKING:
     from penstock.engine.models.architecture import Architecture
@@ -52,6 +53,8 @@ def parallel_architecture() -> Architecture:
 
 
 def parallel_from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    if keys("logit_scale") is None:
+        raise CheckpointError(f"{keys.architecture}.logit_scale is missing; the file is damaged")
     return {
         "layer_norm_eps": config["rms_norm_eps"],
         "logit_scale": keys.number("logit_scale", 1.0) or 1.0,
