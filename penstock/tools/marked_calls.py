@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from penstock.tools.events import CallArguments, CallBegin, CallEnd, Event
-from penstock.tools.scanner import CallScanner, Malformed
+from penstock.tools.scanner import CallScanner, Malformed, StepScanner
 
 _LONGEST_HEAD = 400
 """Characters of a call before its arguments."""
@@ -79,7 +79,7 @@ KIMI_K2 = CallMarks(
 )
 
 
-class MarkedScanner:
+class MarkedScanner(StepScanner):
     """Scans the calls of a section up to its closer; or JSON in their place."""
 
     def __init__(
@@ -95,25 +95,8 @@ class MarkedScanner:
         self._first = True
         self._alone = False
         """Whether JSON stands in place of marked calls."""
-        self._arguments: CallScanner | None = None
+        self._inner: CallScanner | None = None
         self._step: Callable[[str, int], int] = self._head
-
-    @property
-    def index(self) -> int:
-        return self._index if self._arguments is None else self._arguments.index
-
-    @property
-    def begun(self) -> bool:
-        return self._arguments is not None and self._arguments.begun
-
-    def scan(self, text: str, at: int) -> int:
-        """Scans from `text[at]`; returns how far it came. Raises `Malformed`."""
-        while at < len(text) and not self.done:
-            before, step = at, self._step
-            at = self._step(text, at)
-            if at == before and self._step == step:
-                break
-        return at
 
     def _head(self, text: str, at: int) -> int:
         """From the beginning of a call to its arguments."""
@@ -123,7 +106,7 @@ class MarkedScanner:
         marks = self._marks
         if self._first and text[at] in "{[":
             self._alone = True
-            self._arguments = CallScanner(self._names, self._index, self._emit)
+            self._inner = CallScanner(self._names, self._index, self._emit)
             self._step = self._json
             return at
         if not text.startswith(marks.begin, at):
@@ -140,8 +123,8 @@ class MarkedScanner:
             raise Malformed(found.start())
         self._first = False
         if found[0] == "{":
-            self._arguments = CallScanner(self._names, self._index, self._emit)
-            self._arguments.expect_arguments(head[1])
+            self._inner = CallScanner(self._names, self._index, self._emit)
+            self._inner.expect_arguments(head[1])
             self._step = self._json
         else:  # a call without arguments
             self._emit(CallBegin(self._index, head[1]))
@@ -152,10 +135,10 @@ class MarkedScanner:
         return found.start()
 
     def _json(self, text: str, at: int) -> int:
-        assert self._arguments is not None
-        at = self._arguments.scan(text, at)
-        if self._arguments.done:
-            self._index, self._arguments = self._arguments.index, None
+        assert self._inner is not None
+        at = self._inner.scan(text, at)
+        if self._inner.done:
+            self._index, self._inner = self._inner.index, None
             self.done = self._alone
             self._step = self._tail
         return at

@@ -318,3 +318,31 @@ def overlap(text: str, mark: str) -> int:
 def _is_text(value: str) -> bool:
     """Whether a string can be encoded as UTF-8: escapes may leave half a surrogate pair."""
     return not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+class StepScanner:
+    """A scanner of calls that are not JSON, step by step; the arguments, or whole calls, may be JSON all the same."""
+
+    done: bool
+    _index: int
+    _inner: CallScanner | None
+    """Reads the JSON, once there is any."""
+    _step: Callable[[str, int], int]
+    """Takes the text and where to begin; returns how far it came, and may choose another step."""
+
+    @property
+    def index(self) -> int:
+        return self._index if self._inner is None else self._inner.index
+
+    @property
+    def begun(self) -> bool:
+        return self._inner is not None and self._inner.begun
+
+    def scan(self, text: str, at: int) -> int:
+        """Scans from `text[at]`; returns how far it came. Raises `Malformed`."""
+        while at < len(text) and not self.done:
+            before, step = at, self._step
+            at = self._step(text, at)
+            if at == before and self._step == step:
+                break
+        return at

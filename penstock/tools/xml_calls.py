@@ -22,7 +22,7 @@ from typing import Any
 
 from penstock.tools.argument_values import Schemas, argument
 from penstock.tools.events import CallArguments, CallBegin, CallEnd, Event
-from penstock.tools.scanner import CallScanner, Malformed, overlap
+from penstock.tools.scanner import CallScanner, Malformed, StepScanner, overlap
 
 _LONGEST_NAME = 256
 _SPACES = 64
@@ -44,7 +44,7 @@ FUNCTION_TAGS = Tags("<function=", "</function>", "<parameter=", "</parameter>")
 INVOKE_TAGS = Tags("<invoke name=", "</invoke>", "<parameter name=", "</parameter>")
 
 
-class XmlScanner:
+class XmlScanner(StepScanner):
     """Scans the calls between opener and closer; or JSON in their place."""
 
     def __init__(
@@ -64,28 +64,11 @@ class XmlScanner:
         self._schemas = schemas
         self._index = first
         self._called = False
-        self._json: CallScanner | None = None
+        self._inner: CallScanner | None = None
         self._step: Callable[[str, int], int] = self._begin
         self._name = self._key = ""
         self._value: list[str] = []
         self._arguments: dict[str, Any] = {}
-
-    @property
-    def index(self) -> int:
-        return self._index if self._json is None else self._json.index
-
-    @property
-    def begun(self) -> bool:
-        return self._json is not None and self._json.begun
-
-    def scan(self, text: str, at: int) -> int:
-        """Scans from `text[at]`; returns how far it came. Raises `Malformed`."""
-        while at < len(text) and not self.done:
-            before, step = at, self._step
-            at = self._step(text, at)
-            if at == before and self._step == step:
-                break
-        return at
 
     def _begin(self, text: str, at: int) -> int:
         """Before a call."""
@@ -93,7 +76,7 @@ class XmlScanner:
         if at == len(text):
             return at
         if not self._called and text[at] in "{[":
-            self._json = CallScanner(self._names, self._index, self._emit)
+            self._inner = CallScanner(self._names, self._index, self._emit)
             self._step = self._in_json
             return at
         found = self._named(text, at, self._tags.call)
@@ -113,9 +96,9 @@ class XmlScanner:
         return end
 
     def _in_json(self, text: str, at: int) -> int:
-        assert self._json is not None
-        at = self._json.scan(text, at)
-        self.done = self._json.done
+        assert self._inner is not None
+        at = self._inner.scan(text, at)
+        self.done = self._inner.done
         return at
 
     def _within(self, text: str, at: int) -> int:
