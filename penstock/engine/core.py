@@ -138,6 +138,8 @@ class Engine:
         self._generation_tokens = 0
         self._last_landed = 0.0
         self._lead = Lead()
+        self._lingers = self._depth == 1 and not self._pipelined and speculation is None
+        """Whether launches are put off; see `spare_s`."""
 
     @classmethod
     def load(
@@ -290,9 +292,9 @@ class Engine:
         """How long the caller may wait for further requests before it asks for the next step: until shortly before the
         device is done with the one in flight, so that a prompt that comes meanwhile need not wait for another. 0 where
         there is nothing to gain."""
-        if self._depth != 1 or self._pipelined or len(self._in_flight) != 1 or self.scheduler.waiting:
+        if not self._lingers or len(self._in_flight) != 1 or self.scheduler.waiting:
             return 0.0
-        if self.speculation is not None or self._constraints.opening or self._deltas:
+        if self._constraints.opening or self._deltas:
             return 0.0
         return self._lead.spare_s(self.clock())
 
@@ -404,7 +406,8 @@ class Engine:
             step = self.runner.run(batch)
             step.launched_at = self.clock()
             self._in_flight.append(step)
-            self._lead.launched(self.scheduler.expected_s(batch), began, step.launched_at, batch.plain)
+            if self._lingers:
+                self._lead.launched(self.scheduler.expected_s(batch), began, step.launched_at, batch.plain)
 
     @contextmanager
     def _recovering(self, batch: Batch) -> Iterator[None]:

@@ -26,11 +26,10 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
-    LatentLayout,
-    LatentWeights,
     OverRanks,
 )
-from penstock.engine.backends.reference import delta, filters, latent
+from penstock.engine.backends.reference import filters
+from penstock.engine.backends.reference.mixers import PlainMixers
 from penstock.engine.backends.reference.ops import mean_squares
 from penstock.errors import PenstockError
 
@@ -183,7 +182,7 @@ def _is_wide(stream: Tensor, activations: Tensor) -> bool:
     return stream.dtype is not activations.dtype
 
 
-class CpuOps:
+class CpuOps(PlainMixers):
     """See `Ops`. One instance per engine: it owns the thread pool."""
 
     wide_stream = True
@@ -390,25 +389,6 @@ class CpuOps:
             view = self._caches[key] = _CacheView(k_cache, v_cache, layout, kv_scales)
         return view
 
-    def latent_attention(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        layout: LatentLayout,
-        weights: LatentWeights,
-        cos_sin: Tensor,
-        batch: AttentionBatch,
-        cache: Tensor,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
-
-    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
-        return delta.split_gate(qkv, layout)
-
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * gate.sigmoid()
-
     def delta_net(
         self,
         projected: Tensor,
@@ -421,7 +401,7 @@ class CpuOps:
     ) -> Tensor:
         if batch.states is None:
             raise NotRecordableError("gated delta nets are not recorded")
-        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
+        return super().delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         _need(logits, "logits", torch.float32)

@@ -19,16 +19,13 @@ from penstock.engine.backends.interface import (
     INT8,
     INT8_MAX,
     AttentionBatch,
-    DeltaLayout,
-    DeltaWeights,
     HeadLayout,
     KeySmoothing,
     KVScales,
-    LatentLayout,
-    LatentWeights,
     OverRanks,
 )
-from penstock.engine.backends.reference import delta, filters, latent, masks
+from penstock.engine.backends.reference import filters, masks
+from penstock.engine.backends.reference.mixers import PlainMixers
 from penstock.engine.backends.reference.noise import gumbel
 
 
@@ -43,7 +40,7 @@ def _rms(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None
     return (wide * weight.float()).to(dtype or x.dtype)
 
 
-class ReferenceOps:
+class ReferenceOps(PlainMixers):
     """See `Ops`."""
 
     wide_stream = True
@@ -155,37 +152,6 @@ class ReferenceOps:
             table = batch.block_tables[batch.rows[i]]
             out[begin:end] = _attend_one(q[begin:end], layout, contexts[i], table, keys, values, sinks)
         return out.view(q.shape[0], -1)
-
-    def latent_attention(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        layout: LatentLayout,
-        weights: LatentWeights,
-        cos_sin: Tensor,
-        batch: AttentionBatch,
-        cache: Tensor,
-        scales: Tensor | None = None,
-    ) -> Tensor:
-        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
-
-    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
-        return delta.split_gate(qkv, layout)
-
-    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * gate.sigmoid()
-
-    def delta_net(
-        self,
-        projected: Tensor,
-        gates: Tensor,
-        layout: DeltaLayout,
-        weights: DeltaWeights,
-        batch: AttentionBatch,
-        conv_cache: Tensor,
-        state_cache: Tensor,
-    ) -> Tensor:
-        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         masks.mask_logits(logits, at, bits)

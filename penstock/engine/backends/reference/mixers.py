@@ -1,0 +1,50 @@
+"""Operations of mixers other than softmax attention, in plain torch: what backends without kernels for them use."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from penstock.engine.backends.interface import (
+    AttentionBatch,
+    DeltaLayout,
+    DeltaWeights,
+    HeadLayout,
+    LatentLayout,
+    LatentWeights,
+)
+from penstock.engine.backends.reference import delta, latent
+
+
+class PlainMixers:
+    """See `Ops`."""
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
+
+    def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+        return delta.split_gate(qkv, layout)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.sigmoid()
+
+    def delta_net(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        layout: DeltaLayout,
+        weights: DeltaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
