@@ -117,9 +117,7 @@ def is_building() -> bool:
     return _building.get()
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool, in_order: bool = False, **options: Any
-) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool, in_order: int = False, **options: Any) -> None:
     """Run `kernel` on the current stream, or only build it inside `building_kernels`. `in_order`: neither does it start
     early, nor what follows: for kernels that do not wait for their inputs, whose results are read without a wait, or
     that lie where streams meet."""
