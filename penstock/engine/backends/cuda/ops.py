@@ -19,7 +19,10 @@ from penstock.engine.backends.cuda.kernels import (
     decode,
     delta,
     filters,
-    latent,
+    latent_decode,
+    latent_prefill,
+    latent_query,
+    latent_values,
     masks,
     norm,
     prefill,
@@ -199,18 +202,18 @@ class TritonOps:
         out = torch.empty((tokens, layout.heads * layout.value), dtype=q.dtype, device=q.device)
         if not tokens:
             return out
-        query = latent.prepare(q, kv, layout, weights, cos_sin, batch, cache, scales, pdl=self.pdl)
-        shape = latent.choose_decode(max(1, decodes), layout, q.element_size(), self.processors)
-        if decodes == tokens <= latent.FEW:
-            latent.decode(query, layout, weights, batch, cache, scales, shape, values=out, pdl=self.pdl)
+        query = latent_query.prepare(q, kv, layout, weights, cos_sin, batch, cache, scales, pdl=self.pdl)
+        shape = latent_decode.choose(max(1, decodes), layout, q.element_size(), self.processors)
+        if decodes == tokens <= latent_decode.FEW:
+            latent_decode.decode(query, layout, weights, batch, cache, scales, shape, values=out, pdl=self.pdl)
             return out
         seen = torch.empty((tokens, layout.heads, layout.latent), dtype=q.dtype, device=q.device)
         if decodes:
-            latent.decode(query, layout, weights, batch, cache, scales, shape, seen=seen, pdl=self.pdl)
+            latent_decode.decode(query, layout, weights, batch, cache, scales, shape, seen=seen, pdl=self.pdl)
         if batch.context_lens.shape[0] > decodes:
-            tile = latent.choose_prefill(layout, q.element_size())
-            latent.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
-        latent.values_of(seen, layout, weights, out, pdl=self.pdl)
+            tile = latent_prefill.choose(layout, q.element_size())
+            latent_prefill.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
+        latent_values.values_of(seen, layout, weights, out, pdl=self.pdl)
         return out
 
     def split_gate(self, qkv: Tensor | Addends, layout: HeadLayout) -> tuple[Tensor, Tensor]:
