@@ -25,6 +25,8 @@ from penstock.engine.backends.interface import AttentionBatch, LatentLayout, Lat
 
 FEW = 8
 """Up to this many sequences, `merge` also makes the values: more would read the value matrices too often."""
+MOST_SHARES = 128
+"""Of a sequence."""
 
 
 @triton.jit
@@ -148,49 +150,68 @@ def _merge_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
     VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    launch_successor(PDL)
-    wait_for_inputs(PDL)
     r = tl.arange(0, LATENT_BLOCK)
-    s = tl.arange(0, SPLITS)
-    _, active = _shares(tl.load(context_ptr + seq), min_tiles, BLOCK_N, SPLITS)
-    seen = s < active
-    part = (seq * HEADS + head) * SPLITS + s
-    peaks = tl.load(peak_ptr + part, mask=seen, other=NEGATIVE)
-    totals = tl.load(total_ptr + part, mask=seen, other=0.0)
-    weight = tl.exp2(peaks - tl.max(peaks, axis=0))
-    total = tl.sum(totals * weight, axis=0)
-    weight = weight / tl.where(total > 0.0, total, 1.0)
-    at = partial_ptr + (part * LATENT)[:, None] + r[None, :]
-    found = tl.load(at, mask=seen[:, None] & (r < LATENT)[None, :], other=0.0)
-    merged = tl.sum(found * weight[:, None], axis=0)
-    kind = out_ptr.dtype.element_ty
+    launch_successor(PDL)
     if VALUES:
+        # Weights are constants: they may be under way before the sums are there.
         v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
         w_at = up_ptr + ((head.to(tl.int64) * (PLAIN + VALUE) + PLAIN + v) * LATENT)[:, None] + r[None, :]
-        w = tl.load(w_at, mask=(v < VALUE)[:, None] & (r < LATENT)[None, :], other=0.0).to(tl.float32)
-        made = tl.sum(w * merged[None, :], axis=1)
+        w = tl.load(w_at, mask=(v < VALUE)[:, None] & (r < LATENT)[None, :], other=0.0)
+    wait_for_inputs(PDL)
+    _, active = _shares(tl.load(context_ptr + seq), min_tiles, BLOCK_N, SPLITS)
+    s = tl.arange(0, CHUNK)
+    peak = NEGATIVE + 0.0
+    total = 0.0
+    merged = tl.zeros([LATENT_BLOCK], tl.float32)
+    for start in range(0, active, CHUNK):
+        seen = start + s < active
+        part = (seq * HEADS + head) * SPLITS + start + s
+        peaks = tl.load(peak_ptr + part, mask=seen, other=NEGATIVE)
+        totals = tl.load(total_ptr + part, mask=seen, other=0.0)
+        at = partial_ptr + (part * LATENT)[:, None] + r[None, :]
+        found = tl.load(at, mask=seen[:, None] & (r < LATENT)[None, :], other=0.0)
+        new_peak = tl.maximum(peak, tl.max(peaks, axis=0))
+        decay = tl.exp2(peak - new_peak)
+        weight = tl.exp2(peaks - new_peak)
+        total = total * decay + tl.sum(totals * weight, axis=0)
+        merged = merged * decay + tl.sum(found * weight[:, None], axis=0)
+        peak = new_peak
+    merged = merged / tl.where(total > 0.0, total, 1.0)
+    kind = out_ptr.dtype.element_ty
+    if VALUES:
+        made = tl.sum(w.to(tl.float32) * merged[None, :], axis=1)
         tl.store(out_ptr + (seq * HEADS + head) * VALUE + v, made.to(kind), mask=v < VALUE)
     else:
         tl.store(out_ptr + (seq * HEADS + head) * LATENT + r, merged.to(kind), mask=r < LATENT)
 
 
 def choose(sequences: int, layout: LatentLayout, element_size: int, processors: int) -> LatentConfig:
-    """Launch shape from host values: about two programs per multiprocessor, and shares that are worth a merge."""
-    tile = max(16, min(16 if element_size == 4 else 64, next_power_of_2(layout.heads)))
-    block_n = 16 if element_size == 4 else 32
+    """Launch shape from host values: about two programs per multiprocessor, and shares that are worth a merge. A lone
+    long sequence is cut into as many shares as there are multiprocessors: fewer cannot use the memory's bandwidth."""
+    tile, block_n, num_warps, num_stages = _tile(layout, element_size)
     programs = sequences * ceil_div(layout.heads, tile)
-    splits = min(32, next_power_of_2(ceil_div(2 * processors, programs)))
+    splits = min(MOST_SHARES, next_power_of_2(ceil_div(2 * processors, programs)))
     load = programs / processors
     shortest = 64 if load < 0.2 else 256 if load < 1.2 else 1024
-    return LatentConfig(
-        tile, block_n, num_warps=8 if tile == 64 else 4, num_stages=3 if tile < 64 else 2, splits=splits,
-        min_tiles=shortest // block_n,
-    )  # fmt: skip
+    return LatentConfig(tile, block_n, num_warps, num_stages, splits, shortest // block_n)
+
+
+def fixed(layout: LatentLayout, element_size: int) -> LatentConfig:
+    """One launch shape for any number of sequences; see `kernels.decode.fixed`."""
+    tile, block_n, num_warps, num_stages = _tile(layout, element_size)
+    return LatentConfig(tile, block_n, num_warps, num_stages, splits=16, min_tiles=256 // block_n)
+
+
+def _tile(layout: LatentLayout, element_size: int) -> tuple[int, int, int, int]:
+    """Heads, cached tokens, warps and stages."""
+    tile = max(16, min(16 if element_size == 4 else 64, next_power_of_2(layout.heads)))
+    return tile, 16 if element_size == 4 else 32, 8 if tile == 64 else 4, 3 if tile < 64 else 2
 
 
 def decode(
@@ -270,6 +291,7 @@ def decode(
         BLOCK_V=block_v,
         BLOCK_N=config.block_n,
         SPLITS=splits,
+        CHUNK=min(splits, 32),
         VALUES=values is not None,
         num_warps=8,
         pdl=pdl,

@@ -42,6 +42,7 @@ def _absorb(
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """The plain part of one head's queries, taken into a run of the latents' dimensions."""
     CACHED: tl.constexpr = LATENT + ROTARY
@@ -50,10 +51,12 @@ def _absorb(
     r = pid // (tiles * HEADS) * BLOCK_R + tl.arange(0, BLOCK_R)
     d = tl.arange(0, PLAIN_BLOCK)
     row = t.to(tl.int64)
-    x_at = q_ptr + (row * q_stride + head * (PLAIN + ROTARY))[:, None] + d[None, :]
-    x = tl.load(x_at, mask=(t < tokens)[:, None] & (d < PLAIN)[None, :], other=0.0)
+    # Weights are constants: they may be under way before the queries are there.
     w_at = up_ptr + head.to(tl.int64) * (PLAIN + VALUE) * LATENT + d[:, None] * LATENT + r[None, :]
     w = tl.load(w_at, mask=(d < PLAIN)[:, None] & (r < LATENT)[None, :], other=0.0)
+    wait_for_inputs(PDL)
+    x_at = q_ptr + (row * q_stride + head * (PLAIN + ROTARY))[:, None] + d[None, :]
+    x = tl.load(x_at, mask=(t < tokens)[:, None] & (d < PLAIN)[None, :], other=0.0)
     made = tl.dot(x, w, input_precision=PRECISION)
     to = query_ptr + ((row * HEADS + head) * CACHED)[:, None] + r[None, :]
     tl.store(to, made.to(query_ptr.dtype.element_ty), mask=(t < tokens)[:, None] & (r < LATENT)[None, :])
@@ -84,10 +87,15 @@ def _turn_and_store(
     INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr,
     INT8: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """One token: its queries rotated, its latent normalized, its key rotated, and both stored."""
     HALF: tl.constexpr = ROTARY // 2
     CACHED: tl.constexpr = LATENT + ROTARY
+    r = tl.arange(0, LATENT_BLOCK)
+    in_latent = r < LATENT
+    gain = tl.load(norm_ptr + r, mask=in_latent, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
     i = tl.arange(0, HALF_BLOCK)
@@ -107,11 +115,9 @@ def _turn_and_store(
     tl.store(to, (low * cos[None, :] - high * sin[None, :]).to(kind), mask=mask)
     tl.store(to + HALF, (high * cos[None, :] + low * sin[None, :]).to(kind), mask=mask)
 
-    r = tl.arange(0, LATENT_BLOCK)
-    in_latent = r < LATENT
     x = tl.load(kv_ptr + token * kv_stride + r, mask=in_latent, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + eps)
-    x = (x * tl.load(norm_ptr + r, mask=in_latent, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    x = (x * gain).to(kind).to(tl.float32)
     key = kv_ptr + token * kv_stride + LATENT
     low = tl.load(key + first, mask=in_half, other=0.0).to(tl.float32)
     high = tl.load(key + second, mask=in_half, other=0.0).to(tl.float32)
@@ -175,19 +181,18 @@ def _prepare_kernel(
     COLUMNS: tl.constexpr = (LATENT + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
     launch_successor(PDL)
-    wait_for_inputs(PDL)
     products = tiles * HEADS * COLUMNS
     if pid < products:
         _absorb(
             q_ptr, up_ptr, query_ptr, pid, q_stride, tokens, tiles,
-            HEADS, LATENT, PLAIN, PLAIN_BLOCK, ROTARY, VALUE, BLOCK_T, BLOCK_R, PRECISION,
+            HEADS, LATENT, PLAIN, PLAIN_BLOCK, ROTARY, VALUE, BLOCK_T, BLOCK_R, PRECISION, PDL,
         )  # fmt: skip
     else:
         token = (pid - products).to(tl.int64)
         _turn_and_store(
             q_ptr, kv_ptr, norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, cache_ptr, scale_ptr, query_ptr, token,
             q_stride, kv_stride, eps, HEADS, HEAD_BLOCK, LATENT, LATENT_BLOCK, PLAIN, ROTARY, HALF_BLOCK, INTERLEAVED,
-            SCALED, INT8,
+            SCALED, INT8, PDL,
         )  # fmt: skip
 
 
@@ -201,12 +206,14 @@ def prepare(
     cache: Tensor,
     scales: Tensor | None,
     *,
+    fixed: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """Store the new tokens; the queries in the space of what is cached, [T, heads, latent + rotary]."""
+    """Store the new tokens; the queries in the space of what is cached, [T, heads, latent + rotary]. `fixed`: sums of
+    a token do not depend on how many there are."""
     tokens = q.shape[0]
     query = torch.empty((tokens, layout.heads, layout.cached), dtype=q.dtype, device=q.device)
-    block_t = 16 if tokens <= 16 else 32 if tokens <= 256 else 64
+    block_t = 16 if tokens <= 16 or fixed else 32 if tokens <= 256 else 64
     block_r = max(16, min(64, next_power_of_2(layout.latent)))
     tiles = ceil_div(tokens, block_t)
     products = tiles * layout.heads * ceil_div(layout.latent, block_r)

@@ -54,10 +54,13 @@ def _values_kernel(
     tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=in_t & (v < VALUE)[None, :])
 
 
-def values_of(seen: Tensor, layout: LatentLayout, weights: LatentWeights, out: Tensor, *, pdl: bool = False) -> None:
-    """Every head's sums of latents [T, heads, latent] times its value matrix, into `out` [T, heads * value]."""
+def values_of(
+    seen: Tensor, layout: LatentLayout, weights: LatentWeights, out: Tensor, *, fixed: bool = False, pdl: bool = False
+) -> None:
+    """Every head's sums of latents [T, heads, latent] times its value matrix, into `out` [T, heads * value]. `fixed`:
+    sums of a token do not depend on how many there are."""
     tokens = seen.shape[0]
-    block_t = 16 if tokens <= 16 else 32 if tokens <= 256 else 64
+    block_t = 16 if tokens <= 16 or fixed else 32 if tokens <= 256 else 64
     block_v = max(16, min(64, next_power_of_2(layout.value)))
     tiles = ceil_div(tokens, block_t)
     launch(
