@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from penstock.engine.backends.cuda.kernels import (
     decode,
     delta,
     filters,
+    head_gate,
     latent_decode,
     latent_prefill,
     latent_query,
@@ -41,7 +43,6 @@ from penstock.engine.backends.interface import (
     LatentWeights,
     OverRanks,
 )
-from penstock.engine.backends.reference.delta import split_gate
 
 _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
@@ -245,13 +246,13 @@ class TritonOps:
             latent_decode.decode(query[part], layout, weights, few, cache, scales, shape, seen=seen, pdl=self.pdl)
             latent_values.values_of(seen, layout, weights, out[part], fixed=True, pdl=self.pdl)
 
-    def split_gate(self, qkv: Tensor | Addends, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+    def split_gate(self, qkv: Tensor | Addends, layout: HeadLayout) -> tuple[Any, Tensor]:
         if isinstance(qkv, Addends):
             qkv = qkv.base + torch.where(qkv.ranks.unsqueeze(1) > 0, qkv.delta, 0)
-        return split_gate(qkv, layout)
+        return head_gate.split(qkv, layout)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * gate.sigmoid()
+        return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)
 
     def delta_net(
         self,
@@ -271,6 +272,7 @@ class TritonOps:
             batch,
             conv_cache,
             state_cache,
+            self._counters,
             processors=1 if self.batch_invariant else self.processors,
             in_place_runs=self.batch_invariant,
             pdl=self.pdl,
