@@ -50,7 +50,7 @@ def compose_mamba(context: LayerContext) -> Mamba2:
         decay=-numbers("A_log", layout.heads).exp(),
         dt_bias=numbers("dt_bias", layout.heads),
         skip=numbers("D", layout.heads),
-        norm=read.unshifted(f"{at}norm", layout.inner) if mamba.norm_groups else torch.ones_like(conv[: layout.inner, 0]),
+        norm=read.unshifted(f"{at}norm", layout.inner) if mamba.norm_groups else torch.ones_like(conv[:, 0]),
         eps=mamba.norm_eps,
         dt_range=mamba.dt_range,
     )

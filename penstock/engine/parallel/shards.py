@@ -100,7 +100,7 @@ class Cuts:
             self._attention |= delta_cuts(model.delta, place)
         self._inner_norm, self._mamba_norm = WHOLE, f".{tensors.mamba}norm.weight"
         if model.mamba is not None:
-            self._attention |= mamba_cuts(model.mamba, place) | {tensors.mamba.rstrip("."): mamba_heads(model.mamba, place)}
+            self._attention |= mamba_cuts(model.mamba, place, tensors.mamba)
             self._inner_norm = WHOLE if place.data else mamba_heads(model.mamba, place, model.mamba.head_dim)
         if model.qk_layer_norm:
             self._attention |= {"q_norm": Cut(outputs=(heads,)), "k_norm": Cut(outputs=(kv_heads,))}
@@ -223,12 +223,13 @@ def mamba_projection(mamba: MambaConfig, place: Place) -> tuple[Span, ...]:
     return channels[0], *behind, _shift(even_span(mamba.heads, place), mamba.inner + mamba.channels)
 
 
-def mamba_cuts(mamba: MambaConfig, place: Place) -> dict[str, Cut]:
-    """Of a Mamba layer: by heads. Its norm and the numbers of each head are no matrices; see `Cuts`."""
+def mamba_cuts(mamba: MambaConfig, place: Place, prefix: str) -> dict[str, Cut]:
+    """Of a Mamba layer: by heads. For its norm, which is called as others are, see `Cuts`."""
     channels = mamba_spans(mamba, place)
     return {
         "in_proj": Cut(outputs=mamba_projection(mamba, place)),
         "conv1d": Cut(outputs=channels),
+        prefix.rstrip("."): mamba_heads(mamba, place),  # numbers of each head, which are no matrices
         "out_proj": Cut(inputs=channels[0]),
     }
 

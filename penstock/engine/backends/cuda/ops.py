@@ -20,6 +20,7 @@ from penstock.engine.backends.cuda.kernels import (
     delta,
     filters,
     latent,
+    mamba,
     masks,
     norm,
     prefill,
@@ -36,6 +37,8 @@ from penstock.engine.backends.interface import (
     KeySmoothing,
     LatentLayout,
     LatentWeights,
+    MambaLayout,
+    MambaWeights,
     OverRanks,
 )
 from penstock.engine.backends.reference.delta import split_gate
@@ -234,6 +237,29 @@ class TritonOps:
         return delta.delta_net(
             projected,
             gates,
+            layout,
+            weights,
+            batch,
+            conv_cache,
+            state_cache,
+            processors=1 if self.batch_invariant else self.processors,
+            in_place_runs=self.batch_invariant,
+            pdl=self.pdl,
+        )
+
+    def mamba(
+        self,
+        projected: Tensor | Addends,
+        layout: MambaLayout,
+        weights: MambaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        if isinstance(projected, Addends):
+            projected = projected.base + torch.where(projected.ranks.unsqueeze(1) > 0, projected.delta, 0)
+        return mamba.mamba(
+            projected,
             layout,
             weights,
             batch,
