@@ -145,14 +145,15 @@ def layout_of(config: ModelConfig, *, by_output: bool = False) -> AdapterLayout:
         return AdapterLayout((Site("inputs", *made, hidden), *up, output), config.num_layers, by_output)
     qkv = tuple(names.attention + part for part in names.qkv)
     q_rows = 2 * q_size if config.gated_attention else q_size
-    attention = (
+    attention: tuple[Site, ...] = (
         Site("qkv", qkv, (q_rows, kv_size, kv_size), hidden, names.attention + names.fused_qkv, of_attention=True),
         Site("output", (names.attention + names.output,), (hidden,), q_size, of_attention=True),
     )
     mamba = config.mamba
     if mamba is not None:
         width = mamba.inner + mamba.channels + mamba.heads
-        attention += (
+        attention = (
+            *attention,
             Site("in_proj", (f"{names.mamba}in_proj",), (width,), hidden, of_recurrent=True),
             Site("out_proj", (f"{names.mamba}out_proj",), (hidden,), mamba.inner, of_recurrent=True),
         )

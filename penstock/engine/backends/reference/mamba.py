@@ -75,18 +75,18 @@ def gated_norm(y: Tensor, z: Tensor, layout: MambaLayout, weights: MambaWeights)
         return y * gate
     if layout.gate_first:
         y = y * gate
-    parts = y.unflatten(-1, (layout.norm_groups, -1))
+    parts = y.reshape(len(y), layout.norm_groups, -1)
     normed = parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + weights.eps)
-    normed = normed.flatten(-2) * weights.norm
+    normed = normed.reshape(y.shape) * weights.norm
     return normed if layout.gate_first else normed * gate
 
 
 def _heads(mixed: Tensor, dt: Tensor, layout: MambaLayout, weights: MambaWeights) -> Heads:
     shared = layout.groups * layout.state
     x, b, c = torch.split(mixed, [layout.inner, shared, shared], -1)
-    b, c = (part.unflatten(-1, (layout.groups, layout.state)) for part in (b, c))
+    b, c = (part.reshape(-1, layout.groups, layout.state) for part in (b, c))
     steps = F.softplus(weights.dt_scale * dt.float() + weights.dt_bias).clamp(*weights.dt_range)
-    return Heads(x.unflatten(-1, (layout.heads, layout.head_dim)), b, c, steps, steps * weights.decay)
+    return Heads(x.reshape(-1, layout.heads, layout.head_dim), b, c, steps, steps * weights.decay)
 
 
 def _step(heads: Heads, at: Tensor, states: StateBatch, cache: Tensor, out: Tensor) -> None:

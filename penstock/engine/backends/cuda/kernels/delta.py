@@ -54,27 +54,28 @@ def delta_net(
     batch: AttentionBatch,
     conv_cache: Tensor,
     state_cache: Tensor,
+    counters: Tensor,
     *,
     processors: int,
     in_place_runs: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """`in_place_runs`: whether runs of several single tokens may be written where they were read."""
+    """`counters`: see `decode`. `in_place_runs`: whether runs of several single tokens may be written where they were
+    read."""
     states = batch.states
     assert states is not None, "a recurrent layer needs to know where its states are"
     tokens, decodes = projected.shape[0], batch.num_decodes
     out = torch.empty((tokens, layout.v_heads * layout.v_dim), dtype=projected.dtype, device=projected.device)
+    mixed = tokens > decodes
     parts = decode_parts(decodes, layout, processors)
-    fused = parts == 1 and decodes == tokens
-    raw = out if fused else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    raw = out if parts == 1 and not mixed else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     if decodes:
-        decode(projected, gates, layout, weights, batch, states, conv_cache, state_cache, raw, parts=parts, norm=fused,
-               pdl=pdl)  # fmt: skip
+        decode(projected, gates, layout, weights, batch, states, conv_cache, state_cache, raw, None if mixed else out,
+               counters, parts=parts, pdl=pdl)  # fmt: skip
         if in_place_runs:
             keep_inputs(projected, layout, batch, states, conv_cache, decodes, by_token=True, pdl=pdl)
-    if tokens > decodes:
+    if mixed:
         prompts(projected, gates, layout, weights, batch, states, conv_cache, state_cache, raw, pdl=pdl)
-    if not fused:
         launch(
             _norm_kernel, (tokens, layout.v_heads), raw, projected, weights.norm, out, projected.stride(0),
             weights.eps, **head_shape(layout), GROUPED=layout.grouped,

@@ -165,7 +165,7 @@ def prompts(
     )  # fmt: skip
     block_p, block_n = (max(LEAST_SIDE, next_power_of_2(size)) for size in (layout.head_dim, layout.state))
     exact = dtype == torch.float32
-    rows = min(block_p, 32 if block_n > 128 else 64)
+    rows = min(block_p, 32 if exact or block_n > 128 else 64)
     launch(
         _scan_kernel, (sequences, layout.heads, ceil_div(layout.head_dim, rows)),
         mixed, dt, weights.decay, weights.dt_bias, weights.skip, state_cache, out, batch.query_starts[begin:],
