@@ -8,13 +8,14 @@ from typing import Any
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
+from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.request import Delta, Request, SamplingParams
 
 
-def make_engine(folder: Path, **settings: Any) -> Engine:
+def make_engine(folder: Path, grammars: MakeCompiler | None = None, **settings: Any) -> Engine:
     # The models are so small that more threads would only wait for each other.
     settings = {"device": "cpu", "dtype": "float32", "threads": 1, **settings}
-    return Engine.load(EngineConfig(model=str(folder), **settings))
+    return Engine.load(EngineConfig(model=str(folder), **settings), grammars=grammars)
 
 
 def greedy(request_id: str, prompt: list[int], count: int, **params: Any) -> Request:

@@ -222,6 +222,9 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self.model.eval()
+        for module in self.model.modules():  # transformers before 5.18 ignores the configured limit of gpt-oss
+            if module.__class__.__name__ == "GptOssExperts":
+                module.limit = self.model.config.swiglu_limit
 
     @torch.inference_mode()
     def margins(self, prompt: list[int], output: list[int]) -> torch.Tensor:

@@ -1,0 +1,80 @@
+"""Recurrent layers: how projections split into heads, and the operations that carry a state from token to token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.engine.backends.interface.batch import AttentionBatch
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayout:
+    """How the projections of a gated delta net split into heads. A key head serves `v_heads / k_heads` value heads."""
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+    """Width of the causal convolution over queries, keys and values."""
+    grouped: bool
+    """Whether a row of projections is ordered by key head, each with its query, key, values and output gates, and the
+    row of gates likewise with the update rates and decays of its value heads; else all queries come first, then all
+    keys, values and output gates."""
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all queries, all keys, all values."""
+        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
+
+    @property
+    def width(self) -> int:
+        """Of a row of projections: those, and the output gates."""
+        return self.channels + self.v_heads * self.v_dim
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """What a gated delta net has beside its projections, all float32."""
+
+    conv: Tensor
+    """[channels, conv]: the last column belongs to the token itself."""
+    decay: Tensor
+    """[v_heads]: -exp(A)."""
+    decay_bias: Tensor
+    """[v_heads]."""
+    norm: Tensor
+    """[v_dim]."""
+    eps: float
+
+
+class RecurrentOps(Protocol):
+    """Of layers that keep a state for each sequence; `StateBatch` says where states lie."""
+
+    def delta_net(
+        self,
+        projected: Tensor,
+        gates: Tensor,
+        layout: DeltaLayout,
+        weights: DeltaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        """A gated delta net between its projections: [T, v_heads * v_dim].
+
+        `projected` is [T, layout.width], `gates` [T, 2 * v_heads]: an update rate b and a decay a for each value head.
+        Queries, keys and values pass a causal convolution and silu. Queries and keys are scaled to length one, queries
+        then by 1 / sqrt(k_dim). The state S [k_dim, v_dim] of a value head becomes
+
+            S = exp(g) S,  S = S + k (sigmoid(b) (v - S^T k))^T    with g = decay * softplus(a + decay_bias)
+
+        and gives S^T q, which is RMS-normalized, scaled by `norm` and multiplied by silu of the output gate.
+
+        `batch.states` says where states lie: `state_cache` float32 [slots, v_heads, k_dim, v_dim] and `conv_cache`
+        [slots, conv, channels], the inputs of the convolution at the last positions, a token's at position % conv.
+        """
+        ...
