@@ -219,7 +219,7 @@ class CpuOps(PlainMixers):
             raise LayoutError("a row is outside the table")
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-        need_contiguous(x, "x")
+        x = x.contiguous()
         out = torch.empty_like(x, dtype=dtype)
         self._lib.pk_rms_norm(
             self._ctx, x.data_ptr(), None if weight is None else weight.data_ptr(), out.data_ptr(),

@@ -102,6 +102,14 @@ def widen(x: tl.tensor, like: tl.tensor) -> tl.tensor:
 _MOST_OVERLAPPED = 2048
 """Waiting costs each program a little: beyond this many a launch gains less by starting early than it pays."""
 _building: ContextVar[bool] = ContextVar("building", default=False)
+_overlapping = False
+"""Whether kernels start early in this process, asked for or not."""
+
+
+def overlap_launches(on: bool) -> None:
+    """Have every kernel start early that can, in the whole process: for devices of compute capability 9.0 and later."""
+    global _overlapping
+    _overlapping = on
 
 
 def is_building() -> bool:
@@ -109,9 +117,11 @@ def is_building() -> bool:
     return _building.get()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool, **options: Any) -> None:
-    """Run `kernel` on the current stream, or only build it inside `building_kernels`."""
-    early = pdl and math.prod(grid) <= _MOST_OVERLAPPED
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool, in_order: int = False, **options: Any) -> None:
+    """Run `kernel` on the current stream, or only build it inside `building_kernels`. `in_order`: neither does it start
+    early, nor what follows: for kernels that do not wait for their inputs, whose results are read without a wait, or
+    that lie where streams meet."""
+    early = (pdl or _overlapping) and not in_order and math.prod(grid) <= _MOST_OVERLAPPED
     if _building.get():
         kernel.warmup(*args, grid=grid, PDL=early, launch_pdl=early, **options)
     else:
