@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.engine.backends.cuda.kernels.common import (
-    INTERPRETED,
+    ask_for,
     ceil_div,
     launch,
     launch_successor,
@@ -40,20 +40,6 @@ class StreamConfig:
     num_stages: int
     ahead: int
     """Units that are asked for before the inputs are there."""
-
-
-@triton.jit
-def _ask_for(at: tl.tensor, size: tl.tensor) -> None:
-    """Bring `size` bytes at each address into the L2 cache."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-            "=r,l,r",
-            [at.to(tl.int64), tl.zeros_like(at.to(tl.int64)).to(tl.int32) + size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -121,7 +107,7 @@ def _stream_kernel(
         row = begin // CHUNKS * BLOCK_N + tl.arange(0, BLOCK_N)
         first = tl.minimum(begin % CHUNKS * BLOCK_K, max(0, K - AHEAD * BLOCK_K))
         at = weight_ptr + tl.minimum(row, N - 1).to(tl.int64) * K + first
-        _ask_for(at, min(AHEAD * BLOCK_K, K) * weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        ask_for(at, min(AHEAD * BLOCK_K, K) * weight_ptr.dtype.element_ty.primitive_bitwidth // 8, PDL)
     wait_for_inputs(PDL)
     inside = tl.arange(0, BLOCK_N)[:, None] * BATCH + tl.arange(0, BATCH)[None, :]
     present = (tl.arange(0, BATCH) < batch)[None, :] & (tl.arange(0, BLOCK_N) >= 0)[:, None]
