@@ -24,6 +24,7 @@ from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import InlineLinear, Linear
+from penstock.engine.models.layers.mamba import Mamba2
 
 
 @runtime_checkable
@@ -99,13 +100,17 @@ def adapt(
             fused_up_to = decoder.fused_up_to
     layers = []
     for number, layer in enumerate(decoder.layers):
-        recurrent = isinstance(layer.mixer, GatedDeltaNet)
+        recurrent = isinstance(layer.mixer, GatedDeltaNet | Mamba2)
         assert recurrent or isinstance(layer.mixer, Attention | LatentAttention)
         mixer: dict[str, Any] = {"ops": decoder.ops}
         feed_forward: dict[str, Any] = {}
         of_experts: dict[str, PlacedSite] = {}
         for index, site in enumerate(layout.sites[:sites]):
-            if (recurrent and site.of_attention) or not site.is_in(number) or (site.of_experts and not experts):
+            if (
+                (site.of_attention if recurrent else site.of_recurrent)
+                or not site.is_in(number)
+                or (site.of_experts and not experts)
+            ):
                 continue
             if site.of_experts:
                 of_experts[site.attribute] = layout.place(number, index)

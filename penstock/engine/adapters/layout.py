@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.engine.models.families import family_of
@@ -62,6 +63,8 @@ class Site:
     """Other names of the module, where it has one part."""
     of_attention: bool = False
     """Whether only layers with attention have it; see `adapt`."""
+    of_recurrent: bool = False
+    """Whether only layers without attention have it."""
     layers: tuple[bool, ...] | None = None
     """Which layers have it; None: all."""
     of_experts: bool = False
@@ -147,6 +150,16 @@ class AdapterLayout:
 
 Span = tuple[int, int]
 """First and one past the last."""
+Rows = Span | tuple[Span, ...]
+"""Some rows of a matrix: a run of them, or several."""
+
+
+def rows_of(matrix: Tensor, rows: Rows) -> Tensor:
+    if isinstance(rows[0], tuple):
+        return torch.cat([rows_of(matrix, each) for each in rows if isinstance(each, tuple)])
+    first, last = rows
+    assert isinstance(last, int)
+    return matrix[first:last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +170,7 @@ class AdapterCut:
     layers: Span
     inputs: tuple[Span, ...]
     """Of each site: columns of A."""
-    outputs: tuple[tuple[Span, ...], ...]
+    outputs: tuple[tuple[Rows, ...], ...]
     """Of each site and each of its parts: rows of B."""
 
 
@@ -192,9 +205,18 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
         return Site("inputs", *made, hidden), *up, output
     qkv = tuple(names.attention + part for part in names.qkv)
     q_rows = 2 * q_size if config.gated_attention else q_size
-    return (
+    attention = (
         Site("qkv", qkv, (q_rows, kv_size, kv_size), hidden, names.attention + names.fused_qkv, of_attention=True),
         Site("output", (names.attention + names.output,), (hidden,), q_size, of_attention=True),
+    )
+    mamba = config.mamba
+    if mamba is None:
+        return attention
+    width = mamba.inner + mamba.channels + mamba.heads
+    return (
+        *attention,
+        Site("in_proj", (f"{names.mamba}in_proj",), (width,), hidden, of_recurrent=True),
+        Site("out_proj", (f"{names.mamba}out_proj",), (hidden,), mamba.inner, of_recurrent=True),
     )
 
 

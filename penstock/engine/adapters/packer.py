@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.layout import ANY, AdapterCut, AdapterLayout
+from penstock.engine.adapters.layout import ANY, AdapterCut, AdapterLayout, rows_of
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.spec import CONFIG
 from penstock.errors import CheckpointError
@@ -224,7 +224,7 @@ class Packer:
         index, parts = target.index, target.parts
         whole, spans = self.cut.whole.sites[index], self.cut.outputs[index]
         a, rows = a[:, slice(*self.cut.inputs[index])], torch.split(b, [whole.sizes[part] for part in parts])
-        ups = [row[slice(*spans[part])].float() * scale for part, row in zip(parts, rows, strict=True)]
+        ups = [rows_of(row, spans[part]).float() * scale for part, row in zip(parts, rows, strict=True)]
         if not all(bool(each.to(self.data.dtype).isfinite().all()) for each in (a, *ups)):
             raise CheckpointError(
                 f"{self.file}: {key!r} or its partner holds values that are not finite in {self.data.dtype}"

@@ -23,12 +23,14 @@ from penstock.engine.adapters.layout import (
     SHARED,
     SHARED_GATE,
     AdapterCut,
+    Rows,
     layout_of,
 )
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
+from penstock.engine.parallel.shards import mamba_projection, mamba_spans
 from penstock.errors import CheckpointError, ReplicaLost
 
 READ, PUT, DROP = "read_adapter", "put_adapter", "drop_adapter"
@@ -42,7 +44,7 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
     q, kv, width = _times(heads, model.head_dim), _times(kv_heads, model.head_dim), even_span(model.ffn_size, place)
     hidden, q_rows = (0, model.hidden_size), _times(q, 2) if model.gated_attention else q
     inputs = {"qkv": hidden, "output": q, "gate_up": hidden, "down": width}
-    outputs: dict[str, tuple[Span, ...]] = {
+    outputs: dict[str, tuple[Rows, ...]] = {
         "qkv": (q_rows, kv, kv), "output": (hidden,), "gate_up": (width, width), "down": (hidden,)
     }  # fmt: skip
     moe = model.moe
@@ -64,6 +66,10 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
         narrow = q if latent.query_rank is None else (0, latent.query_rank)
         inputs |= {"inputs": hidden, "query_up": narrow, "output": _times(heads, latent.value)}
         outputs |= {"inputs": (narrow, (0, latent.rank + latent.rotary)), "query_up": (q,)}
+    mamba = model.mamba
+    if mamba is not None:
+        inputs |= {"in_proj": hidden, "out_proj": mamba_spans(mamba, place)[0]}
+        outputs |= {"in_proj": (mamba_projection(mamba, place),), "out_proj": (hidden,)}
     return AdapterCut(
         whole,
         layer_span(model.num_layers, place),

@@ -47,6 +47,7 @@ class Runner:
         several steps are in flight in a pipeline, each samples when it is waited for. `mover`: makes the copies to and
         from the host, `state_mover` those of states. `scores_prompts`: see `RunnerResources`."""
         self.backend = backend
+        self._deferred = deferred
         self._timed = not deferred and not several_ranks
         self.decoder = decoder
         self.adapters = adapters
@@ -78,4 +79,7 @@ class Runner:
             self.adapters.fill_slots()
         step = self.executor.run(batch)
         step.began = began
+        if step.event is None and not self._deferred:
+            # A step that samples nothing is waited for too: a long prompt must not get further ahead than others.
+            step.event = self.backend.mark()
         return step

@@ -73,6 +73,8 @@ class Part:
     """The whole model, also where `decoder` is a part of it."""
     decoder: Decoder
     kv: KVCache
+    kv_dtype: torch.dtype
+    """Of keys and values, also where this process has none."""
     max_running: int
     token_budget: int
     max_model_len: int
@@ -211,7 +213,7 @@ def load_part(
             max_model_len,
             wanted_len,
         )
-    return Part(backend, model, decoder, kv, max_running, budget, max_model_len, adapters)
+    return Part(backend, model, decoder, kv, kv_dtype, max_running, budget, max_model_len, adapters)
 
 
 def _tapped(decoder: Decoder, tap: Tap | None) -> Decoder:
@@ -232,8 +234,8 @@ def check_deterministic(config: EngineConfig, model: ModelConfig, backend: Backe
             "deterministic: true with expert_parallel needs expert_copies: 0 and expert_rebalance_s: 0, because sums "
             "depend on which shard has an expert"
         )
-    if model.latent is not None:
-        raise ConfigError("deterministic: true is not available for models whose attention is over latents (MLA)")
+    if model.latent is not None and backend.in_host_memory:
+        raise ConfigError("deterministic: true is not available for models whose attention is over latents on CPU")
     if backend.all_invariant:
         return
     if model.moe is not None:
@@ -295,8 +297,10 @@ def check_stateful(config: EngineConfig) -> None:
         raise ConfigError(
             f"state_interval: {config.state_interval} is not a multiple of block_size {config.block_size}"
         )
-    if config.role != "both":
-        raise ConfigError(f"role: {config.role}: not available for models with recurrent layers")
+    if config.role != "both" and config.kept_states == 0:
+        raise ConfigError(
+            f"role: {config.role}: prompts are handed over with their state, and kept_states: 0 keeps none"
+        )
 
 
 def open_weights(config: EngineConfig, checkpoint: object | None) -> Weights:

@@ -201,6 +201,7 @@ class TritonLora:
                 BLOCK=step.block,
                 num_warps=1,
                 pdl=self.pdl,
+                in_order=True,
             )
             self._tiles = tokens, ranks, token_ranks
         return self._tiles
@@ -235,6 +236,7 @@ class TritonLora:
             num_warps=4,
             num_stages=5 if step.block == _FEW else 3,
             pdl=self.pdl,
+            in_order=True,
             **common,
         )
         block_n = 256 if outputs > 8192 else 128
@@ -258,6 +260,7 @@ class TritonLora:
             num_warps=4,
             num_stages=2,
             pdl=self.pdl,
+            in_order=True,
             **common,
         )
 

@@ -17,7 +17,7 @@ import numpy as np
 from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
-from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MoeConfig, QueryGrowth
+from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, MoeConfig, QueryGrowth
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 
@@ -57,6 +57,7 @@ class ConfigFields(TypedDict, total=False):
     local_rope: RopeConfig
     logit_scale: float
     logit_softcap: float | None
+    mamba: MambaConfig
     mlp_bias: bool
     moe: MoeConfig | None
     num_kv_heads: int
