@@ -22,6 +22,7 @@ from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import InlineLinear, Linear
+from penstock.engine.models.layers.mamba import Mamba2
 
 
 class LoraKernel(Protocol):
@@ -126,12 +127,12 @@ def adapt(
             fused_up_to = decoder.fused_up_to
     layers = []
     for number, layer in enumerate(decoder.layers):
-        recurrent = isinstance(layer.mixer, GatedDeltaNet)
+        recurrent = isinstance(layer.mixer, GatedDeltaNet | Mamba2)
         assert recurrent or isinstance(layer.mixer, Attention | LatentAttention)
         mixer: dict[str, Any] = {"ops": decoder.ops}
         feed_forward: dict[str, Any] = {}
         for index, site in enumerate(layout.sites[:sites]):
-            if recurrent and site.of_attention:
+            if site.of_attention if recurrent else site.of_recurrent:
                 continue
             in_mixer = hasattr(layer.mixer, site.attribute)
             holder, found = (layer.mixer, mixer) if in_mixer else (layer.feed_forward, feed_forward)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.engine.models.families import family_of
@@ -39,6 +40,8 @@ class Site:
     """The module's name in checkpoints that fuse the parts as we do."""
     of_attention: bool = False
     """Whether only layers with attention have it; see `adapt`."""
+    of_recurrent: bool = False
+    """Whether only layers without attention have it."""
 
     @property
     def outputs(self) -> int:
@@ -95,6 +98,16 @@ class AdapterLayout:
 
 Span = tuple[int, int]
 """First and one past the last."""
+Rows = Span | tuple[Span, ...]
+"""Some rows of a matrix: a run of them, or several."""
+
+
+def rows_of(matrix: Tensor, rows: Rows) -> Tensor:
+    if isinstance(rows[0], tuple):
+        return torch.cat([rows_of(matrix, each) for each in rows if isinstance(each, tuple)])
+    first, last = rows
+    assert isinstance(last, int)
+    return matrix[first:last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +118,7 @@ class AdapterCut:
     layers: Span
     inputs: tuple[Span, ...]
     """Of each site: columns of A."""
-    outputs: tuple[tuple[Span, ...], ...]
+    outputs: tuple[tuple[Rows, ...], ...]
     """Of each site and each of its parts: rows of B."""
 
 
@@ -132,10 +145,18 @@ def layout_of(config: ModelConfig, *, by_output: bool = False) -> AdapterLayout:
         return AdapterLayout((Site("inputs", *made, hidden), *up, output), config.num_layers, by_output)
     qkv = tuple(names.attention + part for part in names.qkv)
     q_rows = 2 * q_size if config.gated_attention else q_size
-    attention = (
+    attention: tuple[Site, ...] = (
         Site("qkv", qkv, (q_rows, kv_size, kv_size), hidden, names.attention + names.fused_qkv, of_attention=True),
         Site("output", (names.attention + names.output,), (hidden,), q_size, of_attention=True),
     )
+    mamba = config.mamba
+    if mamba is not None:
+        width = mamba.inner + mamba.channels + mamba.heads
+        attention = (
+            *attention,
+            Site("in_proj", (f"{names.mamba}in_proj",), (width,), hidden, of_recurrent=True),
+            Site("out_proj", (f"{names.mamba}out_proj",), (hidden,), mamba.inner, of_recurrent=True),
+        )
     if config.moe is not None:
         return AdapterLayout(attention, config.num_layers, by_output)
     gate_up = tuple(names.mlp + part for part in names.gate_up)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, uncut
+from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, rows_of, uncut
 from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.engine.loading.keys import KeyRules
 from penstock.errors import CheckpointError
@@ -255,7 +255,7 @@ class _Packer:
             return
         a, rows = a[:, slice(*self.cut.inputs[index])], torch.split(b, [whole.sizes[part] for part in parts])
         spans = self.cut.outputs[index]
-        ups = [row[slice(*spans[part])].float() * self.config.scale for part, row in zip(parts, rows, strict=True)]
+        ups = [rows_of(row, spans[part]).float() * self.config.scale for part, row in zip(parts, rows, strict=True)]
         if not all(bool(each.to(self.data.dtype).isfinite().all()) for each in (a, *ups)):
             raise CheckpointError(
                 f"{self.file.name}: {key!r} or its partner holds values that are not finite in {self.data.dtype}"

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.adapters.layout import AdapterCut, layout_of
+from penstock.engine.adapters.layout import AdapterCut, Rows, layout_of
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
+from penstock.engine.parallel.shards import mamba_projection, mamba_spans
 from penstock.errors import CheckpointError, ReplicaLost
 
 READ, PUT, DROP = "read_adapter", "put_adapter", "drop_adapter"
@@ -33,7 +34,7 @@ def adapter_cut(model: ModelConfig, place: Place) -> AdapterCut:
     q, kv, width = _times(heads, model.head_dim), _times(kv_heads, model.head_dim), even_span(model.ffn_size, place)
     hidden, q_rows = (0, model.hidden_size), _times(q, 2) if model.gated_attention else q
     inputs = {"qkv": hidden, "output": q, "gate_up": hidden, "down": width}
-    outputs: dict[str, tuple[Span, ...]] = {
+    outputs: dict[str, tuple[Rows, ...]] = {
         "qkv": (q_rows, kv, kv), "output": (hidden,), "gate_up": (width, width), "down": (hidden,)
     }  # fmt: skip
     latent = model.latent
@@ -41,6 +42,10 @@ def adapter_cut(model: ModelConfig, place: Place) -> AdapterCut:
         narrow = q if latent.query_rank is None else (0, latent.query_rank)
         inputs |= {"inputs": hidden, "query_up": narrow, "output": _times(heads, latent.value)}
         outputs |= {"inputs": (narrow, (0, latent.rank + latent.rotary)), "query_up": (q,)}
+    mamba = model.mamba
+    if mamba is not None:
+        inputs |= {"in_proj": hidden, "out_proj": mamba_spans(mamba, place)[0]}
+        outputs |= {"in_proj": (mamba_projection(mamba, place),), "out_proj": (hidden,)}
     return AdapterCut(
         whole,
         layer_span(model.num_layers, place),

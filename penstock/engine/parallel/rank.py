@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +31,8 @@ from penstock.engine.backends.interface import Ints
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
-from penstock.engine.parallel.blocks import RankSlots, block_part
+from penstock.engine.parallel.blocks import rank_slots
+from penstock.engine.parallel.cache_parts import cache_parts
 from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, receive
 from penstock.engine.parallel.data import shares_of
 from penstock.engine.parallel.decoder import Arriving, Stage, part_of
@@ -295,8 +296,8 @@ def run(connection: Connection, link: Connection | None = None, find_adapter: Ca
             server.mover, server.state_mover = tiers.mover, tiers.state_mover
             if tiers.file is not None:
                 server.handlers |= {"write_blocks": tiers.file.write, "read_blocks": tiers.file.read}
-        slots = RankSlots(block_part(part.model, setup.place), partial(part.backend.block_mover, part.kv))
-        server.handlers |= slots.handlers()
+        for slots in rank_slots(cache_parts(part), setup.place, part.kv, part.backend.block_mover):
+            server.handlers |= slots.handlers()
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
         if part.adapters is not None:
             server.handlers |= FollowingAdapters(part.adapters, find_adapter).handlers()

@@ -73,6 +73,8 @@ class Part:
     """The whole model, also where `decoder` is a part of it."""
     decoder: Decoder
     kv: KVCache
+    kv_dtype: torch.dtype
+    """Of keys and values, also where this process has none."""
     max_running: int
     token_budget: int
     max_model_len: int
@@ -208,7 +210,7 @@ def load_part(
             max_model_len,
             wanted_len,
         )
-    return Part(backend, model, decoder, kv, max_running, budget, max_model_len, adapters)
+    return Part(backend, model, decoder, kv, kv_dtype, max_running, budget, max_model_len, adapters)
 
 
 def _tapped(decoder: Decoder, tap: Tap | None) -> Decoder:
@@ -292,8 +294,10 @@ def check_stateful(config: EngineConfig) -> None:
         raise ConfigError(
             f"state_interval: {config.state_interval} is not a multiple of block_size {config.block_size}"
         )
-    if config.role != "both":
-        raise ConfigError(f"role: {config.role}: not available for models with recurrent layers")
+    if config.role != "both" and config.kept_states == 0:
+        raise ConfigError(
+            f"role: {config.role}: prompts are handed over with their state, and kept_states: 0 keeps none"
+        )
 
 
 def open_weights(config: EngineConfig, checkpoint: object | None) -> Weights:

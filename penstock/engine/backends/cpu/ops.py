@@ -26,6 +26,8 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
+    MambaLayout,
+    MambaWeights,
     OverRanks,
 )
 from penstock.engine.backends.reference import filters
@@ -402,6 +404,19 @@ class CpuOps(PlainMixers):
         if batch.states is None:
             raise NotRecordableError("gated delta nets are not recorded")
         return super().delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
+
+    def mamba(
+        self,
+        projected: Tensor,
+        layout: MambaLayout,
+        weights: MambaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        if batch.states is None:
+            raise NotRecordableError("Mamba layers are not recorded")
+        return super().mamba(projected, layout, weights, batch, conv_cache, state_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         _need(logits, "logits", torch.float32)

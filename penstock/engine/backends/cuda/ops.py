@@ -25,6 +25,7 @@ from penstock.engine.backends.cuda.kernels import (
     latent_prefill,
     latent_query,
     latent_values,
+    mamba,
     masks,
     norm,
     prefill,
@@ -41,6 +42,8 @@ from penstock.engine.backends.interface import (
     KeySmoothing,
     LatentLayout,
     LatentWeights,
+    MambaLayout,
+    MambaWeights,
     OverRanks,
 )
 
@@ -273,6 +276,29 @@ class TritonOps:
             conv_cache,
             state_cache,
             self._counters,
+            processors=1 if self.batch_invariant else self.processors,
+            in_place_runs=self.batch_invariant,
+            pdl=self.pdl,
+        )
+
+    def mamba(
+        self,
+        projected: Tensor | Addends,
+        layout: MambaLayout,
+        weights: MambaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        if isinstance(projected, Addends):
+            projected = projected.base + torch.where(projected.ranks.unsqueeze(1) > 0, projected.delta, 0)
+        return mamba.mamba(
+            projected,
+            layout,
+            weights,
+            batch,
+            conv_cache,
+            state_cache,
             processors=1 if self.batch_invariant else self.processors,
             in_place_runs=self.batch_invariant,
             pdl=self.pdl,

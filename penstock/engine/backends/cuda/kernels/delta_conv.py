@@ -22,7 +22,7 @@ from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, Stat
 
 
 @triton.jit
-def _input(
+def conv_input(
     x_ptr: tl.tensor,
     ring_ptr: tl.tensor,
     column: tl.tensor,
@@ -66,7 +66,9 @@ def convolved(
     total = tl.zeros(channel.shape, tl.float32)
     for back in tl.static_range(CONV):
         weight = tl.load(weight_ptr + channel * CONV + (CONV - 1 - back), mask=mask, other=0.0)
-        x = _input(x_ptr, ring_ptr, column, channel, mask, token, first, position, read, back, x_stride, CHANNELS, CONV)
+        x = conv_input(
+            x_ptr, ring_ptr, column, channel, mask, token, first, position, read, back, x_stride, CHANNELS, CONV
+        )
         total += weight * x
     return total / (1.0 + tl.exp(-total))
 
@@ -89,7 +91,9 @@ def keep(
 ) -> None:
     """Keep the inputs that the tokens behind `token` need."""
     for back in tl.static_range(CONV - 1):
-        x = _input(x_ptr, ring_ptr, column, channel, mask, token, first, position, read, back, x_stride, CHANNELS, CONV)
+        x = conv_input(
+            x_ptr, ring_ptr, column, channel, mask, token, first, position, read, back, x_stride, CHANNELS, CONV
+        )
         place = (position + CONV - back) % CONV
         at = ring_ptr + (write.to(tl.int64) * CONV + place) * CHANNELS + channel
         tl.store(at, x.to(ring_ptr.dtype.element_ty), mask=mask & (position >= back))

@@ -27,8 +27,8 @@ class GatedRows:
 def split(qkv: Tensor, layout: HeadLayout) -> tuple[GatedRows, Tensor]:
     """What `rope_and_cache` takes, and the gates [T, heads, head_dim]."""
     heads, dim = layout.heads, layout.head_dim
-    pairs = qkv[:, : 2 * heads * dim].unflatten(1, (heads, 2, dim))
-    return GatedRows(qkv), pairs[:, :, 1]
+    gate = qkv.as_strided((len(qkv), heads, dim), (qkv.stride(0), 2 * dim, 1), qkv.storage_offset() + dim)
+    return GatedRows(qkv), gate
 
 
 @triton.jit
