@@ -22,7 +22,6 @@ from penstock.engine.grammar.interface import words_for
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.mixer import TokenMixer
 
 
@@ -89,7 +88,7 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) ->
         _forward(decoder, kv, tables, limits, 0, prompts)
         _forward(decoder, kv, tables, limits, 1, prompts)
     mixer, cache = decoder.layers[0].mixer, kv.layers[0]
-    if isinstance(mixer, LatentAttention):
+    if not isinstance(mixer, Attention):
         for decodes in buckets_up_to(limits.max_rows):
             _forward(decoder, kv, tables, limits, decodes, [2])
     if not isinstance(mixer, Attention):
