@@ -25,7 +25,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -34,17 +33,15 @@ import torch
 
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.spec import ADAPTER_UNKNOWN, NO_ADAPTERS
+from penstock.engine.admission import Admission
 from penstock.engine.batch import Batch
 from penstock.engine.config import EngineConfig
+from penstock.engine.grammar import progress
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
-from penstock.engine.grammar.interface import TokenMatcher
-from penstock.engine.grammar.thought import ThoughtState
-from penstock.engine.grammar.token_rules import TokenRules
 from penstock.engine.kv.exchange import BlockExchange
 from penstock.engine.lead import Lead
+from penstock.engine.parallel.restarts import RankRestarts
 from penstock.engine.request import (
-    GRAMMAR_REFUSED,
-    QUEUE_FULL,
     Delta,
     DeviceLoad,
     EngineInfo,
@@ -65,12 +62,10 @@ if TYPE_CHECKING:
     from penstock.engine.parallel.machines import Machines
 
 log = logging.getLogger(__name__)
-_REVIVAL_S = 0.05
-"""How long a step waits for a rank that is being started again."""
-
 _DISK_WAIT_S = 0.0005
-_NO_WAIT_S = 5e-5
 """How long a step that can do nothing waits for blocks from disk."""
+_NO_WAIT_S = 5e-5
+"""A step that is collected within this time was done before it was asked for."""
 
 
 class DeviceMeter(Protocol):
@@ -130,11 +125,12 @@ class Engine:
         self._depth = scheduler.batches - 1 if self._pipelined else int(overlap)
         """Steps that stay in flight when another is launched."""
         self._constraints = Constraints(grammars, info.vocab_size)
+        self._admission = Admission(
+            scheduler, self._constraints, vocab_size=info.vocab_size, max_waiting=config.max_waiting
+        )
+        self._restarts = None if ranks is None else RankRestarts(ranks, self._start_over)
         self._in_flight: deque[PendingStep] = deque()
-        self._revival: Future[None] | None = None
-        """A rank is being started again; see `Ranks.restart`."""
         self._deltas: list[Delta] = []
-        self._prompt_tokens = 0
         self._generation_tokens = 0
         self._last_landed = 0.0
         self._lead = Lead()
@@ -174,23 +170,14 @@ class Engine:
     def has_work(self) -> bool:
         waiting = self.scheduler.has_work or self._constraints.opening > 0
         waiting = waiting or (self.adapters is not None and self.adapters.busy)
-        waiting = waiting or self._revival is not None or (self.ranks is not None and self.ranks.died)
+        waiting = waiting or (self._restarts is not None and self._restarts.due)
         return waiting or bool(self._in_flight) or bool(self._deltas)
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never run is answered with an error delta."""
-        problem = self._problem(request)
-        if problem is not None:
-            self._deltas.append(Delta(request.request_id, finish_reason="error", error=problem))
-            return
-        self._prompt_tokens += len(request.prompt)
-        now = self.clock()
-        if request.params.grammar:
-            self._open(request, now)
-        elif request.params.ruled or request.params.thought is not None:
-            self._queue(request, now, None)
-        else:
-            self.scheduler.add(request, now)
+        refusal = self._admission.submit(request, self.clock())
+        if refusal is not None:
+            self._deltas.append(refusal)
 
     @property
     def adapters(self) -> AdapterPool | None:
@@ -214,55 +201,24 @@ class Engine:
 
     def step(self) -> StepOutput | None:
         """Launch the next step and collect what is due. None when there is nothing to report."""
-        ranks = self.ranks
-        if self._revival is not None:
-            return self._wait_for_rank(self._revival)
-        try:
-            if ranks is None or not (ranks.died and ranks.restartable):
-                return self._step()
-            lost = "a rank is gone"
-        except ReplicaLost as error:
-            if ranks is None or not ranks.restartable:
-                raise
-            lost = str(error)
-        # Outside of the handler: what failed holds on to transfers, and those to the other ranks.
-        log.error("%s; it is started again, and %d sequences too", lost, len(self.scheduler.running))
-        self._in_flight.clear()
-        self.scheduler.start_over()
-        if self.speculation is not None:
-            self.speculation.forget_caches()
-        self._revival = ranks.restart()
-        return None
+        if self._restarts is None:
+            return self._step()
+        if not self._restarts.under_way:
+            return self._restarts.step(self._step)
+        self._expire(self.clock())
+        self._restarts.wait()
+        return self._output()
 
     @property
     def reviving(self) -> bool:
         """Whether a rank is being started again; nothing runs until then."""
-        return self._revival is not None
-
-    def _wait_for_rank(self, revival: Future[None]) -> StepOutput | None:
-        for seq in self.scheduler.expired(self.clock()):
-            self._finish(seq, "timeout")
-        wait([revival], timeout=_REVIVAL_S)
-        if revival.done():
-            self._revival = None
-            revival.result()
-            assert self.ranks is not None
-            for then in self.ranks.after_restart:
-                then()
-        return self._output()
-
-    def _output(self) -> StepOutput | None:
-        if not self._deltas:
-            return None
-        deltas, self._deltas = self._deltas, []
-        return StepOutput(deltas, self.load_snapshot())
+        return self._restarts is not None and self._restarts.under_way
 
     def _step(self) -> StepOutput | None:
         now = self.clock()
         if self._constraints.opening:
-            self._take_grammars(now)
-        for seq in self.scheduler.expired(now):
-            self._finish(seq, "timeout")
+            self._deltas.extend(self._admission.take_grammars(now))
+        self._expire(now)
         if self.adapters is not None:
             self._take_adapters(self.adapters, now)
         if self.balancer is not None:
@@ -283,6 +239,16 @@ class Engine:
             return None
         return self._output()
 
+    def _output(self) -> StepOutput | None:
+        if not self._deltas:
+            return None
+        deltas, self._deltas = self._deltas, []
+        return StepOutput(deltas, self.load_snapshot())
+
+    def _expire(self, now: float) -> None:
+        for seq in self.scheduler.expired(now):
+            self._finish(seq, "timeout")
+
     def improve(self) -> bool:
         """Use a moment without work for what makes later steps faster, for a tenth of a second or so; False when there
         is nothing left to do."""
@@ -291,10 +257,10 @@ class Engine:
     def spare_s(self) -> float:
         """How long the caller may wait for further requests before it asks for the next step: until shortly before the
         device is done with the one in flight, so that a prompt that comes meanwhile need not wait for another. 0 where
-        there is nothing to gain."""
+        there is nothing to gain, and as soon as the device is done: how long a step takes is only an estimate."""
         if not self._lingers or len(self._in_flight) != 1 or self.scheduler.waiting:
             return 0.0
-        if self._constraints.opening or self._deltas:
+        if self._constraints.opening or self._deltas or self._in_flight[0].done:
             return 0.0
         return self._lead.spare_s(self.clock())
 
@@ -308,7 +274,7 @@ class Engine:
             total_blocks=pool.capacity,
             steps=self.steps,
             step_tokens=self._step_tokens,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self._admission.prompt_tokens,
             generation_tokens=self._generation_tokens,
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
@@ -329,7 +295,7 @@ class Engine:
 
     def reset_counters(self) -> None:
         """Forget what was counted and cached so far (the warm-up)."""
-        self.steps = self._step_tokens = self._prompt_tokens = self._generation_tokens = 0
+        self.steps = self._step_tokens = self._admission.prompt_tokens = self._generation_tokens = 0
         self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = self.scheduler.host_hit_tokens = 0
         self.scheduler.pace.forget()
         self._lead = Lead()
@@ -355,43 +321,6 @@ class Engine:
             while self._in_flight:
                 self._collect(self._in_flight.popleft())
         return speculation.propose(self.scheduler.decoding())
-
-    def _open(self, request: Request, now: float) -> None:
-        """Take a request with a grammar: it is queued at once if the grammar is known."""
-        found = self._constraints.open(request, now)
-        if isinstance(found, str):
-            self._deltas.append(Delta(request.request_id, finish_reason="error", error=found))
-        elif found is not None:
-            self._queue(request, now, found)
-
-    def _take_grammars(self, now: float) -> None:
-        """Queue the requests whose grammar has been compiled meanwhile."""
-        for request in self._constraints.expired(now):
-            self._deltas.append(Delta(request.request_id, finish_reason="timeout"))
-        for request, arrived, found in self._constraints.opened():
-            # Checked again: its adapter, for example, may have been unloaded meanwhile.
-            problem = found if isinstance(found, str) else self._problem(request)
-            if problem is not None:
-                self._deltas.append(Delta(request.request_id, finish_reason="error", error=problem))
-            elif not isinstance(found, str):
-                self._queue(request, arrived, found)
-
-    def _queue(self, request: Request, arrived: float, grammar: TokenMatcher | None) -> None:
-        """Queue a request with a grammar, token rules or a thought, at the place in them that its tokens have
-        reached."""
-        seq = self.scheduler.add(request, arrived)
-        params = request.params
-        waits = params.thought is not None and not params.thought.within
-        rules = TokenRules(params, self.info.vocab_size, None if waits else grammar) if params.ruled else None
-        if params.thought is None:
-            seq.matcher = grammar if rules is None else rules
-            problem = next(filter(None, (_advance(seq, token) for token in request.produced)), None)
-        else:
-            seq.thought = ThoughtState(params.thought, rules, grammar)
-            problem = _think(seq, request.produced)
-            _follow(seq)
-        if problem is not None:
-            self._finish(seq, "error", problem)
 
     def _take_adapters(self, adapters: AdapterPool, now: float) -> None:
         """Adapters that were read meanwhile: their sequences can run, or never will."""
@@ -443,15 +372,15 @@ class Engine:
                 continue  # aborted, expired or stopped while this step was in flight
             seq.pending -= 1
             if seq.thought is not None:
-                problem = _think(seq, tokens)
+                problem = progress.think(seq, tokens)
             else:
-                problem = None if seq.matcher is None else _advance(seq, tokens[0])
+                problem = None if seq.matcher is None else progress.advance(seq, tokens[0])
             if problem is not None:
                 self._finish(seq, "error", problem)
                 continue
-            reason = _append(seq, tokens)
+            reason = progress.append(seq, tokens)
             if seq.thought is not None:
-                _follow(seq)
+                progress.follow(seq)
             if chunk.drafts and seq.row >= 0:
                 # What was computed behind a rejected draft token will be overwritten.
                 seq.computed = chunk.start + len(tokens)
@@ -503,34 +432,13 @@ class Engine:
         self._end(seq, delta, reason)
         self._deltas.append(delta)
 
-    def _problem(self, request: Request) -> str | None:
-        """Why a request can never run; None when it can."""
-        window = self.scheduler.max_model_len
-        if not request.prompt:
-            return "the prompt is empty"
-        prompt = request.prompt + request.produced if request.produced else request.prompt
-        if len(prompt) >= window:
-            return f"the prompt has {len(prompt)} tokens; with at least one to generate, at most {window - 1} fit"
-        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
-            return f"token ids must be between 0 and {self.info.vocab_size - 1}"
-        params = request.params
-        words = (token for word in params.bad_words for token in word)
-        ids = (*params.stop_token_ids, *params.logit_bias, *params.allowed_token_ids, *words)
-        if params.thought is not None:
-            ids += params.thought.tokens
-        if ids and (min(ids) < 0 or max(ids) >= self.info.vocab_size):
-            return f"stop, allowed, forbidden and bias token ids must be between 0 and {self.info.vocab_size - 1}"
-        if request.adapter:
-            problem = NO_ADAPTERS if self.adapters is None else self.adapters.problem(request.adapter, self.clock())
-            if problem is not None:
-                return problem
-        if request.params.max_tokens <= len(request.produced):
-            return "max_tokens leaves nothing to generate"
-        if self.scheduler.get(request.request_id) is not None or self._constraints.is_opening(request.request_id):
-            return f"request id {request.request_id!r} is already running"
-        if self.scheduler.waiting + self._constraints.opening >= self.config.max_waiting:
-            return f"{QUEUE_FULL} ({self.config.max_waiting} requests)"
-        return None
+    def _start_over(self, lost: str) -> None:
+        """A rank is gone, and the caches with it: all sequences are computed again."""
+        log.error("%s; it is started again, and %d sequences too", lost, len(self.scheduler.running))
+        self._in_flight.clear()
+        self.scheduler.start_over()
+        if self.speculation is not None:
+            self.speculation.forget_caches()
 
     def _shrink(self, batch: Batch, error: Exception) -> None:
         """Out of device memory: compute less per step from now on, and start this step's sequences again."""
@@ -564,56 +472,3 @@ class Engine:
                 chunk.seq.pending -= 1
         self.scheduler.landed(batch)
         return [chunk.seq for chunk in batch.chunks if not chunk.seq.finished and chunk.seq.row >= 0]
-
-
-def _append(seq: Sequence, tokens: list[int]) -> FinishReason | None:
-    """Add sampled tokens, up to one that ends the sequence; those behind it are dropped. Why it ends, if it does."""
-    stops, limit, matcher = seq.params.stop_token_ids, seq.limit, seq.matcher
-    for count, token in enumerate(tokens, start=1):
-        seq.tokens.append(token)
-        reason: FinishReason | None = None
-        if token in stops:
-            reason = "stop"
-        elif matcher is not None and matcher.complete:
-            reason = "complete"
-        elif len(seq.tokens) >= limit:
-            reason = "length"
-        if reason is not None:
-            del tokens[count:]
-            return reason
-    return None
-
-
-def _advance(seq: Sequence, token: int) -> str | None:
-    """Move on in the sequence's grammar; what is wrong, when it cannot be followed."""
-    assert seq.matcher is not None
-    if seq.matcher.error is None and token not in seq.params.stop_token_ids:
-        seq.matcher.accept(token)
-    return None if seq.matcher.error is None else f"{GRAMMAR_REFUSED}: {seq.matcher.error}"
-
-
-def _think(seq: Sequence, tokens: list[int]) -> str | None:
-    """Move on in the sequence's thought, and in what follows it; what is wrong, when that cannot be followed."""
-    assert seq.thought is not None
-    for token in tokens:
-        if token not in seq.params.stop_token_ids:
-            if seq.thought.over:
-                seq.matcher = seq.thought.matcher
-                if seq.matcher is None:
-                    return None
-                if (problem := _advance(seq, token)) is not None:
-                    return problem
-            else:
-                seq.thought.accept(token)
-    return None if seq.thought.error is None else f"{GRAMMAR_REFUSED}: {seq.thought.error}"
-
-
-def _follow(seq: Sequence) -> None:
-    """What the next step of a thinking sequence has to observe."""
-    assert seq.thought is not None
-    thought, free = seq.thought, seq.matcher is None
-    seq.matcher, seq.hold = thought.matcher, thought.hold(len(seq.tokens))
-    if thought.over:
-        seq.thought = None
-    if free != (seq.matcher is None) or seq.thought is None:
-        seq.row_version += 1  # the flags of its row change

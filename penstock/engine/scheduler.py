@@ -23,7 +23,6 @@ follow each other in flight: a chunk needs the keys and values of those before i
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -33,14 +32,11 @@ from penstock.engine.kv.allocator import BlockAllocator, Found
 from penstock.engine.pace import Pace, PromptBudget
 from penstock.engine.request import Request
 from penstock.engine.sequence import Sequence
+from penstock.engine.waiting_queue import Deadlines, WaitingQueue
 
 if TYPE_CHECKING:
     from penstock.engine.adapters.pool import AdapterPool
 
-RECALL_S = 10.0
-"""A sequence does not wait longer than this for its blocks to be read from disk; it is computed instead."""
-_BACKLOG = 64
-"""Waiting sequences whose prompts are counted."""
 AGEING_S = 30.0
 LEAST_SHARE, LEAST_BESIDE_DECODES = 128, 32
 """Prompt tokens that are not divided further between steps in flight: a smaller step would read the weights for too
@@ -93,17 +89,14 @@ class Scheduler:
         self.prefix_hit_tokens = 0
         self.host_hit_tokens = 0
         self._live: dict[str, Sequence] = {}
-        self._waiting: list[tuple[tuple[float, int], Sequence]] = []
-        self._waiting_count = 0
-        self._recalls: dict[Sequence, tuple[list[bytes], float]] = {}
-        """Sequences that wait for blocks from disk: which, and since when."""
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._waiting = WaitingQueue(adapters)
+        self._deadlines = Deadlines()
         self._suspects: deque[Sequence] = deque()
         self._arrivals = 0
 
     @property
     def waiting(self) -> int:
-        return self._waiting_count
+        return self._waiting.count
 
     @property
     def has_work(self) -> bool:
@@ -112,17 +105,17 @@ class Scheduler:
     @property
     def recalling(self) -> bool:
         """Whether some sequence waits for blocks from disk."""
-        return bool(self._recalls)
+        return self._waiting.recalling
 
     @property
     def next_waiting(self) -> Sequence | None:
         """The waiting sequence that is admitted next, when there is room; None also when it waits for an adapter."""
-        return next((seq for _, seq in self._waiting if not seq.finished), None)
+        return self._waiting.head
 
     @property
     def next_deadline(self) -> float | None:
         """The earliest deadline, perhaps of a sequence that has ended; None: there is none."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next
 
     def get(self, request_id: str) -> Sequence | None:
         return self._live.get(request_id)
@@ -134,9 +127,8 @@ class Scheduler:
         seq = Sequence(request, now, key)
         seq.limit = min(seq.limit, self.max_model_len)
         self._live[seq.id] = seq
-        self._wait(seq)
-        if seq.deadline is not None:
-            heapq.heappush(self._deadlines, (seq.deadline, self._arrivals, seq))
+        self._waiting.enter(seq)
+        self._deadlines.add(seq)
         return seq
 
     def finish(self, seq: Sequence) -> None:
@@ -146,16 +138,17 @@ class Scheduler:
         if seq in self.running:
             self._stop(seq)
         else:
-            self._waiting_count -= 1
-            self._recalls.pop(seq, None)
+            self._waiting.ended(seq)
         if self.adapters is not None and seq.request.adapter:
             self.adapters.forget(seq)
-        self._tidy()
+        most = 2 * len(self._live) + self.SLACK
+        self._waiting.tidy(most)
+        self._deadlines.tidy(most)
 
     def check_idle(self) -> None:
         """Assert that nothing is held though nothing is live; for tests and soaks."""
-        assert not self._recalls, "an ended sequence waits for its blocks"
-        assert not self._live and not self.running and self._waiting_count == 0, f"{len(self._live)} sequences live"
+        assert not self.recalling, "an ended sequence waits for its blocks"
+        assert not self._live and not self.running and self.waiting == 0, f"{len(self._live)} sequences live"
         assert sorted(self._rows) == list(range(self.max_running)), f"{self.max_running - len(self._rows)} rows leaked"
         assert self.allocator.pool.used == 0, f"{self.allocator.pool.used} blocks leaked"
         self.allocator.pool.check()
@@ -166,12 +159,7 @@ class Scheduler:
 
     def expired(self, now: float) -> list[Sequence]:
         """Live sequences whose deadline has passed."""
-        late: list[Sequence] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            seq = heapq.heappop(self._deadlines)[2]
-            if not seq.finished:
-                late.append(seq)
-        return late
+        return self._deadlines.expired(now)
 
     def decoding(self) -> list[Sequence]:
         """Running sequences of which the next step computes one token."""
@@ -200,8 +188,8 @@ class Scheduler:
         self.allocator.tick(now)
         if self._suspects:
             return self._schedule_suspect(now)
-        if self._recalls:
-            self.resume(self._recalled(now))
+        if self._waiting.recalling:
+            self.resume(self._waiting.recalled(self.allocator.pool.host, now))
         if self.adapters is not None:
             self.resume(self.adapters.returning(now))
         chunks, budget = self._continue_running(drafts or {})
@@ -250,7 +238,7 @@ class Scheduler:
         """Send a running sequence back to wait; it will be computed again, mostly from the cache."""
         self._stop(seq)
         self.preemptions += 1
-        self._wait(seq)
+        self._waiting.enter(seq)
 
     def isolate(self, sequences: list[Sequence]) -> None:
         """After a failed step: run each of its sequences alone once, so that only the one that raises fails."""
@@ -280,40 +268,13 @@ class Scheduler:
     def _prompt_share(self, remaining: int, decodes: int) -> int:
         """Most prompt tokens in a step with so many decodes: an equal part of those that run (`remaining`), wait or are
         in flight."""
-        total, enough = self._prompts_in_flight + remaining, self.batches * self.token_budget
-        for _, seq in self._waiting:
-            if total >= enough:
-                break
-            total += 0 if seq.finished else seq.length
+        total = self._prompts_in_flight + remaining
+        total += self._waiting.tokens(self.batches * self.token_budget - total)
         return max(LEAST_BESIDE_DECODES if decodes else LEAST_SHARE, -(-total // self.batches))
 
     def resume(self, sequences: Iterable[Sequence]) -> None:
-        """Put sequences that waited for their adapter back into the queue, at their old places."""
-        for seq in sequences:
-            heapq.heappush(self._waiting, (seq.key, seq))
-
-    def _wait(self, seq: Sequence) -> None:
-        self._waiting_count += 1
-        if self.adapters is None or not seq.request.adapter or self.adapters.bind(seq):
-            heapq.heappush(self._waiting, (seq.key, seq))
-
-    def _tidy(self) -> None:
-        """Heaps keep ended sequences until they come up, which may be much later; bound how many."""
-        most = 2 * len(self._live) + self.SLACK
-        if len(self._waiting) > most:
-            self._waiting = [entry for entry in self._waiting if not entry[1].finished]
-            heapq.heapify(self._waiting)
-        if len(self._deadlines) > most:
-            self._deadlines = [entry for entry in self._deadlines if not entry[2].finished]
-            heapq.heapify(self._deadlines)
-
-    def _first_waiting(self, now: float) -> Sequence | None:
-        while self._waiting:
-            seq = self._waiting[0][1]
-            if not seq.finished and (self.adapters is None or self.adapters.may_start(seq, now)):
-                return seq
-            heapq.heappop(self._waiting)
-        return None
+        """Sequences that stood aside, for an adapter or for blocks from disk, return to their places in the queue."""
+        self._waiting.resume(sequences)
 
     def _continue_running(self, drafts: Mapping[Sequence, list[int]]) -> tuple[list[Chunk], int]:
         """The chunks of sequences that run already, and what they leave of the budget."""
@@ -375,8 +336,7 @@ class Scheduler:
 
     def _backlog(self, prefills: list[tuple[Sequence, int]]) -> int:
         """Prompt tokens still to be computed, of the running and of the first that wait; what is cached counts too."""
-        waiting = sum(seq.length for _, seq in self._waiting[:_BACKLOG]) if self._waiting else 0
-        return waiting + sum(remaining for _, remaining in prefills)
+        return self._waiting.backlog() + sum(remaining for _, remaining in prefills)
 
     def _affordable(self, seq: Sequence, drafts: list[int], spare: int) -> tuple[int, ...]:
         """As many draft tokens as leave every decode its token of the budget; their blocks are taken."""
@@ -385,37 +345,20 @@ class Scheduler:
     def _admit(self, budget: int, now: float) -> Chunk | None:
         """Start the first waiting sequence, if all it has so far fits (so that it is not preempted at once)."""
         while True:
-            seq = self._first_waiting(now)
+            seq = self._waiting.first(now)
             if seq is None or seq.pending:
                 return None
             cached = self.allocator.match(seq)
             if self.allocator.shortfall(cached, seq.length, seq) > 0:
                 return None
-            heapq.heappop(self._waiting)
-            if seq.recalled or not self._recall(seq, now):
+            self._waiting.pop()
+            names = [] if seq.recalled else self.allocator.recall(seq)
+            if not names:
                 return self._start(seq, cached, budget, now)
-
-    def _recall(self, seq: Sequence, now: float) -> bool:
-        """Whether a sequence waits for blocks that are on disk; others may go before it meanwhile."""
-        names = self.allocator.recall(seq)
-        if names:
-            seq.recalled = True
-            self._recalls[seq] = (names, now)
-        return bool(names)
-
-    def _recalled(self, now: float) -> list[Sequence]:
-        """Sequences whose blocks have been read from disk, or take too long."""
-        host = self.allocator.pool.host
-        assert host is not None
-        back = [
-            seq for seq, (names, since) in self._recalls.items() if now - since > RECALL_S or not host.is_coming(names)
-        ]
-        for seq in back:
-            del self._recalls[seq]
-        return back
+            self._waiting.recall(seq, names, now)
 
     def _start(self, seq: Sequence, cached: list[Found], budget: int, now: float) -> Chunk:
-        self._waiting_count -= 1
+        self._waiting.count -= 1
         seq.recalled = False
         seq.row = self._rows.pop()
         seq.epoch += 1
@@ -480,9 +423,7 @@ class Scheduler:
         if seq.pending and seq not in self.running:
             return None
         if seq not in self.running:
-            self._waiting = [entry for entry in self._waiting if entry[1] is not seq]
-            heapq.heapify(self._waiting)
-            self._recalls.pop(seq, None)
+            self._waiting.remove(seq)
             while not self._rows or self.allocator.shortfall([], seq.length, seq) > 0 or not self._has_slot(seq):
                 if not self.running:
                     return None  # steps in flight hold the rows

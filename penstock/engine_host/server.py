@@ -74,6 +74,9 @@ STARVED_S = 0.001
 """Pause after two steps without progress, so that waiting for memory does not burn a core. (The first step on an
 asynchronous device never has results yet.)"""
 
+LOOK_S = 0.001
+"""How often to see whether a step is over, while the next one can wait."""
+
 log = logging.getLogger("penstock.engine")
 
 
@@ -168,10 +171,11 @@ class EngineServer:
         return self._improves
 
     def _linger(self) -> None:
-        """Take in what comes until the next step must be launched; see `Engine.spare_s`."""
+        """Take in what comes until the next step must be launched; see `Engine.spare_s`, which is asked again and
+        again: the device may be done earlier than expected."""
         spare = getattr(self._engine, "spare_s", None)  # only some run ahead
-        while spare is not None and self._stop_reason is None and (spare_s := spare()) >= STARVED_S:
-            self._receive(spare_s)
+        while spare is not None and self._stop_reason is None and spare() >= LOOK_S:
+            self._receive(LOOK_S)
 
     def _receive(self, wait_s: float) -> None:
         if wait_s > 0 and not self._poller.poll(int(wait_s * 1000)):

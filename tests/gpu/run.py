@@ -5,7 +5,7 @@
     python tests/gpu/run.py --compile           # build every kernel for an H200 without a GPU; registers and spills
 
 `--only WORD` selects modules, tests and benchmarks by name; `--no-bench`, `--no-test` leave a part out; `--tune` adds
-the launch-shape sweeps.
+the launch-shape sweeps; `--jobs N` runs the tests in N processes beside each other, benchmarks after them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import inspect
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -24,7 +25,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 90
-"""A test that takes longer hangs: say where, and stop."""
+"""A test that takes longer hangs: say where, and stop. Several processes have this times their number."""
+LONGEST = ("parallel.", "engine.", "delta.", "speculation.", "soak.")
+"""Modules whose tests are begun first when several processes share them."""
 
 
 def arguments() -> argparse.Namespace:
@@ -36,7 +39,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-test", action="store_true")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--no-build", action="store_true", help="build kernels when they are first launched")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the tests")
     parser.add_argument("--shard", default="0/1", help=argparse.SUPPRESS)
+    parser.add_argument("--claims", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -70,6 +75,40 @@ def build_in_parallel(options: argparse.Namespace, seed: int) -> None:
     print(f"built in {time.perf_counter() - start:.1f} s, {failed} of {count} processes failed", flush=True)
 
 
+def claimed(label: str, claims: Path | None) -> bool:
+    """Whether this process is the one to run a test: the first that writes the file of its name."""
+    if claims is None:
+        return True
+    try:
+        (claims / label).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def share_tests(options: argparse.Namespace, labels: list[str], seed: int) -> list[str]:
+    """Run the tests in several processes, each taking the next that none has taken. Returns the failed ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            __file__,
+            "--no-build",
+            "--no-bench",
+            "--claims",
+            folder,
+            "--jobs",
+            str(options.jobs),
+        ]
+        for word in options.only:
+            command += ["--only", word]
+        environment = dict(os.environ, OMP_NUM_THREADS="2", PENSTOCK_SEED=str(seed))
+        workers = [subprocess.Popen(command, env=environment) for _ in range(options.jobs)]
+        for worker in workers:
+            worker.wait()
+        passed = {path.stem for path in Path(folder).glob("*.passed")}
+    return [label for label in labels if label not in passed]
+
+
 def main() -> int:
     options = arguments()
     if options.interpret:
@@ -89,14 +128,23 @@ def main() -> int:
 
     failures = []
     tests = [] if options.no_test else functions(("test_",), options.only)
-    for label, function in tests:
+    shared = options.jobs > 1 and harness.MODE == "device"
+    if shared:
+        tests.sort(key=lambda test: not test[0].startswith(LONGEST))
+    if shared and options.claims is None:
+        failures = share_tests(options, [label for label, _ in tests], harness.seed())
+    for label, function in [] if shared and options.claims is None else tests:
+        if not claimed(label, options.claims):
+            continue
         harness.reseed(label)
         start = time.perf_counter()
         if harness.MODE == "device":
-            faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
+            faulthandler.dump_traceback_later(PATIENCE_S * options.jobs, exit=True)
         try:
             function()
             outcome = "ok"
+            if options.claims is not None:
+                (options.claims / f"{label}.passed").touch()
         except Exception:
             failures.append(label)
             outcome = "FAILED"
@@ -120,6 +168,8 @@ def main() -> int:
     if harness.MODE == "compile":
         for line in sorted(harness.compiled.values()):
             print(line)
+    if options.claims is not None:
+        return 1 if failures else 0
     print(f"\n{len(tests)} tests, {len(failures)} failed: {', '.join(failures) or 'none'}")
     for name, us, rate in rows if harness.MODE == "device" else []:
         print(f"{name:58s} {us:9.1f} us  {rate}")

@@ -31,7 +31,7 @@ from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.tap import Tap
 from penstock.engine.models.weights import Weights
-from penstock.engine.startup.adapters import adapt_model
+from penstock.engine.startup.adapters import adapt_model, with_experts
 from penstock.engine.startup.memory import longest_sequence, size_cache, sliding_window
 from penstock.errors import CheckpointError, ConfigError
 
@@ -73,6 +73,8 @@ class Part:
     """The whole model, also where `decoder` is a part of it."""
     decoder: Decoder
     kv: KVCache
+    kv_dtype: torch.dtype
+    """Of keys and values, also where this process has none."""
     max_running: int
     token_budget: int
     max_model_len: int
@@ -168,7 +170,10 @@ def load_part(
         with phases("calibration"):
             together = None if member is None else _together(member, decoder)
             decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
-    cut = None if member is None else member.adapter_cut(model)
+    cut = None
+    if member is not None:
+        experts = with_experts(config, backend)
+        cut = member.adapter_cut(model, experts=experts, whole_experts=config.expert_parallel)
     adapters = adapt_model(config, backend, decoder, dtype=dtype, cut=cut)
     if backend.compiles and not decoder.launched_eagerly:
         with phases("compile"):
@@ -208,7 +213,7 @@ def load_part(
             max_model_len,
             wanted_len,
         )
-    return Part(backend, model, decoder, kv, max_running, budget, max_model_len, adapters)
+    return Part(backend, model, decoder, kv, kv_dtype, max_running, budget, max_model_len, adapters)
 
 
 def _tapped(decoder: Decoder, tap: Tap | None) -> Decoder:
@@ -229,8 +234,8 @@ def check_deterministic(config: EngineConfig, model: ModelConfig, backend: Backe
             "deterministic: true with expert_parallel needs expert_copies: 0 and expert_rebalance_s: 0, because sums "
             "depend on which shard has an expert"
         )
-    if model.latent is not None:
-        raise ConfigError("deterministic: true is not available for models whose attention is over latents (MLA)")
+    if model.latent is not None and backend.in_host_memory:
+        raise ConfigError("deterministic: true is not available for models whose attention is over latents on CPU")
     if backend.all_invariant:
         return
     if model.moe is not None:
@@ -292,8 +297,10 @@ def check_stateful(config: EngineConfig) -> None:
         raise ConfigError(
             f"state_interval: {config.state_interval} is not a multiple of block_size {config.block_size}"
         )
-    if config.role != "both":
-        raise ConfigError(f"role: {config.role}: not available for models with recurrent layers")
+    if config.role != "both" and config.kept_states == 0:
+        raise ConfigError(
+            f"role: {config.role}: prompts are handed over with their state, and kept_states: 0 keeps none"
+        )
 
 
 def open_weights(config: EngineConfig, checkpoint: object | None) -> Weights:

@@ -17,7 +17,7 @@ from penstock.engine.backends import cpu
 from penstock.engine.backends.reference.ops import ReferenceOps
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
-from penstock.engine.grammar.constraints import Constraints, MakeCompiler, without
+from penstock.engine.grammar.constraints import MakeCompiler, without
 from penstock.engine.grammar.guidance import GuidanceCompiler, GuidanceMatcher
 from penstock.engine.grammar.interface import Interruptible, TokenMatcher, words_for
 from penstock.engine.request import GRAMMAR_REFUSED, Delta, Request, SamplingParams
@@ -118,8 +118,7 @@ def test_steps_launched_ahead_give_the_same_text(checkpoint: Path, engine: Engin
 def test_those_without_a_grammar_go_on_with_draft_tokens(checkpoint: Path, engine: Engine) -> None:
     requests = [regex("a", DATE, seed=3), greedy("free", prompt(9), 25), regex("b", "[xyz]{5,9}", seed=4)]
     plain = generate(engine, *requests)
-    speculating = eager_engine(checkpoint, lambda _: Oracle(plain, 0.3, VOCAB), num_blocks=64)
-    speculating._constraints = Constraints(compiler, VOCAB)
+    speculating = eager_engine(checkpoint, lambda _: Oracle(plain, 0.3, VOCAB), num_blocks=64, grammars=compiler)
     assert generate(speculating, *requests) == plain
     assert speculating.load_snapshot().accepted_tokens > 0
     assert_idle(speculating)

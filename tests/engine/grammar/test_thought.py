@@ -16,7 +16,7 @@ from penstock.engine.grammar.interface import words_for
 from penstock.engine.grammar.thought import NEVER, ThoughtState
 from penstock.engine.request import Request, SamplingParams, Thought
 from tests.engine.grammar.test_constraints import load
-from tests.engine.grammar.tokens import END, VOCAB, encode, text_of
+from tests.engine.grammar.tokens import END, VOCAB, compiler, encode, text_of
 from tests.engine.harness import assert_idle, drain, generate, greedy
 from tests.engine.speculative.forced import Oracle, eager_engine
 from tests.engine.tiny import write_checkpoint
@@ -103,8 +103,7 @@ def test_preemption_speculation_overlap_and_continuation_change_nothing(checkpoi
     overlapped._depth = 1
     assert generate(overlapped, request)["a"] == plain
     for wrong in (0.0, 0.4):
-        fast = eager_engine(checkpoint, lambda _, wrong=wrong: Oracle({"a": plain}, wrong, VOCAB))
-        fast._constraints = load(checkpoint)._constraints
+        fast = eager_engine(checkpoint, lambda _, wrong=wrong: Oracle({"a": plain}, wrong, VOCAB), grammars=compiler)
         assert generate(fast, request)["a"] == plain
         assert fast.load_snapshot().accepted_tokens > 0 or wrong, "thoughts are speculated on"
     small = load(checkpoint, num_blocks=6, max_model_len=64)

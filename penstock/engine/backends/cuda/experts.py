@@ -22,8 +22,15 @@ from penstock.engine.backends.cuda.kernels.moe_route import Choice, route, score
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Linear
 from penstock.engine.backends.interface import Activation, Ops
-from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router, SharedAndRouted
-from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
+from penstock.engine.models.layers.experts import (
+    Additions,
+    ExpertMlp,
+    ExpertSlots,
+    ExpertSource,
+    Router,
+    SharedAndRouted,
+)
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, gated
 from penstock.engine.models.layers.linear import Linear
 
 _COUNTERS = 1024
@@ -179,9 +186,11 @@ class GroupedExpertMlp:
             return score_and_route(x, linear.weight, linear.bias, self.choice, self.counters)
         return route(linear(x), self.choice)
 
-    def apply(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def apply(self, x: Tensor, weights: Tensor, chosen: Tensor, added: Additions | None = None) -> Tensor:
         if not len(x):
             return torch.empty_like(x)
+        if added is not None:
+            return self._with_additions(x, weights, chosen.int(), added)
         chosen, experts = chosen.int(), self.gate_up.experts
         pairs = self._products(x, weights, plan(chosen, experts))
         return moe.combine(pairs, chosen.shape[1], chosen=None if self.slots is None else chosen, experts=experts)
@@ -190,6 +199,21 @@ class GroupedExpertMlp:
         top_k, early = weights.shape[1], self.router.weight_inputs
         inner = self.gate_up.product(x, schedule, top_k, self.activation, weights if early else None, self.counters)
         return self.down.product(inner, schedule, top_k, None, None if early else weights, self.counters)
+
+    def _with_additions(self, x: Tensor, weights: Tensor, chosen: Tensor, added: Additions) -> Tensor:
+        """The same with a row in memory for every pair between the launches, so that something can be added to it."""
+        top_k, experts = chosen.shape[1], self.gate_up.experts
+        schedule = plan(chosen, experts)
+        order = schedule.order.clamp(0, chosen.numel() - 1).long()  # what is behind the runs was not written
+        each, late = x.repeat_interleave(top_k, 0), weights
+        if self.router.weight_inputs:
+            each, late = (each * weights.view(-1, 1)).to(x.dtype), torch.ones_like(weights)
+        inner = self.gate_up.product(each[order], schedule, top_k, None, None, self.counters)
+        added.gate_up(each, inner)
+        inner = gated(self.ops, self.activation, inner)
+        pairs = self.down.product(inner[order], schedule, top_k, None, late, self.counters)
+        added.down(inner, pairs, weights=late)
+        return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
         """In place: recorded steps read the stacks."""

@@ -1,0 +1,104 @@
+"""The leaf of the backend boundary: `Ops`, the operations of a decoder, and what host and device exchange. All names
+are imported from here; the modules inside divide them by kind.
+
+There are three backends: `reference` (plain PyTorch, the definition the others are tested against), `cpu` (a native
+library) and `cuda` (Triton kernels, CUDA graphs). `select` picks one. The rest of the engine never imports a backend
+and never asks which one it runs on; it uses this package, the interface `Backend` (`backend`), and `select`.
+
+Layout, the same everywhere:
+
+* Tokens of all sequences in a step are packed along one axis of length T, sequence after sequence.
+* Sequences with a single new token (decodes) come first: rows `0..num_decodes` of the batch.
+* The KV cache of a layer is `k_cache, v_cache: [num_blocks, kv_heads, block_size, head_dim]`.
+* Cached numbers may be scaled: `KVScales` says how.
+* The slot of a token is `block * block_size + offset`; block 0 is reserved: padding is written there.
+"""
+
+from penstock.engine.backends.activation import Activation, ClampedSwiglu
+from penstock.engine.backends.interface.activations import ActivationOps
+from penstock.engine.backends.interface.attention import (
+    AttentionOps,
+    HeadLayout,
+    LatentLayout,
+    LatentWeights,
+    OverRanks,
+)
+from penstock.engine.backends.interface.batch import (
+    AttentionBatch,
+    Floats,
+    Followers,
+    HostBatch,
+    Ints,
+    StateBatch,
+    StepShare,
+)
+from penstock.engine.backends.interface.device import (
+    CopyEvent,
+    DeviceAccess,
+    DeviceMemory,
+    NativeLibrary,
+    Staging,
+    StepDefaults,
+    StepLimits,
+    TimedStep,
+)
+from penstock.engine.backends.interface.dtypes import (
+    FP8,
+    FP8_MAX,
+    INT8,
+    INT8_MAX,
+    SCALE_DTYPE,
+    KeySmoothing,
+    KVScales,
+    torch_dtype,
+)
+from penstock.engine.backends.interface.operations import Ops
+from penstock.engine.backends.interface.recurrence import (
+    DeltaLayout,
+    DeltaWeights,
+    MambaLayout,
+    MambaWeights,
+    RecurrentOps,
+)
+from penstock.engine.backends.interface.sampling import SamplingOps
+
+__all__ = [
+    "FP8",
+    "FP8_MAX",
+    "INT8",
+    "INT8_MAX",
+    "SCALE_DTYPE",
+    "Activation",
+    "ActivationOps",
+    "AttentionBatch",
+    "AttentionOps",
+    "ClampedSwiglu",
+    "CopyEvent",
+    "DeltaLayout",
+    "DeltaWeights",
+    "DeviceAccess",
+    "DeviceMemory",
+    "Floats",
+    "Followers",
+    "HeadLayout",
+    "HostBatch",
+    "Ints",
+    "KVScales",
+    "KeySmoothing",
+    "LatentLayout",
+    "LatentWeights",
+    "MambaLayout",
+    "MambaWeights",
+    "NativeLibrary",
+    "Ops",
+    "OverRanks",
+    "RecurrentOps",
+    "SamplingOps",
+    "Staging",
+    "StateBatch",
+    "StepDefaults",
+    "StepLimits",
+    "StepShare",
+    "TimedStep",
+    "torch_dtype",
+]
