@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES, GraphLora
-from penstock.engine.adapters.runtime import is_narrow, slots_of
+from penstock.engine.adapters.runtime import is_narrow, slots_of, touches_experts
 from penstock.engine.backends.cuda.capture import record
 from penstock.engine.backends.cuda.draw_chains import DrawChains
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
@@ -60,6 +60,8 @@ class Kind(IntEnum):
     NARROW = 2
     """The same with narrow adapters only; see `LoadedAdapter`."""
     PROMPTS = 3
+    EXPERTS = 4
+    """Decodes of which some use an adapter that touches routers or experts."""
 
 
 class GraphExecutor(EagerExecutor):
@@ -97,9 +99,14 @@ class GraphExecutor(EagerExecutor):
         """For steps in which some sequence uses an adapter."""
         self.narrow_graphs: DecodeGraphs | None = None
         """For steps in which all adapters are narrow; see `LoadedAdapter`."""
+        self.expert_graphs: DecodeGraphs | None = None
+        """For steps in which some adapter touches routers or experts."""
         adapters = resources.adapters
         if adapters is not None and isinstance(adapters.kernel, GraphLora):
             self.adapted_graphs = self.graphs.with_adapters(adapters.decoder.captured(), adapters.kernel, Kind.ADAPTED)
+            if adapters.experts is not None:
+                experts = adapters.experts.captured()
+                self.expert_graphs = self.graphs.with_adapters(experts, adapters.kernel, Kind.EXPERTS)
             if adapters.narrow is not None:
                 narrow = adapters.narrow.captured()
                 self.narrow_graphs = self.graphs.with_adapters(narrow, adapters.kernel, Kind.NARROW)
@@ -171,7 +178,7 @@ class GraphExecutor(EagerExecutor):
         return capture_again
 
     def _all(self) -> list[DecodeGraphs]:
-        found = (self.graphs, self.adapted_graphs, self.narrow_graphs)
+        found = (self.graphs, self.adapted_graphs, self.narrow_graphs, self.expert_graphs)
         return [graphs for graphs in found if graphs is not None]
 
     def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
@@ -180,6 +187,8 @@ class GraphExecutor(EagerExecutor):
             return None
         if self._adapters is None or all(chunk.seq.slot < 0 for chunk in batch.chunks):
             return self.graphs
+        if self.expert_graphs is not None and touches_experts(batch):
+            return self.expert_graphs
         return self.narrow_graphs if self.narrow_graphs is not None and is_narrow(batch) else self.adapted_graphs
 
 
@@ -193,7 +202,12 @@ class GraphFollower(Follower):
         self.decodes = {Kind.DECODES: plain}
         self.prompts = PromptGraphs(resources.decoder, resources.kv, tables, max_rows=max_rows)
         if isinstance(resources.lora, GraphLora):
-            for kind, decoder in ((Kind.ADAPTED, resources.adapted), (Kind.NARROW, resources.narrow)):
+            kinds = (
+                (Kind.ADAPTED, resources.adapted),
+                (Kind.NARROW, resources.narrow),
+                (Kind.EXPERTS, resources.experts),
+            )
+            for kind, decoder in kinds:
                 if decoder is not None:
                     self.decodes[kind] = plain.with_adapters(decoder, resources.lora, kind)
 
