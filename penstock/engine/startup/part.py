@@ -302,8 +302,6 @@ def _by_transformers(
 
 def check_stateful(config: EngineConfig) -> None:
     """Refuse what cannot keep states of sequences."""
-    if config.attention_parallel == "data":
-        raise ConfigError("attention_parallel: data is not available for models with recurrent layers; use tensor")
     if config.state_interval < 1 or config.state_interval % config.block_size:
         raise ConfigError(
             f"state_interval: {config.state_interval} is not a multiple of block_size {config.block_size}"
