@@ -56,7 +56,9 @@ def test_two_ranks_have_the_same_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "tensor", "pipeline"), [("glm4-moe", 1, 3), ("deepseek-v3", 2, 2), ("qwen3-next", 1, 2)])
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline"), [("glm4-moe", 1, 3), ("deepseek-v3", 2, 2), ("qwen3-next", 1, 2)]
+)
 def test_stages_of_a_pipeline_have_the_same_drafts(tmp_path: Path, family: str, tensor: int, pipeline: int) -> None:
     target = write_mtp(family, tmp_path)
     requests = [greedy("a", [i * 7 % 199 for i in range(70)], 14), greedy("b", [3, 1, 4], 14)]
