@@ -99,7 +99,7 @@ def drive(
         spare = engine.spare_s()  # as the process that hosts an engine does
         if spare >= _TICK_S:
             until = due[next_one] - now if next_one < len(requests) else spare
-            sleep(max(min(spare, until), 0.0))
+            sleep(max(min(_TICK_S, until), 0.0))
             continue
         output = engine.step()
         if output is None:

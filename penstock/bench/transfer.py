@@ -121,7 +121,7 @@ def _measure(engine: Engine, endpoint: str, source: Handover, tokens: int) -> Tr
         moved = counts.bytes_in - moved
     finally:
         client.close()
-    return Transfer(moved // engine.exchange.block_bytes, moved, statistics.median(times[1:]), times[0])
+    return Transfer(moved // engine.exchange.blocks.piece_bytes, moved, statistics.median(times[1:]), times[0])
 
 
 @contextmanager

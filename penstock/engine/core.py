@@ -257,10 +257,10 @@ class Engine:
     def spare_s(self) -> float:
         """How long the caller may wait for further requests before it asks for the next step: until shortly before the
         device is done with the one in flight, so that a prompt that comes meanwhile need not wait for another. 0 where
-        there is nothing to gain."""
+        there is nothing to gain, and as soon as the device is done: how long a step takes is only an estimate."""
         if not self._lingers or len(self._in_flight) != 1 or self.scheduler.waiting:
             return 0.0
-        if self._constraints.opening or self._deltas:
+        if self._constraints.opening or self._deltas or self._in_flight[0].done:
             return 0.0
         return self._lead.spare_s(self.clock())
 

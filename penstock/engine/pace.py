@@ -61,6 +61,8 @@ class Pace:
             elif seconds < known * _STALLED:
                 self._bases[bucket] = known + _SMOOTH * (seconds - known)
             return
+        if not decodes and not self._bases:
+            return  # how much of it was reading the weights is not known yet
         expected = self.seconds(decodes, tokens, keys)
         if self._tt and seconds > expected * _STALLED:
             return
@@ -114,9 +116,10 @@ class Pace:
         return self._per_token * length + self._per_key * length * (start + length / 2)
 
     def _base(self, decodes: int) -> float:
-        if not decodes or not self._bases:
+        """What a step takes without prompts. One without decodes has to read the weights too, as with a single one."""
+        if not self._bases:
             return 0.0
-        bucket = decodes.bit_length()
+        bucket = max(decodes, 1).bit_length()
         nearest = min(self._bases, key=lambda known: abs(known - bucket))
         return self._bases[nearest]
 

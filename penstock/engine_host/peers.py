@@ -103,13 +103,15 @@ class Peers:
             self._send_steps(held, load(), now)
 
     def _send_steps(self, deltas: list[Delta], load: EngineLoad, now: float) -> None:
-        """One `Step` to each gateway that has something in `deltas`. A final delta ends the ownership."""
+        """One `Step` to each gateway that has something in `deltas`, first tokens first: gateways answer in this order,
+        and those who wait for a first token have waited longest. A final delta ends the ownership."""
         grouped: dict[bytes, tuple[Peer, list[Delta]]] = {}
         for delta in deltas:
             peer = self._owners.get(delta.request_id)
             if peer is None:
                 continue  # its gateway has gone, or was told already that it failed
-            grouped.setdefault(peer.identity, (peer, []))[1].append(delta)
+            own = grouped.setdefault(peer.identity, (peer, []))[1]
+            own.insert(0 if delta.cached_tokens is not None else len(own), delta)
             if delta.finish_reason is not None:
                 self.disown(delta.request_id)
         for peer, own in grouped.values():

@@ -1,7 +1,8 @@
 """Writes to the ledger from a gateway with group commit: many requests, few transactions.
 
 Entries collect while a transaction is under way and are written together in the next one. The start of a charge is
-written after `GATHER_S`, or when a request waits for it, so that a short answer takes one transaction. The progress of
+written after `GATHER_S`, or when a request waits for it, so that a short answer takes one transaction; after `QUICK_S`
+where there are few, so that no first token waits for it. The progress of
 open charges is written with the next transaction, at most `NOTE_S` later: when gateway and engine die together, the
 stored progress is older than that by at most one transaction. While the database is unavailable, or its disk full,
 entries stay queued and are written when it is back; `lag_s` is the age of the oldest. A request that waits for its
@@ -32,6 +33,10 @@ MOST_WAITING = 100_000
 MOST_TOGETHER = 1_000
 RETRY_S = 0.5
 GATHER_S = 0.01
+QUICK_S = 0.002
+"""The same where little is going on: the beginning of a charge is then in the ledger before the first token comes."""
+QUIET_S = 0.02
+"""Little is going on when nothing was written for so long."""
 NOTE_S = 0.2
 PATIENCE_S = 5.0
 RECENT_S = 5.0
@@ -61,6 +66,7 @@ class Journal:
         self._interruptions = ledger.interruptions
         self._again = False
         """Whether entries may be queued that were written before."""
+        self._written_at = float("-inf")
         self._wake = asyncio.Event()
         self._later: asyncio.TimerHandle | None = None
         self._noting: asyncio.TimerHandle | None = None
@@ -115,13 +121,17 @@ class Journal:
             raise LedgerUnavailable
         written = self._add(charge)
         if self._later is None and not self._wake.is_set():
-            self._later = asyncio.get_running_loop().call_later(GATHER_S, self._gathered)
+            self._later = asyncio.get_running_loop().call_later(self._gather_s, self._gathered)
         return written
+
+    @property
+    def _gather_s(self) -> float:
+        return QUICK_S if self._clock() - self._written_at > QUIET_S else GATHER_S
 
     def _gathered(self) -> None:
         self._later = None
         if self._waiting and not self._wake.is_set():
-            left = GATHER_S - self.lag_s
+            left = self._gather_s - self.lag_s
             if left > 0:  # the entry of this timer was already written with others
                 self._later = asyncio.get_running_loop().call_later(left, self._gathered)
             else:
@@ -224,7 +234,7 @@ class Journal:
         for id, tokens in notes.items():
             if self._progress.get(id) == tokens:
                 del self._progress[id]
-        now = self._clock()
+        self._written_at = now = self._clock()
         while self._recent and self._recent[0][1] < now - RECENT_S:
             self._recent.popleft()
         for _ in range(count):

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.grammar.constraints import MakeCompiler
+from penstock.engine.kv.exchange import Held
 from penstock.engine.request import Delta, Request, SamplingParams
 
 
@@ -55,18 +56,18 @@ def assert_idle(engine: Engine) -> None:
     engine.check_idle()
 
 
-def carry(giver: Engine, taker: Engine, names: Sequence[bytes]) -> list[int]:
+def carry(giver: Engine, taker: Engine, names: Sequence[bytes]) -> list[Held]:
     """What the network does: blocks from the slots of one engine to those of another; they are held there."""
     here, there = giver.exchange, taker.exchange
     assert here is not None and there is not None
-    blocks: list[int] = []
+    blocks: list[Held] = []
     for name, slot in zip(names, here.copy_out(names), strict=True):
-        target = there.slots.pop()
+        target = there.take_slot(name)
         while not (here.is_idle(slot) and there.is_idle(target)):
             pass
         for source, memory in zip(here.memory(slot), there.memory(target), strict=True):
             memory[:] = source
         blocks += there.take_in([(name, target)])
-        here.slots.append(slot)
-        there.slots.insert(0, target)
+        here.give_back(slot)
+        there.give_back(target)
     return blocks

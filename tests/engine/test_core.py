@@ -260,3 +260,26 @@ def test_overlapped_steps_give_the_same_tokens(checkpoint: Path) -> None:
     deltas = drain(engine)
     assert collect(deltas)["s"] == plain["r3"][: plain["r3"].index(stop) + 1]
     assert_idle(engine)
+
+
+def test_a_long_prompt_is_not_launched_whole(engine: Engine) -> None:
+    """Steps that sample nothing are waited for like others, so that what comes meanwhile is seen in time."""
+    ends: list[bool] = []
+
+    class Point:
+        def synchronize(self) -> None:
+            ends.append(True)
+
+        def query(self) -> bool:
+            return False
+
+        def elapsed_time(self, end_event: object) -> float:
+            return 1.0
+
+    engine._depth = 1
+    engine.runner.backend.mark = Point  # type: ignore[method-assign, assignment]
+    engine.submit(greedy("a", prompt(64 * 5), 1))
+    for launched in range(1, 6):
+        engine.step()
+        assert len(ends) == launched - 1 and len(engine._in_flight) == 1
+    drain(engine)

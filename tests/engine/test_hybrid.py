@@ -22,9 +22,12 @@ PROMPTS = {f"r{n}": [random.Random(n).randrange(199) for _ in range(n)] for n in
 COUNT = 24
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint("qwen3-next", tmp_path_factory.mktemp("hybrid"))
+OTHERS = ("granite4-hybrid", "granite4-hybrid-dense")
+
+
+@pytest.fixture(scope="module", params=["qwen3-next", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(request.param, tmp_path_factory.mktemp("hybrid"))
 
 
 @pytest.fixture(scope="module")

@@ -83,6 +83,11 @@ GRANITE4 = {
     "shared_intermediate_size": 80,
     "position_embedding_type": None,
 }
+MAMBA, ATTENTION = "linear_attention", "full_attention"
+GRANITE4_HYBRID: dict[str, Any] = {
+    **GRANITE4, "layer_types": [MAMBA, ATTENTION, MAMBA], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2,
+    "mamba_d_state": 24, "mamba_d_conv": 3, "mamba_chunk_size": 24,
+}  # fmt: skip
 QWEN2_MOE = {
     "num_experts": 12,
     "num_experts_per_tok": 3,
@@ -147,6 +152,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite4": ("GraniteMoeHybridConfig", {**GRANITE4, "num_local_experts": 0, "position_embedding_type": "rope"}),
     "granite4-experts-nope": ("GraniteMoeHybridConfig", {**GRANITE4, "num_local_experts": 5}),
+    "granite4-hybrid": (
+        "GraniteMoeHybridConfig",
+        {**GRANITE4_HYBRID, "num_local_experts": 5, "num_experts_per_tok": 2, "mamba_proj_bias": True},
+    ),
+    "granite4-hybrid-dense": (
+        "GraniteMoeHybridConfig",
+        {
+            **GRANITE4_HYBRID,
+            "num_local_experts": 0,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            "mamba_expand": 3,
+            "mamba_n_heads": 6,
+            "mamba_d_head": "auto",
+            "mamba_conv_bias": False,
+            "time_step_limit": (0.2, 0.9),
+        },
+    ),
     "qwen2-moe": ("Qwen2MoeConfig", {**QWEN2_MOE, "mlp_only_layers": [1]}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
@@ -207,6 +230,8 @@ def write_checkpoint(
                 parameter.normal_(0, 2)
             elif "norm" in key:
                 parameter.normal_(1, 0.2)
+            elif key.endswith((".A_log", ".D")):
+                parameter.normal_(0, 0.7)
             else:
                 parameter.mul_(spread)
         for key, buffer in model.named_buffers():

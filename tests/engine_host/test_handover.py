@@ -37,6 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model with recurrent layers."""
+    return write_checkpoint("qwen3-next", tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="module")
 def alone(folder: Path) -> Engine:
     """What the answers should be."""
     return make_engine(folder)
@@ -183,6 +189,48 @@ def test_only_what_is_missing_travels(folder: Path, alone: Engine) -> None:
         short = greedy("short", text(3, 60), 5)
         assert world.answer(short)[0] == generate(alone, short)["short"]
         assert world.counts.handovers == 2, "neither a known prompt nor a short one is worth the way"
+
+
+def test_the_state_of_recurrent_layers_travels_behind_the_blocks(hybrid: Path) -> None:
+    alone = make_engine(hybrid)
+    requests = [greedy(f"r{number}", text(number, 200 + 50 * number), 8) for number in range(4)]
+    expected = generate(alone, *requests)
+    with pair(hybrid, giver={"token_budget": 64}) as (world, _):
+        for request in requests:
+            world.ask(request)
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        ended = 0
+        for delta in world.client.deltas(30):
+            tokens[delta.request_id] += delta.tokens
+            ended += delta.finish_reason is not None
+            if ended == len(requests):
+                break
+        assert tokens == expected and (world.counts.handovers, world.counts.fallbacks) == (4, 0)
+        load = world.engine.load_snapshot()
+        assert load.prefix_query_tokens - load.prefix_hit_tokens == sum(1 + (len(r.prompt) - 1) % 16 for r in requests)
+        # A running answer that goes on elsewhere takes its state along, too.
+        moved = replace(requests[3], request_id="moved", produced=expected["r3"][:5])
+        world.engine.scheduler.allocator.pool.forget_all()
+        assert world.answer(moved)[0] == expected["r3"][5:] and world.counts.handovers == 5
+        # Nothing but the state is missing.
+        states = world.engine.scheduler.allocator.states
+        assert states is not None
+        blocks = world.counts.blocks_in
+        states.pool.forget_all()
+        assert world.answer(greedy("again", requests[3].prompt, 8))[0] == expected["r3"]
+        assert (world.counts.handovers, world.counts.blocks_in) == (6, blocks)
+
+
+@pytest.mark.slow
+def test_states_come_from_another_process_until_it_is_killed(hybrid: Path, tmp_path: Path) -> None:
+    alone = make_engine(hybrid)
+    with prefiller(hybrid, tmp_path) as other, decoder(hybrid, source(other.endpoint)) as world:
+        for number in range(3):
+            request = greedy(f"r{number}", text(number, 300), 10)
+            if number == 2:
+                other.kill()
+            assert world.answer(request)[0] == generate(alone, request)[request.request_id]
+        assert (world.counts.handovers, world.counts.fallbacks) == (2, 1)
 
 
 def test_several_at_once_and_a_prefiller_that_decodes_nothing(folder: Path, alone: Engine) -> None:
@@ -348,17 +396,17 @@ def test_without_memory_for_blocks_prompts_are_computed_where_they_are_used(
     with serving(giver) as running, decoder(folder, source(running.endpoint)) as world:
         exchange = (giver if side == "giver" else world.engine).exchange
         assert exchange is not None
-        make = exchange._make_mover
+        make = exchange.blocks.make_mover
 
         def refuse(num_slots: int) -> Any:
             raise ConfigError("it cannot be pinned")
 
-        exchange._make_mover = refuse
+        exchange.blocks.make_mover = refuse
         for number in (1, 2):
             request = greedy(f"r{number}", text(number), 6)
             assert world.answer(request)[0] == generate(alone, request)[request.request_id]
         assert world.counts.blocks_in == 0
-        exchange._make_mover = make
+        exchange.blocks.make_mover = make
     told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert told == ["no blocks are handed over: it cannot be pinned"]
     assert_idle(giver)

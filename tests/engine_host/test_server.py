@@ -1,11 +1,15 @@
 """The engine behind its socket: streams reach their gateway, and no gateway can hurt the engine or another one."""
 
 import time
+from typing import Any, cast
 
 import msgspec
 import pytest
 
-from penstock.engine.request import Request, SamplingParams
+from penstock.engine.request import Delta, EngineLoad, Request, SamplingParams
+from penstock.engine_host import server
+from penstock.engine_host.peers import Peers
+from penstock.protocol.codec import decode_from_engine
 from penstock.protocol.messages import (
     ASLEEP,
     DRAINING,
@@ -52,6 +56,70 @@ def test_one_message_per_step_carries_every_request_of_a_gateway() -> None:
             messages.append(message)
         assert any(len(message.output.deltas) == 3 for message in messages)
         assert len(messages) <= engine.steps
+
+
+def test_first_tokens_come_first_in_a_message() -> None:
+    """A gateway answers in the order of the message: whoever waits for a first token does not wait for the others."""
+    socket = SentMessages()
+    peers = Peers(cast(Any, socket))
+    peer = peers.register(b"gateway", "gateway")
+    for name in "abcd":
+        peers.own(peer, name)
+    deltas = [Delta("a", [1]), Delta("b", [2], "length"), Delta("c", [3], cached_tokens=0), Delta("d", [4])]
+    peers.deliver(deltas, EngineLoad(running=4), 0.0)
+    (step,) = (decode_from_engine(frame) for frame in socket.frames)
+    assert isinstance(step, Step)
+    assert [delta.request_id for delta in step.output.deltas] == ["c", "a", "b", "d"]
+
+
+class SentMessages:
+    """A socket that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    def send_multipart(self, parts: list[bytes], flags: int) -> None:
+        self.frames.append(parts[1])
+
+
+def test_a_step_that_is_over_early_is_collected_at_once() -> None:
+    """The engine says that its next step can wait, but then its device is done."""
+    engine = ScriptedEngine()
+    asked: list[float] = []
+
+    def spare_s() -> float:
+        asked.append(time.monotonic())
+        return 0.0 if len(asked) % 4 == 0 else 5.0
+
+    engine.spare_s = spare_s  # type: ignore[attr-defined]
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.submit("a", tokens=3)
+        began = time.monotonic()
+        assert len(client.finish("a")[0]) == 3
+        assert time.monotonic() - began < 2.0
+
+
+def test_an_engine_prepares_further_steps_when_it_has_been_quiet_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "QUIET_S", 0.3)
+    engine = ScriptedEngine()
+    prepared: list[int] = []
+
+    def improve() -> bool:
+        prepared.append(engine.steps)
+        return len(prepared) < 5
+
+    engine.improve = improve  # type: ignore[attr-defined]
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        for number in range(3):  # one after the other: none waits for what is prepared
+            client.submit(f"r{number}", tokens=2)
+            client.finish(f"r{number}")
+        steps = engine.steps
+        eventually(lambda: len(prepared) == 5)
+        assert set(prepared) <= {0, steps}
+        time.sleep(0.05)
+        assert len(prepared) == 5, "there was nothing left"
 
 
 def test_two_gateways_hear_only_of_their_own_requests() -> None:

@@ -8,12 +8,29 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from attention_cases import build as attention_case
+from attention_cases import layout as head_layout
 from attention_cases import ops
-from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, integers, poisoned_outputs, rand, time_us
+from gpu_harness import (
+    DEVICE,
+    MODE,
+    QUICK,
+    Row,
+    bandwidth,
+    check,
+    check_equal,
+    integers,
+    poisoned_outputs,
+    rand,
+    time_us,
+)
 from torch import Tensor
 
+from penstock.engine.backends.cuda.kernels import delta
+from penstock.engine.backends.cuda.kernels.delta_decode import DecodeShape
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, DeltaWeights, StateBatch
 from penstock.engine.backends.reference.delta import delta_net as plain
+from penstock.engine.backends.reference.delta import split_gate
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
@@ -132,6 +149,41 @@ def test_many_decodes() -> None:
     compare("many", build(layout, runs, torch.float32, slots=count + 2))
 
 
+def test_states_split_between_programs() -> None:
+    """Few sequences: several programs share a state, and the last of them to finish applies the norm."""
+    processors = ops.processors
+    try:
+        for layout, dtype in CASES:
+            for ops.processors in (2, 48) if QUICK else (2, 48, 1024):
+                compare(f"split {layout} {dtype} {ops.processors}", build(layout, DECODES + VERIFIED, dtype))
+        assert not int(ops._counters.count_nonzero()), "counters are zero between launches"
+    finally:
+        ops.processors = processors
+
+
+def test_queries_beside_their_gates() -> None:
+    """Queries are read where they stand, and gates applied from there, as if they had been copied apart."""
+    for heads, kv_heads, dim in ((4, 2, 32),) if QUICK else ((4, 2, 32), (16, 2, 256)):
+        for dtype in (torch.float32, torch.bfloat16):
+            case = attention_case([1, 1, 5], [30, 1, 20], head_layout(heads, kv_heads, dim), dtype, dtype)
+            tokens, norms = case.q.shape[0], (rand(dim, dtype=dtype), rand(dim, dtype=dtype))
+            rows, cos_sin = rand(tokens, (2 * heads + 2 * kv_heads) * dim, dtype=dtype), rand(64, dim // 4)
+            apart, plain_gate = split_gate(rows, case.layout)
+            keys, values = case.k_cache.clone(), case.v_cache.clone()
+            want = ops.rope_and_cache(apart, case.layout, cos_sin, case.batch, keys, values, *norms, 1e-6)
+            with poisoned_outputs():
+                together, gate = ops.split_gate(rows, case.layout)
+                q = ops.rope_and_cache(
+                    together, case.layout, cos_sin, case.batch, case.k_cache, case.v_cache, *norms, 1e-6
+                )
+                out = ops.sigmoid_mul(q.view(tokens, -1), gate)
+            if MODE != "compile":
+                check_equal("queries", q, want)
+                check_equal("keys", case.k_cache.view(torch.uint8), keys.view(torch.uint8))
+                check_equal("values", case.v_cache.view(torch.uint8), values.view(torch.uint8))
+                check("gated", out, want.view(tokens, -1).double() * plain_gate.double().sigmoid())
+
+
 def test_prompts() -> None:
     for layout, dtype in CASES:
         compare(f"mixed {layout} {dtype}", build(layout, [*DECODES[:1], *VERIFIED, *PROMPTS], dtype))
@@ -168,7 +220,7 @@ class SameEverywhere(RandomCheckpoint):
 
 def _engines() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "plain", {}
-    yield "small chunks and preemption", {"token_budget": 48, "num_blocks": 20, "max_running": 6}
+    yield "small chunks and preemption", {"token_budget": 48, "num_blocks": 24, "max_running": 6}
     yield "drafts", {"speculation": "ngram"}
     yield "deterministic", {"deterministic": True}
 
@@ -204,6 +256,41 @@ def test_engines_with_states_equal_the_cpu() -> None:
         assert here.load_snapshot().prefix_hit_tokens > 0, label
         here.check_idle()
         here.close()
+
+
+def bench_delta_parts() -> Iterator[Row]:
+    """Programs that share a head's state, with the convolution or without it: what is fastest for so many sequences."""
+    chosen = delta.choose
+    try:
+        for count in (1, 8, 64):
+            runs = [Run(9, 1, i + 1, (i + 1,), True) for i in range(count)]
+            cases = [build(REAL, runs, torch.bfloat16, slots=count + 1) for _ in range(4)]
+            for shape in (DecodeShape(parts, apart) for apart in (False, True) for parts in (2, 4, 8)):
+                delta.choose = lambda *_, shape=shape, **__: shape
+                calls = [
+                    lambda c=c: ops.delta_net(c.projected, c.gates, REAL, c.weights, c.batch, c.conv, c.state)
+                    for c in cases
+                ]
+                moved = count * 2 * 4 * REAL.v_heads * REAL.k_dim * REAL.v_dim
+                yield bandwidth(
+                    f"delta decode b{count} in {shape.parts}{' apart' if shape.apart else ''}", time_us(calls), moved
+                )
+    finally:
+        delta.choose = chosen
+
+
+def bench_gates() -> Iterator[Row]:
+    """What gated attention adds to attention, at one and at many tokens of Qwen3-Next."""
+    layout = head_layout(16, 2, 256)
+
+    def apply(rows: Tensor, x: Tensor) -> Tensor:
+        return ops.sigmoid_mul(x, ops.split_gate(rows, layout)[1])
+
+    for tokens in (1, 64):
+        rows = [rand(tokens, 36 * 256, dtype=torch.bfloat16) for _ in range(4)]
+        xs = [rand(tokens, 16 * 256, dtype=torch.bfloat16) for _ in range(4)]
+        us = time_us([lambda r=r, x=x: apply(r, x) for r, x in zip(rows, xs, strict=True)])
+        yield bandwidth(f"gates {tokens}", us, 3 * tokens * 16 * 256 * 2)
 
 
 def bench_delta() -> Iterator[Row]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, integers, poisoned_outputs, rand, rng, time_us
 from torch import Tensor
 
+from penstock.bench.bounds import probe
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
+from penstock.engine.backends.cuda.kernels import common, latent_decode, latent_query, latent_values
+from penstock.engine.backends.cuda.kernels.latent_tile import LatentConfig as LatentTile
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import FP8, INT8, SCALE_DTYPE, AttentionBatch, LatentLayout, LatentWeights
 from penstock.engine.backends.reference.ops import ReferenceOps
@@ -23,6 +30,8 @@ from tests.engine.harness import generate, greedy
 BF16 = torch.bfloat16
 BLOCK = 16
 ops = TritonOps(DEVICE)
+if QUICK:
+    ops.processors = 8  # every share is a program, and the interpreter takes milliseconds for one
 
 
 def make_layout(heads: int, latent: int, plain: int, rotary: int, value: int, interleaved: bool) -> LatentLayout:
@@ -181,17 +190,160 @@ def test_a_checkpoint_in_fp8_tiles_stays_in_them() -> None:
     assert found[0] == found[1]
 
 
+def test_results_do_not_depend_on_the_batch() -> None:
+    """Deterministic mode: tokens of decodes and prompts, alone and among others, to the bit."""
+    if MODE == "compile":
+        return
+    shapes = [(4, 32, 16, 8, 20)] if QUICK else [(4, 32, 16, 8, 20), (16, 512, 128, 64, 128), (128, 512, 128, 64, 128)]
+    contexts = [5, 40, 1, 33, 18] if QUICK else [5, 3000, 1, 900, 257, *range(200, 500)]
+    fixed = TritonOps(DEVICE)
+    fixed.batch_invariant = True
+    for shape in shapes:
+        for dtype in (torch.float32,) if QUICK else (torch.float32, BF16):
+            if dtype == torch.float32 and shape[0] == 128:
+                continue
+            layout = make_layout(*shape, interleaved=True)
+            batch, blocks = make_batch(contexts, [])
+            cache, _ = make_cache(layout, blocks, dtype)
+            both = rand(len(contexts), layout.heads * layout.query + layout.cached, dtype=dtype)
+            q, kv = both[:, : -layout.cached], both[:, -layout.cached :]
+            up = rand(layout.heads, layout.plain + layout.value, layout.latent, dtype=dtype, scale=0.1)
+            weights = LatentWeights(rand(layout.latent, dtype=dtype), 1e-6, up)
+            table = positions_table(layout.rotary, 3001)
+            theirs = cache.clone()
+            with poisoned_outputs():
+                whole = fixed.latent_attention(q, kv, layout, weights, table, batch, cache)
+            want = ReferenceOps().latent_attention(q, kv, layout, weights, table, batch, theirs, None)
+            check(f"fixed {shape} {dtype}", whole, want, 1e-4 if dtype == torch.float32 else 2e-2)
+            for first, last in ((0, 1), (1, 2), (1, 5), (3, 4)):
+                some = slice(first, last)
+                few = dataclasses.replace(
+                    batch, positions=batch.positions[some], slots=batch.slots[some], rows=batch.rows[some],
+                    context_lens=batch.context_lens[some], num_decodes=last - first,
+                    query_starts=batch.query_starts[: last - first + 1],
+                )  # fmt: skip
+                part = fixed.latent_attention(q[some], kv[some], layout, weights, table, few, cache)
+                assert torch.equal(part, whole[some]), (shape, dtype, first, last)
+
+
+def test_an_engine_in_deterministic_mode() -> None:
+    """All layers dense: experts have no batch-invariant kernels here."""
+    if MODE != "device":
+        return
+    dense = {**CONFIG, **MODELS["v3"], "first_k_dense_replace": 3}
+    for dtype in ("float32", "bfloat16"):
+        weights = RandomCheckpoint(dense, seed=5, dtype=getattr(torch, dtype), embedding_scale=1.0)
+        settings = EngineConfig(
+            model="random", device="cuda", dtype=dtype, deterministic=True, max_running=16, num_blocks=400
+        )
+        alone = Engine.load(settings, checkpoint=weights)
+        requests = [greedy(f"r{n}", [rng.randrange(199) for _ in range(n)], 24) for n in (1, 17, 130, 300)]
+        expected = {}
+        for request in requests:
+            expected |= generate(alone, request)
+        for budget in (512, 64, 7):
+            engine = Engine.load(dataclasses.replace(settings, token_budget=budget), checkpoint=weights)
+            assert generate(engine, *requests) == expected, (dtype, budget)
+
+
+def test_launches_of_a_decode_step() -> None:
+    """Few tokens: queries and cache, shares, and values in the merge. More: values in a launch of their own."""
+    if MODE == "compile":
+        return
+    layout = make_layout(4, 32, 16, 8, 20, True)
+    for sequences, wanted in ((1, 3), (latent_decode.FEW, 3), (latent_decode.FEW + 1, 4)):
+        batch, blocks = make_batch([20] * sequences, [])
+        cache, _ = make_cache(layout, blocks, torch.float32)
+        weights = LatentWeights(rand(32), 1e-6, rand(4, 36, 32))
+        q, kv = rand(sequences, 4 * 24), rand(sequences, 40)
+        launched = []
+
+        def launch(kernel: Any, *args: Any, launched: list[str] = launched, **options: Any) -> None:
+            launched.append(kernel.fn.__name__)
+            common.launch(kernel, *args, **options)
+
+        with contextlib.ExitStack() as stack:
+            for module in (latent_query, latent_decode, latent_values):
+                stack.enter_context(patch.object(module, "launch", launch))
+            ops.latent_attention(q, kv, layout, weights, positions_table(8, 64), batch, cache)
+        assert len(launched) == wanted, (sequences, launched)
+
+
+def latent_calls(
+    heads: int, sequences: int, context: int, ops: TritonOps, copies: int = 2
+) -> tuple[list[Callable[[], Tensor]], int]:
+    """Attention of one decode step in DeepSeek's sizes, on several caches and weights, and the bytes that it reads."""
+    layout = make_layout(heads, 512, 128, 64, 128, True)
+    table = positions_table(64, context + 1)
+    calls = []
+    for _ in range(copies):
+        batch, blocks = make_batch([context] * sequences, [])
+        cache, _ = make_cache(layout, blocks, BF16)
+        q, kv = rand(sequences, heads * 192, dtype=BF16), rand(sequences, 576, dtype=BF16)
+        weights = LatentWeights(rand(512, dtype=BF16), 1e-6, rand(heads, 256, 512, dtype=BF16, scale=0.1))
+        calls.append(partial(ops.latent_attention, q, kv, layout, weights, table, batch, cache))
+    return calls, sequences * context * 576 * 2 + heads * 256 * 512 * 2
+
+
 def bench_decode_over_latents() -> Iterator[Row]:
-    """DeepSeek V2 Lite (16 heads) and V3 (128 heads) at several loads."""
-    for heads, sequences, context in ((16, 1, 1024), (16, 64, 1024), (16, 64, 8192), (128, 1, 4096), (128, 64, 4096)):
-        layout = make_layout(heads, 512, 128, 64, 128, True)
+    """DeepSeek V2 Lite (16 heads) and V3 (128 heads) at several loads, with the share of what reading alone takes.
+    `dependent`: launches that may begin before the ones before them end."""
+    bound = probe(DEVICE, BF16).read_gbps if MODE == "device" else 1.0
+    loads = [(16, sequences, context) for sequences in (1, 64) for context in (512, 4096, 32768)]
+    for heads, sequences, context in (*loads, (128, 1, 4096), (128, 64, 4096)):
+        for pdl in (False, True) if sequences == 1 else (False,):
+            # Several copies, so that little of it comes from the L2 cache.
+            calls, read = latent_calls(
+                heads, sequences, context, TritonOps(DEVICE, pdl=pdl), 8 if sequences == 1 else 2
+            )
+            us = time_us(calls)
+            name = f"latents {heads} heads, {sequences} x {context}{' dependent' if pdl else ''}"
+            _, us, rate = bandwidth(name, us, read)
+            yield name, us, f"{rate}, {read / bound / us / 10 if us else 0:.0f}% of the read bound"
+
+
+def bench_parts_of_a_decode_over_latents() -> Iterator[Row]:
+    """Each launch of one sequence by itself, DeepSeek V2 Lite."""
+    layout = make_layout(16, 512, 128, 64, 128, True)
+    for context in (512, 4096):
+        batch, blocks = make_batch([context], [])
         table = positions_table(64, context + 1)
-        calls = []
-        for _ in range(2):
+        queries, attended = [], []
+        for _ in range(8):
+            cache, _ = make_cache(layout, blocks, BF16)
+            q, kv = rand(1, 16 * 192, dtype=BF16), rand(1, 576, dtype=BF16)
+            weights = LatentWeights(rand(512, dtype=BF16), 1e-6, rand(16, 256, 512, dtype=BF16, scale=0.1))
+            made, out = rand(1, 16, 576, dtype=BF16), rand(1, 16 * 128, dtype=BF16)
+            config = latent_decode.choose(1, layout, 2, ops.processors)
+            queries.append(partial(latent_query.prepare, q, kv, layout, weights, table, batch, cache, None))
+            attended.append(
+                partial(latent_decode.decode, made, layout, weights, batch, cache, None, config, values=out)
+            )
+        yield bandwidth(f"latents: queries and cache, 1 x {context}", time_us(queries), 16 * 128 * 512 * 2)
+        size = context * 576 * 2 + 16 * 128 * 512 * 2
+        yield bandwidth(f"latents: shares and merge, 1 x {context}", time_us(attended), size)
+
+
+def tune_decode_over_latents() -> Iterator[Row]:
+    """Shapes of the launch at one sequence and at 64."""
+    layout = make_layout(16, 512, 128, 64, 128, True)
+    sweeps = [
+        (1, 512, [(32, 4, 3), (64, 8, 2), (32, 8, 3)], [(128, 32), (128, 64)]),
+        (1, 4096, [(32, 4, 3), (64, 8, 2), (32, 8, 3)], [(32, 64), (64, 64), (128, 64)]),
+        (1, 32768, [(32, 4, 3), (64, 8, 2)], [(32, 64), (128, 64)]),
+        (64, 4096, [(32, 4, 3), (64, 8, 2)], [(2, 256), (4, 256), (8, 256)]),
+    ]
+    for sequences, context, tiles, shares in sweeps:
+        cases = []
+        for _ in range(8 if sequences == 1 else 2):
             batch, blocks = make_batch([context] * sequences, [])
             cache, _ = make_cache(layout, blocks, BF16)
-            q, kv = rand(sequences, heads * 192, dtype=BF16), rand(sequences, 576, dtype=BF16)
-            weights = LatentWeights(rand(512, dtype=BF16), 1e-6, rand(heads, 256, 512, dtype=BF16, scale=0.1))
-            calls.append(partial(ops.latent_attention, q, kv, layout, weights, table, batch, cache))
-        read = sequences * context * 576 * 2 + heads * 256 * 512 * 2
-        yield bandwidth(f"latents {heads} heads, {sequences} x {context}", time_us(calls), read)
+            weights = LatentWeights(rand(512, dtype=BF16), 1e-6, rand(16, 256, 512, dtype=BF16, scale=0.1))
+            seen = rand(sequences, 16, 512, dtype=BF16)
+            cases.append((rand(sequences, 16, 576, dtype=BF16), layout, weights, batch, cache, None, seen))
+        for block_n, warps, stages in tiles:
+            for splits, tokens in shares:
+                config = LatentTile(16, block_n, warps, stages, splits, max(1, tokens // block_n))
+                calls = [partial(latent_decode.decode, *case[:-1], config, seen=case[-1]) for case in cases]
+                name = f"tune latents {sequences} x {context} n{block_n} w{warps} s{stages} splits{splits} min{tokens}"
+                yield bandwidth(name, time_us(calls, repeats=5), sequences * context * 576 * 2)

@@ -11,6 +11,7 @@ from array import array
 from hashlib import blake2b
 
 DIGEST_SIZE = 16
+_STATE = b"s"
 
 
 def root_name(salt: str, adapter: str = "") -> bytes:
@@ -32,3 +33,17 @@ def block_names(tokens: list[int], block_size: int, salt: str = "", adapter: str
         parent = block_name(parent, tokens[end - block_size : end])
         names.append(parent)
     return names
+
+
+def state_name(block: bytes) -> bytes:
+    """What engines call the state at the end of a block when they hand it over (`kv.states`)."""
+    return block + _STATE
+
+
+def is_state(name: bytes) -> bool:
+    return len(name) > DIGEST_SIZE
+
+
+def of_state(name: bytes) -> bytes:
+    """The block at whose end a state stands; a block's own name stays."""
+    return name[:DIGEST_SIZE]

@@ -1,44 +1,68 @@
-"""Blocks out of one engine's cache and into another's, by name.
+"""Blocks out of one engine's cache and into another's, by name; with recurrent layers also the state at their end.
 
 Names are digests of everything up to a block's end (`block_hash`), salt and adapter included, so blocks of equal names
-are interchangeable. Between cache and network lie slots of host memory, each one block in one piece, filled and
-emptied by a `BlockMover`: its copies may run beside the steps, so a slot is touched again only when its copy is over
-(`is_idle`). Nothing here knows where blocks go or come from.
+are interchangeable; so are the states that stand at their ends. What comes and goes lies in slots of host memory
+meanwhile (`transit`). Nothing here knows where blocks go or come from.
 
-Invariant: blocks taken in (`take_in`) are held until given up (`release`); only then can they be evicted. Slots come
-from `slots` and go back there.
+Invariant: what is taken in (`take_in`) is held until given up (`release`); only then can it be evicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from typing import NamedTuple
 
 from penstock.engine.backends.backend import Backend
 from penstock.engine.kv.allocator import BlockAllocator
-from penstock.engine.kv.block_hash import block_names
-from penstock.engine.kv.cache import CacheShape, KVCache
+from penstock.engine.kv.block_hash import block_names, is_state, of_state, state_name
+from penstock.engine.kv.cache import CacheShape, KVCache, StateBlocks
 from penstock.engine.kv.host import Transfers
-from penstock.engine.kv.mover import BlockMover
+from penstock.engine.kv.pool import BlockPool
+from penstock.engine.kv.transit import MakeMover, Transit
 from penstock.engine.request import EngineLoad, HandoverLoad, Request
 
 MOST_BYTES = 1 << 30
 """Of all slots together."""
+MOST_STATES = 4
+"""Slots of states: one is in transit for each prompt, and it is large."""
 
 
 @dataclass(frozen=True, slots=True)
-class SpreadBlocks:
-    """Blocks of an engine of several ranks."""
+class Spread:
+    """Blocks, or states, of an engine of several ranks."""
+
+    piece_bytes: int
+    """Of a whole one."""
+    make_mover: MakeMover
+    """Makes a mover with that many slots of whole ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadCache:
+    """The cache of an engine of several ranks."""
 
     shape: CacheShape
-    """Of whole blocks."""
-    make_mover: Callable[[int], BlockMover]
-    """Makes a mover with that many slots of whole blocks."""
+    """Of the whole."""
+    blocks: Spread
+    states: Spread | None = None
+    """Of models with recurrent layers."""
+
+
+class Held(NamedTuple):
+    """A block or a state that is kept from eviction."""
+
+    pool: BlockPool
+    block: int
 
 
 class BlockExchange:
-    """One engine's side of handing blocks over. Used by the thread that steps the engine."""
+    """One engine's side of handing blocks over. Used by the thread that steps the engine.
+
+    Slots of states are numbered behind those of blocks.
+    """
 
     def __init__(
         self,
@@ -49,41 +73,93 @@ class BlockExchange:
         step_tokens: int,
         version: Callable[[str], str | None],
         flush: Callable[[Transfers], None] | None = None,
-        spread: SpreadBlocks | None = None,
+        flush_states: Callable[[Transfers], None] | None = None,
+        spread: SpreadCache | None = None,
     ) -> None:
         """`step_tokens`: most tokens of one step; twice as many have a slot. `version`: which weights an adapter's name
         stands for, None when they are not known now. `flush`: makes copies to the host tier, if there is one. `spread`:
         where `kv` is a part of the cache."""
         self.counts = HandoverLoad()
-        self.block_bytes = kv.shape.block_bytes if spread is None else spread.shape.block_bytes
-        fitting = MOST_BYTES // self.block_bytes
-        self.num_slots = max(1, min(2 * allocator.blocks_for(step_tokens), fitting))
-        self.at_once = max(1, backend.exchange_step_bytes // kv.shape.block_bytes)
-        """Blocks to take in between two steps, at most."""
         self._allocator = allocator
-        self._pool = allocator.pool
-        self._make_mover = partial(backend.block_mover, kv) if spread is None else spread.make_mover
+        self._pool = pool = allocator.pool
         self._version = version
-        self._flush = flush
-        self._mover: BlockMover | None = None
-        self._slots: list[int] = []
+        blocks = Spread(kv.shape.block_bytes, partial(backend.block_mover, kv)) if spread is None else spread.blocks
+        self.num_slots = max(1, min(2 * allocator.blocks_for(step_tokens), MOST_BYTES // blocks.piece_bytes))
+        self.at_once = max(1, backend.exchange_step_bytes // max(1, kv.shape.block_bytes))
+        """Blocks to take in between two steps, at most."""
+        self.blocks = Transit(
+            pool,
+            blocks.make_mover,
+            num_slots=self.num_slots,
+            piece_bytes=blocks.piece_bytes,
+            flush=flush,
+            room=lambda: pool.free,
+        )
+        self.states: Transit | None = None
+        store = allocator.states
+        if store is not None:
+            states = Spread(kv.shape.state_bytes, partial(backend.block_mover, StateBlocks(kv)))
+            if spread is not None:
+                assert spread.states is not None
+                states = spread.states
+            self.states = Transit(
+                store.pool,
+                states.make_mover,
+                num_slots=max(1, min(MOST_STATES, MOST_BYTES // max(1, states.piece_bytes))),
+                piece_bytes=states.piece_bytes,
+                flush=flush_states,
+                room=lambda: store.spare,
+            )
 
     @property
     def slots(self) -> list[int]:
-        """Free slots. Their memory is taken when they are first asked for."""
-        if self._mover is None:
-            self._mover = self._make_mover(self.num_slots)
-            self._slots = list(range(self.num_slots))
-        return self._slots
+        """Free slots of blocks."""
+        return self.blocks.slots
+
+    def free_slots(self) -> list[int]:
+        """Of blocks and of states. Their memory is taken when they are first asked for."""
+        found = list(self.blocks.slots)
+        if self.states is not None:
+            found += [self.num_slots + slot for slot in self.states.slots]
+        return found
+
+    def take_all(self) -> list[int]:
+        """All slots, which nobody may have now."""
+        found = self.free_slots()
+        for transit in (self.blocks, self.states):
+            if transit is not None:
+                transit.slots.clear()
+        return found
+
+    def give_back_all(self) -> None:
+        for transit in (self.blocks, self.states):
+            if transit is not None:
+                transit.slots[:] = range(transit.num_slots)
+
+    def room(self, name: bytes) -> int:
+        """Free slots for what is called `name`, a block or a state."""
+        return len(self._of(name).slots)
+
+    def take_slot(self, name: bytes) -> int:
+        return self._number(name, self._of(name).slots.pop())
+
+    def give_back(self, slot: int) -> None:
+        """A slot is empty again."""
+        transit, at = self._at(slot)
+        transit.slots.append(at)
+
+    def holds_state(self, slot: int) -> bool:
+        return slot >= self.num_slots
 
     def memory(self, slot: int) -> list[memoryview]:
         """A slot's bytes: one piece for each tensor of the cache."""
-        assert self._mover is not None
-        return self._mover.memory(slot)
+        transit, at = self._at(slot)
+        return transit.memory(at)
 
     def is_idle(self, slot: int) -> bool:
         """Whether no copy from or to the slot is under way."""
-        return self._mover is None or self._mover.is_idle(slot)
+        transit, at = self._at(slot)
+        return transit.is_idle(at)
 
     def names(self, request: Request) -> list[bytes]:
         """Of the full blocks before a request's last token; none when they cannot be known."""
@@ -101,62 +177,79 @@ class BlockExchange:
                 return index
         return len(names)
 
+    def missing(self, names: Sequence[bytes]) -> tuple[int, list[bytes]]:
+        """Of a sequence's blocks: behind how many of them it could start with what is here, and what it lacks to start
+        behind all of them, in order. With recurrent layers that ends with the state there."""
+        known = self.present(names)
+        lacking = list(names[known:])
+        store = self._allocator.states
+        if store is None or not names:
+            return known, lacking
+        usable = next((count for count in range(known, 0, -1) if store.has(names[count - 1])), 0)
+        return usable, lacking if usable == len(names) else [*lacking, state_name(names[-1])]
+
     def has(self, name: bytes) -> bool:
-        return self._pool.find(name) is not None
+        return self._of(name).pool.find(of_state(name)) is not None
 
     def copy_out(self, names: Sequence[bytes]) -> list[int]:
-        """Begin to copy blocks that are here (`has`) to free slots; their slots, in this order."""
-        slots = [self.slots.pop() for _ in names]
-        assert self._mover is not None
-        out = [(self._block(name), slot) for name, slot in zip(names, slots, strict=True)]
-        self._mover.run(Transfers(out=out))
-        self.counts.blocks_out += len(names)
-        self.counts.bytes_out += len(names) * self.block_bytes
+        """Begin to copy blocks and states that are here (`has`) to free slots; their slots, in this order."""
+        slots: list[int] = []
+        for state, run in groupby(names, key=is_state):
+            part = list(run)
+            transit = self._of(part[0])
+            slots += [self._number(part[0], slot) for slot in transit.copy_out([of_state(name) for name in part])]
+            self.counts.bytes_out += len(part) * transit.piece_bytes
+            if not state:
+                self.counts.blocks_out += len(part)
         return slots
 
-    def hold(self, names: Sequence[bytes]) -> list[int]:
+    def hold(self, names: Sequence[bytes]) -> list[Held]:
         """Hold those blocks that are on the device; `release` gives them up."""
-        blocks = [block for name in names if (block := self._pool.find(name)) is not None]
-        for block in blocks:
-            self._pool.share(block)
-        return blocks
+        held = [Held(self._pool, block) for name in names if (block := self._pool.find(name)) is not None]
+        for pool, block in held:
+            pool.share(block)
+        return held
 
-    def take_in(self, arrived: Sequence[tuple[bytes, int]]) -> list[int]:
+    def take_in(self, arrived: Sequence[tuple[bytes, int]]) -> list[Held]:
         """Begin to copy (name, slot) pairs into the cache; the blocks, held. Fewer than came when there is no room."""
-        blocks: list[int] = []
-        back: dict[int, int] = {}
-        for name, slot in arrived:
-            block = self._pool.find(name)
-            if block is not None:  # another request brought or computed it meanwhile
-                self._pool.share(block)
-            elif not self._pool.free:
+        held: list[Held] = []
+        for state, pairs in _runs(arrived):
+            transit = self._of(pairs[0][0])
+            blocks, copied = transit.take_in([(of_state(name), self._at(slot)[1]) for name, slot in pairs])
+            held += [Held(transit.pool, block) for block in blocks]
+            self.counts.bytes_in += copied * transit.piece_bytes
+            if not state:
+                self.counts.blocks_in += copied
+            if len(blocks) < len(pairs):
                 break
-            else:
-                block = self._pool.allocate()
-                self._pool.name(block, name)
-                back[block] = slot
-            blocks.append(block)
-        if self._pool.host is not None and self._flush is not None:
-            pending = self._pool.host.take()  # blocks just reused must be copied out before they are overwritten
-            if pending is not None:
-                self._flush(pending)
-        if back:
-            assert self._mover is not None
-            self._mover.run(Transfers(back=back))
-            self.counts.blocks_in += len(back)
-            self.counts.bytes_in += len(back) * self.block_bytes
-        return blocks
+        return held
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, held: Sequence[Held]) -> None:
         """Give up blocks in the order of their sequence; ends first, so that beginnings are evicted last."""
-        for block in reversed(blocks):
-            self._pool.release(block)
+        for pool, block in reversed(held):
+            pool.release(block)
 
     def report(self, load: EngineLoad) -> None:
         load.handover = replace(self.counts)
         load.waiting += self.counts.waiting
 
-    def _block(self, name: bytes) -> int:
-        block = self._pool.find(name)
-        assert block is not None, "asked for a block that is not here"
-        return block
+    def _of(self, name: bytes) -> Transit:
+        if not is_state(name):
+            return self.blocks
+        assert self.states is not None, "asked for a state of a model without any"
+        return self.states
+
+    def _at(self, slot: int) -> tuple[Transit, int]:
+        if slot < self.num_slots:
+            return self.blocks, slot
+        assert self.states is not None
+        return self.states, slot - self.num_slots
+
+    def _number(self, name: bytes, slot: int) -> int:
+        return self.num_slots + slot if is_state(name) else slot
+
+
+def _runs(arrived: Iterable[tuple[bytes, int]]) -> Iterable[tuple[bool, list[tuple[bytes, int]]]]:
+    """Neighbours of one kind, states or blocks."""
+    for state, pairs in groupby(arrived, key=lambda pair: is_state(pair[0])):
+        yield state, list(pairs)

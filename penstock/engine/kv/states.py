@@ -61,6 +61,10 @@ class StateStore:
         """Slots that no sequence needs, running or to be started."""
         return self.pool.free - (self._rows - self._running)
 
+    def has(self, name: bytes) -> bool:
+        """Whether there is a state at the end of that block."""
+        return self._find(name) is not None
+
     def usable(self, seq: Sequence, names: list[bytes]) -> int:
         """How many of the leading blocks that were found (`names`) a sequence can start behind. Remembers where it
         leaves what came before, so that a state is kept there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -107,6 +108,43 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MambaConfig:
+    """Mamba-2 layers in place of attention in some layers; see `MambaLayout`."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one; the others have attention."""
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    conv: int
+    conv_bias: bool
+    proj_bias: bool
+    norm_groups: int
+    norm_eps: float
+    gate_first: bool = True
+    dt_range: tuple[float, float] = (0.0, math.inf)
+    norm_shards: int = 1
+    """Shards that have parts of one run of channels that is normalized together."""
+
+    def __post_init__(self) -> None:
+        if self.heads % self.groups:
+            raise CheckpointError(f"{self.heads} Mamba heads cannot share {self.groups} groups evenly")
+        low, high = self.dt_range
+        if not 0.0 <= low <= high:
+            raise CheckpointError(f"time steps of Mamba layers cannot lie between {low} and {high}")
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.inner + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True, slots=True)
 class QueryGrowth:
     """Attention temperature: the query at position p is multiplied by 1 + strength * log(1 + floor((p + offset) /
     period)), so that softmaxes over long contexts stay sharp."""
@@ -160,6 +198,7 @@ class ModelConfig:
     activation: Activation = "silu"
     moe: MoeConfig | None = None
     delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
     gated_attention: bool = False
     """Whether the query projection also gives a gate for each head's output."""
     sandwich_norms: bool = False
@@ -198,10 +237,10 @@ class ModelConfig:
     @property
     def recurrent(self) -> bool:
         """Whether some layer of the model keeps a state, perhaps one that another process has."""
-        return self.delta is not None
+        return self.delta is not None or self.mamba is not None
 
     @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
-        plain = self.moe is None and self.delta is None and not self.gated_attention and not self.parallel
+        plain = self.moe is None and not self.recurrent and not self.gated_attention and not self.parallel
         return plain and not self.sandwich_norms and self.activation == "silu"

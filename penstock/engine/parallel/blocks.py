@@ -1,7 +1,8 @@
 """KV blocks of several ranks: each has its part of every block, and makes the same copies as rank 0, in the same order.
+States of recurrent layers are treated alike.
 
 For the tiers behind the cache each rank has a pool and a file of its own, and nothing comes together. Blocks that are
-handed over to other engines do: they lie whole in slots (`block_part` says where each rank's part is), in memory that
+handed over to other engines do: they lie whole in slots (`cache_parts` says where each rank's part is), in memory that
 the ranks of one machine share; a rank that cannot see it, because it is on another machine, sends and receives its part
 in its answers and calls. Rank 0 decides about everything.
 """
@@ -14,38 +15,30 @@ import secrets
 import stat
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.kv.block_file import BlockFile
-from penstock.engine.kv.block_part import BlockPart, whole_shape
-from penstock.engine.kv.cache import CacheShape
-from penstock.engine.kv.exchange import SpreadBlocks
+from penstock.engine.kv.block_part import BlockPart
+from penstock.engine.kv.cache import KVCache, StateBlocks
+from penstock.engine.kv.exchange import Spread, SpreadCache
 from penstock.engine.kv.host import Transfers
+from penstock.engine.kv.kinds import PagedRows
 from penstock.engine.kv.mover import BlockMover
-from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.kv.transit import MakeMover
+from penstock.engine.parallel.cache_parts import CacheParts
 from penstock.engine.parallel.channel import Move
-from penstock.engine.parallel.layout import Place, kv_head_span, layer_span
-from penstock.errors import ReplicaLost
+from penstock.engine.parallel.layout import Place
+from penstock.errors import ConfigError, ReplicaLost
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
 
-MakeMover = Callable[[int], BlockMover]
-"""Makes a mover with this many slots."""
+BLOCKS, STATES = "blocks", "states"
+"""What slots are for; calls to other ranks are named after it."""
 _MARK_BYTES = mmap.PAGESIZE
 """At the beginning of shared memory: by the mark written there a rank knows that it has opened the right one."""
 _OPEN_S = 60.0
-
-
-def block_part(model: ModelConfig, place: Place) -> BlockPart:
-    """What `place` has of every block."""
-    heads = kv_head_span(model, place)
-    shards = (replace(place, rank=shard) for shard in range(place.tensor))
-    first = next(other.shard for other in shards if kv_head_span(model, other) == heads)
-    layers = layer_span(model.num_layers, place)
-    gives, kinds = first == place.shard, 2 if model.latent is None else 1
-    return BlockPart(model.num_layers, model.num_kv_heads, layers, heads, gives, kinds)
 
 
 class LeadMover(BlockMover):
@@ -129,8 +122,7 @@ class PartSlots:
         for index, slot in enumerate(slots):
             own = self._mover.memory(slot)
             if self._whole is not None:
-                for piece, whole in zip(own, self._whole.slot(slot), strict=True):
-                    self.part.alone(piece)[...] = self.part.of(whole)
+                self.part.take(self._whole.slot(slot), own)
             else:
                 assert parts is not None
                 for piece, part in zip(own, parts[index], strict=True):
@@ -146,21 +138,23 @@ class PartSlots:
         if self._whole is None:
             return [[bytes(piece) for piece in self._mover.memory(slot)] for slot in slots]
         for slot in slots:
-            for piece, whole in zip(self._mover.memory(slot), self._whole.slot(slot), strict=True):
-                self.part.of(whole)[...] = self.part.alone(piece)
+            self.part.put(self._mover.memory(slot), self._whole.slot(slot))
         return None
 
 
 class RankSlots:
     """A worker rank's answers to calls about slots."""
 
-    def __init__(self, part: BlockPart, make_mover: MakeMover) -> None:
+    def __init__(self, part: BlockPart, make_mover: MakeMover, kind: str = BLOCKS) -> None:
+        """`kind`: what lies in the slots."""
         self._part = part
         self._make_mover = make_mover
+        self._kind = kind
         self._slots: PartSlots | None = None
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
-        return {"open_slots": self.open, "send_blocks": self.send, "take_blocks": self.take}
+        kind = self._kind
+        return {f"open_{kind}": self.open, f"send_{kind}": self.send, f"take_{kind}": self.take}
 
     def open(self, num_slots: int, tensor_bytes: list[int], shared: tuple[str, str]) -> bool:
         """Make `num_slots` slots. Whether this rank sees those of rank 0."""
@@ -182,12 +176,13 @@ class LeadSlots(BlockMover):
     """Rank 0's slots of whole blocks, filled and emptied by all ranks."""
 
     def __init__(
-        self, ranks: Ranks, parts: list[BlockPart], shape: CacheShape, num_slots: int, make: MakeMover
+        self, ranks: Ranks, parts: list[BlockPart], num_slots: int, make: MakeMover, kind: str = BLOCKS
     ) -> None:
-        """`parts`: of all ranks. `shape`: of whole blocks."""
+        """`parts`: of all ranks. `kind`: what lies in the slots."""
         own = make(num_slots)
         first = parts[0]
-        tensor_bytes = [len(piece) * shape.block_bytes // sum(map(len, own.memory(0))) for piece in own.memory(0)]
+        tensor_bytes = first.whole_bytes
+        self._kind = kind
         self._ranks = ranks
         self._parts = parts[1:]
         self._busy: dict[int, list[Future[Any]]] = {}
@@ -197,7 +192,7 @@ class LeadSlots(BlockMover):
         self._own = PartSlots(first, own, self._whole)
         try:
             path = f"/proc/{os.getpid()}/fd/{fd}" if fd is not None else ""
-            answers = ranks.call("open_slots", num_slots, tensor_bytes, (path, mark))
+            answers = ranks.call(f"open_{kind}", num_slots, tensor_bytes, (path, mark))
             self._sees = [bool(answer.result(_OPEN_S)) for answer in answers]
             """Which of the other ranks share the memory."""
         except TimeoutError as error:
@@ -231,7 +226,7 @@ class LeadSlots(BlockMover):
 
     def _send(self, pairs: list[tuple[int, int]]) -> None:
         slots = [slot for _, slot in pairs]
-        answers = self._ranks.call("send_blocks", pairs)
+        answers = self._ranks.call(f"send_{self._kind}", pairs)
         waits: list[Future[Any]] = [self._own.send(pairs)]
         for part, sees, answer in zip(self._parts, self._sees, answers, strict=True):
             waits.append(answer if sees or not part.gives else self._placed(part, slots, answer))
@@ -244,11 +239,11 @@ class LeadSlots(BlockMover):
             plain if sees else (pairs, [self._cut(part, slot) for slot in slots])
             for part, sees in zip(self._parts, self._sees, strict=True)
         ]
-        waits: list[Future[Any]] = [*self._ranks.call_each("take_blocks", args), self._own.take(pairs, None)]
+        waits: list[Future[Any]] = [*self._ranks.call_each(f"take_{self._kind}", args), self._own.take(pairs, None)]
         self._busy.update(dict.fromkeys(slots, waits))
 
     def _cut(self, part: BlockPart, slot: int) -> list[bytes]:
-        return [part.of(piece).tobytes() for piece in self._whole.slot(slot)]
+        return part.cut(self._whole.slot(slot))
 
     def _placed(self, part: BlockPart, slots: list[int], answer: Future[Any]) -> Future[None]:
         """Done when what a rank sends has been put into the slots."""
@@ -257,8 +252,7 @@ class LeadSlots(BlockMover):
         def place(answer: Future[Any]) -> None:
             try:
                 for slot, pieces in zip(slots, answer.result(), strict=True):
-                    for whole, piece in zip(self._whole.slot(slot), pieces, strict=True):
-                        part.of(whole)[...] = part.alone(piece)
+                    part.put(pieces, self._whole.slot(slot))
             except Exception as error:
                 placed.set_exception(error)
             else:
@@ -268,12 +262,33 @@ class LeadSlots(BlockMover):
         return placed
 
 
-def spread_blocks(model: ModelConfig, shape: CacheShape, ranks: Ranks, make: MakeMover) -> SpreadBlocks:
-    """`shape`: of rank 0's part. `make`: makes its mover."""
+def spread_cache(
+    parts: CacheParts, kv: KVCache, ranks: Ranks, make: Callable[[KVCache, int], BlockMover]
+) -> SpreadCache:
+    """`kv`: rank 0's part. `make`: makes movers for it."""
     place = ranks.place
-    parts = [block_part(model, Place(rank, place.tensor, place.pipeline)) for rank in range(place.world)]
-    whole = whole_shape(shape, parts[0])
-    return SpreadBlocks(whole, lambda num_slots: LeadSlots(ranks, parts, whole, num_slots, make))
+    if any(isinstance(kind, PagedRows) for kind in kv.shape.kinds):
+        raise ConfigError("role: what a head or MTP layer reads is not handed over between engines of several devices")
+    places = [Place(rank, place.tensor, place.pipeline) for rank in range(place.world)]
+    states = None
+    if parts.model.recurrent:
+        states = _spread(ranks, [parts.states(each) for each in places], partial(make, StateBlocks(kv)), STATES)
+    blocks = _spread(ranks, [parts.blocks(each) for each in places], partial(make, kv), BLOCKS)
+    return SpreadCache(parts.whole(), blocks, states)
+
+
+def _spread(ranks: Ranks, parts: list[BlockPart], make: MakeMover, kind: str) -> Spread:
+    return Spread(sum(parts[0].whole_bytes), lambda num_slots: LeadSlots(ranks, parts, num_slots, make, kind))
+
+
+def rank_slots(
+    parts: CacheParts, place: Place, kv: KVCache, make: Callable[[KVCache, int], BlockMover]
+) -> list[RankSlots]:
+    """Of a worker rank: for blocks, and for states."""
+    found = [RankSlots(parts.blocks(place), partial(make, kv))]
+    if parts.model.recurrent:
+        found.append(RankSlots(parts.states(place), partial(make, StateBlocks(kv)), STATES))
+    return found
 
 
 def make_shared(size: int) -> tuple[memoryview, int | None, str]:

@@ -91,6 +91,13 @@ def splits(model: ModelConfig, tensor: int) -> bool:
         widths.append(model.moe.shared_ffn_size)
     if model.delta is not None:
         widths.append(model.delta.k_heads)
+    if model.mamba is not None:
+        mamba = model.mamba
+        widths.append(mamba.heads)
+        # As with KV heads: with more shards than groups several shards have the same one.
+        kv_fits = kv_fits and (mamba.groups % tensor == 0 or tensor % mamba.groups == 0)
+        runs = mamba.norm_groups
+        kv_fits = kv_fits and (not runs or runs % tensor == 0 or (tensor % runs == 0 and mamba.gate_first))
     return model.num_heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
 
 
@@ -144,6 +151,16 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
             k_heads=delta.k_heads // parts,
             v_heads=delta.v_heads // parts,
         )
+    mamba = model.mamba
+    if mamba is not None:
+        mamba = dataclasses.replace(
+            mamba,
+            layers=mamba.layers[first:last],
+            heads=mamba.heads // parts,
+            groups=max(1, mamba.groups // parts),
+            norm_groups=max(1, mamba.norm_groups // parts) if mamba.norm_groups else 0,
+            norm_shards=max(1, parts // mamba.norm_groups) if mamba.norm_groups else 1,
+        )
     return dataclasses.replace(
         model,
         num_heads=model.num_heads // parts,
@@ -154,5 +171,6 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         unrotated=model.unrotated[first:last],
         moe=moe,
         delta=delta,
+        mamba=mamba,
         tied_embeddings=False,  # the head is cut, the embedding is not
     )

@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterCut
 from penstock.engine.backends.backend import Backend
+from penstock.engine.backends.interface import OverRanks
 from penstock.engine.backends.select import rank_device
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
@@ -22,6 +24,7 @@ from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.experts import SharedAndRouted
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.latent_attention import LatentAttention
+from penstock.engine.models.layers.mamba import Mamba2
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.adapters import adapter_cut
@@ -78,19 +81,24 @@ class Member(ABC):
         check_layout(model, self.place.tensor, self.place.pipeline, self.place.data)
         return shard(weights, model, self.place), local_config(model, self.place), head_rows(model, self.place)
 
-    def adapter_cut(self, model: ModelConfig) -> AdapterCut:
-        """This rank's part of every adapter."""
-        return adapter_cut(model, self.place)
+    def adapter_cut(self, model: ModelConfig, *, experts: bool, whole_experts: bool) -> AdapterCut:
+        """This rank's part of every adapter; see there."""
+        return adapter_cut(model, self.place, experts=experts, whole_experts=whole_experts)
 
     def connect(self, decoder: Decoder) -> Decoder:
         """Put the sums and gathers between shards into a decoder made of parts."""
         group = self.groups.tensor
         if group is None:
             return decoder
+        mamba = decoder.config.mamba
+        norm_shards = 1 if mamba is None else mamba.norm_shards
         return dataclasses.replace(
             decoder,
             ops=decoder.ops if self.place.data else summing(decoder.ops, group),
-            layers=[(_exchanged if self.place.data else _summed)(layer, group) for layer in decoder.layers],
+            layers=[
+                _exchanged(layer, group) if self.place.data else _summed(layer, group, norm_shards)
+                for layer in decoder.layers
+            ],
             head=GatheredLinear(decoder.head, group, decoder.config.vocab_size),
             # The fused path adds to the residual stream inside the linears, before there is a sum.
             fused_up_to=0,
@@ -145,12 +153,36 @@ def _exchanged(layer: DecoderLayer, group: Group) -> DecoderLayer:
     return dataclasses.replace(layer, feed_forward=changed)
 
 
-def _summed(layer: DecoderLayer, group: Group) -> DecoderLayer:
+def _norm_over(group: Group, shards: int) -> OverRanks:
+    """Means over each `shards` neighbouring ranks, of equally many channels each."""
+    run, runs = group.rank // shards, group.size // shards
+
+    def mean(means: Tensor) -> Tensor:
+        if runs == 1:
+            return group.sum(means) / shards
+        every = means.new_zeros(len(means), runs)
+        every[:, run : run + 1] = means
+        return group.sum(every)[:, run : run + 1] / shards
+
+    return mean
+
+
+def _summed(layer: DecoderLayer, group: Group, norm_shards: int = 1) -> DecoderLayer:
+    """`norm_shards`: see `MambaConfig`."""
     feed_forward = SummedFeedForward(layer.feed_forward, group)
     if isinstance(layer.mixer, LatentAttention | GatedDeltaNet):
         other: Any = layer.mixer
         mixed = dataclasses.replace(other, ops=summing(other.ops, group), output=SummedLinear(other.output, group))
         return dataclasses.replace(layer, mixer=mixed, feed_forward=feed_forward)
+    if isinstance(layer.mixer, Mamba2):
+        mamba = layer.mixer
+        changed = dataclasses.replace(
+            mamba,
+            ops=summing(mamba.ops, group),
+            out_proj=SummedLinear(mamba.out_proj, group),
+            over_ranks=_norm_over(group, norm_shards) if norm_shards > 1 else None,
+        )
+        return dataclasses.replace(layer, mixer=changed, feed_forward=feed_forward)
     assert isinstance(layer.mixer, Attention), "only attention and delta nets are cut by heads"
     attention = layer.mixer
     row_norms = attention.row_norms

@@ -33,7 +33,7 @@ from penstock.engine.loading.mxfp4 import Mxfp4, has_mxfp4
 from penstock.engine.loading.quantized import QuantizedCheckpoint
 from penstock.engine.models.families import family_of
 from penstock.engine.models.latent import LATENT_UP, OUTPUT, QUERY, QUERY_UP
-from penstock.engine.models.model_config import DeltaConfig, LatentConfig, ModelConfig
+from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 
@@ -98,6 +98,10 @@ class Cuts:
             self._attention |= {"q_norm": Cut(outputs=(q,)), "k_norm": Cut(outputs=(kv,))}
         if model.delta is not None:
             self._attention |= delta_cuts(model.delta, place)
+        self._inner_norm, self._mamba_norm = WHOLE, f".{tensors.mamba}norm.weight"
+        if model.mamba is not None:
+            self._attention |= mamba_cuts(model.mamba, place, tensors.mamba)
+            self._inner_norm = WHOLE if place.data else mamba_heads(model.mamba, place, model.mamba.head_dim)
         if model.qk_layer_norm:
             self._attention |= {"q_norm": Cut(outputs=(heads,)), "k_norm": Cut(outputs=(kv_heads,))}
         dense = (*tensors.gate_up, tensors.fused_gate_up, tensors.down)
@@ -154,6 +158,8 @@ class Cuts:
             return self._head
         if name.endswith(SINKS):
             return self._sinks
+        if name.endswith(self._mamba_norm):
+            return self._inner_norm
         module = name.rpartition(".")[0].rpartition(".")[2]
         feed_forward = self._experts if ".experts." in name else self._dense
         if self._shared_prefix in name:
@@ -193,6 +199,38 @@ def delta_cuts(delta: DeltaConfig, place: Place) -> dict[str, Cut]:
         "in_proj_a": by_value_head,
         "linear_attn": by_value_head,  # numbers of each head, which are no matrices
         "out_proj": Cut(inputs=each(wide)),
+    }
+
+
+def mamba_heads(mamba: MambaConfig, place: Place, size: int = 1) -> Cut:
+    """Of something with `size` rows for each head of a Mamba layer."""
+    begin, end = even_span(mamba.heads, place)
+    return Cut(outputs=((begin * size, end * size),))
+
+
+def mamba_spans(mamba: MambaConfig, place: Place) -> tuple[Span, ...]:
+    """A shard's rows of the convolution: by heads, with the groups that its heads share."""
+    begin, end = even_span(mamba.heads, place)
+    ratio, inner, shared = mamba.heads // mamba.groups, mamba.inner, mamba.groups * mamba.state
+    group = begin // ratio * mamba.state, -(-end // ratio) * mamba.state
+    return (begin * mamba.head_dim, end * mamba.head_dim), _shift(group, inner), _shift(group, inner + shared)
+
+
+def mamba_projection(mamba: MambaConfig, place: Place) -> tuple[Span, ...]:
+    """A shard's rows of the projection: gates, what is convolved, time steps."""
+    channels = mamba_spans(mamba, place)
+    behind = (_shift(span, mamba.inner) for span in channels)
+    return channels[0], *behind, _shift(even_span(mamba.heads, place), mamba.inner + mamba.channels)
+
+
+def mamba_cuts(mamba: MambaConfig, place: Place, prefix: str) -> dict[str, Cut]:
+    """Of a Mamba layer: by heads. For its norm, which is called as others are, see `Cuts`."""
+    channels = mamba_spans(mamba, place)
+    return {
+        "in_proj": Cut(outputs=mamba_projection(mamba, place)),
+        "conv1d": Cut(outputs=channels),
+        prefix.rstrip("."): mamba_heads(mamba, place),  # numbers of each head, which are no matrices
+        "out_proj": Cut(inputs=channels[0]),
     }
 
 

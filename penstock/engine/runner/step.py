@@ -21,6 +21,23 @@ their log-probabilities where they are wanted."""
 
 
 @dataclass(slots=True)
+class DrawnAhead:
+    """Draft tokens that are being drawn one after the other on the device."""
+
+    counts: dict[Sequence, int]
+    tokens: Tensor | Ints
+    """[steps, sequences]"""
+    event: CopyEvent | None
+
+    def wait(self) -> list[tuple[Sequence, list[int]]]:
+        """Block until they are on the host."""
+        if self.event is not None:
+            self.event.synchronize()
+        columns = zip(*self.tokens.tolist(), strict=True)
+        return [(seq, list(drawn[:count])) for (seq, count), drawn in zip(self.counts.items(), columns, strict=True)]
+
+
+@dataclass(slots=True)
 class PendingStep:
     """A step that has been launched."""
 
@@ -31,7 +48,7 @@ class PendingStep:
     tokens: Tensor | Ints | None = None
     logprobs: LogprobTensors | None = None
     event: CopyEvent | None = None
-    """Ends the copy of the tokens to the host; None: they are there."""
+    """Ends the step and the copy of its tokens to the host; None: they are there."""
     began: CopyEvent | None = None
     """Precedes the step on the device; None where steps are not timed there."""
     launched_at: float = 0.0
@@ -45,11 +62,15 @@ class PendingStep:
             self.sampling = None
 
     def took(self, otherwise: float) -> float | None:
-        """Seconds that the step took, once it was waited for; `otherwise` is what the host saw of it. None: unknown, as
-        nobody waits for a step that samples nothing."""
+        """Seconds that the step took, once it was waited for; `otherwise` is what the host saw of it. None: unknown."""
         if self.began is None:
             return otherwise
         return None if self.event is None else self.began.elapsed_time(self.event) / 1e3
+
+    @property
+    def done(self) -> bool:
+        """Whether the device is known to be done with it."""
+        return self.event is not None and self.event.query()
 
     def last_tokens(self) -> list[tuple[Sequence, int]]:
         """Block until the step's tokens are on the host; of each sequence the one behind its last token."""

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.block_file import OneFile
 from penstock.engine.kv.disk import DiskTier
-from penstock.engine.kv.exchange import BlockExchange, SpreadBlocks
+from penstock.engine.kv.exchange import BlockExchange, SpreadCache
 from penstock.engine.kv.format import kv_format
 from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.mover import BlockMover
@@ -185,6 +184,7 @@ def _assemble(
             step_tokens=part.token_budget,
             version=lambda name: None if scheduler.adapters is None else scheduler.adapters.version(name),
             flush=None if behind.mover is None else behind.mover.run,
+            flush_states=None if behind.state_mover is None else behind.state_mover.run,
         )
     if ranks is not None and config.expert_parallel:
         engine.balancer = _balancer(config, part, ranks)
@@ -213,11 +213,12 @@ def _kv_format(config: EngineConfig, part: Part, ranks: Ranks | None, scheduler:
     return kv_format(config, shape, str(part.decoder.embedding.dtype).removeprefix("torch."), smoothed)
 
 
-def _spread(part: Part, ranks: Ranks) -> SpreadBlocks:
+def _spread(part: Part, ranks: Ranks) -> SpreadCache:
     """Whole blocks of an engine whose ranks have a part of each."""
-    from penstock.engine.parallel.blocks import spread_blocks
+    from penstock.engine.parallel.blocks import spread_cache
+    from penstock.engine.parallel.cache_parts import cache_parts
 
-    return spread_blocks(part.model, part.kv.shape, ranks, partial(part.backend.block_mover, part.kv))
+    return spread_cache(cache_parts(part), part.kv, ranks, part.backend.block_mover)
 
 
 def _lead(part: Part, ranks: Ranks, adapters: AdapterRuntime | None) -> Decoder:
@@ -235,9 +236,9 @@ def _allocator(config: EngineConfig, part: Part, behind: Behind) -> BlockAllocat
     """The blocks of the KV cache; of those of all shards, where each has sequences of its own."""
     window = sliding_window(part.model, part.token_budget)
     recurrent = part.model.recurrent or not part.kv.shape.blocks_suffice
-    states = _states(config, part, behind.state_host) if recurrent else None
 
     def one() -> BlockAllocator:
+        states = _states(config, part, behind.state_host) if recurrent else None
         pool = BlockPool(part.kv.num_blocks, behind.host)
         return BlockAllocator(pool, config.block_size, config.prefix_cache, window, states)
 

@@ -91,7 +91,7 @@ class HandoverEndpoint:
         if self._problem is None:
             self._problem = ""
             try:
-                exchange.slots  # noqa: B018
+                exchange.free_slots()
             except ConfigError as error:
                 self._problem = str(error)
                 log.error("no blocks are handed over: %s", error)

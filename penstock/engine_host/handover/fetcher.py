@@ -19,6 +19,7 @@ from typing import TypeAlias
 import numpy as np
 import zmq
 
+from penstock.engine.kv.block_hash import is_state
 from penstock.engine.request import Delta, EngineInfo, Handover, Request
 from penstock.engine_host.handover.link import Link
 from penstock.errors import ConfigError
@@ -44,6 +45,7 @@ class Fetch:
     request: Request
     """The request that makes the other engine compute them."""
     names: list[bytes]
+    """Of the blocks, and of the state behind them, if there is one."""
     source: Handover
     began: float
     heard: float = 0.0
@@ -63,6 +65,10 @@ class Fetch:
         """The name of the block that comes next, if one was asked for."""
         at = self.arrived + len(self.frames)
         return self.names[at] if at < self.asked else None
+
+    def is_state(self, at: int) -> bool:
+        """Whether the `at`-th of what is wanted is a state."""
+        return is_state(self.names[at])
 
     @property
     def complete(self) -> bool:
@@ -91,12 +97,25 @@ News: TypeAlias = Arrived | Ended
 class Fetcher:
     """The thread and its commands. Slots are memory that it may write to until it reports them full."""
 
-    def __init__(self, own: EngineInfo, secret_key: str, slots: dict[int, list[memoryview]]) -> None:
+    def __init__(
+        self,
+        own: EngineInfo,
+        secret_key: str,
+        slots: dict[int, list[memoryview]],
+        state_slots: dict[int, list[memoryview]] | None = None,
+    ) -> None:
+        """`state_slots`: for what is no block but a state (`block_hash.is_state`)."""
         self.news: deque[News] = deque()
         self._own = own
         self._secret_key = secret_key
-        self._slots = {slot: [np.frombuffer(part, np.uint8) for part in parts] for slot, parts in slots.items()}
-        self._free = list(slots)
+        everything = slots | (state_slots or {})
+        self._slots = {slot: [np.frombuffer(part, np.uint8) for part in parts] for slot, parts in everything.items()}
+        self._free = (list(slots), list(state_slots or {}))
+        """Of blocks, and of states."""
+        self._of_states = frozenset(state_slots or {})
+        self._sizes = tuple(
+            [len(part) for part in next(iter(kind.values()), [])] for kind in (slots, state_slots or {})
+        )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.wake: zmq.Socket[bytes] = self._pair()
         """Readable when there is news."""
@@ -170,7 +189,7 @@ class Fetcher:
             if command is None:
                 return False
             if isinstance(command, int):
-                self._free.append(command)
+                self._free[command in self._of_states].append(command)
             elif isinstance(command, Fetch):
                 self._begin(command)
             else:
@@ -263,7 +282,7 @@ class Fetcher:
     def _receive(self, link: Link, fetch: Fetch, parts: list[zmq.Frame], usable: bool) -> None:
         if not usable:
             self._end(link, fetch, "it evicted a block before sending it")
-        elif [len(part.buffer) for part in parts] != [len(part) for part in next(iter(self._slots.values()))]:
+        elif [len(part.buffer) for part in parts] != self._sizes[fetch.is_state(fetch.arrived + len(fetch.frames))]:
             self._end(link, fetch, "it sent a block of another size")
         else:
             fetch.frames.append(parts)
@@ -273,8 +292,8 @@ class Fetcher:
         """Copy blocks that have arrived into free slots."""
         for link in self._links.values():
             for fetch in list(link.fetches.values()):
-                while fetch.frames and self._free:
-                    slot = self._free.pop()
+                while fetch.frames and (free := self._free[fetch.is_state(fetch.arrived)]):
+                    slot = free.pop()
                     for target, part in zip(self._slots[slot], fetch.frames.popleft(), strict=True):
                         np.copyto(target, np.frombuffer(part.buffer, np.uint8))  # releases the interpreter lock
                     fetch.arrived += 1

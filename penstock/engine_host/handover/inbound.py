@@ -19,7 +19,7 @@ from penstock.engine.request import Delta, EngineInfo, Request, SamplingParams
 from penstock.engine_host.handover.fetcher import Arrived, Fetch, Fetcher, silence
 
 if TYPE_CHECKING:
-    from penstock.engine.kv.exchange import BlockExchange
+    from penstock.engine.kv.exchange import BlockExchange, Held
 
 MOST_WAITING = 256
 """Further requests compute their prompts here."""
@@ -35,7 +35,7 @@ class _Waiting:
     """Tokens that were cached here already."""
     fetch: Fetch | None = None
     """None: it waits for what another request fetches."""
-    held: list[int] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
     """Blocks at the beginning of its sequence, kept from eviction for it."""
     taken: int = 0
     """Blocks of the fetch that have been copied in."""
@@ -58,9 +58,10 @@ class Incoming:
     def __init__(self, exchange: BlockExchange, own: EngineInfo, secret_key: str) -> None:
         self.exchange = exchange
         self._own = own
-        slots = {slot: exchange.memory(slot) for slot in exchange.slots}
-        exchange.slots.clear()
-        self.fetcher = Fetcher(own, secret_key, slots)
+        slots = exchange.take_all()
+        states = {slot: exchange.memory(slot) for slot in slots if exchange.holds_state(slot)}
+        blocks = {slot: exchange.memory(slot) for slot in slots if slot not in states}
+        self.fetcher = Fetcher(own, secret_key, blocks, states)
         self._waiting: dict[str, _Waiting] = {}
         self._by_fetch: dict[Fetch, _Waiting] = {}
         self._by_block: dict[bytes, _Waiting] = {}
@@ -140,16 +141,17 @@ class Incoming:
     def close(self) -> None:
         """Stop fetching. Requests that still wait are dropped."""
         self.fetcher.close()
-        self.exchange.slots.extend(range(self.exchange.num_slots))
+        self.exchange.give_back_all()
 
     def _fetch_missing(self, waiting: _Waiting) -> bool:
         """Fetch what a request lacks, or wait for another that lacks the same. False when too little is missing."""
         request = waiting.request
         source, names = request.handover, self.exchange.names(request)
-        known, block_size = self.exchange.present(names), self._own.block_size
-        if source is None or (len(names) - known) * block_size < max(source.least_tokens, 1):
+        usable, lacking = self.exchange.missing(names)
+        block_size = self._own.block_size
+        if source is None or (len(names) - usable) * block_size < max(source.least_tokens, 1):
             return False
-        leader = self._by_block.get(names[known])
+        leader = self._by_block.get(lacking[0])
         if leader is not None:
             leader.followers.append(waiting)
             return True
@@ -161,10 +163,10 @@ class Incoming:
             params=SamplingParams(max_tokens=1, temperature=0.0),
             handover=None,
         )
-        waiting.known_tokens = known * block_size
-        waiting.held = self.exchange.hold(names[:known])
-        waiting.fetch = Fetch(elsewhere, names[known:], source, time.monotonic())
-        self._by_fetch[waiting.fetch] = self._by_block[names[known]] = waiting
+        waiting.known_tokens = usable * block_size
+        waiting.held = self.exchange.hold(names[: self.exchange.present(names)])
+        waiting.fetch = Fetch(elsewhere, lacking, source, time.monotonic())
+        self._by_fetch[waiting.fetch] = self._by_block[lacking[0]] = waiting
         self.fetcher.start(waiting.fetch)
         return True
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
+from penstock.engine.kv.block_hash import is_state
 from penstock.protocol.codec import encode
 from penstock.protocol.messages import Block, Pull
 
@@ -71,7 +72,7 @@ class Outgoing:
         sending, self._sending = self._sending, []
         for tracker, slot in sending:
             if tracker.done:
-                exchange.slots.append(slot)
+                exchange.give_back(slot)
             else:
                 self._sending.append((tracker, slot))
         for asker in list(self._queues):
@@ -84,8 +85,10 @@ class Outgoing:
     def _copy(self, exchange: BlockExchange, asker: _Asker, lives: Callable[[str], bool]) -> None:
         """Start copying what is ready for one asker, which then goes to the end of the line."""
         queue, found = self._queues.pop(asker), list[bytes]()
-        while queue and len(found) < len(exchange.slots):
+        taken = [0, 0]  # blocks, and states
+        while queue and taken[is_state(queue[0])] < exchange.room(queue[0]):
             if exchange.has(queue[0]):
+                taken[is_state(queue[0])] += 1
                 found.append(queue.popleft())
             elif lives(asker.request_id) or not self._refuse(asker, queue[0]):
                 break
@@ -109,7 +112,7 @@ class Outgoing:
                 return False
             log.info("engine %r has disconnected; its blocks are dropped", parcel.to.identity)
             self._queues.pop(parcel.to, None)
-            exchange.slots.append(parcel.slot)
+            exchange.give_back(parcel.slot)
             return True
         assert tracker is not None
         self._sending.append((tracker, parcel.slot))

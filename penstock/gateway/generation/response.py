@@ -69,7 +69,10 @@ async def send_stream(
     """`numbers`: of the events of a stream that can be resumed."""
     pieces = await generation.shown(settings.hold_status_s)
     generation.commit()
-    await account.opened()
+    if generation.all_shown:  # its beginning and its end are written together
+        await account.ended(generation.outcome or "stop")
+    else:
+        await account.opened()
     begun = monotonic()
     await exchange.start_stream(renderer.content_type)
     try:

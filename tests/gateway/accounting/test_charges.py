@@ -12,6 +12,7 @@ import pytest
 from penstock.config.schema import PriceConfig
 from penstock.gateway.accounting.charges import Accounts
 from penstock.gateway.process.settings import ModelSettings
+from penstock.metering import journal
 from penstock.metering.ledger import Charge, Ledger, Settlement, opened, progressed, settled
 from penstock.storage import open_database
 from tests.gateway.conftest import Running, Serving, eventually, until
@@ -55,6 +56,32 @@ async def test_what_a_request_used_is_in_the_ledger_before_its_answer_ends(servi
         await running.chat(stream=True, n=2)
         used = await total(running)
         assert (used["requests"], used["completion_tokens"]) == (2, 3 * ANSWER)
+
+
+async def test_a_short_stream_takes_one_transaction(
+    serving: Serving, tmp_path: Path, text: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    write = Ledger.write
+
+    async def counted(self: Ledger, statements: Any) -> Any:
+        written.append(len(statements))
+        return await write(self, statements)
+
+    monkeypatch.setattr(Ledger, "write", counted)
+    engine = ScriptedEngine(text, lambda request: [ord("a")] * request.params.max_tokens, step_s=0.01)
+    async with serving(engine, **settings(tmp_path)) as running:
+        accounts = running.parts.accounts
+        assert isinstance(accounts, Accounts)
+        monkeypatch.setattr(journal, "QUICK_S", 10.0)  # nothing is written before it is waited for
+        monkeypatch.setattr(journal, "GATHER_S", 10.0)
+        await running.chat(stream=True, max_tokens=1)
+        assert len(written) == 1, "its charge and its settlement"
+        accounts.journal._written_at = accounts.journal._clock() - 1.0
+        monkeypatch.setattr(journal, "QUICK_S", 0.0)
+        charge = Charge("y", "req", "gateway", 1000.0, "acme", "", "", "", "tiny", "", "", 50, 100, 1000, 500, 2000)
+        async with asyncio.timeout(5.0):
+            assert await accounts.journal.open(charge), "where little is going on it is written soon"
 
 
 async def test_dimensions_come_from_the_key_the_body_and_the_header(serving: Serving, tmp_path: Path) -> None:

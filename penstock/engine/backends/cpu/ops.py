@@ -26,6 +26,8 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
+    MambaLayout,
+    MambaWeights,
     OverRanks,
 )
 from penstock.engine.backends.reference import filters
@@ -219,7 +221,7 @@ class CpuOps(PlainMixers):
             raise LayoutError("a row is outside the table")
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-        need_contiguous(x, "x")
+        x = x.contiguous()
         out = torch.empty_like(x, dtype=dtype)
         self._lib.pk_rms_norm(
             self._ctx, x.data_ptr(), None if weight is None else weight.data_ptr(), out.data_ptr(),
@@ -402,6 +404,19 @@ class CpuOps(PlainMixers):
         if batch.states is None:
             raise NotRecordableError("gated delta nets are not recorded")
         return super().delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
+
+    def mamba(
+        self,
+        projected: Tensor,
+        layout: MambaLayout,
+        weights: MambaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        if batch.states is None:
+            raise NotRecordableError("Mamba layers are not recorded")
+        return super().mamba(projected, layout, weights, batch, conv_cache, state_cache)
 
     def mask_logits(self, logits: Tensor, at: Tensor, bits: Tensor) -> None:
         _need(logits, "logits", torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from penstock.engine.backends.cuda.experts import group, with_shared
 from penstock.engine.backends.cuda.fp8_quantizer import Fp8Activations, Fp8Quantizer
 from penstock.engine.backends.cuda.graphs import GraphExecutor, GraphFollower
 from penstock.engine.backends.cuda.group_quantizer import GroupQuantizer
+from penstock.engine.backends.cuda.kernels.common import overlap_launches
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.linear import CudaLinear
@@ -55,6 +57,8 @@ class CudaBackend(TorchCudaBackend):
     adapters_by_output = True
 
     def _make_ops(self) -> Ops:
+        hopper = torch.cuda.get_device_capability(self.device) >= (9, 0)
+        overlap_launches(hopper and os.environ.get("PENSTOCK_OVERLAP") != "0")
         return TritonOps(self.device)
 
     def plan_weights(self, config: EngineConfig, dtype: torch.dtype, weights: Weights) -> WeightPlan:

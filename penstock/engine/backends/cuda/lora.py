@@ -24,6 +24,7 @@ from penstock.engine.adapters.apply import TABLES
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
+from penstock.engine.backends.cuda.kernels import expert_lora
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
 from penstock.engine.backends.cuda.kernels.inline_lora import COPIES, TILE_ROWS, InlineLora, open_pass
@@ -152,6 +153,18 @@ class TritonLora:
             stream.wait_stream(self._side)
         return Addends(y, delta, ranks[placed.index])
 
+    @property
+    def token_slots(self) -> Tensor:
+        assert self._step is not None
+        return self._step.tokens
+
+    def add_visits(
+        self, x: Tensor, y: Tensor, placed: PlacedSite, slots: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> None:
+        expert_lora.add_visits(
+            x, y, self._bank, self._ranks, placed, self._rank, slots.int(), experts.int(), weights, pdl=self.pdl
+        )
+
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._launch(x, self._partial(x, placed), y, placed, add=True)
 
@@ -188,6 +201,7 @@ class TritonLora:
                 BLOCK=step.block,
                 num_warps=1,
                 pdl=self.pdl,
+                in_order=True,
             )
             self._tiles = tokens, ranks, token_ranks
         return self._tiles
@@ -222,6 +236,7 @@ class TritonLora:
             num_warps=4,
             num_stages=5 if step.block == _FEW else 3,
             pdl=self.pdl,
+            in_order=True,
             **common,
         )
         block_n = 256 if outputs > 8192 else 128
@@ -245,6 +260,7 @@ class TritonLora:
             num_warps=4,
             num_stages=2,
             pdl=self.pdl,
+            in_order=True,
             **common,
         )
 

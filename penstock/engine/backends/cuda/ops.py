@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,12 @@ from penstock.engine.backends.cuda.kernels import (
     decode,
     delta,
     filters,
-    latent,
+    head_gate,
+    latent_decode,
+    latent_prefill,
+    latent_query,
+    latent_values,
+    mamba,
     masks,
     norm,
     prefill,
@@ -36,12 +42,15 @@ from penstock.engine.backends.interface import (
     KeySmoothing,
     LatentLayout,
     LatentWeights,
+    MambaLayout,
+    MambaWeights,
     OverRanks,
 )
-from penstock.engine.backends.reference.delta import split_gate
 
 _INVARIANT_ROWS = 256
 """Tokens of one launch in deterministic mode; bounds the memory of partial sums."""
+_INVARIANT_BYTES = 128 << 20
+"""Those partial sums where heads are wide (latents)."""
 
 log = logging.getLogger(__name__)
 
@@ -199,27 +208,54 @@ class TritonOps:
         out = torch.empty((tokens, layout.heads * layout.value), dtype=q.dtype, device=q.device)
         if not tokens:
             return out
-        query = latent.prepare(q, kv, layout, weights, cos_sin, batch, cache, scales, pdl=self.pdl)
-        shape = latent.choose_decode(max(1, decodes), layout, q.element_size(), self.processors)
-        if decodes == tokens <= latent.FEW:
-            latent.decode(query, layout, weights, batch, cache, scales, shape, values=out, pdl=self.pdl)
+        fixed = self.batch_invariant and decodes == tokens  # steps always are; warm-up measures prompts too
+        query = latent_query.prepare(q, kv, layout, weights, cos_sin, batch, cache, scales, fixed=fixed, pdl=self.pdl)
+        if fixed:
+            self._attend_latents_invariant(query, layout, weights, batch, cache, scales, out)
+            return out
+        shape = latent_decode.choose(max(1, decodes), layout, q.element_size(), self.processors)
+        if decodes == tokens <= latent_decode.FEW:
+            latent_decode.decode(query, layout, weights, batch, cache, scales, shape, values=out, pdl=self.pdl)
             return out
         seen = torch.empty((tokens, layout.heads, layout.latent), dtype=q.dtype, device=q.device)
         if decodes:
-            latent.decode(query, layout, weights, batch, cache, scales, shape, seen=seen, pdl=self.pdl)
+            latent_decode.decode(query, layout, weights, batch, cache, scales, shape, seen=seen, pdl=self.pdl)
         if batch.context_lens.shape[0] > decodes:
-            tile = latent.choose_prefill(layout, q.element_size())
-            latent.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
-        latent.values_of(seen, layout, weights, out, pdl=self.pdl)
+            tile = latent_prefill.choose(layout, q.element_size())
+            latent_prefill.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
+        latent_values.values_of(seen, layout, weights, out, pdl=self.pdl)
         return out
 
-    def split_gate(self, qkv: Tensor | Addends, layout: HeadLayout) -> tuple[Tensor, Tensor]:
+    def _attend_latents_invariant(
+        self,
+        query: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """As `_attend_invariant`, over latents."""
+        shape = latent_decode.fixed(layout, query.element_size())
+        step = min(_INVARIANT_ROWS, max(1, _INVARIANT_BYTES // (4 * layout.heads * layout.latent * shape.splits)))
+        for begin in range(0, query.shape[0], step):
+            part = slice(begin, begin + step)
+            count = min(step, query.shape[0] - begin)
+            few = dataclasses.replace(
+                batch, rows=batch.rows[part], context_lens=batch.context_lens[part], num_decodes=count
+            )
+            seen = torch.empty((count, layout.heads, layout.latent), dtype=query.dtype, device=query.device)
+            latent_decode.decode(query[part], layout, weights, few, cache, scales, shape, seen=seen, pdl=self.pdl)
+            latent_values.values_of(seen, layout, weights, out[part], fixed=True, pdl=self.pdl)
+
+    def split_gate(self, qkv: Tensor | Addends, layout: HeadLayout) -> tuple[Any, Tensor]:
         if isinstance(qkv, Addends):
             qkv = qkv.base + torch.where(qkv.ranks.unsqueeze(1) > 0, qkv.delta, 0)
-        return split_gate(qkv, layout)
+        return head_gate.split(qkv, layout)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * gate.sigmoid()
+        return head_gate.sigmoid_mul(x, gate, pdl=self.pdl)
 
     def delta_net(
         self,
@@ -234,6 +270,30 @@ class TritonOps:
         return delta.delta_net(
             projected,
             gates,
+            layout,
+            weights,
+            batch,
+            conv_cache,
+            state_cache,
+            self._counters,
+            processors=self.processors,
+            fixed=self.batch_invariant,
+            pdl=self.pdl,
+        )
+
+    def mamba(
+        self,
+        projected: Tensor | Addends,
+        layout: MambaLayout,
+        weights: MambaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        if isinstance(projected, Addends):
+            projected = projected.base + torch.where(projected.ranks.unsqueeze(1) > 0, projected.delta, 0)
+        return mamba.mamba(
+            projected,
             layout,
             weights,
             batch,

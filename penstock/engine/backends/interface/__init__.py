@@ -53,7 +53,13 @@ from penstock.engine.backends.interface.dtypes import (
     torch_dtype,
 )
 from penstock.engine.backends.interface.operations import Ops
-from penstock.engine.backends.interface.recurrence import DeltaLayout, DeltaWeights, RecurrentOps
+from penstock.engine.backends.interface.recurrence import (
+    DeltaLayout,
+    DeltaWeights,
+    MambaLayout,
+    MambaWeights,
+    RecurrentOps,
+)
 from penstock.engine.backends.interface.sampling import SamplingOps
 
 __all__ = [
@@ -81,6 +87,8 @@ __all__ = [
     "KeySmoothing",
     "LatentLayout",
     "LatentWeights",
+    "MambaLayout",
+    "MambaWeights",
     "NativeLibrary",
     "Ops",
     "OverRanks",

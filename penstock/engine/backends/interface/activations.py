@@ -13,8 +13,9 @@ class ActivationOps(Protocol):
     activations in another form (FP8 with scales) that its linears understand; hence `Any`."""
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Any:
-        """Normalize the last axis of `x` [T, hidden] in float32 and scale by `weight`; a new tensor, of `dtype` (None:
-        that of `x`) where it is a plain one. Without `weight`, `x` as it is (layers without a norm before them)."""
+        """Normalize the last axis of `x` [T, hidden], whose rows may lie apart, in float32 and scale by `weight`; a new
+        tensor, of `dtype` (None: that of `x`) where it is a plain one. Without `weight`, `x` as it is (layers without a
+        norm before them)."""
         ...
 
     def add_rms_norm(

@@ -28,6 +28,10 @@ class CopyEvent(Protocol):
         """Block until the device has come to it."""
         ...
 
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
+
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from here to a later point; the device has come to both."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +52,65 @@ class DeltaWeights:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class MambaLayout:
+    """How the projections of a Mamba-2 layer split: output gates, what is convolved (x, B, C), time steps.
+
+    Heads have an x of their own and share B and C with the other heads of their group.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    """Width of B and C: a head's state is [head_dim, state]."""
+    conv: int
+    """Width of the causal convolution."""
+    norm_groups: int = 1
+    """Runs of channels that are normalized by themselves; 0: nothing is normalized."""
+    gate_first: bool = True
+    """Whether the gate is applied before the norm."""
+
+    @property
+    def inner(self) -> int:
+        """Of what the layer gives, and of the gates."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x of all heads, B of all groups, C of all groups."""
+        return self.inner + 2 * self.groups * self.state
+
+    @property
+    def width(self) -> int:
+        """Of a row of projections."""
+        return self.inner + self.channels + self.heads
+
+
+@dataclass(frozen=True, slots=True)
+class MambaWeights:
+    """What a Mamba-2 layer has beside its projections, all float32."""
+
+    conv: Tensor
+    """[channels, conv]: the last column belongs to the token itself."""
+    conv_bias: Tensor
+    """[channels]."""
+    decay: Tensor
+    """[heads]: -exp(A)."""
+    dt_bias: Tensor
+    """[heads]."""
+    skip: Tensor
+    """[heads]: how much of its input a head passes on."""
+    norm: Tensor
+    """[inner]."""
+    eps: float
+    dt_range: tuple[float, float] = (0.0, math.inf)
+    """Time steps are kept within it."""
+    gate_scale: float = 1.0
+    dt_scale: float = 1.0
+    """Factors of the projected gates and time steps."""
+
+
 class RecurrentOps(Protocol):
     """Of layers that keep a state for each sequence; `StateBatch` says where states lie."""
 
@@ -76,5 +136,25 @@ class RecurrentOps(Protocol):
 
         `batch.states` says where states lie: `state_cache` float32 [slots, v_heads, k_dim, v_dim] and `conv_cache`
         [slots, conv, channels], the inputs of the convolution at the last positions, a token's at position % conv.
+        """
+        ...
+
+    def mamba(
+        self,
+        projected: Tensor,
+        layout: MambaLayout,
+        weights: MambaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        """A Mamba-2 layer between its projections: [T, heads * head_dim].
+
+        `projected` is [T, layout.width]. x, B and C pass a causal convolution and silu. The state S of a head becomes
+
+            S = exp(decay * dt) S + dt x B^T    with dt = softplus(dt + dt_bias), kept within `dt_range`
+
+        and gives S C + skip * x, which is multiplied by silu of the gate and RMS-normalized in `norm_groups` runs of
+        channels, or first normalized and then multiplied. Caches are as in `delta_net`; a state is [head_dim, state].
         """
         ...

@@ -51,7 +51,7 @@ def delta_net(
     assert states is not None, "a recurrent layer needs to know where its states are"
     tokens = len(projected)
     inputs, z, b, a = split(projected, gates, layout)
-    mixed = _convolve(inputs, weights.conv, batch.positions, states, conv_cache)
+    mixed = convolve(inputs, weights.conv, batch.positions, states, conv_cache)
     heads = _heads(mixed, b, a, layout, weights)
     out = torch.empty(tokens, layout.v_heads, layout.v_dim, device=projected.device)
     first, last = states.first.tolist(), states.last.tolist()
@@ -91,7 +91,9 @@ def split(projected: Tensor, gates: Tensor, layout: DeltaLayout) -> tuple[Tensor
     return torch.cat((q, k, v), -1), z, b, a
 
 
-def _convolve(inputs: Tensor, weight: Tensor, positions: Tensor, states: StateBatch, cache: Tensor) -> Tensor:
+def convolve(
+    inputs: Tensor, weight: Tensor, positions: Tensor, states: StateBatch, cache: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """The convolution and silu of every token, float32; the last inputs of tokens that write a state are kept."""
     width, tokens = weight.shape[1], len(inputs)
     at = torch.arange(tokens, device=inputs.device)
@@ -108,7 +110,8 @@ def _convolve(inputs: Tensor, weight: Tensor, positions: Tensor, states: StateBa
         there = kept[positions[kept] >= back]
         place = (positions[there] - back) % width
         cache[writes[there], place] = windows[there, :, width - 1 - back].to(cache.dtype)
-    return F.silu((windows.float() * weight).sum(-1))
+    mixed = (windows.float() * weight).sum(-1)
+    return F.silu(mixed if bias is None else mixed + bias)
 
 
 def _heads(mixed: Tensor, b: Tensor, a: Tensor, layout: DeltaLayout, weights: DeltaWeights) -> Heads:

@@ -11,8 +11,10 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     LatentLayout,
     LatentWeights,
+    MambaLayout,
+    MambaWeights,
 )
-from penstock.engine.backends.reference import delta, latent
+from penstock.engine.backends.reference import delta, latent, mamba
 
 
 class PlainMixers:
@@ -48,3 +50,14 @@ class PlainMixers:
         state_cache: Tensor,
     ) -> Tensor:
         return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
+
+    def mamba(
+        self,
+        projected: Tensor,
+        layout: MambaLayout,
+        weights: MambaWeights,
+        batch: AttentionBatch,
+        conv_cache: Tensor,
+        state_cache: Tensor,
+    ) -> Tensor:
+        return mamba.mamba(projected, layout, weights, batch, conv_cache, state_cache)

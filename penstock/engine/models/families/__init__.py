@@ -164,7 +164,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if heads % kv_heads or (head_dim % 2 and "latent" not in fields) or head_dim > 1 << 16:
         raise CheckpointError(f"{heads} heads over {kv_heads} KV heads of size {head_dim} cannot be run")
     windows = fields.setdefault("windows", (None,) * layers)
-    ordinary = "delta" not in fields and not fields.get("chunked")
+    ordinary = "delta" not in fields and "mamba" not in fields and not fields.get("chunked")
     if ordinary and windows_by_type(raw, next(filter(None, windows), None)) not in (None, windows):
         raise CheckpointError(f"layer_types of {family.model_type} models must say what sliding_window says")
     fields.setdefault("activation", family.activation)

@@ -17,7 +17,7 @@ import numpy as np
 from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
-from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MoeConfig, QueryGrowth
+from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, MoeConfig, QueryGrowth
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 
@@ -57,6 +57,7 @@ class ConfigFields(TypedDict, total=False):
     local_rope: RopeConfig
     logit_scale: float
     logit_softcap: float | None
+    mamba: MambaConfig
     mlp_bias: bool
     moe: MoeConfig | None
     num_kv_heads: int
@@ -120,6 +121,8 @@ class GGUFFormat:
     """For families that share an architecture: whether a file is of this one. None: it is where no other applies."""
     interleaved_rope: bool = False
     """Whether the rows of query and key matrices are in interleaved rotary order."""
+    own_head_sizes: bool = False
+    """Whether `config` reads what heads are made of; `head_dim` is then the size of their rotated part."""
     whole_head_rotated: bool = True
     """Whether `rope.dimension_count` is the size of a head, for files that leave that out."""
     config: Callable[[GGUFKeys, HFConfig], Mapping[str, Any]] | None = None

@@ -1,12 +1,12 @@
 """Granite 3 with experts, and Granite 4: Granite's multipliers, experts stored as one stack a layer, an expert that
-every token visits; in Granite 4 without RoPE, and dense where there are no experts.
-
-Of Granite 4 the models whose layers are all attention: its Mamba layers are not supported.
+every token visits; in Granite 4 without RoPE, dense where there are no experts, and with Mamba-2 layers in place of
+most attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from penstock.engine.models.families.family import (
@@ -21,6 +21,7 @@ from penstock.engine.models.families.family import (
     number,
 )
 from penstock.engine.models.families.granite import GGUF_SCALES, MULTIPLIERS, multiplied, multipliers_from_gguf
+from penstock.engine.models.families.mamba import MAMBA_KEYS, MAMBA_MATRICES, hybrid_architecture, mamba_config
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import MoeConfig
 from penstock.errors import CheckpointError
@@ -38,12 +39,7 @@ _NAMES = TensorNames(
 )
 """The parts of stacks have names that no checkpoint has; see `loading.expert_stacks`."""
 _EXPERTS = frozenset({"num_local_experts", "num_experts_per_tok"})
-_MAMBA = ("mamba", "linear_attention")
-_OF_MAMBA = frozenset({
-    "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand",
-    "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",
-})  # fmt: skip
-"""Keys of layers that supported models do not have."""
+_MAMBA, _ATTENTION = ("mamba", "linear_attention"), ("attention", "full_attention")
 _GGUF = GGUF_SCALES | {
     "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
 }  # fmt: skip
@@ -73,12 +69,7 @@ def _moe_fields(raw: HFConfig) -> ConfigFields:
 
 def _hybrid_fields(raw: HFConfig) -> ConfigFields:
     bias, layers = flag(raw, "attention_bias"), layer_count(raw)
-    kinds = raw.get("layers_block_type") or raw["layer_types"]
-    if kinds is None or (isinstance(kinds, list | tuple) and any(kind in _MAMBA for kind in kinds)):
-        raise CheckpointError(
-            "layer_types has Mamba layers (linear_attention), which granitemoehybrid models do not support here; "
-            "supported: models whose layers are all attention, such as Granite 4.0 Micro"
-        )
+    recurrent = _recurrent_layers(raw)
     positions = raw["position_embedding_type"]
     if positions not in (None, "rope", "nope"):
         raise CheckpointError(
@@ -92,9 +83,23 @@ def _hybrid_fields(raw: HFConfig) -> ConfigFields:
         **multiplied(raw),
         "unrotated": (positions != "rope",) * layers,
     }
+    if any(recurrent):
+        fields["mamba"] = mamba_config(raw, recurrent)
     if number(raw, "num_local_experts") == 0:
         return {**fields, "ffn_size": shared}
     return {**fields, "moe": _experts(raw, shared)}
+
+
+def _recurrent_layers(raw: HFConfig) -> tuple[bool, ...]:
+    layers, kinds = layer_count(raw), raw.get("layers_block_type") or raw["layer_types"]
+    if kinds is None:
+        return (True,) * layers
+    known = (*_MAMBA, *_ATTENTION)
+    if not isinstance(kinds, list | tuple) or len(kinds) != layers or {*map(str, kinds)} - {*known}:
+        raise CheckpointError(
+            f"layer_types must name one of {', '.join(known)} for each of {layers} layers, found {kinds!r:.80}"
+        )
+    return tuple(kind in _MAMBA for kind in kinds)
 
 
 def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
@@ -142,8 +147,9 @@ GRANITE_MOE_HYBRID = Family(
     fields=_hybrid_fields,
     reads=MULTIPLIERS
     | _EXPERTS
-    | _OF_MAMBA
+    | MAMBA_KEYS
     | {"attention_bias", "shared_intermediate_size", "position_embedding_type", "layers_block_type"},
-    names=_NAMES,
+    names=replace(_NAMES, recurrent=MAMBA_MATRICES),
     gguf=GGUFFormat(architectures=()),
+    architecture=hybrid_architecture,
 )

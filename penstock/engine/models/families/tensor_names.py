@@ -44,6 +44,8 @@ class TensorNames:
     expert_stacks: tuple[str, str] | None = None
     """Of checkpoints that store a layer's experts as stacks of ordinary matrices: gate and up, and down."""
 
+    mamba: str = "mamba."
+    """Of Mamba layers, in families that have some."""
     recurrent: tuple[str, ...] = ()
     """Matrices of mixers other than attention that are quantized."""
 

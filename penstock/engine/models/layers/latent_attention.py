@@ -54,7 +54,7 @@ class LatentAttention:
         split = made.shape[1] - self.heads.cached
         q, kv = made[:, :split], made[:, split:]
         if self.query_up is not None and self.query_norm is not None:
-            q = self.query_up(self.ops.rms_norm(q.contiguous(), self.query_norm, self.weights.eps))
+            q = self.query_up(self.ops.rms_norm(q, self.query_norm, self.weights.eps))
         scales = self.cache_scale if cache.scales is None else cache.scales
         attended = self.attention_ops.latent_attention(
             q, kv, self.heads, self.weights, self.cos_sin, batch, cache.latents, scales

@@ -27,7 +27,7 @@ def parts(x: Tensor | Addends) -> tuple[Tensor, tuple[Tensor, Tensor], dict[str,
     """For a launch: the plain tensor, the pointers of what is added, and its options."""
     if isinstance(x, Tensor):
         return x, (x, x), {"DELTA": False}
-    return x.base, (x.delta, x.ranks), {"DELTA": True}
+    return x.base, (x.delta, x.ranks), {"DELTA": True, "in_order": True}  # two streams meet here
 
 
 @triton.jit

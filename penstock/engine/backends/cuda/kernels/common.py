@@ -3,7 +3,9 @@
 Launch order: with `PDL` a kernel may be scheduled while its predecessor still runs (programmatic dependent launch,
 compute capability 9.0). It must then call `wait_for_inputs` before it touches anything an earlier kernel wrote *or
 reads*, in every program and before any early return: a grid that finishes without waiting would let its successor
-overtake its predecessor. Constants (weights, tables) may be read before the wait.
+overtake its predecessor. Before the wait it may read what no kernel here writes: weights, and what describes the step
+(positions, slots, rows, context lengths, block tables), which is copied or made by PyTorch, whose kernels nobody
+overtakes.
 """
 
 from __future__ import annotations
@@ -40,6 +42,21 @@ def wait_for_inputs(PDL: tl.constexpr) -> None:
     """Wait until every earlier kernel has finished and its writes are visible."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def ask_for(at: tl.tensor, SIZE: tl.constexpr, PDL: tl.constexpr) -> None:
+    """Bring `SIZE` bytes at each address into the L2 cache: what will be read once the inputs are there. For addresses
+    that are multiples of 16; other sizes than those are left alone."""
+    if PDL and SIZE % 16 == 0:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+            "=r,l,r",
+            [at.to(tl.int64), tl.full(at.shape, SIZE, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -102,6 +119,14 @@ def widen(x: tl.tensor, like: tl.tensor) -> tl.tensor:
 _MOST_OVERLAPPED = 2048
 """Waiting costs each program a little: beyond this many a launch gains less by starting early than it pays."""
 _building: ContextVar[bool] = ContextVar("building", default=False)
+_overlapping = False
+"""Whether kernels start early in this process, asked for or not."""
+
+
+def overlap_launches(on: bool) -> None:
+    """Have every kernel start early that can, in the whole process: for devices of compute capability 9.0 and later."""
+    global _overlapping
+    _overlapping = on
 
 
 def is_building() -> bool:
@@ -109,9 +134,11 @@ def is_building() -> bool:
     return _building.get()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool, **options: Any) -> None:
-    """Run `kernel` on the current stream, or only build it inside `building_kernels`."""
-    early = pdl and math.prod(grid) <= _MOST_OVERLAPPED
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool, in_order: int = False, **options: Any) -> None:
+    """Run `kernel` on the current stream, or only build it inside `building_kernels`. `in_order`: neither does it start
+    early, nor what follows: for kernels that do not wait for their inputs, whose results are read without a wait, or
+    that lie where streams meet."""
+    early = (pdl or _overlapping) and not in_order and math.prod(grid) <= _MOST_OVERLAPPED
     if _building.get():
         kernel.warmup(*args, grid=grid, PDL=early, launch_pdl=early, **options)
     else:

@@ -11,6 +11,7 @@ again, which costs more than the launch.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
@@ -40,6 +41,7 @@ from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink
 
 MAX_BATCH = 8
 """Above this cuBLAS is the better choice."""
+FOLDS_NORM = os.environ.get("PENSTOCK_FOLD_NORM") == "1"
 
 
 @triton.jit
@@ -85,6 +87,8 @@ def _rows_kernel(
     sums_ptr: tl.tensor,
     slot_stride: tl.tensor,
     start: tl.tensor,
+    norm_ptr: tl.tensor,
+    eps: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -101,6 +105,7 @@ def _rows_kernel(
     REPLICAS: tl.constexpr = 1,
     SHRINKS: tl.constexpr = 0,
     ADAPTED: tl.constexpr = False,
+    NORM: tl.constexpr = False,
 ) -> None:
     READY: tl.constexpr = SHRINKS == 0
     program = tl.program_id(0)
@@ -130,6 +135,13 @@ def _rows_kernel(
         at = step * BLOCK_K + k
         for r in tl.static_range(ROWS):
             early = early + (_weights(weight_ptr, first, r, at, N, K, BLOCK_N),)  # type: ignore[assignment]
+    gains = ()
+    square = tl.zeros([BLOCK_K], tl.float32)
+    if NORM:
+        for step in tl.static_range(STEPS):
+            at = step * BLOCK_K + k
+            gain = tl.load(norm_ptr + at, mask=at < K, other=0.0, eviction_policy="evict_last")
+            gains = gains + (gain,)  # type: ignore[assignment]
     i = tl.arange(0, BLOCK_N)
     n = first + (i // 2 + 2 * (i % 2) if BLOCK_N == 4 else i)
     if ADAPTED:
@@ -150,6 +162,9 @@ def _rows_kernel(
         at = step * BLOCK_K + k
         in_k = at < K
         x = tl.load(x_ptr + at, mask=in_k, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        if NORM:
+            square += x * x
+            x *= gains[step].to(tl.float32)
         new = ()
         for r in tl.static_range(ROWS):
             if step >= EARLY:
@@ -159,6 +174,11 @@ def _rows_kernel(
             new = new + (acc[r] + w.to(tl.float32) * x,)  # type: ignore[assignment]
         acc = new
     y = _sums(acc, 0, BLOCK_N)[None, :]
+    up = _sums(acc, BLOCK_N, BLOCK_N)[None, :] if GATED else y
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(square, axis=0) / K + eps)
+        y *= inverse
+        up *= inverse
     delta = 0.0
     up_delta = 0.0
     if ADAPTED:
@@ -172,7 +192,7 @@ def _rows_kernel(
                 K, PARTS, R, READY,
             )  # fmt: skip
     epilogue(
-        y, _sums(acc, BLOCK_N, BLOCK_N)[None, :] if GATED else y, n, one, 1, out_ptr, bias_ptr, scale_ptr, residual_ptr,
+        y, up, n, one, 1, out_ptr, bias_ptr, scale_ptr, residual_ptr,
         N, BIAS, SCALED, RESIDUAL, GATED, delta, up_delta, ADAPTED,
     )  # fmt: skip
 
@@ -309,14 +329,18 @@ def linear(
         out = torch.empty((batch, weight.shape[0] // 2 if gated else weight.shape[0]), dtype=x.dtype, device=x.device)
     # In a product an fp8 weight widens to float16, in one instruction and exactly; so must the input.
     half = batch > 1 and weight.dtype == torch.float8_e4m3fn
+    n = weight.shape[0] // 2 if gated else weight.shape[0]
+    shape = config or choose(n, k, batch, weight.element_size(), gated, lora is not None)
+    folds = norm is not None and lora is None and shape.kernel == "rows" and FOLDS_NORM
+    gain = norm
+    if folds:
+        norm = None
     if norm is not None and lora is not None:
         x = rms_norm_shrink(x, norm, eps, lora, dtype=torch.float16 if half else None, pdl=pdl)
     elif norm is not None:
         x = rms_norm(x, norm, eps, dtype=torch.float16 if half else None, pdl=pdl)
     elif half:
         x = to_half(x, pdl=pdl)
-    n = weight.shape[0] // 2 if gated else weight.shape[0]
-    shape = config or choose(n, k, batch, weight.element_size(), gated, lora is not None)
     pointers = (
         x,
         weight,
@@ -348,10 +372,13 @@ def linear(
             _rows_kernel,
             (shrinks + programs,),
             *pointers,
+            x if gain is None else gain,
+            eps,
             N=n,
             K=k,
             BLOCK_N=shape.block_n,
             BLOCK_K=shape.block_k,
+            NORM=folds,
             **flags,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,

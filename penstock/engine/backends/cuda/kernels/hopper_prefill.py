@@ -422,6 +422,7 @@ def prefill_attention(
         STAGES=STAGES,
         num_warps=4,
         pdl=False,
+        in_order=True,
     )
 
 

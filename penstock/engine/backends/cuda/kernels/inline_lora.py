@@ -119,7 +119,8 @@ def look_up_ranks(
 
 
 def open_pass(sums: Tensor, token_ranks: Tensor, slots: Tensor, ranks: Tensor, *, pdl: bool = False) -> None:
-    """Clear `sums`; `token_ranks` [sites, tokens] from the slots of the tokens and `ranks` [slots, sites]."""
+    """Clear `sums`; `token_ranks` [sites, tokens] from the slots of the tokens and `ranks` [slots, sites]. Linears read
+    the ranks as if they were constants, before they wait for their inputs: so nothing starts before this has ended."""
     sites, tokens = token_ranks.shape
     launch(
         _open_kernel,
@@ -135,6 +136,7 @@ def open_pass(sums: Tensor, token_ranks: Tensor, slots: Tensor, ranks: Tensor, *
         BLOCK=1024,
         num_warps=4,
         pdl=pdl,
+        in_order=True,
     )
 
 

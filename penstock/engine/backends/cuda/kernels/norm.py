@@ -130,6 +130,7 @@ def centre(residual: Tensor, added: tuple[Tensor | Addends, ...], *, pdl: bool =
         ADDED=len(added),
         X_DELTA=x_options["DELTA"],
         Y_DELTA=y_options["DELTA"],
+        in_order=x_options["DELTA"] or y_options["DELTA"],
         num_warps=min(16, max(1, block // 512)),
         pdl=pdl,
     )

@@ -298,6 +298,7 @@ def _sum(
         num_warps=min(16, max(1, block // 512)),
         num_stages=1,
         pdl=False,
+        in_order=True,
     )
 
 
@@ -371,6 +372,7 @@ def _gather(peers: Peers, x: Tensor, out: Tensor, rows: int, outputs: int, first
         num_warps=min(16, max(1, block // 512)),
         num_stages=1,
         pdl=False,
+        in_order=True,
     )
 
 

@@ -21,6 +21,7 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
+from penstock.engine.backends.cuda.kernels.head_gate import GatedRows
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout, KeySmoothing
 
 
@@ -77,6 +78,7 @@ def _rope_kernel(
     INTERLEAVED: tl.constexpr,
     CENTRED: tl.constexpr,
     DELTA: tl.constexpr,
+    GATES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     HALF: tl.constexpr = DIM // 2
@@ -102,10 +104,16 @@ def _rope_kernel(
     launch_successor(PDL)
     if DELTA:
         rank = tl.load(delta_ranks_ptr + token)
-    wait_for_inputs(PDL)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
-    source = qkv_ptr + token * qkv_stride + head[:, None] * DIM
+    table = cos_sin_ptr + position * ROTARY + cols
+    cos = tl.load(table, mask=cols < TURNING, other=1.0)[None, :]
+    sin = tl.load(table + TURNING, mask=cols < TURNING, other=0.0)[None, :]
+    wait_for_inputs(PDL)
+    place = head
+    if GATES:  # each query is followed by the gate of its head
+        place = head + tl.minimum(head, HEADS)
+    source = qkv_ptr + token * qkv_stride + place[:, None] * DIM
     low = tl.load(source + low_at[None, :], mask=mask, other=0.0).to(tl.float32)
     high = tl.load(source + high_at[None, :], mask=mask, other=0.0).to(tl.float32)
     if DELTA:
@@ -135,9 +143,6 @@ def _rope_kernel(
             low = tl.where(lane, shifted_low * inverse[:, None] * gain_low, low)
             high = tl.where(lane, shifted_high * inverse[:, None] * gain_high, high)
 
-    table = cos_sin_ptr + position * ROTARY + cols
-    cos = tl.load(table, mask=cols < TURNING, other=1.0)[None, :]
-    sin = tl.load(table + TURNING, mask=cols < TURNING, other=0.0)[None, :]
     new_low = tl.where(is_v[:, None], low, low * cos - high * sin)
     new_high = tl.where(is_v[:, None], high, high * cos + low * sin)
     if SMOOTHED:
@@ -189,7 +194,7 @@ def _rope_kernel(
 
 
 def rope_and_cache(
-    x: Tensor | Addends,
+    x: Tensor | Addends | GatedRows,
     layout: HeadLayout,
     cos_sin: Tensor,
     batch: AttentionBatch,
@@ -204,7 +209,8 @@ def rope_and_cache(
     pdl: bool = False,
 ) -> Tensor:
     """See `Ops.rope_and_cache`; `x` is what that calls `qkv`."""
-    qkv, delta, options = parts(x)
+    gates = isinstance(x, GatedRows)
+    qkv, delta, options = parts(x.rows if isinstance(x, GatedRows) else x)
     tokens, dim = qkv.shape[0], layout.head_dim
     q = torch.empty((tokens, layout.heads, dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
@@ -248,6 +254,7 @@ def rope_and_cache(
         INTERLEAVED=layout.interleaved,
         CENTRED=layout.centred_norms,
         **options,
+        GATES=gates,
         num_warps=2,
         pdl=pdl,
     )

@@ -1,0 +1,68 @@
+"""Attention with a gate for each head's output (`Ops.split_gate`, `Ops.sigmoid_mul`).
+
+Nothing is copied to split queries and gates: the rotation reads queries where they stand (`GatedRows`), and the gate is
+a view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, launch_successor, wait_for_inputs
+from penstock.engine.backends.interface import HeadLayout
+
+
+@dataclass(frozen=True, slots=True)
+class GatedRows:
+    """Rows of query and gate of each head in turn, then keys and values."""
+
+    rows: Tensor
+
+
+def split(qkv: Tensor, layout: HeadLayout) -> tuple[GatedRows, Tensor]:
+    """What `rope_and_cache` takes, and the gates [T, heads, head_dim]."""
+    heads, dim = layout.heads, layout.head_dim
+    gate = qkv.as_strided((len(qkv), heads, dim), (qkv.stride(0), 2 * dim, 1), qkv.storage_offset() + dim)
+    return GatedRows(qkv), gate
+
+
+@triton.jit
+def _sigmoid_mul_kernel(
+    x_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    gate_stride: tl.tensor,
+    head_stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < WIDTH
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+    at = gate_ptr + row * gate_stride + (cols // DIM) * head_stride + cols % DIM
+    gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    y = x / (1.0 + tl.exp(-gate))
+    tl.store(out_ptr + row * WIDTH + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor, *, pdl: bool = False) -> Tensor:
+    """x [T, heads * head_dim] times the sigmoid of `gate` [T, heads, head_dim]."""
+    assert x.is_contiguous() and gate.stride(2) == 1
+    out, block = torch.empty_like(x), 512
+    if not len(x):
+        return out
+    launch(
+        _sigmoid_mul_kernel, (x.shape[0], ceil_div(x.shape[1], block)), x, gate, out, gate.stride(0), gate.stride(1),
+        WIDTH=x.shape[1], DIM=gate.shape[2], BLOCK=block, num_warps=4, pdl=pdl,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,99 @@
+"""What kernels over cached latents share: the running softmax of a tile of queries over cached tokens.
+
+All heads share one key per token, so a tile holds many heads of a token and a cached vector is read once for all of
+them, as key (all of it) and as value (its latent part).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.backends.cuda.kernels.common import widen
+
+NEGATIVE = tl.constexpr(-1.0e30)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Shape of a launch of `decode` or `prefill`."""
+
+    tile: int
+    """Rows: heads, or tokens times heads."""
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+    min_tiles: int = 1
+
+
+@triton.jit
+def attend(
+    q: tl.tensor,
+    turned: tl.tensor,
+    acc: tl.tensor,
+    peak: tl.tensor,
+    total: tl.tensor,
+    cache_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    table: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    position: tl.tensor,
+    scores: tl.tensor,
+    LATENT: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROTARY: tl.constexpr,
+    ROTARY_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    INT8: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """Fold cached tokens `begin..end` into the running softmax; unmasked tiles must be visible to every row."""
+    CACHED: tl.constexpr = LATENT + ROTARY
+    r = tl.arange(0, LATENT_BLOCK)
+    e = tl.arange(0, ROTARY_BLOCK)
+    for start in range(begin, end, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        # Past the context tables and slots hold anything, NaN included.
+        inside = n < end if MASKED else n >= 0
+        block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        slot = block * BLOCK_SIZE + n % BLOCK_SIZE
+        at = cache_ptr + (slot * CACHED)[:, None]
+        if MASKED:
+            k = tl.load(at + r[None, :], mask=inside[:, None] & (r < LATENT)[None, :], other=0.0)
+            k_turned = tl.load(at + LATENT + e[None, :], mask=inside[:, None] & (e < ROTARY)[None, :], other=0.0)
+        elif LATENT == LATENT_BLOCK and ROTARY == ROTARY_BLOCK:
+            k = tl.load(at + r[None, :])
+            k_turned = tl.load(at + LATENT + e[None, :])
+        else:
+            k = tl.load(at + r[None, :], mask=(r < LATENT)[None, :], other=0.0)
+            k_turned = tl.load(at + LATENT + e[None, :], mask=(e < ROTARY)[None, :], other=0.0)
+        k = widen(k, q)
+        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        qk = tl.dot(turned, tl.trans(widen(k_turned, q)), qk, input_precision=PRECISION) * scores
+        if INT8:
+            scale = tl.load(scale_ptr + slot, mask=inside, other=0.0).to(tl.float32)
+            qk *= scale[None, :]
+        if MASKED:
+            qk = tl.where(inside[None, :] & (n[None, :] <= position[:, None]), qk, NEGATIVE)
+        new_peak = tl.maximum(peak, tl.max(qk, axis=1))
+        decay = tl.exp2(peak - new_peak)
+        p = tl.exp2(qk - new_peak[:, None])
+        total = total * decay + tl.sum(p, axis=1)
+        acc = acc * decay[:, None]
+        if INT8:
+            p *= scale[None, :]
+        acc = tl.dot(p.to(q.dtype), k, acc, input_precision=PRECISION)
+        peak = new_peak
+    return acc, peak, total
+
+
+def precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"

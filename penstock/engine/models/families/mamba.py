@@ -1,0 +1,71 @@
+"""What families with Mamba-2 layers have in common in their `config.json`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.engine.models.families.family import HFConfig, flag, integer, number
+from penstock.engine.models.model_config import MambaConfig
+from penstock.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from penstock.engine.models.architecture import Architecture
+
+MAMBA_KEYS = frozenset({
+    "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand",
+    "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit",
+})  # fmt: skip
+"""`mamba_chunk_size` says how the reference cuts its sums, which changes nothing but their rounding."""
+MAMBA_MATRICES = ("in_proj", "out_proj")
+
+
+def hybrid_architecture() -> Architecture:
+    from penstock.engine.models.mamba_hybrid import MAMBA_HYBRID
+
+    return MAMBA_HYBRID
+
+
+def mamba_config(raw: HFConfig, layers: tuple[bool, ...]) -> MambaConfig:
+    """From keys as Granite 4 and Bamba have them."""
+    inner, heads = integer(raw, "mamba_expand") * integer(raw, "hidden_size"), integer(raw, "mamba_n_heads")
+    head_dim = inner // heads if raw["mamba_d_head"] == "auto" else integer(raw, "mamba_d_head")
+    if heads * head_dim != inner:
+        raise CheckpointError(
+            f"{heads} Mamba heads (mamba_n_heads) of {head_dim} are not mamba_expand * hidden_size = {inner}"
+        )
+    return MambaConfig(
+        layers=layers,
+        heads=heads,
+        head_dim=head_dim,
+        groups=integer(raw, "mamba_n_groups"),
+        state=integer(raw, "mamba_d_state"),
+        conv=integer(raw, "mamba_d_conv"),
+        conv_bias=flag(raw, "mamba_conv_bias"),
+        proj_bias=flag(raw, "mamba_proj_bias"),
+        norm_groups=1,
+        norm_eps=number(raw, "rms_norm_eps"),
+        dt_range=time_step_range(raw),
+    )
+
+
+def time_step_range(raw: HFConfig) -> tuple[float, float]:
+    """`time_step_limit`. Writers that keep to JSON spell an infinite number as an object or a string."""
+    found = raw.get("time_step_limit")
+    if found is None:
+        return 0.0, math.inf
+    ends = [_float(end) for end in found] if isinstance(found, list | tuple) else []
+    if len(ends) != 2 or None in ends:
+        raise CheckpointError(f"config key 'time_step_limit' must be two numbers, found {found!r:.80}")
+    low, high = ends
+    assert low is not None and high is not None
+    return max(low, 0.0), high
+
+
+def _float(value: Any) -> float | None:
+    if isinstance(value, Mapping) and value.keys() == {"__float__"}:
+        value = value["__float__"]
+    if isinstance(value, str) and value in ("Infinity", "inf"):
+        return math.inf
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,109 @@
+"""Which part of every block and of every state of the cache each rank has (`kv.block_part`), from the model's shape.
+
+Stages have runs of layers, of which some keep blocks and some states; a rank may have none of one kind. Shards have
+runs of KV heads, and the heads and channels of recurrent layers that their weights were cut to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.engine.backends.interface import INT8, SCALE_DTYPE
+from penstock.engine.kv.block_part import BlockPart, Span, TensorPart
+from penstock.engine.kv.cache import CacheShape
+from penstock.engine.kv.kinds import CacheKind, PagedKV, PagedLatent, RecurrentState
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.parallel.layout import Place, even_span, kv_head_span, layer_span
+from penstock.engine.parallel.shards import delta_cuts, mamba_spans
+
+if TYPE_CHECKING:
+    from penstock.engine.startup.part import Part
+
+
+@dataclass(frozen=True, slots=True)
+class CacheParts:
+    """What ranks have of the cache of a model: sizes that are the same on all of them."""
+
+    model: ModelConfig
+    block_size: int
+    kv_dtype: torch.dtype
+    dtype: torch.dtype
+    """Of the activations, and so of the inputs that convolutions keep."""
+
+    def blocks(self, place: Place) -> BlockPart:
+        """What `place` has of every block."""
+        model, size = self.model, self.block_size
+        if model.latent is None:
+            heads = kv_head_span(model, place)
+            shards = (replace(place, rank=shard) for shard in range(place.tensor))
+            first = next(other.shard for other in shards if kv_head_span(model, other) == heads)
+            num_units, rows, width = model.num_kv_heads, 2, model.head_dim
+        else:
+            heads, first, num_units, rows, width = (0, 1), 0, 1, 1, model.latent.rank + model.latent.rotary
+        # An int8 cache has a second tensor, of one scale for each token and head.
+        sizes = [size * width * self.kv_dtype.itemsize] + [size * SCALE_DTYPE.itemsize] * (self.kv_dtype == INT8)
+        layers, total = self._layers(place, recurrent=False)
+        gives = first == place.shard
+        return BlockPart(tuple(TensorPart(total, num_units, layers, (heads,), rows, each, gives) for each in sizes))
+
+    def states(self, place: Place) -> BlockPart:
+        """What `place` has of every state."""
+        layers, total = self._layers(place, recurrent=True)
+        state, cut = self._state(), self._channels(place)
+        return BlockPart(
+            (
+                TensorPart(
+                    total, state.heads, layers, (even_span(state.heads, place),), 1, 4 * state.rows * state.columns
+                ),
+                TensorPart(total, state.channels, layers, cut, state.width, self.dtype.itemsize),
+            )
+        )
+
+    def whole(self) -> CacheShape:
+        """The cache as one device would have it."""
+        model, size = self.model, self.block_size
+        attends: CacheKind = PagedKV(model.num_kv_heads, model.head_dim, size, self.kv_dtype)
+        if model.latent is not None:
+            attends = PagedLatent(model.latent.rank + model.latent.rotary, size, self.kv_dtype)
+        kinds = [attends] * model.num_layers
+        if model.recurrent:
+            state = self._state()
+            kinds = [state if recurrent else attends for recurrent in self._recurrent]
+        return CacheShape(tuple(kinds), size)
+
+    def _state(self) -> RecurrentState:
+        """Of one layer of the whole model."""
+        delta, mamba = self.model.delta, self.model.mamba
+        if delta is not None:
+            channels = 2 * delta.k_heads * delta.k_dim + delta.v_heads * delta.v_dim
+            return RecurrentState(delta.v_heads, delta.k_dim, delta.v_dim, channels, delta.conv, self.dtype)
+        assert mamba is not None, "a model without recurrent layers has no states"
+        return RecurrentState(mamba.heads, mamba.head_dim, mamba.state, mamba.channels, mamba.conv, self.dtype)
+
+    def _channels(self, place: Place) -> tuple[Span, ...]:
+        """The channels of the convolution that `place` has."""
+        if self.model.delta is not None:
+            return delta_cuts(self.model.delta, place)["conv1d"].outputs or ()
+        assert self.model.mamba is not None
+        return tuple(mamba_spans(self.model.mamba, place))
+
+    @property
+    def _recurrent(self) -> tuple[bool, ...]:
+        """Which layers are."""
+        of = self.model.delta or self.model.mamba
+        return (False,) * self.model.num_layers if of is None else of.layers
+
+    def _layers(self, place: Place, *, recurrent: bool) -> tuple[Span, int]:
+        """The layers of a stage among all those that are recurrent, or are not, and how many these are."""
+        kinds = self._recurrent
+        begin, end = layer_span(len(kinds), place)
+        before, here = kinds[:begin].count(recurrent), kinds[begin:end].count(recurrent)
+        return (before, before + here), kinds.count(recurrent)
+
+
+def cache_parts(part: Part) -> CacheParts:
+    """Of the model of which `part` is one rank's."""
+    return CacheParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype)
