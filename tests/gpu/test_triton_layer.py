@@ -162,11 +162,11 @@ def bench_layer() -> Iterator[Row]:
                 for form, (pdl, folds, most) in FORMS.items():
                     if folds and count > 1:
                         continue
-                    gemv.FOLDS_NORM, common._MOST_OVERLAPPED = folds, most
+                    gemv.FOLDS_NORM, common.MOST_OVERLAPPED = folds, most
                     ops = TritonOps(DEVICE, pdl=pdl)
                     us = time_us(
                         [lambda o=ops, x=x, r=residual, c=case, t=cos_sin: run_layer(o, x, r, c, t) for x in layers]
                     )
-                    gemv.FOLDS_NORM, common._MOST_OVERLAPPED = False, 2048
+                    gemv.FOLDS_NORM, common.MOST_OVERLAPPED = False, 2048
                     yield bandwidth(f"layer {name} {label} b{count} {form}", us, size)
             del layers
