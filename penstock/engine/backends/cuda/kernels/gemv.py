@@ -42,7 +42,7 @@ from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink
 
 MAX_BATCH = 8
 """Above this cuBLAS is the better choice."""
-FOLDS_NORM = os.environ.get("PENSTOCK_FOLD_NORM") == "1"
+FOLDS_NORM = os.environ.get("PENSTOCK_TRIAL") == "1"
 
 
 @triton.jit
