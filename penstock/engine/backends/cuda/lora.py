@@ -236,7 +236,7 @@ class TritonLora:
             num_warps=4,
             num_stages=5 if step.block == _FEW else 3,
             pdl=self.pdl,
-            in_order=True,
+            branches=True,
             **common,
         )
         block_n = 256 if outputs > 8192 else 128
@@ -260,7 +260,6 @@ class TritonLora:
             num_warps=4,
             num_stages=2,
             pdl=self.pdl,
-            in_order=True,
             **common,
         )
 
