@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import random
@@ -30,13 +31,16 @@ from gpu_harness import (
     time_us,
 )
 from test_triton_gemv import linear64, make_weight
+from test_triton_moe import make_moe
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from penstock.engine.adapters.apply import TABLES, FusedAdaptedLinear  # noqa: E402
+from penstock.engine.adapters.experts import AdaptedExperts  # noqa: E402
 from penstock.engine.adapters.layout import AdapterLayout, Site  # noqa: E402
 from penstock.engine.adapters.peft import LoadedAdapter  # noqa: E402
+from penstock.engine.backends.cuda.experts import group  # noqa: E402
 from penstock.engine.backends.cuda.kernels import gemv  # noqa: E402
 from penstock.engine.backends.cuda.kernels.addends import Addends  # noqa: E402
 from penstock.engine.backends.cuda.kernels.norm import rms_norm  # noqa: E402
@@ -45,6 +49,7 @@ from penstock.engine.backends.cuda.linear import CudaLinear  # noqa: E402
 from penstock.engine.backends.cuda.lora import TritonLora  # noqa: E402
 from penstock.engine.backends.cuda.ops import TritonOps  # noqa: E402
 from penstock.engine.backends.reference.lora import ReferenceLora  # noqa: E402
+from penstock.engine.models.layers.experts import ExpertSlots  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
 TIE = 2e-2
@@ -251,6 +256,103 @@ def test_model_sizes() -> None:
         slots[0] = 2
         ours.begin(slots)
         compare(f"llama {tokens}", LLAMA, ours, reference, slots, dtype)
+
+
+EXPERTS = AdapterLayout(
+    (
+        Site("qkv", ("q", "k", "v"), (32, 16, 16), 48),
+        Site("expert_gate_up", ("g", "u"), (40, 40), 48, of_experts=True, experts=5, layers=(False, True)),
+        Site("expert_down", ("d",), (48,), 40, of_experts=True, experts=5, layers=(False, True)),
+    ),
+    2,
+    by_output=True,
+)
+
+
+def test_experts_of_adapters() -> None:
+    """Every visit gets the matrices of its expert in its token's adapter."""
+    rng = np.random.default_rng(3)
+    for dtype in (torch.bfloat16, torch.float32):
+        ours, reference = kernels(EXPERTS, [3, 8, 20], dtype, 20)
+        for rows in (1, 24):
+            slots = torch.from_numpy(rng.integers(-1, 3, rows)).to(DEVICE)
+            experts = torch.from_numpy(rng.integers(0, 5, rows)).to(DEVICE)
+            weights = torch.rand(rows, device=DEVICE)
+            for index in (1, 2):
+                placed = EXPERTS.place(1, index)
+                x, y = (rand(rows, size, dtype=dtype) for size in (placed.site.inputs, placed.site.outputs))
+                for scale in (None, weights):
+                    got, want = y.clone(), y.float()
+                    with poisoned_outputs():
+                        ours.add_visits(x, got, placed, slots, experts, scale)
+                    reference.add_visits(x.float(), want, placed, slots, experts, scale)
+                    check(f"{dtype} {rows} {placed.site.attribute}", got, want, 2 * TOLERANCE[dtype])
+                    check_equal("visits without adapter", got[slots < 0], y[slots < 0])
+
+
+def test_experts_all_at_once_with_adapters() -> None:
+    """As one by one: of some tokens, with weights before the experts and behind them, and experts elsewhere."""
+    sites = EXPERTS.sites
+    for early, elsewhere in ((False, False), (True, False), (False, True)):
+        ours, reference = kernels(EXPERTS, [3, 8, 20], torch.float32, 20)
+        mlp = make_moe(5, 2, sites[1].inputs, sites[1].sizes[0], torch.float32)
+        mlp = dataclasses.replace(mlp, router=dataclasses.replace(mlp.router, weight_inputs=early))
+        if elsewhere:
+            held = (4, 1, 2)
+            slots = ExpertSlots((held, (0, 3, 2)), 0, 5, DEVICE)
+            mlp = dataclasses.replace(mlp, experts=[mlp.experts[expert] for expert in held], slots=slots)
+        grouped = group(mlp)
+        assert grouped is not None
+        tokens = np.array([0, 2, -1, 1, 0, -1], np.int32)
+        x = rand(len(tokens), sites[1].inputs)
+        for kernel in (ours, reference):
+            kernel.begin(tokens)
+        places = EXPERTS.place(1, 1), EXPERTS.place(1, 2)
+        with poisoned_outputs():
+            got = AdaptedExperts(grouped, ours, *places).forward(x.clone())
+        want = AdaptedExperts(mlp, reference, *places).forward(x.clone())
+        without = grouped.forward(x.clone())
+        if MODE != "compile":
+            check(f"early {early}, elsewhere {elsewhere}", got, want, 4 * TOLERANCE[torch.float32])
+            plain = torch.from_numpy(tokens < 0).to(DEVICE)
+            check("tokens without adapter", got[plain], without[plain], 4 * TOLERANCE[torch.float32])
+
+
+def test_engine_with_adapters_of_experts() -> None:
+    """Decode graphs, prompts beside them, a batch of several adapters and none."""
+    if not ON_DEVICE:
+        return
+    from penstock.engine.adapters.spec import AdapterSpec
+    from tests.engine.adapters.expert_files import merge_experts, write_expert_adapter
+    from tests.engine.adapters.test_equals_merging import ask
+    from tests.engine.harness import assert_idle, generate, make_engine
+    from tests.engine.tiny import Reference, write_checkpoint
+
+    rng = random.Random(6)
+    for family, more in (("qwen3-moe", ("gate",)), ("gpt-oss", ("router",)), ("deepseek-v3", ("gate", "up_proj"))):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            base = write_checkpoint(family, root / "base")
+            references = {"": Reference(base)}
+            specs = []
+            for i in range(2):
+                made = references[f"a{i}"] = Reference(base)
+                targets = ("gate_up_proj", "down_proj", *more)
+                path = write_expert_adapter(root / f"a{i}", made.model, rank=3 + 5 * i, seed=i, targets=targets)
+                merge_experts(made.model, path)
+                specs.append(AdapterSpec(f"a{i}", str(path)))
+            engine = make_engine(
+                base, device="cuda", adapters=tuple(specs), max_running=4, num_blocks=200, token_budget=96
+            )
+            asked = {
+                f"r{i}": ([rng.randrange(199) for _ in range(rng.randrange(1, 90))], ["", "a0", "a1"][i % 3])
+                for i in range(9)
+            }
+            got = generate(engine, *(ask(id, prompt, name, 16) for id, (prompt, name) in asked.items()))
+            for id, (prompt, name) in asked.items():
+                margins = references[name].margins(prompt, got[id])
+                assert float(margins.max()) < TIE, (family, id, name, margins)
+            assert_idle(engine)
 
 
 def test_engine_with_adapters_equals_merged_checkpoints() -> None:

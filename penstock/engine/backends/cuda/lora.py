@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from penstock.engine.adapters.apply import TABLES
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
+from penstock.engine.backends.cuda.kernels import expert_lora
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
 from penstock.engine.backends.cuda.kernels.inline_lora import COPIES, TILE_ROWS, InlineLora, open_pass
@@ -152,6 +154,18 @@ class TritonLora:
             stream.wait_stream(self._side)
         return Addends(y, delta, ranks[placed.index])
 
+    @property
+    def token_slots(self) -> Tensor:
+        assert self._step is not None
+        return self._step.tokens
+
+    def add_visits(
+        self, x: Tensor, y: Tensor, placed: PlacedSite, slots: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> None:
+        expert_lora.add_visits(
+            x, y, self._bank, self._ranks, placed, self._rank, slots.int(), experts.int(), weights, pdl=self.pdl
+        )
+
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._launch(x, self._partial(x, placed), y, placed, add=True)
 
@@ -200,7 +214,7 @@ class TritonLora:
         splits, entries = sums.shape[:2]
         tile_tokens, tile_ranks, _ = self._tiled(step)
         where = (step.slots, tile_ranks[placed.index], tile_tokens)
-        common = {
+        common: dict[str, Any] = {
             "K": inputs,
             "PARTS": parts,
             "R": self._rank,
@@ -223,7 +237,7 @@ class TritonLora:
             num_warps=4,
             num_stages=5 if step.block == _FEW else 3,
             pdl=self.pdl,
-            in_order=True,
+            branches=True,
             **common,
         )
         block_n = 256 if outputs > 8192 else 128
@@ -247,7 +261,6 @@ class TritonLora:
             num_warps=4,
             num_stages=2,
             pdl=self.pdl,
-            in_order=True,
             **common,
         )
 
