@@ -192,6 +192,8 @@ def _tuned(name: str, tokens: int, dense: bool, configs: list[tuple[int, ...]]) 
             packed = Mxfp4Matrix(words, exponents, torch.ones(experts, n, device=DEVICE))
             size, call = n * k * 17 / 32, partial(moe_mxfp4.grouped_linear, x, packed, empty(experts, n, dtype=BF16))
         for shape in configs:
+            if gated and shape[-1] == 2 and len(shape) == 5 and not dense:
+                continue  # only sums are split
             config = GroupedConfig(*shape) if dense else Mxfp4Config(*shape)  # type: ignore[call-arg]
             calls = [
                 partial(
@@ -205,24 +207,22 @@ def _tuned(name: str, tokens: int, dense: bool, configs: list[tuple[int, ...]]) 
 
 
 def tune_few_mxfp4() -> Iterator[Row]:
-    shapes = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4))
-    for tokens in (1, 8):
-        yield from _tuned("gpt-oss-20b", tokens, False, [(FEW, n, w, s) for n, w in shapes for s in (3, 5)])
+    shapes = ((16, 1, 4), (16, 2, 4), (16, 2, 6), (32, 2, 4), (32, 4, 4))
+    yield from _tuned("gpt-oss-20b", 1, False, [(8, n, w, s, split) for n, w, s in shapes for split in (1, 2)])
 
 
 def tune_many_mxfp4() -> Iterator[Row]:
-    shapes = ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4))
-    yield from _tuned("gpt-oss-20b", 64, False, [(16, n, w, s) for n, w in shapes for s in (2, 3, 4)])
+    shapes = ((32, 2, 4), (64, 2, 3), (64, 2, 4), (64, 4, 3), (64, 4, 4), (128, 4, 3))
+    yield from _tuned("gpt-oss-20b", 64, False, [(16, n, w, s) for n, w, s in shapes])
 
 
 def tune_few_dense() -> Iterator[Row]:
-    shapes = ((16, 128, 1), (16, 128, 2), (16, 256, 2), (32, 128, 2), (32, 128, 4), (64, 128, 4))
+    shapes = ((16, 128, 2, 4), (16, 256, 2, 4), (32, 128, 2, 4), (32, 128, 4, 4), (64, 128, 4, 4))
     for name in ("deepseek-v2-lite", "qwen3-next"):
-        for tokens in (1, 8):
-            yield from _tuned(name, tokens, True, [(FEW, n, k, w, s) for n, k, w in shapes for s in (3, 5)])
+        yield from _tuned(name, 1, True, [(FEW, *shape) for shape in shapes])
 
 
 def tune_many_dense() -> Iterator[Row]:
-    shapes = ((32, 64, 2), (32, 128, 2), (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4))
+    shapes = ((32, 64, 2), (32, 128, 4), (64, 128, 4), (128, 64, 4))
     for name in ("deepseek-v2-lite", "qwen3-next"):
         yield from _tuned(name, 64, True, [(16, n, k, w, s) for n, k, w in shapes for s in (3, 5)])

@@ -297,6 +297,7 @@ class FusedSharedAndRouted(SharedAndRouted):
         down: Any = self.shared.down
         router: Any = routed.router.linear
         gate: Any = self.gate
+        assert isinstance(routed.gate_up, Stack) and isinstance(routed.down, Stack)
         weights, chosen, gates = score_and_route(
             x, router.weight, router.bias, routed.choice, routed.counters, shared=None if gate is None else gate.weight
         )

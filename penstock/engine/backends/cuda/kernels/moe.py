@@ -307,8 +307,8 @@ def grouped_linear(
     by pair; with `FewPairs` their sums [T, N], for which `counters` is int32, zero, one for every 16 columns.
     `route_weights` (float32 [T, top_k]) meet the inputs of a gated product and the outputs of another.
     `weight_scale`: float32, one per row of an e4m3 weight, or, with `scale_tile`, one for every so many rows and
-    inputs: [experts, rows / tile, K / tile]. `bias`: one per row of `weight`, added before gate and route weights. `shared`: with `FewPairs`,
-    computed in the same launch and part of the sums.
+    inputs: [experts, rows / tile, K / tile]. `bias`: one per row of `weight`, added before gate and route weights.
+    `shared`: with `FewPairs`, computed in the same launch and part of the sums.
     """
     experts, wide, depth = weight.shape
     n, pairs = wide // 2 if gated else wide, schedule.pairs

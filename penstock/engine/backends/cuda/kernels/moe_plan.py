@@ -193,8 +193,8 @@ def add_up(
     SHARED: tl.constexpr = False,
 ) -> None:
     """Leave the sums `acc` [pairs of the tile, columns `n`] of `here` pairs; the last program at these columns adds up
-    the pairs of every token, always in the order of its choices, and sets the counter back to zero. `SHARED`: behind the
-    pairs there is one more for every token."""
+    the pairs of every token, always in the order of its choices, and sets the counter back to zero. `SHARED`: behind
+    the pairs there is one more for every token."""
     in_n = n < N
     tl.store(sums_ptr + pair[:, None] * N + n[None, :], acc, mask=in_m[:, None] & in_n[None, :])
     # All threads' stores happen before the barrier, and thread 0's release makes them visible to the chip.

@@ -237,7 +237,7 @@ def _score_kernel(
     mine = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     launch_successor(PDL)
     wait_for_inputs(PDL)
-    if SHARED:
+    if SHARED:  # noqa: SIM102 - known when compiled; the other is not
         if tl.program_id(0) == (EXPERTS + BLOCK_E - 1) // BLOCK_E:
             score = _scores(x_ptr + row * HIDDEN, shared_ptr + tl.zeros([BLOCK_E], tl.int32), HIDDEN, BLOCK_E, BLOCK_K)
             score = score.to(x_ptr.dtype.element_ty).to(tl.float32)
