@@ -119,7 +119,9 @@ def hybrid_from_gguf(key: GGUFKeys, config: HFConfig) -> dict[str, Any]:
     """What delta nets are made of."""
     values, inner = key.whole("ssm.time_step_rank", 0), key.whole("ssm.inner_size", 0)
     if not values or inner % values:
-        raise CheckpointError(f"GGUF key {key.architecture}.ssm.inner_size: {inner} is not a size of {values} heads")
+        raise CheckpointError(
+            f"GGUF key {key.architecture}.ssm.inner_size: {inner} is not a size of {values} heads (ssm.time_step_rank)"
+        )
     return {
         "full_attention_interval": key.whole("full_attention_interval", _INTERVAL),
         "linear_conv_kernel_dim": key.whole("ssm.conv_kernel", 0),
