@@ -19,11 +19,21 @@ from penstock.engine.loading.gguf import Bytes, GGUFFile, RawTensor
 from penstock.engine.loading.gguf_delta import delta_origins, reordered
 from penstock.engine.loading.gguf_origin import Origin
 from penstock.engine.models.families import Family, TensorNames
+from penstock.engine.models.families.family import NEXTN_KEY
 from penstock.errors import CheckpointError
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LATENT_PARTS = ("attn_k_b", "attn_v_b")
 """Of `attn_kv_b`: instead of it, or (some writers) beside it."""
+_NEXTN = {
+    "eh_proj": "eh_proj",
+    "embed_tokens": "embed_tokens",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "shared_head_head": "shared_head.head",
+    "shared_head_norm": "shared_head.norm",
+}
+"""What layers for multi-token prediction have beside those of a layer."""
 _ROWS = frozenset({"ffn_gate_inp_shexp"})
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 
@@ -49,6 +59,10 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
             if parts is not None:
                 found |= {f"model.layers.{of_layer[1]}.{target}": origin for target, origin in parts.items()}
                 continue
+        further = re.fullmatch(r"blk\.(\d+)\.nextn\.(\w+)", stem)
+        if further is not None and NEXTN_KEY in family.gguf.reads and further[2] in _NEXTN:
+            found[f"model.layers.{further[1]}.{_NEXTN[further[2]]}.{suffix}"] = Origin(name, offset=offset)
+            continue
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
         layer, part = (match[1], match[2]) if match else ("", "")
         prefix = f"model.layers.{layer}"

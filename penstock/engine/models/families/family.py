@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 HFConfig = Mapping[str, Any]
 """The keys of a `config.json`."""
+NEXTN_KEY = "nextn_predict_layers"
+"""Of GGUF files: how many of their layers are for multi-token prediction, behind the others."""
 MOST_LAYERS = 10_000
 """More than any model has; a damaged file must not fill memory with layers."""
 SILU = ("silu", "swish")
