@@ -213,7 +213,7 @@ class GroupedExpertMlp:
         top_k, experts = chosen.shape[1], self.gate_up.experts
         schedule = plan(chosen, experts)
         order = schedule.order.clamp(0, chosen.numel() - 1).long()  # what is behind the runs was not written
-        each, late = x.repeat_interleave(top_k, 0), weights
+        each, late = x.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1), weights
         if self.router.weight_inputs:
             each, late = (each * weights.view(-1, 1)).to(x.dtype), torch.ones_like(weights)
         inner = self.gate_up.product(each[order], schedule, top_k, None, None, self.counters)
