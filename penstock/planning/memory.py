@@ -203,7 +203,7 @@ def device_weights(deployment: Deployment, stage: int = 0) -> int:
     for part, count in shape.layer_groups(first, last):
         split = part.query_output + part.key_value * copies + part.feed_forward
         matrices = (split / tensor + part.latent) * form.matrix_bytes
-        experts = part.experts / tensor * form.of_experts
+        experts = part.experts / tensor * form.further
         total += count * (matrices + experts + (part.router + part.small) * form.dense_bytes)
     if stage == 0:
         rows = -(-shape.vocab // tensor)
