@@ -79,6 +79,46 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Mamba:
+    """Mamba-2 layers in place of attention; see `Delta`."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one."""
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    conv: int
+    conv_bias: bool
+    proj_bias: bool
+    norm_groups: int
+    """Runs of channels that are normalized by themselves; 0: there is no norm."""
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.inner + 2 * self.groups * self.state
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of the projections."""
+        return hidden * (self.inner + self.channels + self.heads + self.inner)
+
+    def others(self, hidden: int) -> int:
+        """Parameters beside them."""
+        biases = self.inner + self.channels + self.heads + hidden if self.proj_bias else 0
+        norm = self.inner if self.norm_groups else 0
+        return self.channels * (self.conv + self.conv_bias) + 3 * self.heads + norm + biases
+
+    def state_bytes(self, element: int = 2) -> int:
+        """As of a delta net."""
+        return 4 * self.inner * self.state + element * self.conv * self.channels
+
+
+@dataclass(frozen=True, slots=True)
 class LayerParts:
     """Parameters of one layer by how they are used, and split between devices."""
 
@@ -141,6 +181,7 @@ class ModelShape:
     moe: Moe | None = None
     mla: Mla | None = None
     delta: Delta | None = None
+    mamba: Mamba | None = None
     stored: WeightFormat | None = None
     """How a checkpoint in few bits holds its matrices; None: dense."""
     served: bool = True
@@ -157,7 +198,8 @@ class ModelShape:
     def _kind(self, index: int) -> tuple[bool, bool]:
         """Whether a layer has experts, and whether it is recurrent."""
         routed = self.moe is not None and self.moe.layers[index]
-        return routed, self.delta is not None and self.delta.layers[index]
+        recurrent = self.recurrent
+        return routed, recurrent is not None and recurrent.layers[index]
 
     def _parts(self, routed: bool, recurrent: bool) -> LayerParts:
         """The parameters of one layer, with or without experts, recurrent or not."""
@@ -184,6 +226,9 @@ class ModelShape:
             values, latent, key_value = delta.v_heads * delta.v_dim, 0, 0
             query_output = hidden * (delta.channels + 2 * values + 2 * delta.v_heads)
             small += delta.conv * delta.channels + 2 * delta.v_heads + delta.v_dim
+        elif recurrent and self.mamba is not None:
+            query_output, latent, key_value = self.mamba.matrices(hidden), 0, 0
+            small += self.mamba.others(hidden)
         else:
             q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
             latent = 0
@@ -268,23 +313,28 @@ class ModelShape:
         return (self.layers - self.recurrent_layers) * self.kv_elements_per_layer
 
     @property
+    def recurrent(self) -> Delta | Mamba | None:
+        """The mixers of layers without attention."""
+        return self.delta or self.mamba
+
+    @property
     def recurrent_layers(self) -> int:
         return self.recurrent_in(0, self.layers)
 
     def recurrent_in(self, first: int, last: int) -> int:
         """How many of some layers keep a state instead of what their tokens leave."""
-        return 0 if self.delta is None else sum(self.delta.layers[first:last])
+        return 0 if self.recurrent is None else sum(self.recurrent.layers[first:last])
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """The windows of the layers that have attention."""
-        delta = self.delta
-        return tuple(w for index, w in enumerate(self.windows) if delta is None or not delta.layers[index])
+        others = self.recurrent
+        return tuple(w for index, w in enumerate(self.windows) if others is None or not others.layers[index])
 
     @property
     def state_bytes(self) -> int:
         """Bytes of a running sequence beside what its tokens leave, whatever its length."""
-        return 0 if self.delta is None else self.recurrent_layers * self.delta.state_bytes()
+        return 0 if self.recurrent is None else self.recurrent_layers * self.recurrent.state_bytes()
 
     def kv_bytes_per_token(self, kv_bytes: float = 2.0) -> int:
         """Bytes that one token leaves in the cache, with elements of `kv_bytes` each."""
