@@ -88,6 +88,10 @@ GRANITE4_HYBRID: dict[str, Any] = {
     **GRANITE4, "layer_types": [MAMBA, ATTENTION, MAMBA], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2,
     "mamba_d_state": 24, "mamba_d_conv": 3, "mamba_chunk_size": 24,
 }  # fmt: skip
+BAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_d_conv": 3,
+    "mamba_chunk_size": 24,
+}  # fmt: skip
 QWEN2_MOE = {
     "num_experts": 12,
     "num_experts_per_tok": 3,
@@ -170,6 +174,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_limit": (0.2, 0.9),
         },
     ),
+    "bamba": ("BambaConfig", {**BAMBA, "attn_layer_indices": [1], "mamba_conv_bias": False, "attention_bias": True}),
     "qwen2-moe": ("Qwen2MoeConfig", {**QWEN2_MOE, "mlp_only_layers": [1]}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),

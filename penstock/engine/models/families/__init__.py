@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from penstock.engine.loading.keys import KeyRules
+from penstock.engine.models.families.bamba import BAMBA
 from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.config_keys import INERT
@@ -100,6 +101,7 @@ FAMILIES: dict[str, Family] = {
         GRANITE_MOE,
         GRANITE_MOE_SHARED,
         GRANITE_MOE_HYBRID,
+        BAMBA,
         SMOLLM3,
         COHERE,
         COHERE2,
