@@ -13,9 +13,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from rich.console import Console
 
 from penstock.bench import report, serve
@@ -27,7 +29,7 @@ from penstock.interpreter import module
 _START_S = 300.0
 _STOP_S = 45.0
 _PAUSE_S = 0.1
-_SETTLE_S = 5.0
+SETTLE_S = 5.0
 """An engine uses its first idle seconds to prepare further steps."""
 
 
@@ -41,10 +43,18 @@ class Running:
     """From the start of its process until it was ready."""
     first_answer_s: float
     """The same until the first token of its first answer had come."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Of the engine's start."""
+
+    @property
+    def start(self) -> dict[str, Any]:
+        return {"ready_s": self.ready_s, "first_answer_s": self.first_answer_s, "engine_phases_s": self.phases}
 
 
 @contextmanager
-def server(model: str, folder: Path, *, device: str = "auto", settings: Sequence[str] = ()) -> Iterator[Running]:
+def server(
+    model: str, folder: Path, *, device: str = "auto", settings: Sequence[str] = (), settle_s: float = SETTLE_S
+) -> Iterator[Running]:
     """`penstock serve` of a model, ready and settled. `folder` gets its files, `settings` are `key=value`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -72,8 +82,9 @@ def server(model: str, folder: Path, *, device: str = "auto", settings: Sequence
         if tally.errors:
             raise BenchError(f"the server does not answer: {next(iter(tally.errors))}\n{log.read_text()[-2000:]}")
         answered_s = time.monotonic() - began
-        time.sleep(_SETTLE_S)
-        yield Running(url, process.pid, ready_s, answered_s)
+        phases = asyncio.run(_startup(Target.parse(url, None)))
+        time.sleep(settle_s)
+        yield Running(url, process.pid, ready_s, answered_s, phases)
     finally:
         process.terminate()
         try:
@@ -101,6 +112,16 @@ async def _becomes_ready(target: Target, process: subprocess.Popen[bytes]) -> bo
         finally:
             await connection.close()
     return False
+
+
+async def _startup(target: Target) -> dict[str, float]:
+    """The phases of the engine's start, in seconds."""
+    connection = Connection(target)
+    try:
+        replicas = msgspec.json.decode(await connection.request("GET", "/v1/admin/replicas"))["data"]
+    finally:
+        await connection.close()
+    return dict(replicas[0]["startup_s"] or {})
 
 
 def random_model(shape: str, folder: Path, console: Console) -> str:

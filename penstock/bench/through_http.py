@@ -144,7 +144,9 @@ def main(settings: ThroughHttpBenchSettings, names: Sequence[str], json_file: Pa
             console.print(f"[bold]{label}[/bold]: {report.machine_line()}")
             console.print(
                 f"The server was ready after {running.ready_s:.1f} s, its first answer came after "
-                f"{running.first_answer_s:.1f} s."
+                f"{running.first_answer_s:.1f} s. The engine's part: "
+                + ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in running.phases.items()),
+                highlight=False,
             )
             for turn in range(settings.repeat):
                 where = f"turn {turn + 1} of {settings.repeat}"
@@ -163,8 +165,7 @@ def main(settings: ThroughHttpBenchSettings, names: Sequence[str], json_file: Pa
         results: list[dict[str, Any]] = [
             {"workload": name, "turns": [dataclasses.asdict(turn) for turn in of_it]} for name, of_it in turns.items()
         ]
-        start = {"ready_s": running.ready_s, "first_answer_s": running.first_answer_s}
-        report.write_json(json_file, "http", dataclasses.asdict(settings) | {"start": start}, results)
+        report.write_json(json_file, "http", dataclasses.asdict(settings) | {"start": running.start}, results)
 
 
 def _show(turns: dict[str, list[Turn]], settings: ThroughHttpBenchSettings, console: Console) -> None:

@@ -15,6 +15,7 @@ from penstock.engine.request import EngineInfo
 from penstock.supervisor.health import local_url
 from penstock.supervisor.launch import engine_name
 from penstock.supervisor.reporter import Reporter
+from penstock.supervisor.start_timeline import StartTimeline
 from penstock.telemetry.printable import printable, printable_json
 
 _COLOURS = ("cyan", "green", "magenta", "blue", "yellow")
@@ -75,6 +76,13 @@ class TerminalReporter(Reporter):
             self._event("ready", seconds=round(seconds, 3))
         else:
             self._banner(engines, seconds)
+
+    def timeline(self, timeline: StartTimeline) -> None:
+        if self._json:
+            self._event("start", **timeline.fields())
+        else:
+            self._close_bars()
+            self._note(str(timeline))
 
     def exited(self, child: str, how: str, restart_in_s: float) -> None:
         if self._json:

@@ -216,6 +216,10 @@ class ModelConfig:
         None, doc="Maximum rank of an adapter; device memory is reserved for it. When not set, that of the listed "
         "adapters, and at least 16.", least=1, most=512, example="64",
     )  # fmt: skip
+    adapter_experts: bool | None = setting(
+        None, doc="Whether adapters may change the experts of a layer, one by one; device memory is reserved for that. "
+        "When not set, they may if a listed adapter in a local folder does, and always on CPU.", example="true",
+    )  # fmt: skip
 
     trust_remote_code: tuple[str, ...] = setting(
         (), doc="Checkpoints whose own modelling code may run, by name: this folder or repository. Needs "

@@ -16,7 +16,16 @@ from penstock.config.models import ModelConfig
 from penstock.engine.config import EngineConfig
 
 BESIDES = (
-    *("source", "draft_model", "adapters", "adapter_rank", "watchdog_s", "stream_interval_s", "time_slice"),
+    *(
+        "source",
+        "draft_model",
+        "adapters",
+        "adapter_rank",
+        "adapter_experts",
+        "watchdog_s",
+        "stream_interval_s",
+        "time_slice",
+    ),
     "placement",
 )
 """Settings that an engine process reads besides those of `EngineConfig`."""

@@ -127,6 +127,10 @@ class EngineConfig:
     adapter_rank: int | None = None
     """Largest rank of an adapter; device memory is reserved for it. Not set: that of the `adapters` that are folders on
     this machine, and at least 16."""
+    adapter_experts: bool | None = None
+    """Whether device memory is reserved for adapters of experts, which are large. Not set: whether one of the
+    `adapters` that are folders on this machine changes experts. On CPU nothing is reserved, and they are always taken
+    unless this is false."""
 
     role: Role = "both"
     """`prefill`: other engines may take the KV blocks that this one computes. `decode`: it may take theirs."""

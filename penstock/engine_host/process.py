@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from penstock.engine.process import age_s
 from penstock.engine_host.pacer import Pacing, pick_interval
 from penstock.engine_host.rank_hub import RankHub
 from penstock.engine_host.server import EngineServer
@@ -62,7 +63,7 @@ class EngineProcess:
         device may have the memory now. `machines`: meets those that ranks are placed on, for each loading."""
         with Listener(self.endpoint, curve=self.curve) as listener:
             self.progress("import", 0.0)
-            begin = time.perf_counter()
+            started, begin = round(age_s(), 3), time.perf_counter()
             from penstock.engine.core import Engine
             from penstock.engine.sleep.sleep import EngineSleep
             from penstock.engine_host.gpu_meter import open_meter
@@ -87,7 +88,7 @@ class EngineProcess:
             sleeper = EngineSleep(config, load)
             first = sleeper.not_loaded() if start_asleep else load(config)
             info = first.info
-            phases = {"import": imported, **info.startup}
+            phases = {"start": started, "import": imported, **info.startup}
             info.startup.clear()
             info.startup.update(phases)
             server = EngineServer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.engine.request import EngineInfo
+from penstock.supervisor.start_timeline import StartTimeline
 
 
 class Reporter:
@@ -19,6 +20,9 @@ class Reporter:
 
     def ready(self, engines: list[EngineInfo], seconds: float) -> None:
         """All engines and gateways are ready, `seconds` after the start."""
+
+    def timeline(self, timeline: StartTimeline) -> None:
+        """Where the time went until everything was ready; comes before `ready`."""
 
     def exited(self, child: str, how: str, restart_in_s: float) -> None:
         """A child died and will be started again."""

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from penstock.engine.process import age_s
 from penstock.errors import PenstockError
 from penstock.supervisor.backoff import Backoff
 from penstock.supervisor.child import Child, Process
@@ -25,6 +26,7 @@ from penstock.supervisor.health import is_ready
 from penstock.supervisor.heartbeat import HEARTBEAT_S, Heartbeat
 from penstock.supervisor.reporter import Reporter
 from penstock.supervisor.service_manager import READY, STOPPING, notify
+from penstock.supervisor.start_timeline import StartTimeline
 from penstock.supervisor.status import Alive, EncoderNeeded, Failed, Listening, Progress, Started, Status
 from penstock.supervisor.unit import Unit
 
@@ -93,6 +95,8 @@ class Supervisor:
         self._reporter = reporter or Reporter()
         self._backoff_s = backoff_s
         self._frozen_s = frozen_s
+        self._prepared_s = 0.0
+        """How old this process was when it began to start others."""
         self.announced = asyncio.Event()
         """Set when everything is ready for the first time."""
         self._stopping = asyncio.Event()
@@ -118,7 +122,7 @@ class Supervisor:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 loop.add_signal_handler(number, self.stop)
-        started = time.monotonic()
+        started, self._prepared_s = time.monotonic(), age_s()
         for unit in [*self._engines, *self._gateways]:
             self._start(unit)
         announcer = asyncio.create_task(self._announce(started), name="announce")
@@ -321,7 +325,9 @@ class Supervisor:
             unit.ready.set()
             unit.ready_at = unit.ready_at or time.monotonic()
         infos = [unit.info for unit in needed if unit.info is not None]
-        self._reporter.ready(infos, time.monotonic() - started)
+        now = time.monotonic()
+        self._reporter.timeline(StartTimeline.of([*self._gateways, *needed], started, self._prepared_s, now))
+        self._reporter.ready(infos, now - started)
         notify(READY, f"serving on {self._address}" if self._gateways else "running engines")
         self.announced.set()
         for unit in self._engines:

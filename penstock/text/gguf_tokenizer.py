@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from penstock.engine.loading.gguf import GGUFFile
 from penstock.errors import CheckpointError
+from penstock.text import deepseek_words
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Values of `tokenizer.ggml.token_type`."""
@@ -64,6 +65,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _split(QWEN2)),
     "tekken": _split(TEKKEN),
     **dict.fromkeys(("gpt-4o", "llama4"), _split(GPT4O)),
+    **deepseek_words.PRE_TOKENIZERS,
 }
 """By `tokenizer.ggml.pre`."""
 

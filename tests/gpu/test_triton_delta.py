@@ -27,6 +27,7 @@ from gpu_harness import (
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels import delta
+from penstock.engine.backends.cuda.kernels.delta_decode import DecodeShape
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, DeltaWeights, StateBatch
 from penstock.engine.backends.reference.delta import delta_net as plain
 from penstock.engine.backends.reference.delta import split_gate
@@ -153,7 +154,7 @@ def test_states_split_between_programs() -> None:
     processors = ops.processors
     try:
         for layout, dtype in CASES:
-            for ops.processors in (48,) if QUICK else (2, 48, 1024):
+            for ops.processors in (2, 48) if QUICK else (2, 48, 1024):
                 compare(f"split {layout} {dtype} {ops.processors}", build(layout, DECODES + VERIFIED, dtype))
         assert not int(ops._counters.count_nonzero()), "counters are zero between launches"
     finally:
@@ -219,7 +220,7 @@ class SameEverywhere(RandomCheckpoint):
 
 def _engines() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "plain", {}
-    yield "small chunks and preemption", {"token_budget": 48, "num_blocks": 20, "max_running": 6}
+    yield "small chunks and preemption", {"token_budget": 48, "num_blocks": 24, "max_running": 6}
     yield "drafts", {"speculation": "ngram"}
     yield "deterministic", {"deterministic": True}
 
@@ -258,22 +259,24 @@ def test_engines_with_states_equal_the_cpu() -> None:
 
 
 def bench_delta_parts() -> Iterator[Row]:
-    """Programs that share a head's state: which count is fastest for how many sequences."""
-    chosen = delta.decode_parts
+    """Programs that share a head's state, with the convolution or without it: what is fastest for so many sequences."""
+    chosen = delta.choose
     try:
         for count in (1, 8, 64):
             runs = [Run(9, 1, i + 1, (i + 1,), True) for i in range(count)]
             cases = [build(REAL, runs, torch.bfloat16, slots=count + 1) for _ in range(4)]
-            for parts in (1, 2, 4, 8):
-                delta.decode_parts = lambda *_, parts=parts: parts
+            for shape in (DecodeShape(parts, apart) for apart in (False, True) for parts in (2, 4, 8)):
+                delta.choose = lambda *_, shape=shape, **__: shape
                 calls = [
                     lambda c=c: ops.delta_net(c.projected, c.gates, REAL, c.weights, c.batch, c.conv, c.state)
                     for c in cases
                 ]
                 moved = count * 2 * 4 * REAL.v_heads * REAL.k_dim * REAL.v_dim
-                yield bandwidth(f"delta decode b{count} in {parts}", time_us(calls), moved)
+                yield bandwidth(
+                    f"delta decode b{count} in {shape.parts}{' apart' if shape.apart else ''}", time_us(calls), moved
+                )
     finally:
-        delta.decode_parts = chosen
+        delta.choose = chosen
 
 
 def bench_gates() -> Iterator[Row]:

@@ -253,6 +253,75 @@ def test_model_sizes() -> None:
         compare(f"llama {tokens}", LLAMA, ours, reference, slots, dtype)
 
 
+EXPERTS = AdapterLayout(
+    (
+        Site("qkv", ("q", "k", "v"), (32, 16, 16), 48),
+        Site("expert_gate_up", ("g", "u"), (40, 40), 48, of_experts=True, experts=5, layers=(False, True)),
+        Site("expert_down", ("d",), (48,), 40, of_experts=True, experts=5, layers=(False, True)),
+    ),
+    2,
+    by_output=True,
+)
+
+
+def test_experts_of_adapters() -> None:
+    """Every visit gets the matrices of its expert in its token's adapter."""
+    rng = np.random.default_rng(3)
+    for dtype in (torch.bfloat16, torch.float32):
+        ours, reference = kernels(EXPERTS, [3, 8, 20], dtype, 20)
+        for rows in (1, 24):
+            slots = torch.from_numpy(rng.integers(-1, 3, rows)).to(DEVICE)
+            experts = torch.from_numpy(rng.integers(0, 5, rows)).to(DEVICE)
+            weights = torch.rand(rows, device=DEVICE)
+            for index in (1, 2):
+                placed = EXPERTS.place(1, index)
+                x, y = (rand(rows, size, dtype=dtype) for size in (placed.site.inputs, placed.site.outputs))
+                for scale in (None, weights):
+                    got, want = y.clone(), y.float()
+                    with poisoned_outputs():
+                        ours.add_visits(x, got, placed, slots, experts, scale)
+                    reference.add_visits(x.float(), want, placed, slots, experts, scale)
+                    check(f"{dtype} {rows} {placed.site.attribute}", got, want, 2 * TOLERANCE[dtype])
+                    check_equal("visits without adapter", got[slots < 0], y[slots < 0])
+
+
+def test_engine_with_adapters_of_experts() -> None:
+    """Decode graphs, prompts beside them, a batch of several adapters and none."""
+    if not ON_DEVICE:
+        return
+    from penstock.engine.adapters.spec import AdapterSpec
+    from tests.engine.adapters.expert_files import merge_experts, write_expert_adapter
+    from tests.engine.adapters.test_equals_merging import ask
+    from tests.engine.harness import assert_idle, generate, make_engine
+    from tests.engine.tiny import Reference, write_checkpoint
+
+    rng = random.Random(6)
+    for family, more in (("qwen3-moe", ("gate",)), ("gpt-oss", ("router",)), ("deepseek-v3", ("gate", "up_proj"))):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            base = write_checkpoint(family, root / "base")
+            references = {"": Reference(base)}
+            specs = []
+            for i in range(2):
+                made = references[f"a{i}"] = Reference(base)
+                targets = ("gate_up_proj", "down_proj", *more)
+                path = write_expert_adapter(root / f"a{i}", made.model, rank=3 + 5 * i, seed=i, targets=targets)
+                merge_experts(made.model, path)
+                specs.append(AdapterSpec(f"a{i}", str(path)))
+            engine = make_engine(
+                base, device="cuda", adapters=tuple(specs), max_running=4, num_blocks=200, token_budget=96
+            )
+            asked = {
+                f"r{i}": ([rng.randrange(199) for _ in range(rng.randrange(1, 90))], ["", "a0", "a1"][i % 3])
+                for i in range(9)
+            }
+            got = generate(engine, *(ask(id, prompt, name, 16) for id, (prompt, name) in asked.items()))
+            for id, (prompt, name) in asked.items():
+                margins = references[name].margins(prompt, got[id])
+                assert float(margins.max()) < TIE, (family, id, name, margins)
+            assert_idle(engine)
+
+
 def test_engine_with_adapters_equals_merged_checkpoints() -> None:
     """Decode graphs with and without adapters, prompts beside them, more adapters than slots, over several weights."""
     if not ON_DEVICE:

@@ -12,15 +12,11 @@ from test_triton_gemv import linear64, make_weight
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.activation import quantize_fp8
-from penstock.engine.backends.cuda.kernels.stream import StreamConfig, linear
+from penstock.engine.backends.cuda.kernels.stream import StreamConfig, _counters, linear
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 SHAPES = [(300, 272), (64, 128)] if QUICK else [(6144, 4096), (1000, 576), (4096, 14336), (256, 1536)]
 CONFIGS = [StreamConfig(64, 128, 1, 4, 3, 2), StreamConfig(128, 128, 2, 8, 3, 4)]
-
-
-def counters() -> Tensor:
-    return torch.zeros(4096, dtype=torch.int32, device=DEVICE)
 
 
 def test_stream_in_any_batch_and_dtype() -> None:
@@ -32,14 +28,14 @@ def test_stream_in_any_batch_and_dtype() -> None:
             if dtype == FP8:
                 given, x_scale = quantize_fp8(x)
                 exact = given.float() * x_scale if MODE != "compile" else x
-            zeros = counters()
+            zeros = _counters(DEVICE)
             for pdl in (False, True) if MODE != "interpret" else (False,):
                 results = []
                 for _ in range(1 if QUICK else 2):
                     with poisoned_outputs():
                         results.append(
                             linear(
-                                given, weight, zeros, config, bias=bias, weight_scale=scale, x_scale=x_scale,
+                                given, weight, config=config, bias=bias, weight_scale=scale, x_scale=x_scale,
                                 processors=5 if QUICK else 132, pdl=pdl,
                             )
                         )  # fmt: skip
@@ -61,7 +57,6 @@ def bench_stream() -> Iterator[Row]:
         StreamConfig(128, 256, 1, 8, 4, 4),
         StreamConfig(256, 128, 1, 8, 5, 4),
     ]
-    zeros = counters()
     for dtype, batch in ((FP8, 64), (BF16, 64), (FP8, 16), (FP8, 128), (BF16, 16), (BF16, 128)):
         label = "fp8" if dtype == FP8 else "bf16"
         for name, (n, k) in shapes.items():
@@ -88,7 +83,7 @@ def bench_stream() -> Iterator[Row]:
                 us = time_us(
                     [
                         lambda w=w, s=s, c=config, x=x, y=x_scale: linear(
-                            x, w, zeros, c, weight_scale=s, x_scale=y, pdl=True
+                            x, w, config=c, weight_scale=s, x_scale=y, pdl=True
                         )
                         for w, s in weights
                     ],

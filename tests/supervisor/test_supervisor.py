@@ -19,6 +19,7 @@ from penstock.engine.request import EngineInfo
 from penstock.supervisor.child import STATUS_FD
 from penstock.supervisor.health import is_ready
 from penstock.supervisor.reporter import Reporter
+from penstock.supervisor.start_timeline import StartTimeline
 from penstock.supervisor.status import EncoderNeeded
 from penstock.supervisor.supervisor import StartFailed, Supervisor
 from penstock.supervisor.unit import Unit
@@ -42,6 +43,7 @@ class Recorder(Reporter):
     def __init__(self) -> None:
         self.events: list[tuple[str, ...]] = []
         self.lines: list[str] = []
+        self.start: StartTimeline | None = None
 
     def line(self, child: str, text: str) -> None:
         self.lines.append(f"{child}: {text}")
@@ -51,6 +53,9 @@ class Recorder(Reporter):
 
     def engine_started(self, child: str, info: EngineInfo) -> None:
         self.events.append(("started", child, info.instance))
+
+    def timeline(self, timeline: StartTimeline) -> None:
+        self.start = timeline
 
     def ready(self, engines: list[EngineInfo], seconds: float) -> None:
         self.events.append(("ready", *(info.model for info in engines)))
@@ -135,6 +140,11 @@ async def test_everything_starts_reports_progress_and_is_announced_once(
         assert recorder.events[0] == ("progress", "engine", "weights")
         assert recorder.events[-1] == ("ready", "scripted")
         assert "engine: engine loading" in recorder.lines
+        start = recorder.start
+        assert start is not None and [child.name for child in start.children] == ["gateway", "engine"]
+        for child in start.children:
+            assert 0.0 < start.prepared_s <= child.spawned_s <= child.ready_s <= start.ready_s
+        assert start.children[1].phases and "engine after" in str(start)
         assert engine.child is not None and gateway.child is not None
         pids = [engine.child.pid, gateway.child.pid]
     assert manager.recv(4096).decode().splitlines()[0] == "STOPPING=1"

@@ -33,6 +33,7 @@ from penstock.bench.commands.serve import serve
 from penstock.bench.commands.shard import shard
 from penstock.bench.commands.soak import soak
 from penstock.bench.commands.speculation import speculation
+from penstock.bench.commands.start import start
 from penstock.bench.commands.streams import streams
 from penstock.bench.commands.structure import structure
 from penstock.bench.commands.train_head import train_head
@@ -68,6 +69,7 @@ for command in (
     serve,
     agents,
     http,
+    start,
     overhead,
     streams,
     hostile,

@@ -14,8 +14,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 from torch import Tensor
 
+from penstock.engine.adapters.experts import adapt_experts
+from penstock.engine.adapters.kernel import AdaptedLinear
+from penstock.engine.adapters.kernel import LoraKernel as LoraKernel
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
-from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.delta_net import GatedDeltaNet
@@ -23,22 +25,6 @@ from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import InlineLinear, Linear
 from penstock.engine.models.layers.mamba import Mamba2
-
-
-class LoraKernel(Protocol):
-    """Holds the adapters of all slots and adds them to the outputs of linears."""
-
-    def put(self, slot: int, adapter: LoadedAdapter) -> None:
-        """Bring an adapter into a slot; returns before the copy is done where the device works by itself."""
-        ...
-
-    def begin(self, slots: np.ndarray) -> None:
-        """The adapter slot of every token of the coming step; -1 where there is none."""
-        ...
-
-    def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
-        """y[t] += B(A x[t]) of each token's adapter, in place. `x` is what the linear read, `y` what it gave."""
-        ...
 
 
 @runtime_checkable
@@ -75,21 +61,6 @@ class FusedLora(LoraKernel, Protocol):
         ...
 
 
-class AdaptedLinear:
-    """A linear, then its adapters."""
-
-    def __init__(self, base: Linear, kernel: LoraKernel, placed: PlacedSite) -> None:
-        self.base = base
-        self.weight_bytes = base.weight_bytes
-        self._kernel = kernel
-        self._placed = placed
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self.base(x)
-        self._kernel.add(x, y, self._placed)
-        return y
-
-
 class FusedAdaptedLinear:
     """A linear with its adapters beside it or, in `fused` calls, inside it."""
 
@@ -113,10 +84,12 @@ def adapt(
     *,
     sites: int | None = None,
     summed: Collection[str] = (),
+    experts: bool = False,
 ) -> Decoder:
-    """`decoder` with adapters, on the first `sites` of the layout or on all. Activations stay plain tensors. Norms and
-    residuals stay outside the linears, unless all of these take adapters into their launch. `summed`: sites whose
-    output other ranks have parts of; adapters are inside those parts, so that the sum is made once."""
+    """`decoder` with adapters, on the first `sites` of the layout or on all; on those of experts only with `experts`.
+    Activations stay plain tensors. Norms and residuals stay outside the linears, unless all of these take adapters into
+    their launch. `summed`: sites whose output other ranks have parts of; adapters are inside those parts, so that the
+    sum is made once."""
     made: Callable[[Linear, Any, PlacedSite], Linear] = AdaptedLinear
     fused_up_to = 0
     plain = all(isinstance(layer.feed_forward, GatedMlp) for layer in decoder.layers)
@@ -131,8 +104,16 @@ def adapt(
         assert recurrent or isinstance(layer.mixer, Attention | LatentAttention)
         mixer: dict[str, Any] = {"ops": decoder.ops}
         feed_forward: dict[str, Any] = {}
+        of_experts: dict[str, PlacedSite] = {}
         for index, site in enumerate(layout.sites[:sites]):
-            if site.of_attention if recurrent else site.of_recurrent:
+            if (
+                (site.of_attention if recurrent else site.of_recurrent)
+                or not site.is_in(number)
+                or (site.of_experts and not experts)
+            ):
+                continue
+            if site.of_experts:
+                of_experts[site.attribute] = layout.place(number, index)
                 continue
             in_mixer = hasattr(layer.mixer, site.attribute)
             holder, found = (layer.mixer, mixer) if in_mixer else (layer.feed_forward, feed_forward)
@@ -145,5 +126,8 @@ def adapt(
             assert isinstance(layer.feed_forward, GatedMlp)
             adapted = dataclasses.replace(layer.feed_forward, ops=decoder.ops, **feed_forward)
             changed = dataclasses.replace(changed, feed_forward=adapted)
+        elif of_experts:
+            adapted_experts = adapt_experts(layer.feed_forward, kernel, of_experts, decoder.ops)
+            changed = dataclasses.replace(changed, feed_forward=adapted_experts)
         layers.append(changed)
     return dataclasses.replace(decoder, layers=layers, fused_up_to=fused_up_to)

@@ -6,14 +6,16 @@ bringing it to the device is one copy:
 
     for each layer, for each site:   A [parts * r, inputs]   B transposed [r, outputs]     (B holds alpha / r already)
 
-Everything is proportional to r: a site begins at r times its `start`, and adapters of different rank need no padding.
-On CUDA B stays [outputs, r], and r is filled up with zeros to a multiple of 8: what one output needs of B is then one
-aligned read, and a program that computes a single output wastes nothing.
+A site of experts has these two for every expert of the layer. Such sites lie behind all others, so that an adapter that
+does not touch them ends before them. Everything is proportional to r: a site begins at r times its `start`, and
+adapters of different rank need no padding. On CUDA B stays [outputs, r], and r is filled up with zeros to a multiple of
+8: what one output needs of B is then one aligned read, and a program that computes a single output wastes nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +23,27 @@ from torch import Tensor
 from penstock.engine.models.families import family_of
 from penstock.engine.models.model_config import ModelConfig
 
+ROUTER, EXPERT_GATE_UP, EXPERT_DOWN = "router", "expert_gate_up", "expert_down"
+SHARED, SHARED_GATE = "shared_", "shared_gate"
+"""Attributes of sites of a mixture of experts: `adapters.experts` knows where they are."""
+ANY = "#"
+"""Stands for the number of an expert in the names of modules."""
+_BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.")
+"""What the part of a layer with router and experts is called."""
 _WIDE = 8
 """Elements of two bytes in the widest load of a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A parameter with one matrix for every expert of a layer."""
+
+    paths: tuple[str, ...]
+    """What it may be called below the layer: that has changed between releases of transformers."""
+    interleaved: bool = False
+    """Whether outputs of its two parts alternate."""
+    reversed: bool = False
+    """Whether PEFT takes its inputs for outputs, which it does where a matrix is stored transposed and does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +59,37 @@ class Site:
     inputs: int
     fused: str = ""
     """The module's name in checkpoints that fuse the parts as we do."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the module, where it has one part."""
     of_attention: bool = False
     """Whether only layers with attention have it; see `adapt`."""
     of_recurrent: bool = False
     """Whether only layers without attention have it."""
+    layers: tuple[bool, ...] | None = None
+    """Which layers have it; None: all."""
+    of_experts: bool = False
+    """Whether it belongs to a mixture of experts: decoders for adapters that leave those alone do not have it."""
+    experts: int = 0
+    """Above 0: the linears of this many experts, each with matrices of its own."""
+    stack: Stack | None = None
+    """Of experts: the parameter that holds this linear of all of them, as PEFT sees it."""
 
     @property
     def outputs(self) -> int:
         return sum(self.sizes)
 
     @property
-    def unit(self) -> int:
-        """Elements per rank: A of every part, and B."""
+    def each(self) -> int:
+        """Elements per rank of one linear: A of every part, and B."""
         return len(self.sizes) * self.inputs + self.outputs
+
+    @property
+    def unit(self) -> int:
+        """Elements per rank in a layer."""
+        return self.each * max(1, self.experts)
+
+    def is_in(self, layer: int) -> bool:
+        return self.layers is None or self.layers[layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +122,30 @@ class AdapterLayout:
         return flat.view(outputs, width).t() if self.by_output else flat.view(width, outputs)
 
     @property
-    def layer_unit(self) -> int:
-        return sum(site.unit for site in self.sites)
+    def shared_unit(self) -> int:
+        """Elements per rank of an adapter that touches no expert."""
+        return sum(self._units(layer, experts=False) for layer in range(self.layers))
 
     @property
     def unit(self) -> int:
         """Elements of an adapter per rank."""
-        return self.layers * self.layer_unit
+        return self.shared_unit + sum(self._units(layer, experts=True) for layer in range(self.layers))
 
     def place(self, layer: int, index: int) -> PlacedSite:
-        before = sum(site.unit for site in self.sites[:index])
-        return PlacedSite(self.sites[index], layer, index, layer * self.layer_unit + before)
+        site = self.sites[index]
+        experts = bool(site.experts)
+        start = self.shared_unit if experts else 0
+        start += sum(self._units(before, experts) for before in range(layer))
+        start += self._units(layer, experts, self.sites[:index])
+        return PlacedSite(site, layer, index, start)
+
+    def touches_experts(self, ranks: Tensor) -> bool:
+        """Whether an adapter with these ranks of the sites touches routers or experts."""
+        return any(site.of_experts and rank for site, rank in zip(self.sites, ranks.tolist(), strict=True))
+
+    def _units(self, layer: int, experts: bool, sites: tuple[Site, ...] | None = None) -> int:
+        every = self.sites if sites is None else sites
+        return sum(site.unit for site in every if bool(site.experts) is experts and site.is_in(layer))
 
 
 Span = tuple[int, int]
@@ -129,39 +181,88 @@ def uncut(layout: AdapterLayout) -> AdapterCut:
     return AdapterCut(layout, (0, layout.layers), inputs, outputs)
 
 
-def layout_of(config: ModelConfig, *, by_output: bool = False) -> AdapterLayout:
-    """Attention and feed-forward linears; where there are experts or latents, those of attention only. What makes
-    keys and values of latents has none: it is not applied as a linear. Delta nets have none either."""
-    hidden, ffn = config.hidden_size, config.ffn_size
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    names = family_of(config.family).names
-    latent = config.latent
+def layout_of(config: ModelConfig, *, by_output: bool = False, experts: bool = True) -> AdapterLayout:
+    """Attention and feed-forward linears, routers and experts, the same sites for all parts of a model; experts only
+    with `experts`, since they are large. What makes keys and values of latents has none: it is not applied as a linear.
+    Delta nets have none either."""
+    sites = (*_attention_sites(config), *_dense_sites(config), *_expert_sites(config, experts))
+    return AdapterLayout(sites, config.num_layers, by_output)
+
+
+def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
+    hidden, q_size, kv_size = (
+        config.hidden_size,
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+    )
+    names, latent = family_of(config.family).names, config.latent
     if latent is not None:
         at, narrow = names.attention, latent.query_rank
         first, size = ("q_proj", q_size) if narrow is None else ("q_a_proj", narrow)
         made = (f"{at}{first}", f"{at}kv_a_proj_with_mqa"), (size, latent.rank + latent.rotary)
         up = () if narrow is None else (Site("query_up", (f"{at}q_b_proj",), (q_size,), narrow),)
         output = Site("output", (at + names.output,), (hidden,), config.num_heads * latent.value)
-        return AdapterLayout((Site("inputs", *made, hidden), *up, output), config.num_layers, by_output)
+        return Site("inputs", *made, hidden), *up, output
     qkv = tuple(names.attention + part for part in names.qkv)
     q_rows = 2 * q_size if config.gated_attention else q_size
-    attention: tuple[Site, ...] = (
+    attention = (
         Site("qkv", qkv, (q_rows, kv_size, kv_size), hidden, names.attention + names.fused_qkv, of_attention=True),
         Site("output", (names.attention + names.output,), (hidden,), q_size, of_attention=True),
     )
     mamba = config.mamba
-    if mamba is not None:
-        width = mamba.inner + mamba.channels + mamba.heads
-        attention = (
-            *attention,
-            Site("in_proj", (f"{names.mamba}in_proj",), (width,), hidden, of_recurrent=True),
-            Site("out_proj", (f"{names.mamba}out_proj",), (hidden,), mamba.inner, of_recurrent=True),
-        )
-    if config.moe is not None:
-        return AdapterLayout(attention, config.num_layers, by_output)
-    gate_up = tuple(names.mlp + part for part in names.gate_up)
-    feed_forward = (
-        Site("gate_up", gate_up, (ffn, ffn), hidden, names.mlp + names.fused_gate_up),
-        Site("down", (names.mlp + names.down,), (hidden,), ffn),
+    if mamba is None:
+        return attention
+    width = mamba.inner + mamba.channels + mamba.heads
+    return (
+        *attention,
+        Site("in_proj", (f"{names.mamba}in_proj",), (width,), hidden, of_recurrent=True),
+        Site("out_proj", (f"{names.mamba}out_proj",), (hidden,), mamba.inner, of_recurrent=True),
     )
-    return AdapterLayout((*attention, *feed_forward), config.num_layers, by_output)
+
+
+def _dense_sites(config: ModelConfig) -> tuple[Site, ...]:
+    moe, names = config.moe, family_of(config.family).names
+    layers = None if moe is None else tuple(not has_experts for has_experts in moe.layers)
+    return _gated(config, "", names.mlp, config.ffn_size, layers=layers)
+
+
+def _gated(config: ModelConfig, prefix: str, at: str, ffn: int, **more: Any) -> tuple[Site, Site]:
+    names, hidden = family_of(config.family).names, config.hidden_size
+    gate_up = tuple(at + part for part in names.gate_up)
+    return (
+        Site(f"{prefix}gate_up", gate_up, (ffn, ffn), hidden, at + names.fused_gate_up, **more),
+        Site(f"{prefix}down", (at + names.down,), (hidden,), ffn, **more),
+    )
+
+
+def _expert_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
+    moe, hidden = config.moe, config.hidden_size
+    if moe is None:
+        return ()
+    names = family_of(config.family).names
+    at: dict[str, Any] = {"layers": moe.layers, "of_experts": True}
+    routers = tuple(f"{block}{name}" for block in _BLOCKS for name in ("gate", "router"))
+    sites = [Site(ROUTER, (names.moe + names.router,), (moe.experts,), hidden, aliases=routers, **at)]
+    if moe.shared_ffn_size:
+        sites += _gated(config, SHARED, names.moe + names.shared_expert, moe.shared_ffn_size, **at)
+    if moe.shared_gate:
+        sites.append(Site(SHARED_GATE, (names.moe + names.shared_gate,), (1,), hidden, **at))
+    if experts:
+        at["experts"] = moe.experts
+        stored = names.expert_stacks or ("", "")
+        # Where a stack is transposed, gpt-oss says so.
+        turned = names.stacked_experts and not names.interleaved_gate_up
+        up, down = (
+            Stack((*(f"{block}experts.{name}" for block in _BLOCKS), f"{own}.weight"), interleaved, turned)
+            for name, own, interleaved in (
+                ("gate_up_proj", stored[0], names.interleaved_gate_up),
+                ("down_proj", stored[1], False),
+            )
+        )
+        one = f"{names.moe}experts.{ANY}."
+        gate_up = tuple(one + part for part in names.expert_gate_up)
+        sites += (
+            Site(EXPERT_GATE_UP, gate_up, (moe.ffn_size, moe.ffn_size), hidden, stack=up, **at),
+            Site(EXPERT_DOWN, (one + names.expert_down,), (hidden,), moe.ffn_size, stack=down, **at),
+        )
+    return tuple(sites)

@@ -12,6 +12,8 @@ from typing import Literal
 DEFAULT_SLOTS = 20
 """Device slots of an engine that has adapters, when the configuration names no number."""
 
+MOST_HEADER = 100_000_000
+"""Bytes of the list of tensors that a safetensors file begins with, at most."""
 LEAST_RANK, MOST_RANK = 16, 512
 """Bounds of `adapter_rank` when the configuration names none."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -94,10 +96,20 @@ def _stored_rank(folder: Path) -> int:
     """0 where it cannot be read: whoever reads the adapter itself says why."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
-        rank = config.get("r", 8)
-        return rank if isinstance(rank, int) else 0
+        ranks = [config.get("r", 8), *(config.get("rank_pattern") or {}).values()]
+        return max((rank for rank in ranks if isinstance(rank, int)), default=0)
     except (OSError, ValueError, AttributeError):
         return 0
+
+
+def changes_experts(folder: Path) -> bool:
+    """Whether the adapter in a folder changes experts one by one or as stacks; False where it cannot be read."""
+    try:
+        with (folder / WEIGHTS).open("rb") as file:
+            header = file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER))
+        return b".experts." in header
+    except OSError:
+        return False
 
 
 def name_problem(name: str) -> str | None:

@@ -20,7 +20,7 @@ from penstock.engine.loading.dequantize import dequantize
 from penstock.engine.loading.expert_stacks import with_stacks
 from penstock.engine.loading.gguf import GGMLType, GGUFFile, RawTensor, gguf_in
 from penstock.engine.loading.gguf_config import config_from_gguf, gguf_family
-from penstock.engine.loading.gguf_names import origins, raw_of
+from penstock.engine.loading.gguf_names import join_latent_parts, origins, raw_of
 from penstock.engine.loading.groups import IntGroups, from_gguf
 from penstock.engine.loading.mxfp4 import Mxfp4, from_gguf_blocks
 from penstock.engine.loading.parallel import ParallelReader
@@ -95,20 +95,26 @@ class GGUFCheckpoint:
 
     def groups(self, name: str, device: str | torch.device = "cpu") -> IntGroups | None:
         """The integers of a matrix that is stored as such, None for any other tensor."""
-        return None if self._origins[name].offset else from_gguf(self.raw(name), device)
+        origin = self._origins[name]
+        return None if origin.offset or origin.values else from_gguf(self.raw(name), device)
 
     def mxfp4(self, name: str, device: str | torch.device = "cpu") -> Mxfp4 | None:
         """A matrix as stored; None where it is not in MXFP4."""
         raw = self.raw(name)
-        if raw.type is not GGMLType.MXFP4 or len(raw.shape) != 2:
+        if raw.type is not GGMLType.MXFP4 or len(raw.shape) != 2 or self._origins[name].values:
             return None
         return from_gguf_blocks(torch.from_numpy(raw.data).to(device), raw.shape[0])
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
-        raw = self.raw(name)
-        dense = dequantize(torch.from_numpy(raw.data).to(device), raw.type, raw.shape)
-        offset = self._origins[name].offset
-        return dense + offset if offset else dense
+        dense = _dense(self.raw(name), device)
+        origin = self._origins[name]
+        if origin.values:
+            return join_latent_parts(dense, _dense(self.file.raw(origin.values), device))
+        return dense + origin.offset if origin.offset else dense
+
+
+def _dense(raw: RawTensor, device: str | torch.device) -> Tensor:
+    return dequantize(torch.from_numpy(raw.data).to(device), raw.type, raw.shape)
 
 
 class SafetensorsCheckpoint:

@@ -59,7 +59,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         raise CheckpointError(f"{file.path} says it has {layers} layers but holds {len(file.tensors)} tensors")
     rotated = key.whole("rope.dimension_count", 0)
     head_dim = (
-        key.whole("attention.key_length", 0)
+        (0 if family.gguf.own_head_sizes else key.whole("attention.key_length", 0))
         or (rotated if family.gguf.whole_head_rotated else 0)
         or max(hidden // heads, 1)
     )
@@ -97,7 +97,7 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
             raise CheckpointError(f"{file.path}: it rotates {rotated} of {head_dim} dimensions, which is not supported")
         share = rotated / head_dim
         config["partial_rotary_factor"] = share if int(head_dim * share) == rotated else (rotated + 0.5) / head_dim
-    _check_sizes(where, key, config)
+    _check_sizes(where, key, config, family.gguf.own_head_sizes)
     config["rope_scaling"] = rope_scaling(file, key, config)
     if family.gguf.config is not None:
         config |= family.gguf.config(key, config)
@@ -112,11 +112,12 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-def _check_sizes(where: str, key: GGUFKeys, config: dict[str, Any]) -> None:
+def _check_sizes(where: str, key: GGUFKeys, config: dict[str, Any], own_head_sizes: bool) -> None:
     """Sizes that the format can give separately, and that are one here."""
     head_dim, theta = config["head_dim"], config["rope_theta"]
     rotated = key.whole("rope.dimension_count", head_dim) or head_dim
-    for name in ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa"):
+    alike = () if own_head_sizes else ("attention.value_length",)
+    for name in (*alike, "attention.key_length_swa", "attention.value_length_swa"):
         require_same(where, key, name, head_dim)
     require_same(where, key, "embedding_length_out", config["hidden_size"])
     require_same(where, key, "rope.dimension_count_swa", rotated)

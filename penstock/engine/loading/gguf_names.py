@@ -1,8 +1,8 @@
 """The GGUF tensor behind each Hugging Face tensor name, and what the conversion to GGUF did to it.
 
-Names follow from the family's descriptor (`models.families`). Three conversions are undone: GGUF files store the query
-and key rows of some families in interleaved rotary order, stack the experts of a layer into one tensor, and add the
-family's offset to norm weights.
+Names follow from the family's descriptor (`models.families`). Four conversions are undone: GGUF files store the query
+and key rows of some families in interleaved rotary order, stack the experts of a layer into one tensor, add the
+family's offset to norm weights, and keep what makes keys and what makes values of latents apart.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from penstock.engine.loading.gguf import Bytes, GGUFFile, RawTensor
 from penstock.engine.models.families import Family, TensorNames
 from penstock.errors import CheckpointError
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LATENT_PARTS = ("attn_k_b", "attn_v_b")
+"""Of `attn_kv_b`: instead of it, or (some writers) beside it."""
 _ROWS = frozenset({"ffn_gate_inp_shexp"})
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 
@@ -36,6 +40,9 @@ class Origin:
     """Added to the weights."""
     row: bool = False
     """A matrix of one row, which is stored as a vector."""
+    values: str = ""
+    """Not empty: the matrix that makes keys and values of latents. The GGUF tensor holds its key rows, the matrix of
+    each head transposed, and this one its value rows."""
 
 
 def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[str, Origin]:
@@ -56,7 +63,11 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
         layer, part = (match[1], match[2]) if match else ("", "")
         prefix = f"model.layers.{layer}"
-        if part in experts:
+        if part in _LATENT_PARTS and "attn_kv_b" in layer_names:
+            whole, values = f"blk.{layer}.attn_kv_b.{suffix}", f"blk.{layer}.attn_v_b.{suffix}"
+            if part == "attn_k_b" and whole not in file.tensors and values in file.tensors:
+                found[f"{prefix}.{layer_names['attn_kv_b']}.{suffix}"] = Origin(name, values=values)
+        elif part in experts:
             for expert in range(info.shape[0]):
                 target = f"{family.names.moe}experts.{expert}.{experts[part]}"
                 found[f"{prefix}.{target}.{suffix}"] = Origin(name, expert=expert)
@@ -125,6 +136,18 @@ def raw_of(file: GGUFFile, origin: Origin) -> RawTensor:
             return RawTensor(raw.type, deinterleave(raw.data.reshape(-1, size), origin.heads).reshape(1, -1), raw.shape)
         return RawTensor(raw.type, deinterleave(raw.data, origin.heads), raw.shape)
     return raw
+
+
+def join_latent_parts(keys: Tensor, values: Tensor) -> Tensor:
+    """Rows of all heads, those of a head's keys before those of its values, from both parts (see `Origin.values`)."""
+    rank, plain = values.shape[-1], keys.shape[-1]
+    heads = keys.numel() // (rank * plain)
+    if not heads or keys.numel() % (rank * plain) or values.numel() % (heads * rank):
+        raise CheckpointError(
+            f"the GGUF tensors attn_k_b {tuple(keys.shape)} and attn_v_b {tuple(values.shape)} do not fit together"
+        )
+    rows = keys.reshape(heads, rank, plain).transpose(1, 2), values.reshape(heads, -1, rank)
+    return torch.cat(rows, 1).flatten(0, 1)
 
 
 def deinterleave(rows: Bytes, heads: int) -> Bytes:

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.engine.loading.gguf import GGUFFile
 from penstock.engine.models.families import GGUFKeys
+from penstock.engine.models.families.family import short_decimal
 from penstock.errors import CheckpointError
 
 _TYPES = ("none", "linear", "yarn", "longrope")
@@ -61,6 +62,8 @@ def _yarn(file: GGUFFile, key: GGUFKeys, factor: float, attention: float, origin
     for theirs, ours in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
         if (beta := key.number(f"rope.scaling.{theirs}", 0.0)) != 0.0:
             scaling[ours] = beta
+    if key.architecture == "deepseek2":
+        return scaling | _deepseek_magnitudes(file, key, attention)
     log_multiplier = key.number("rope.scaling.yarn_log_multiplier", 0.0)
     if log_multiplier and key.architecture != "mistral3":
         raise CheckpointError(f"{file.path}: yarn_log_multiplier is not supported for {key.architecture} files")
@@ -73,6 +76,23 @@ def _yarn(file: GGUFFile, key: GGUFKeys, factor: float, attention: float, origin
     if not math.isclose(stated, magnitude, rel_tol=1e-5) or extrapolation not in (1.0, -1.0):
         raise CheckpointError(f"{file.path}: yarn_attn_factor or yarn_ext_factor has a value that is not supported")
     return scaling
+
+
+def _deepseek_magnitudes(file: GGUFFile, key: GGUFKeys, attention: float) -> dict[str, Any]:
+    """What scales scores with the factor; cosines and sines are not scaled. The file holds a tenth of it."""
+    tenth = key.number("rope.scaling.yarn_log_multiplier", 0.0)
+    others = (
+        attention,
+        key.number("rope.scaling.yarn_attn_factor", 1.0),
+        key.number("rope.scaling.yarn_ext_factor", 1.0),
+    )
+    if tenth <= 0 or others != (1.0, 1.0, 1.0):
+        raise CheckpointError(
+            f"{file.path}: yarn in deepseek2 files needs yarn_log_multiplier, and no attn_factor, yarn_attn_factor or "
+            "yarn_ext_factor other than 1"
+        )
+    magnitude = short_decimal(10 * tenth)
+    return {"mscale": magnitude, "mscale_all_dim": magnitude}
 
 
 def _magnitude(factor: float, weight: float) -> float:

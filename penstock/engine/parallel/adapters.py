@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.adapters.layout import AdapterCut, Rows, layout_of
+from penstock.engine.adapters.layout import (
+    EXPERT_DOWN,
+    EXPERT_GATE_UP,
+    ROUTER,
+    SHARED,
+    SHARED_GATE,
+    AdapterCut,
+    Rows,
+    layout_of,
+)
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.models.model_config import ModelConfig
@@ -27,9 +36,10 @@ from penstock.errors import CheckpointError, ReplicaLost
 READ, PUT, DROP = "read_adapter", "put_adapter", "drop_adapter"
 
 
-def adapter_cut(model: ModelConfig, place: Place) -> AdapterCut:
-    """The part of every adapter of `model` that belongs to `place`."""
-    whole = layout_of(model)
+def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole_experts: bool = False) -> AdapterCut:
+    """The part of every adapter of `model` that belongs to `place`. `experts`: whether adapters may change them;
+    `whole_experts`: whether ranks have those whole, not parts of each."""
+    whole = layout_of(model, experts=experts)
     heads, kv_heads = head_span(model, place), kv_head_span(model, place)
     q, kv, width = _times(heads, model.head_dim), _times(kv_heads, model.head_dim), even_span(model.ffn_size, place)
     hidden, q_rows = (0, model.hidden_size), _times(q, 2) if model.gated_attention else q
@@ -37,6 +47,20 @@ def adapter_cut(model: ModelConfig, place: Place) -> AdapterCut:
     outputs: dict[str, tuple[Rows, ...]] = {
         "qkv": (q_rows, kv, kv), "output": (hidden,), "gate_up": (width, width), "down": (hidden,)
     }  # fmt: skip
+    moe = model.moe
+    if moe is not None:
+        # Whole experts, where ranks have whole ones: they may move, and adapters stay.
+        shared = (
+            even_span(moe.shared_ffn_size, place)
+            if moe.shared_ffn_size and not place.data
+            else (0, moe.shared_ffn_size)
+        )
+        expert = (0, moe.ffn_size) if whole_experts else even_span(moe.ffn_size, place)
+        inputs |= {ROUTER: hidden, SHARED_GATE: hidden, EXPERT_GATE_UP: hidden, EXPERT_DOWN: expert}
+        inputs |= {f"{SHARED}gate_up": hidden, f"{SHARED}down": shared}
+        outputs |= {ROUTER: ((0, moe.experts),), SHARED_GATE: ((0, 1),)}
+        outputs |= {EXPERT_GATE_UP: (expert, expert), EXPERT_DOWN: (hidden,)}
+        outputs |= {f"{SHARED}gate_up": (shared, shared), f"{SHARED}down": (hidden,)}
     latent = model.latent
     if latent is not None:
         narrow = q if latent.query_rank is None else (0, latent.query_rank)

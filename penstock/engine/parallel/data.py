@@ -58,7 +58,7 @@ class Shares:
                 cells=cells,
                 num_decodes=int((entries < step.num_decodes).sum()),
                 max_query=int(lengths.max()),
-                adapter_slots=_any(None if step.adapter_slots is None else step.adapter_slots[mine]),
+                adapter_slots=_any(None if step.adapter_slots is None else step.adapter_slots[mine], step.experts),
             ),
         )
 
@@ -74,12 +74,14 @@ class Shares:
             rows=np.array([self.scratch_row]),
             num_decodes=1,
             max_query=1,
-            adapter_slots=None,
+            adapter_slots=np.full(1, -1) if step.experts else None,
         )
 
 
-def _any(adapter_slots: Ints | None) -> Ints | None:
-    return None if adapter_slots is None or adapter_slots.max() < 0 else adapter_slots
+def _any(adapter_slots: Ints | None, experts: bool) -> Ints | None:
+    """None where no token has an adapter, nor could meet one of another shard at an expert."""
+    nowhere = adapter_slots is None or (adapter_slots.max() < 0 and not experts)
+    return None if nowhere else adapter_slots
 
 
 def shares_of(place: Place, kv: KVCache, max_running: int) -> Shares | None:

@@ -7,6 +7,8 @@ a shard sends another at most its own tokens, and they are at most the step's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,13 +52,16 @@ class ExchangedExperts:
         counts = torch.bincount(to, minlength=group.size)
         sizes, sent = group.exchange_counts(counts), counts.tolist()
         # Weights travel as the integers that they are stored in, beside the slots.
-        notes = torch.cat(
-            (self._slots.on(to.unsqueeze(1), slots[token]).int(), weights[token].view(torch.int32)), dim=1
-        )
+        own = [self._slots.on(to.unsqueeze(1), slots[token]).int(), weights[token].view(torch.int32)]
+        adapters: Tensor | None = getattr(self.feed_forward, "adapters", None)
+        if adapters is not None:  # which adapter a token has goes with it
+            own.append(adapters[token].unsqueeze(1).int())
+        notes = torch.cat(own, dim=1)
         rows, notes = group.exchange(x[token], sent, sizes), group.exchange(notes, sent, sizes)
         top_k = chosen.shape[1]
-        theirs = notes[:, top_k:].contiguous().view(torch.float32)
-        computed = self.feed_forward.apply(rows, theirs, notes[:, :top_k].contiguous())
+        theirs = notes[:, top_k : 2 * top_k].contiguous().view(torch.float32)
+        of: Any = () if adapters is None else (notes[:, 2 * top_k],)
+        computed = self.feed_forward.apply(rows, theirs, notes[:, :top_k].contiguous(), *of)
         total = torch.zeros_like(x)
         # A token comes back at most once from each shard: one shard at a time, the additions are in order.
         came = group.exchange(computed, sizes, sent)

@@ -81,9 +81,9 @@ class Member(ABC):
         check_layout(model, self.place.tensor, self.place.pipeline, self.place.data)
         return shard(weights, model, self.place), local_config(model, self.place), head_rows(model, self.place)
 
-    def adapter_cut(self, model: ModelConfig) -> AdapterCut:
-        """This rank's part of every adapter."""
-        return adapter_cut(model, self.place)
+    def adapter_cut(self, model: ModelConfig, *, experts: bool, whole_experts: bool) -> AdapterCut:
+        """This rank's part of every adapter; see there."""
+        return adapter_cut(model, self.place, experts=experts, whole_experts=whole_experts)
 
     def connect(self, decoder: Decoder) -> Decoder:
         """Put the sums and gathers between shards into a decoder made of parts."""

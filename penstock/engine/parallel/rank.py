@@ -29,6 +29,7 @@ import torch
 from penstock.engine.backends.host_memory import is_host
 from penstock.engine.backends.interface import Ints
 from penstock.engine.kv.mover import BlockMover
+from penstock.engine.models.decoder import Decoder
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.blocks import rank_slots
@@ -81,11 +82,16 @@ class ServedModel:
     def __init__(self, part: Part, stage: Stage) -> None:
         self.part = part
         self.stage = stage
-        self.adapted = {}
+        self.adapted: dict[tuple[bool, bool], Stage] = {}
+        """By whether the adapters of a step are narrow, and whether some touch experts."""
         if part.adapters is not None:
-            narrow = part.adapters.narrow or part.adapters.decoder
-            decoders = {False: part.adapters.decoder, True: narrow}
-            self.adapted = {key: Stage(one, stage.groups, stage.shares) for key, one in decoders.items()}
+            plain = part.adapters.decoder
+            decoders = (
+                ((False, False), plain),
+                ((True, False), part.adapters.narrow or plain),
+                ((False, True), part.adapters.experts or plain),
+            )
+            self.adapted = {key: Stage(one, stage.groups, stage.shares) for key, one in decoders}
         self.device = part.kv.device
         width = -(-part.max_model_len // part.kv.block_size)
         self.tables = torch.zeros(part.max_running + 1, width, dtype=torch.int32, device=self.device)
@@ -94,7 +100,10 @@ class ServedModel:
     def follower(self) -> Follower:
         """Runs the steps that rank 0 has captured."""
         part, adapters, groups = self.part, self.part.adapters, self.stage.groups
-        narrow = None if adapters is None else adapters.narrow
+
+        def of(decoder: Decoder | None) -> Decoder | None:
+            return None if decoder is None else part_of(Stage(decoder, groups))
+
         return part.backend.follower(
             FollowerResources(
                 part_of(self.stage),
@@ -103,8 +112,9 @@ class ServedModel:
                 part.max_model_len,
                 part.max_running,
                 lora=None if adapters is None else adapters.kernel,
-                adapted=None if adapters is None else part_of(Stage(adapters.decoder, groups)),
-                narrow=None if narrow is None else part_of(Stage(narrow, groups)),
+                adapted=None if adapters is None else of(adapters.decoder),
+                narrow=None if adapters is None else of(adapters.narrow),
+                experts=None if adapters is None else of(adapters.experts),
             )
         )
 
@@ -143,7 +153,7 @@ class ServedModel:
         if adapters is None or message.adapter_slots is None:
             return self.stage
         adapters.kernel.begin(message.adapter_slots.astype(np.int32))
-        return self.adapted[message.narrow]
+        return self.adapted[message.narrow, message.experts]
 
     def head(self, message: Head) -> None:
         shape, dtype = (message.count, self.part.model.hidden_size), self.part.decoder.embedding.dtype

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from penstock.engine.backends.interface import TimedStep
 from penstock.engine.batch import Batch
-from penstock.engine.runner.step import PendingStep
+from penstock.engine.runner.step import DrawnAhead, PendingStep
+from penstock.engine.sequence import Sequence
 
 
 class Releasable:
@@ -29,6 +30,11 @@ class Executor(Releasable, ABC):
     @abstractmethod
     def run(self, batch: Batch) -> PendingStep:
         """Launch one step."""
+
+    def draw_ahead(self, counts: Mapping[Sequence, int]) -> DrawnAhead | None:
+        """Launch the drawing of that many more tokens of each sequence, behind those that the last step sampled; the
+        rows know the blocks of all of them. None: not here, they have to be drawn step by step."""
+        return None
 
     def prepare(self, token_budget: int) -> None:
         """Record or capture the steps to come, of up to `token_budget` tokens, so that none of them waits for it."""

@@ -39,6 +39,7 @@ class FollowerResources:
     lora: LoraKernel | None = None
     adapted: Decoder | None = None
     narrow: Decoder | None = None
+    experts: Decoder | None = None
 
 
 class Follower(Releasable, ABC):

@@ -26,5 +26,7 @@ class RunnerResources:
     """Most sequences in a step; `rows` has one more, the scratch row."""
     max_verified: int
     """Most decoded tokens in a step that verifies draft tokens."""
+    drawn_ahead: int = 0
+    """Most tokens that a drafter draws one after the other behind those of a step; see `Executor.draw_ahead`."""
     scores_prompts: bool = True
     """Whether prompt log-probabilities come from this model: not from a draft model."""

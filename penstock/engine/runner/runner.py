@@ -42,10 +42,11 @@ class Runner:
         mover: BlockMover | None = None,
         state_mover: BlockMover | None = None,
         scores_prompts: bool = True,
+        drawn_ahead: int = 0,
     ) -> None:
         """`max_verified`: most decoded tokens in a step that verifies draft tokens. `followed`: see `Rows`. `deferred`:
         several steps are in flight in a pipeline, each samples when it is waited for. `mover`: makes the copies to and
-        from the host, `state_mover` those of states. `scores_prompts`: see `RunnerResources`."""
+        from the host, `state_mover` those of states. `scores_prompts`, `drawn_ahead`: see `RunnerResources`."""
         self.backend = backend
         self._deferred = deferred
         self._timed = not deferred and not several_ranks
@@ -60,7 +61,7 @@ class Runner:
         )
         self.inputs = InputBuilder(self.rows, block_size, keep_host=several_ranks, alone=deterministic)
         resources = RunnerResources(
-            backend, decoder, kv, self.rows, self.inputs, adapters, max_rows, max_verified, scores_prompts
+            backend, decoder, kv, self.rows, self.inputs, adapters, max_rows, max_verified, drawn_ahead, scores_prompts
         )
         # Other ranks that cannot follow captured steps launch every step themselves: nothing of it is recorded here.
         eager = decoder.launched_eagerly or (several_ranks and decoder.followers is None)

@@ -21,6 +21,23 @@ their log-probabilities where they are wanted."""
 
 
 @dataclass(slots=True)
+class DrawnAhead:
+    """Draft tokens that are being drawn one after the other on the device."""
+
+    counts: dict[Sequence, int]
+    tokens: Tensor | Ints
+    """[steps, sequences]"""
+    event: CopyEvent | None
+
+    def wait(self) -> list[tuple[Sequence, list[int]]]:
+        """Block until they are on the host."""
+        if self.event is not None:
+            self.event.synchronize()
+        columns = zip(*self.tokens.tolist(), strict=True)
+        return [(seq, list(drawn[:count])) for (seq, count), drawn in zip(self.counts.items(), columns, strict=True)]
+
+
+@dataclass(slots=True)
 class PendingStep:
     """A step that has been launched."""
 

@@ -129,6 +129,7 @@ class DraftProposer:
                 # Its noise depends on the tokens before it, drafts too: each is awaited before the next is drawn.
                 seq.watermark.drafted = drafts[seq]
                 in_flight = 1
+        further = {seq: count - 1 for seq, count in wanted.items() if count > 1}
 
         def collect() -> None:
             for seq, token in flying.pop(0).last_tokens():
@@ -143,6 +144,12 @@ class DraftProposer:
             if len(flying) == in_flight:
                 collect()
             flying.append(self.runner.run(Batch.of(chunks)))
+            if depth == 0 and further and in_flight > 1 and (ahead := self.runner.executor.draw_ahead(further)):
+                collect()
+                for seq, tokens in ahead.wait():
+                    drafts[seq] += tokens
+                    self._overwrite(seq, len(seq.tokens), len(seq.tokens) + len(tokens))
+                break
         while flying:
             collect()
         for seq in wanted:
@@ -154,11 +161,15 @@ class DraftProposer:
         # Tokens beyond the last one are computed each on its own, as in verification: CUDA graphs hold such steps.
         drafts = tuple(seq.tokens[first + 1 : end]) if samples and self.single_tokens else ()
         chunk = Chunk(seq, first, length, samples, drafts)
+        self._overwrite(seq, first, end)
+        state.read = end
+        return chunk
+
+    def _overwrite(self, seq: Sequence, first: int, end: int) -> None:
+        """The blocks of these tokens no longer hold what they held."""
         size = self.scheduler.allocator.block_size
         for index in range(first // size, (end - 1) // size + 1):
             self._contents[seq.base + seq.blocks[index]] = None
-        state.read = end
-        return chunk
 
     def _state(self, seq: Sequence) -> _State:
         state = self._states.get(seq)

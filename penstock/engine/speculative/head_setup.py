@@ -162,6 +162,7 @@ def head_proposer(config: EngineConfig, target: Part, draft: HeadDraft, schedule
         max_verified=most,
         followed=FOLLOWED,
         scores_prompts=False,
+        drawn_ahead=max(config.speculation_depth - 1, 0),
     )
     runner.executor.prepare(target.token_budget)
     return HeadProposer(runner, scheduler, window=target.max_model_len, budget=target.token_budget)

@@ -14,7 +14,7 @@ from penstock.engine.adapters.library_modules import adapt_modules, layout_of_mo
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.runtime import AdaptedModel, AdapterRuntime
-from penstock.engine.adapters.spec import DEFAULT_SLOTS, default_rank, name_problem
+from penstock.engine.adapters.spec import DEFAULT_SLOTS, changes_experts, default_rank, name_problem
 from penstock.engine.backends.backend import Backend
 from penstock.engine.config import EngineConfig
 from penstock.engine.models.decoder import Decoder
@@ -39,6 +39,14 @@ def adapter_rank(config: EngineConfig) -> int:
     return default_rank(Path(spec.source).expanduser() for spec in config.adapters)
 
 
+def with_experts(config: EngineConfig, backend: Backend) -> bool:
+    """Whether slots have room for matrices of experts: as configured; else where that takes no memory before there are
+    such adapters, or a listed one that is a folder here is one."""
+    if config.adapter_experts is not None:
+        return config.adapter_experts
+    return backend.in_host_memory or any(changes_experts(Path(spec.source).expanduser()) for spec in config.adapters)
+
+
 def adapt_model(
     config: EngineConfig, backend: Backend, decoder: Decoder, *, dtype: torch.dtype, cut: AdapterCut | None = None
 ) -> AdaptedModel | None:
@@ -52,7 +60,7 @@ def adapt_model(
     _check(config, slots)
     library = decoder if isinstance(decoder, TransformersDecoder) else None
     if library is None:
-        layout = layout_of(decoder.config, by_output=backend.adapters_by_output)
+        layout = layout_of(decoder.config, by_output=backend.adapters_by_output, experts=with_experts(config, backend))
     else:
         layout = layout_of_modules(library, by_output=backend.adapters_by_output)
     dtype, pin = backend.adapter_dtype(decoder, layout, dtype), not backend.in_host_memory
@@ -68,7 +76,11 @@ def adapt_model(
     pairs = zip(layout.sites, cut.whole.sites, strict=True)
     summed = {site.attribute for site, whole in pairs if site.inputs != whole.inputs}
     narrow = adapt(decoder, kernel, layout, sites=1, summed=summed) if isinstance(kernel, FusedLora) else None
-    return AdaptedModel(kernel, adapt(decoder, kernel, layout, summed=summed), layout, dtype, read, narrow)
+    experts = None
+    if any(site.of_experts for site in layout.sites):
+        experts = adapt(decoder, kernel, layout, summed=summed, experts=True)
+    plain = adapt(decoder, kernel, layout, summed=summed)
+    return AdaptedModel(kernel, plain, layout, dtype, read, narrow, experts)
 
 
 def manage_adapters(

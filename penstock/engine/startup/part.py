@@ -31,7 +31,7 @@ from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.tap import Tap
 from penstock.engine.models.weights import Weights
-from penstock.engine.startup.adapters import adapt_model
+from penstock.engine.startup.adapters import adapt_model, with_experts
 from penstock.engine.startup.memory import longest_sequence, size_cache, sliding_window
 from penstock.errors import CheckpointError, ConfigError
 
@@ -170,7 +170,10 @@ def load_part(
         with phases("calibration"):
             together = None if member is None else _together(member, decoder)
             decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
-    cut = None if member is None else member.adapter_cut(model)
+    cut = None
+    if member is not None:
+        experts = with_experts(config, backend)
+        cut = member.adapter_cut(model, experts=experts, whole_experts=config.expert_parallel)
     adapters = adapt_model(config, backend, decoder, dtype=dtype, cut=cut)
     if backend.compiles and not decoder.launched_eagerly:
         with phases("compile"):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from penstock.engine.adapters.layout import AdapterLayout, layout_of
-from penstock.engine.adapters.peft import RULES, LoadedAdapter, read_adapter
+from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
+from penstock.engine.adapters.peft_config import RULES
 from penstock.engine.models.families import read_config
 from penstock.errors import CheckpointError
 from tests.engine.adapters.files import write_adapter
@@ -35,8 +36,8 @@ TRIED: dict[str, list[Any]] = {
         True, False, "gaussian", "eva", "orthogonal", "pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", 1,
     ],
     "bias": ["all", "lora_only"],
-    "rank_pattern": [{"q_proj": 4}],
-    "alpha_pattern": [{"q_proj": 4}],
+    "rank_pattern": [{"q_proj": 4}, {"o_proj": 4}, {"(a+)+b": 4}, {"q_proj": True}],
+    "alpha_pattern": [{"q_proj": 4}, {r".*\.q_proj": 4}, {"(a+)+b": 4}, {"q_proj": "x"}, [1]],
     "layer_replication": [[[0, 2], [1, 3]]],
     "alora_invocation_tokens": [[1, 2, 3]],
     "modules_to_save": [["lm_head"], ["embed_tokens"]],
@@ -49,7 +50,7 @@ TRIED: dict[str, list[Any]] = {
     "r": [4, 9, 0, True, "8", None],
     "lora_alpha": [16, 8.5, "8", None, True],
 }  # fmt: skip
-CHANGED = {"lora_alpha", "use_rslora"}
+CHANGED = {"lora_alpha", "use_rslora", "alpha_pattern"}
 """Keys that change what is added."""
 
 
@@ -93,7 +94,8 @@ def test_each_key_is_honoured_or_refused(base: Path, layout: AdapterLayout, tmp_
     assert refused >= {
         ("alora_invocation_tokens", "[1, 2, 3]"), ("layer_replication", "[[0, 2], [1, 3]]"),
         ("init_lora_weights", "loftq"), ("init_lora_weights", "lora_ga"), ("init_lora_weights", "corda"),
-        ("target_parameters", "['mlp.experts.gate_up_proj']"), ("use_qalora", "True"), ("kasa_config", "True"),
+        ("rank_pattern", "{'q_proj': 4}"), ("rank_pattern", "{'(a+)+b': 4}"),
+        ("use_qalora", "True"), ("kasa_config", "True"),
         ("target_modules", "['q_proj']"), ("exclude_modules", "['v_proj']"), ("layers_to_transform", "[0]"),
         ("r", "4"), ("lora_bias", "True"),
     }  # fmt: skip

@@ -51,9 +51,14 @@ AT_WORK = {
 PATTERN = "attention.sliding_window_pattern"
 NEEDED: dict[str, dict[str, Any]] = {
     "qwen3moe": {"expert_count": 2, "expert_used_count": 1},
+    "deepseek2": {
+        "attention.kv_lora_rank": 32, "attention.key_length": 24, "attention.value_length": 20,
+        "attention.head_count_kv": 1, "rope.dimension_count": 8, "expert_count": 4, "expert_used_count": 2,
+        "rope.scaling.yarn_log_multiplier": 0.1,
+    },
     "command-r": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5},
     "cohere2": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5, "attention.sliding_window": 30},
-}
+}  # fmt: skip
 """What llama.cpp loads no file of the architecture without."""
 
 
@@ -108,7 +113,8 @@ def reads_patterns(arch: str) -> bool:
 def _means_nothing(key: str, value: Any, arch: str) -> bool:
     if key == PATTERN and reads_patterns(arch):
         return True  # of two layers many patterns mean the same; they have a test of their own
-    return value is (key in ("attention.causal", "expert_weights_norm"))
+    normalized = key == "expert_weights_norm" and arch != "deepseek2"  # which says so where it does
+    return value is (normalized or key == "attention.causal")
 
 
 def test_a_factor_without_a_type_is_linear() -> None:

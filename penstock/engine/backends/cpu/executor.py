@@ -39,7 +39,7 @@ class RecordedExecutor(EagerExecutor):
     def run(self, batch: Batch) -> PendingStep:
         decoder, recorded = self._decoder, self.plain
         if self._adapters is not None and (adapted := self._adapters.begin(batch)) is not None:
-            decoder, recorded = adapted, self.adapted
+            decoder, recorded = adapted, self.adapted if adapted is self._adapters.decoder else None
         if recorded is not None and batch.plain and recorded.has_head:
             # Nearly every step: natively from tokens to tokens, unless a row needs more than a draw.
             count = len(batch.chunks)

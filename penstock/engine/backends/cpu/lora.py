@@ -31,6 +31,7 @@ class CpuLora:
         self._sizes = [np.array(site.sizes, np.int64) for site in layout.sites]
         self._dtype = dtype
         self._step = LoraStep()
+        self._slots = np.empty(0, np.int32)
         self._tiles: Tiles | None = None
         self._common = {
             "step": ctypes.addressof(self._step), "slots": self._pointers.ctypes.data,
@@ -44,14 +45,53 @@ class CpuLora:
         self._ranks[slot] = adapter.ranks.numpy()
 
     def begin(self, slots: np.ndarray) -> None:
+        self._slots = slots.astype(np.int32)
         self._tiles = tiles = make_tiles(slots, _BLOCK)
-        step = self._step
+        self._fill(self._step, tiles, self._ranks)
+
+    def _fill(self, step: LoraStep, tiles: Tiles, ranks: np.ndarray) -> None:
         step.order, step.tile_slots = tiles.order.ctypes.data, tiles.slots.ctypes.data
         step.tile_starts, step.tile_counts = tiles.starts.ctypes.data, tiles.counts.ctypes.data
         step.entries, step.tiles = len(tiles.order), len(tiles.slots)
-        step.most_rank = int(self._ranks[tiles.slots].max())
+        step.most_rank = int(ranks[tiles.slots].max(initial=0))
+
+    @property
+    def token_slots(self) -> Tensor:
+        return torch.from_numpy(self._slots)
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        self._add(x, y, placed, self._common)
+
+    def add_visits(
+        self, x: Tensor, y: Tensor, placed: PlacedSite, slots: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> None:
+        """Every expert of every adapter that is visited is a slot of its own."""
+        assert weights is None, "experts on CPU are weighted later"
+        site, of = placed.site, slots.numpy()
+        keys = np.where(of >= 0, of * site.experts + experts.numpy(), -1)
+        found, at = np.unique(keys[keys >= 0], return_inverse=True)
+        if not len(found):
+            return
+        own = np.full(len(keys), -1, np.int64)
+        own[keys >= 0] = at
+        ranks = np.ascontiguousarray(self._ranks[found // site.experts])
+        sizes = ranks[:, placed.index].astype(np.uint64) * np.uint64(site.each * self._dtype.itemsize)
+        pointers = self._pointers[found // site.experts] + (found % site.experts).astype(np.uint64) * sizes
+        step, tiles = LoraStep(), make_tiles(own, _BLOCK)
+        self._fill(step, tiles, ranks)
+        self._add(
+            x,
+            y,
+            placed,
+            {
+                **self._common,
+                "step": ctypes.addressof(step),
+                "slots": pointers.ctypes.data,
+                "ranks": ranks.ctypes.data,
+            },
+        )
+
+    def _add(self, x: Tensor, y: Tensor, placed: PlacedSite, common: dict[str, int]) -> None:
         site = placed.site
         need_contiguous(x, "x")
         need_contiguous(y, "y")
@@ -62,7 +102,7 @@ class CpuLora:
         args = LoraArgs(
             x=x.data_ptr(), y=y.data_ptr(), tokens=x.shape[0], dtype=dtype_code(x, "x"),
             inputs=site.inputs, outputs=site.outputs, parts=len(site.sizes), start=placed.start,
-            site=placed.index, sizes=self._sizes[placed.index].ctypes.data, **self._common,
+            site=placed.index, sizes=self._sizes[placed.index].ctypes.data, **common,
         )  # fmt: skip
         if self._handle.lib.pk_lora(self._handle.pointer, byref(args)):
             raise LayoutError("an adapter's token is not one of the step")

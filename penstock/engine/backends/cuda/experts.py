@@ -19,8 +19,15 @@ from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Stack
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Linear
 from penstock.engine.backends.interface import Activation, Ops
-from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router, SharedAndRouted
-from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
+from penstock.engine.models.layers.experts import (
+    Additions,
+    ExpertMlp,
+    ExpertSlots,
+    ExpertSource,
+    Router,
+    SharedAndRouted,
+)
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, gated
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -134,9 +141,11 @@ class GroupedExpertMlp:
             scale=router.scale,
         )
 
-    def apply(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def apply(self, x: Tensor, weights: Tensor, chosen: Tensor, added: Additions | None = None) -> Tensor:
         if not len(x):
             return torch.empty_like(x)
+        if added is not None:
+            return self._with_additions(x, weights, chosen.int(), added)
         top_k, chosen, experts = chosen.shape[1], chosen.int(), self.gate_up.experts
         plan = moe.plan(chosen, experts)
         choices = top_k
@@ -145,6 +154,21 @@ class GroupedExpertMlp:
             weights = torch.ones_like(weights)
         inner = self.gate_up.product(x, plan, choices, self.activation, None)
         pairs = self.down.product(inner, plan, top_k, self.activation, weights)
+        return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
+
+    def _with_additions(self, x: Tensor, weights: Tensor, chosen: Tensor, added: Additions) -> Tensor:
+        """The same with a row in memory for every pair between the launches, so that something can be added to it."""
+        top_k, experts = chosen.shape[1], self.gate_up.experts
+        plan = moe.plan(chosen, experts)
+        order = plan.order.clamp(0, chosen.numel() - 1).long()  # what is behind the runs was not written
+        each, ones = x.repeat_interleave(top_k, 0), torch.ones_like(weights)
+        if self.router.weight_inputs:
+            each, weights = (each * weights.view(-1, 1)).to(x.dtype), ones
+        inner = self.gate_up.product(each[order], plan, top_k, self.activation, ones)
+        added.gate_up(each, inner)
+        inner = gated(self.ops, self.activation, inner)
+        pairs = self.down.product(inner[order], plan, top_k, self.activation, weights)
+        added.down(inner, pairs, weights=weights)
         return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
 
     def replace(self, slot: int, expert: GatedMlp) -> None:

@@ -9,7 +9,7 @@ the rows, so the next step can be launched before the host has read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES, GraphLora
-from penstock.engine.adapters.runtime import is_narrow, slots_of
+from penstock.engine.adapters.runtime import is_narrow, slots_of, touches_experts
 from penstock.engine.backends.cuda.capture import record
+from penstock.engine.backends.cuda.draw_chains import DrawChains
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs, Shape
 from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch, StateBatch
@@ -33,12 +34,15 @@ from penstock.engine.runner.follower import BlockTables, Follower, FollowerResou
 from penstock.engine.runner.inputs import chunk_tokens, decode_keys, entries, sampling_chunks, states_of
 from penstock.engine.runner.resources import RunnerResources
 from penstock.engine.runner.rows import DRAWN, FLOATS, Rows
-from penstock.engine.runner.step import PendingStep
+from penstock.engine.runner.step import DrawnAhead, PendingStep
+from penstock.engine.sequence import Sequence
 
 _FIELDS = (("ids", np.int64), ("positions", np.int64), ("slots", np.int64), ("keys", np.int64),
            ("rows64", np.int64), ("stores", np.int64), ("rows", np.int32), ("contexts", np.int32))  # fmt: skip
 _STATE_FIELDS = tuple((f"state_{name}", np.int32) for name in ("first", "last", "reads", "writes"))
 _LORA_FIELDS = tuple((name, np.int32) for name in TABLES)
+View = Callable[[str, torch.dtype], Tensor]
+"""Finds an input of a step by name."""
 
 
 def buckets_up_to(limit: int) -> list[int]:
@@ -56,6 +60,8 @@ class Kind(IntEnum):
     NARROW = 2
     """The same with narrow adapters only; see `LoadedAdapter`."""
     PROMPTS = 3
+    EXPERTS = 4
+    """Decodes of which some use an adapter that touches routers or experts."""
 
 
 class GraphExecutor(EagerExecutor):
@@ -85,13 +91,22 @@ class GraphExecutor(EagerExecutor):
                 followers=resources.decoder.followers,
                 kind=Kind.PROMPTS,
             )
+        self.chains: DrawChains | None = None
+        """For drafters that draw several tokens at once."""
+        if resources.drawn_ahead:
+            self.chains = DrawChains(self.graphs, resources.drawn_ahead)
         self.adapted_graphs: DecodeGraphs | None = None
         """For steps in which some sequence uses an adapter."""
         self.narrow_graphs: DecodeGraphs | None = None
         """For steps in which all adapters are narrow; see `LoadedAdapter`."""
+        self.expert_graphs: DecodeGraphs | None = None
+        """For steps in which some adapter touches routers or experts."""
         adapters = resources.adapters
         if adapters is not None and isinstance(adapters.kernel, GraphLora):
             self.adapted_graphs = self.graphs.with_adapters(adapters.decoder.captured(), adapters.kernel, Kind.ADAPTED)
+            if adapters.experts is not None:
+                experts = adapters.experts.captured()
+                self.expert_graphs = self.graphs.with_adapters(experts, adapters.kernel, Kind.EXPERTS)
             if adapters.narrow is not None:
                 narrow = adapters.narrow.captured()
                 self.narrow_graphs = self.graphs.with_adapters(narrow, adapters.kernel, Kind.NARROW)
@@ -110,6 +125,15 @@ class GraphExecutor(EagerExecutor):
             (step.tokens,), step.event = self._backend.to_host(tokens)
         return step
 
+    @torch.inference_mode()
+    def draw_ahead(self, counts: Mapping[Sequence, int]) -> DrawnAhead | None:
+        if self.chains is None or not self.chains.fits(counts):
+            return None
+        if any(int(self._rows.flags[seq.row]) & ~DRAWN for seq in counts):
+            return None  # sampled from the logits, outside of the graph
+        (tokens,), event = self._backend.to_host(self.chains.replay(counts))
+        return DrawnAhead(dict(counts), tokens, event)
+
     def _run_prompts(self, batch: Batch) -> PendingStep:
         packed, adapted = self._inputs.pack(batch), self._begin_adapters(batch)
         shape = None if adapted or self.prompt_graphs is None else self.prompt_graphs.shape_of(batch)
@@ -126,6 +150,8 @@ class GraphExecutor(EagerExecutor):
     def prepare(self, token_budget: int) -> None:
         for graphs in self._all():
             graphs.capture_all()
+        if self.chains is not None:
+            self.chains.capture_all()
         if self.prompt_graphs is not None:
             self.prompt_graphs.capture_all(token_budget)
 
@@ -136,11 +162,15 @@ class GraphExecutor(EagerExecutor):
     def release(self) -> Callable[[], None]:
         sizes = [(graphs, graphs.forget()) for graphs in self._all()]
         shapes = [] if self.prompt_graphs is None else self.prompt_graphs.forget()
+        chains = [] if self.chains is None else self.chains.forget()
 
         def capture_again() -> None:
             for graphs, captured in sizes:
                 for size in captured:
                     graphs.capture(size)
+            for chain in chains:
+                assert self.chains is not None
+                self.chains.capture(chain)
             for shape in shapes:
                 assert self.prompt_graphs is not None
                 self.prompt_graphs.capture(shape)
@@ -148,7 +178,7 @@ class GraphExecutor(EagerExecutor):
         return capture_again
 
     def _all(self) -> list[DecodeGraphs]:
-        found = (self.graphs, self.adapted_graphs, self.narrow_graphs)
+        found = (self.graphs, self.adapted_graphs, self.narrow_graphs, self.expert_graphs)
         return [graphs for graphs in found if graphs is not None]
 
     def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
@@ -157,6 +187,8 @@ class GraphExecutor(EagerExecutor):
             return None
         if self._adapters is None or all(chunk.seq.slot < 0 for chunk in batch.chunks):
             return self.graphs
+        if self.expert_graphs is not None and touches_experts(batch):
+            return self.expert_graphs
         return self.narrow_graphs if self.narrow_graphs is not None and is_narrow(batch) else self.adapted_graphs
 
 
@@ -170,7 +202,12 @@ class GraphFollower(Follower):
         self.decodes = {Kind.DECODES: plain}
         self.prompts = PromptGraphs(resources.decoder, resources.kv, tables, max_rows=max_rows)
         if isinstance(resources.lora, GraphLora):
-            for kind, decoder in ((Kind.ADAPTED, resources.adapted), (Kind.NARROW, resources.narrow)):
+            kinds = (
+                (Kind.ADAPTED, resources.adapted),
+                (Kind.NARROW, resources.narrow),
+                (Kind.EXPERTS, resources.experts),
+            )
+            for kind, decoder in kinds:
                 if decoder is not None:
                     self.decodes[kind] = plain.with_adapters(decoder, resources.lora, kind)
 
@@ -223,15 +260,15 @@ class DecodeGraphs:
         self.kind = kind
         self.decoder = decoder
         self.lora = lora
-        self._fields = _FIELDS if lora is None else _FIELDS + _LORA_FIELDS
+        self.fields: tuple[tuple[str, Any], ...] = _FIELDS if lora is None else _FIELDS + _LORA_FIELDS
         self._stateful = decoder.config.recurrent or not kv.shape.blocks_suffice
         """Whether steps come with states: on every rank, also on one that has no recurrent layer."""
         if self._stateful:
-            self._fields += _STATE_FIELDS
+            self.fields += _STATE_FIELDS
         self.kv = kv
         self.rows = rows
         self.scratch_row = max_rows
-        self._padding = {"rows64": max_rows, "stores": max_rows, "rows": max_rows, "contexts": 1, "lora_tokens": -1}
+        self.padding = {"rows64": max_rows, "stores": max_rows, "rows": max_rows, "contexts": 1, "lora_tokens": -1}
         self.buckets = buckets_up_to(max(max_rows, max_tokens))
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None
@@ -286,7 +323,7 @@ class DecodeGraphs:
             values |= self.lora.tables(slots_of(batch), bucket)
         if (states := states_of(batch)) is not None:
             values |= {name: array for (name, _), array in zip(_STATE_FIELDS, states, strict=True)}
-        packed = captured.inputs.fill(values, self._padding)
+        packed = captured.inputs.fill(values, self.padding)
         if self.followers is not None:
             host = HostBatch(ids, positions, slots, positions, positions + 1, rows, self.rows.host_tables, size)
             self.followers.replay(self.kind, (bucket, 0), packed, host)
@@ -326,38 +363,38 @@ class DecodeGraphs:
         """Capture the step of `bucket` rows. Runs it once before, so that kernels are compiled outside the graph."""
         if self.followers is not None:
             self.followers.capture(self.kind, (bucket, 0))
-        inputs = PackedInputs([Field(name, kind, bucket) for name, kind in self._fields], self.kv.device)
-        inputs.send({name: np.zeros(0, kind) for name, kind in self._fields}, self._padding)
-        recording = record(self.kv.device, lambda: self._step(inputs, bucket), self._pool)
+        inputs = PackedInputs([Field(name, kind, bucket) for name, kind in self.fields], self.kv.device)
+        inputs.send({name: np.zeros(0, kind) for name, kind in self.fields}, self.padding)
+        recording = record(self.kv.device, lambda: self.step(inputs.view, bucket), self._pool)
         self._pool = self._pool or recording.graph.pool()
         captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[bucket] = captured
         return captured
 
-    def _step(self, inputs: PackedInputs, bucket: int) -> tuple[Tensor, Tensor]:
-        """The work of a decode step, on fixed addresses."""
-        rows = inputs.view("rows64", torch.int64)
-        ids = self.rows.known_tokens(inputs.view("ids", torch.int64), rows)
+    def step(self, view: View, bucket: int) -> tuple[Tensor, Tensor]:
+        """The work of a decode step, on fixed addresses; its logits and tokens."""
+        rows = view("rows64", torch.int64)
+        ids = self.rows.known_tokens(view("ids", torch.int64), rows)
         batch = AttentionBatch(
-            positions=inputs.view("positions", torch.int64),
-            slots=inputs.view("slots", torch.int64),
+            positions=view("positions", torch.int64),
+            slots=view("slots", torch.int64),
             query_starts=torch.arange(bucket + 1, dtype=torch.int32, device=rows.device),
-            context_lens=inputs.view("contexts", torch.int32),
-            rows=inputs.view("rows", torch.int32),
+            context_lens=view("contexts", torch.int32),
+            rows=view("rows", torch.int32),
             block_tables=self.rows.block_tables,
             num_decodes=bucket,
             max_query=1,
             max_context=self.rows.max_context,
         )
         if self._stateful:
-            batch.states = StateBatch(*(inputs.view(name, torch.int32) for name, _ in _STATE_FIELDS))
+            batch.states = StateBatch(*(view(name, torch.int32) for name, _ in _STATE_FIELDS))
         if self.lora is not None:
-            self.lora.use({name: inputs.view(name, torch.int32) for name in TABLES}, bucket)
+            self.lora.use({name: view(name, torch.int32) for name in TABLES}, bucket)
         hidden = self.decoder.forward(ids, batch, self.kv)
         logits = self.decoder.head(hidden)
         if isinstance(self.rows, BlockTables):
             return logits, logits  # rank 0 samples
         temperatures = self.rows.floats[rows, FLOATS.index("temperature")]
-        tokens = self.decoder.ops.gumbel_argmax(logits, temperatures, inputs.view("keys", torch.int64))
-        self.rows.last_tokens[inputs.view("stores", torch.int64)] = tokens
+        tokens = self.decoder.ops.gumbel_argmax(logits, temperatures, view("keys", torch.int64))
+        self.rows.last_tokens[view("stores", torch.int64)] = tokens
         return logits, tokens

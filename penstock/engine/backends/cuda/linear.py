@@ -8,15 +8,18 @@ per token, unless there are few, when the weights are widened in the kernel and 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.backends.cuda.kernels import activation, gemv
+from penstock.engine.backends.cuda.kernels import activation, gemv, stream
 from penstock.engine.backends.cuda.kernels.inline_lora import InlineLora
 from penstock.engine.backends.interface import FP8, FP8_MAX
+
+_STREAMS = os.environ.get("PENSTOCK_STREAM") == "1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ class CudaLinear:
             return F.linear(x, self.weight, self.bias)
         if isinstance(x, Tensor):
             x = ScaledTensor(*activation.quantize_fp8(x))
+        if _STREAMS and x.data.shape[0] <= stream.MOST:
+            return stream.linear(x.data, self.weight, bias=self.bias, weight_scale=self.scale, x_scale=x.scale)
         return torch._scaled_mm(
             x.data,
             self.weight.t(),

@@ -24,6 +24,7 @@ from penstock.engine.adapters.apply import TABLES
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import make_tiles, most_tiles
+from penstock.engine.backends.cuda.kernels import expert_lora
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
 from penstock.engine.backends.cuda.kernels.inline_lora import COPIES, TILE_ROWS, InlineLora, open_pass
@@ -151,6 +152,18 @@ class TritonLora:
             y = base(x)
             stream.wait_stream(self._side)
         return Addends(y, delta, ranks[placed.index])
+
+    @property
+    def token_slots(self) -> Tensor:
+        assert self._step is not None
+        return self._step.tokens
+
+    def add_visits(
+        self, x: Tensor, y: Tensor, placed: PlacedSite, slots: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> None:
+        expert_lora.add_visits(
+            x, y, self._bank, self._ranks, placed, self._rank, slots.int(), experts.int(), weights, pdl=self.pdl
+        )
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._launch(x, self._partial(x, placed), y, placed, add=True)

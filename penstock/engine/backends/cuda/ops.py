@@ -276,8 +276,8 @@ class TritonOps:
             conv_cache,
             state_cache,
             self._counters,
-            processors=1 if self.batch_invariant else self.processors,
-            in_place_runs=self.batch_invariant,
+            processors=self.processors,
+            fixed=self.batch_invariant,
             pdl=self.pdl,
         )
 

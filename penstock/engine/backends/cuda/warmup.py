@@ -22,7 +22,6 @@ from penstock.engine.grammar.interface import words_for
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
-from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.mixer import TokenMixer
 
 
@@ -40,8 +39,15 @@ def compile_kernels(
             alone = dataclasses.replace(decoder, layers=[layer])
             _visit(alone, _cache_of(alone, dtype, limits), tables, limits)
         if adapters is not None:
-            alone = dataclasses.replace(adapters.decoder, layers=adapters.decoder.layers[:1])
-            _visit_adapted(adapters, alone, _cache_of(alone, dtype, limits), tables, limits)
+            for adapted in _one_layer_each(adapters):
+                _visit_adapted(adapters, adapted, _cache_of(adapted, dtype, limits), tables, limits)
+
+
+def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
+    """Linears are alike in all layers, but for those of experts: of these the last layer has some."""
+    first, experts = adapters.decoder, adapters.experts
+    layers = [first.layers[0]] if experts is None else [first.layers[0], experts.layers[0], experts.layers[-1]]
+    return [dataclasses.replace(first, layers=[layer]) for layer in layers]
 
 
 def _kind_of(mixer: TokenMixer) -> object:
@@ -82,7 +88,7 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) ->
         _forward(decoder, kv, tables, limits, 0, prompts)
         _forward(decoder, kv, tables, limits, 1, prompts)
     mixer, cache = decoder.layers[0].mixer, kv.layers[0]
-    if isinstance(mixer, LatentAttention):
+    if not isinstance(mixer, Attention):
         for decodes in buckets_up_to(limits.max_rows):
             _forward(decoder, kv, tables, limits, decodes, [2])
     if not isinstance(mixer, Attention):

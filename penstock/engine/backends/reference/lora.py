@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ class ReferenceLora:
         self._adapters: list[LoadedAdapter | None] = [None] * slots
         self._data: list[Tensor | None] = [None] * slots
         self._device = device
+        self._slots = torch.empty(0, dtype=torch.int32)
         self._groups: list[tuple[int, Tensor]] = []
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
@@ -29,11 +32,32 @@ class ReferenceLora:
         self._data[slot] = adapter.data.to(self._device, non_blocking=True)
 
     def begin(self, slots: np.ndarray) -> None:
+        self._slots = torch.from_numpy(slots.astype(np.int32)).to(self._device)
         tiles: Tiles = make_tiles(slots, _BLOCK)
         self._groups = [
             (int(slot), torch.from_numpy(tiles.order[start : start + count].astype(np.int64)).to(self._device))
             for slot, start, count in zip(tiles.slots, tiles.starts, tiles.counts, strict=True)
         ]
+
+    @property
+    def token_slots(self) -> Tensor:
+        return self._slots
+
+    def add_visits(
+        self, x: Tensor, y: Tensor, placed: PlacedSite, slots: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> None:
+        pairs = torch.stack((slots.long(), experts.long()), 1)
+        for slot, expert in torch.unique(pairs, dim=0).tolist():
+            if slot < 0:
+                continue
+            adapter, data = self._adapters[slot], self._data[slot]
+            assert adapter is not None and data is not None
+            width = int(adapter.ranks[placed.index])
+            rows = ((pairs[:, 0] == slot) & (pairs[:, 1] == expert)).nonzero().flatten()
+            if width and len(rows):
+                at = dataclasses.replace(placed, start=placed.start + expert * placed.site.each)
+                delta = self._delta(x[rows], data, width, at)
+                y.index_add_(0, rows, delta if weights is None else (delta * weights.view(-1, 1)[rows]).to(y.dtype))
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         for slot, tokens in self._groups:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from penstock.engine.models.families.deepseek_gguf import V2_FORMAT, V3_FORMAT
 from penstock.engine.models.families.family import (
     SILU,
     ConfigFields,
@@ -157,7 +158,7 @@ DEEPSEEK_V2 = Family(
     fields=_v2_fields,
     reads=_KEYS | {"num_experts", "topk_method", "mlp_bias"},
     limits={**_LIMITS, "scoring_func": ("softmax",)},
-    gguf=GGUFFormat(architectures=()),
+    gguf=V2_FORMAT,
     names=_NAMES,
     architecture=_architecture,
 )
@@ -167,7 +168,7 @@ DEEPSEEK_V3 = Family(
     fields=_v3_fields,
     reads=_KEYS | {"num_local_experts", "rope_interleave"},
     limits={**_LIMITS, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-    gguf=GGUFFormat(architectures=()),
+    gguf=V3_FORMAT,
     names=_NAMES,
     architecture=_architecture,
 )

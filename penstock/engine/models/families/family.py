@@ -121,6 +121,8 @@ class GGUFFormat:
     """For families that share an architecture: whether a file is of this one. None: it is where no other applies."""
     interleaved_rope: bool = False
     """Whether the rows of query and key matrices are in interleaved rotary order."""
+    own_head_sizes: bool = False
+    """Whether `config` reads what heads are made of; `head_dim` is then the size of their rotated part."""
     whole_head_rotated: bool = True
     """Whether `rope.dimension_count` is the size of a head, for files that leave that out."""
     config: Callable[[GGUFKeys, HFConfig], Mapping[str, Any]] | None = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.interface import ActivationOps, Ops
-from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, gated
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.model_config import GroupScore, LayerTable, Scoring
 
@@ -83,6 +83,8 @@ class ExpertSlots:
         self.size = len(table[0])
         self.loads = torch.zeros(experts, dtype=torch.int64, device=device)
         """Visits of each expert since the start, of the tokens that this process routed."""
+        self.held = torch.zeros(self.size + 1, dtype=torch.int64, device=device)
+        """The expert in each slot of this shard; one more for choices that are elsewhere."""
         self._copies = torch.ones(experts, dtype=torch.int64, device=device)
         self._places = torch.zeros(experts, len(table), dtype=torch.int64, device=device)
         self.put(table)
@@ -90,6 +92,7 @@ class ExpertSlots:
     def put(self, table: LayerTable) -> None:
         """Experts have moved. In place, so that recorded steps see it."""
         self.table = table
+        self.held[: self.size].copy_(torch.tensor(table[self.shard]))
         places: list[list[int]] = [[] for _ in range(len(self.loads))]
         for shard, held in enumerate(table):
             for slot, expert in enumerate(held):
@@ -125,6 +128,20 @@ class ExpertSource:
     """Read its tensors and forget them: what comes from a disk is then in memory. On any thread."""
 
 
+class Additions(Protocol):
+    """What is added to the outputs of experts' linears: the adapters of the tokens that visit them.
+
+    `x` is what the linears read and `y` what they gave, a row for each visit; `pairs` [rows] says of which pair of
+    token and choice (`t * top_k + i`), None: row by row of all pairs. In place.
+    """
+
+    def gate_up(self, x: Tensor, y: Tensor, pairs: Tensor | None = None) -> None: ...
+
+    def down(self, x: Tensor, y: Tensor, pairs: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """`weights`: float32, by which outputs have been multiplied already."""
+        ...
+
+
 class Experts(FeedForward, Protocol):
     """A feed-forward of experts, all or some of which this process holds."""
 
@@ -143,9 +160,9 @@ class Experts(FeedForward, Protocol):
         """Weights float32 and experts [T, top_k]."""
         ...
 
-    def apply(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def apply(self, x: Tensor, weights: Tensor, chosen: Tensor, added: Additions | None = None) -> Tensor:
         """The weighted sum over each token's experts that are here. `chosen` [T, any]: slots of this process, counted
-        from 0; one past the last is elsewhere and adds nothing."""
+        from 0; one past the last is elsewhere and adds nothing. `added`: to the linears of its visits."""
         ...
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
@@ -178,7 +195,7 @@ class ExpertMlp:
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.router(x)
 
-    def apply(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def apply(self, x: Tensor, weights: Tensor, chosen: Tensor, added: Additions | None = None) -> Tensor:
         top_k = chosen.shape[1]
         # Pairs of token and expert, sorted by expert: one gather before and one after, none per expert.
         order = chosen.flatten().argsort(stable=True)
@@ -189,12 +206,28 @@ class ExpertMlp:
             inputs = (inputs * weights.flatten()[order].unsqueeze(-1)).to(x.dtype)
         runs = torch.split(inputs, counts)
         outputs = x.new_zeros(len(x) * top_k, x.shape[1])
-        if len(order):
+        if len(order) and added is not None:
+            outputs[order] = self._with_additions(inputs, counts, order, added)
+        elif len(order):
             outputs[order] = torch.cat(
                 [expert.forward(run) for expert, run in zip(self.experts, runs, strict=True) if len(run)]
             )
         by_token = outputs.view(len(x), top_k, x.shape[1])
         return _sum(by_token if self.router.weight_inputs else by_token * weights.to(x.dtype).unsqueeze(-1))
+
+    def _with_additions(self, inputs: Tensor, counts: list[int], pairs: Tensor, added: Additions) -> Tensor:
+        """What the experts make of `inputs`, which are in their order."""
+        first = self.experts[0]
+        visited = [(expert, count) for expert, count in zip(self.experts, counts, strict=True) if count]
+        sizes = [count for _, count in visited]
+        runs = zip(visited, torch.split(inputs, sizes), strict=True)
+        inner = torch.cat([expert.gate_up(run) for (expert, _), run in runs])
+        added.gate_up(inputs, inner, pairs)
+        inner = gated(first.ops, first.activation, inner)
+        runs = zip(visited, torch.split(inner, sizes), strict=True)
+        outputs = torch.cat([expert.down(run) for (expert, _), run in runs])
+        added.down(inner, outputs, pairs)
+        return outputs
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
         self.experts[slot] = expert

@@ -179,6 +179,7 @@ def describe(model: ServedModel) -> list[dict[str, Any]]:
             **_where(places.get(replica.name, NOWHERE)),
             "round_trip_ms": _milliseconds(replica.round_trip.seconds if isinstance(replica, EngineClient) else None),
             "memory": None if replica.info is None else _memory(replica.info),
+            "startup_s": None if replica.info is None else replica.info.startup,
         }
         for replica in backend.replicas
     ]
@@ -237,4 +238,5 @@ def _describe_member(model: RemoteModel, member: RemoteMember) -> dict[str, Any]
         **_where(ReplicaPlace(region=member.region)),
         "round_trip_ms": _milliseconds(server.round_trip.seconds),
         "memory": None,
+        "startup_s": None,
     }

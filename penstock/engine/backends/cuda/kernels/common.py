@@ -3,7 +3,9 @@
 Launch order: with `PDL` a kernel may be scheduled while its predecessor still runs (programmatic dependent launch,
 compute capability 9.0). It must then call `wait_for_inputs` before it touches anything an earlier kernel wrote *or
 reads*, in every program and before any early return: a grid that finishes without waiting would let its successor
-overtake its predecessor. Constants (weights, tables) may be read before the wait.
+overtake its predecessor. Before the wait it may read what no kernel here writes: weights, and what describes the step
+(positions, slots, rows, context lengths, block tables), which is copied or made by PyTorch, whose kernels nobody
+overtakes.
 """
 
 from __future__ import annotations
@@ -40,6 +42,21 @@ def wait_for_inputs(PDL: tl.constexpr) -> None:
     """Wait until every earlier kernel has finished and its writes are visible."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def ask_for(at: tl.tensor, SIZE: tl.constexpr, PDL: tl.constexpr) -> None:
+    """Bring `SIZE` bytes at each address into the L2 cache: what will be read once the inputs are there. For addresses
+    that are multiples of 16; other sizes than those are left alone."""
+    if PDL and SIZE % 16 == 0:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
+            "=r,l,r",
+            [at.to(tl.int64), tl.full(at.shape, SIZE, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

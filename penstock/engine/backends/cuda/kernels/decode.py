@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.common import (
     LOG2E,
+    ask_for,
     ceil_div,
     launch,
     launch_successor,
@@ -150,16 +151,15 @@ def _decode_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     launch_successor(PDL)
-    wait_for_inputs(PDL)
 
-    # Everything the start depends on is asked for at once: at small batches latency is all there is.
+    # Everything the start depends on is asked for at once: at small batches latency is all there is. What describes
+    # the step is there before the queries are.
     context = tl.load(context_ptr + seq)
     row = tl.maximum(tl.load(rows_ptr + seq), 0).to(tl.int64)
     m = tl.arange(0, TILE_M)
     d = tl.arange(0, DIM_BLOCK)
     in_dim = d < DIM
     q_mask = (m < GROUP)[:, None] & in_dim[None, :]
-    q = tl.load(q_ptr + seq * q_stride + (kv_head * GROUP + m)[:, None] * DIM + d[None, :], mask=q_mask, other=0.0)
     first = 0
     if WINDOW > 0:
         oldest = tl.maximum(oldest_visible(context - 1, WINDOW, CHUNKED), 0)
@@ -170,10 +170,22 @@ def _decode_kernel(
         share = tl.where(share >= LONG_SHARE, tl.cdiv(tiles, LONG_SPLITS), share)
     share = tl.maximum(share, min_tiles)
     active = tl.cdiv(tiles, share)
+    table = table_ptr + row * table_stride
+    head_offset = kv_head.to(tl.int64) * BLOCK_SIZE * DIM
+    if PDL:  # noqa: SIM102 - known when compiled; the other is not
+        if split < active:
+            # Keys and values of earlier steps: those of this step, if among them, are written by then.
+            n = tl.minimum(first + split * share * BLOCK_N + tl.arange(0, BLOCK_N), context - 1)
+            block = tl.load(table + n // BLOCK_SIZE).to(tl.int64)
+            at = block * (KV_HEADS * BLOCK_SIZE * DIM) + head_offset + (n % BLOCK_SIZE) * DIM
+            SIZE: tl.constexpr = DIM * k_cache_ptr.dtype.element_ty.primitive_bitwidth // 8
+            ask_for(k_cache_ptr + at, SIZE, PDL)
+            ask_for(v_cache_ptr + (at // 2 if PAIRED else at), SIZE, PDL)
+    wait_for_inputs(PDL)
     if split >= tl.maximum(active, 1):
         return
 
-    table = table_ptr + row * table_stride
+    q = tl.load(q_ptr + seq * q_stride + (kv_head * GROUP + m)[:, None] * DIM + d[None, :], mask=q_mask, other=0.0)
     if PAIRED:
         # fp8 keys and values widen to float16 in one instruction, exactly; to bfloat16 it would take three. A
         # tensor-core operand needs neighbouring keys of a value side by side, which bytes cannot be moved into
@@ -188,7 +200,6 @@ def _decode_kernel(
     d_pair = tl.arange(0, DIM_BLOCK // 2)
     acc = tl.zeros([TILE_M, DIM_BLOCK // 2 if PAIRED else DIM_BLOCK], tl.float32)
     acc_odd = tl.zeros([TILE_M, DIM_BLOCK // 2], tl.float32)
-    head_offset = kv_head.to(tl.int64) * BLOCK_SIZE * DIM
     last = tl.minimum((split + 1) * share, tiles)
     for tile in range(split * share, last):
         n = first + tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.common import launch, launch_successor, next_power_of_2, wait_for_inputs
 from penstock.engine.backends.cuda.kernels.delta_conv import keep_inputs
-from penstock.engine.backends.cuda.kernels.delta_decode import decode, decode_parts
+from penstock.engine.backends.cuda.kernels.delta_decode import choose, decode
 from penstock.engine.backends.cuda.kernels.delta_layout import LEAST_SIDE, columns, gated_norm, head_shape
 from penstock.engine.backends.cuda.kernels.delta_prompt import prompts
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, DeltaWeights
@@ -57,25 +57,28 @@ def delta_net(
     counters: Tensor,
     *,
     processors: int,
-    in_place_runs: bool = False,
+    fixed: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """`counters`: see `decode`. `in_place_runs`: whether runs of several single tokens may be written where they were
-    read."""
+    """`counters`: see `decode`. `fixed`: launch shapes that do not depend on the number of sequences; runs of several
+    single tokens may then be written where they were read."""
     states = batch.states
     assert states is not None, "a recurrent layer needs to know where its states are"
     tokens, decodes = projected.shape[0], batch.num_decodes
     out = torch.empty((tokens, layout.v_heads * layout.v_dim), dtype=projected.dtype, device=projected.device)
     mixed = tokens > decodes
-    parts = decode_parts(decodes, layout, processors)
-    raw = out if parts == 1 and not mixed else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    shape = choose(decodes, layout, processors, fixed=fixed)
+    # Not every step of many tokens has a counter for each of their heads.
+    later = mixed or decodes * layout.v_heads > counters.numel()
+    raw = out if shape.parts == 1 and not later else torch.empty(out.shape, dtype=torch.float32, device=out.device)
     if decodes:
-        decode(projected, gates, layout, weights, batch, states, conv_cache, state_cache, raw, None if mixed else out,
-               counters, parts=parts, pdl=pdl)  # fmt: skip
-        if in_place_runs:
+        decode(projected, gates, layout, weights, batch, states, conv_cache, state_cache, raw, None if later else out,
+               counters, shape, pdl=pdl)  # fmt: skip
+        if fixed:
             keep_inputs(projected, layout, batch, states, conv_cache, decodes, by_token=True, pdl=pdl)
     if mixed:
         prompts(projected, gates, layout, weights, batch, states, conv_cache, state_cache, raw, pdl=pdl)
+    if later:
         launch(
             _norm_kernel, (tokens, layout.v_heads), raw, projected, weights.norm, out, projected.stride(0),
             weights.eps, **head_shape(layout), GROUPED=layout.grouped,

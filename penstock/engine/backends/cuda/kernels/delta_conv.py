@@ -99,7 +99,7 @@ def keep(
         tl.store(at, x.to(ring_ptr.dtype.element_ty), mask=mask & (position >= back))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def _keep_kernel(
     x_ptr: tl.tensor,
     ring_ptr: tl.tensor,
@@ -109,6 +109,7 @@ def _keep_kernel(
     reads_ptr: tl.tensor,
     writes_ptr: tl.tensor,
     starts_ptr: tl.tensor,
+    begin: tl.tensor,
     x_stride: tl.tensor,
     K_HEADS: tl.constexpr,
     V_HEADS: tl.constexpr,
@@ -135,8 +136,8 @@ def _keep_kernel(
         due = (tl.load(last_ptr + token) == token) & (first < token)
         due = due & (tl.load(writes_ptr + token) == tl.load(reads_ptr + token))
     else:
-        first = tl.load(starts_ptr + index)
-        token = tl.load(starts_ptr + index + 1) - 1
+        first = tl.load(starts_ptr + begin + index)
+        token = tl.load(starts_ptr + begin + index + 1) - 1
         due = token >= first
     if due:
         write = tl.load(writes_ptr + token)
@@ -147,7 +148,7 @@ def _keep_kernel(
                   CONV)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def _conv_kernel(
     x_ptr: tl.tensor,
     ring_ptr: tl.tensor,
@@ -156,6 +157,7 @@ def _conv_kernel(
     positions_ptr: tl.tensor,
     first_ptr: tl.tensor,
     reads_ptr: tl.tensor,
+    writes_ptr: tl.tensor,
     begin: tl.tensor,
     x_stride: tl.tensor,
     K_HEADS: tl.constexpr,
@@ -165,6 +167,7 @@ def _conv_kernel(
     CONV: tl.constexpr,
     GROUPED: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     token = begin + tl.program_id(0)
@@ -181,6 +184,11 @@ def _conv_kernel(
                        CHANNELS, CONV)  # fmt: skip
     at = mixed_ptr + tl.program_id(0).to(tl.int64) * CHANNELS + channel
     tl.store(at, mixed.to(mixed_ptr.dtype.element_ty), mask=mask)
+    if KEEP:
+        write = tl.load(writes_ptr + token)
+        if (write > 0) & ((token == first) | (write != read)):
+            keep(x_ptr, ring_ptr, column, channel, mask, token, first, position, read, write, x_stride, CHANNELS,
+                 CONV)  # fmt: skip
 
 
 def keep_inputs(
@@ -196,10 +204,10 @@ def keep_inputs(
 ) -> None:
     """See `_keep_kernel`; `count`: tokens, or sequences."""
     block = 512
-    starts = batch.query_starts if by_token else batch.query_starts[batch.num_decodes :]
     launch(
         _keep_kernel, (count, ceil_div(layout.channels, block)),
-        projected, ring, batch.positions, states.first, states.last, states.reads, states.writes, starts,
+        projected, ring, batch.positions, states.first, states.last, states.reads, states.writes,
+        batch.query_starts, batch.num_decodes,
         projected.stride(0), **head_shape(layout), CONV=layout.conv, GROUPED=layout.grouped, BLOCK=block,
         BY_TOKEN=by_token, num_warps=4, pdl=pdl,
     )  # fmt: skip
@@ -213,16 +221,20 @@ def convolve(
     states: StateBatch,
     ring: Tensor,
     *,
+    decodes: bool,
     pdl: bool,
 ) -> Tensor:
-    """[tokens of prompts, channels]: convolution and silu of all tokens behind the decodes."""
-    tokens = projected.shape[0] - batch.num_decodes
+    """[tokens, channels]: convolution and silu of the decodes in float32, or of all tokens behind them. Of decodes also
+    keeps the inputs, where `keep_inputs` need not."""
+    begin = 0 if decodes else batch.num_decodes
+    tokens = batch.num_decodes if decodes else projected.shape[0] - begin
     block = min(1024, next_power_of_2(layout.channels))
-    mixed = torch.empty((tokens, layout.channels), dtype=projected.dtype, device=projected.device)
+    dtype = torch.float32 if decodes else projected.dtype
+    mixed = torch.empty((tokens, layout.channels), dtype=dtype, device=projected.device)
     launch(
         _conv_kernel, (tokens, ceil_div(layout.channels, block)),
-        projected, ring, weight, mixed, batch.positions, states.first, states.reads, batch.num_decodes,
-        projected.stride(0), **head_shape(layout), CONV=layout.conv, GROUPED=layout.grouped, BLOCK=block, num_warps=4,
-        pdl=pdl,
+        projected, ring, weight, mixed, batch.positions, states.first, states.reads, states.writes, begin,
+        projected.stride(0), **head_shape(layout), CONV=layout.conv, GROUPED=layout.grouped, BLOCK=block, KEEP=decodes,
+        num_warps=4, pdl=pdl,
     )  # fmt: skip
     return mixed

@@ -1,18 +1,20 @@
 """Gated delta nets, tokens one after the other: decodes, and draft tokens, which are computed as without speculation.
 
-One launch for convolution, update and read-out of the state and the gated norm. With few sequences the columns of a
-state are split between programs; the last of them to finish (an arrival counter, reset for the next launch) applies the
-norm. In steps with prompts too, the norm of all tokens is a launch of its own.
+One launch for convolution, update and read-out of the state and the gated norm; with many sequences the convolution is
+one of its own. The columns of a state are split between programs; the last of them to finish (an arrival counter, reset
+for the next launch) applies the norm. In steps with prompts too, the norm of all tokens is a launch of its own.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.common import launch, launch_successor, next_power_of_2, wait_for_inputs
-from penstock.engine.backends.cuda.kernels.delta_conv import convolved, keep
+from penstock.engine.backends.cuda.kernels.delta_conv import convolve, convolved, keep
 from penstock.engine.backends.cuda.kernels.delta_layout import (
     LEAST_SIDE,
     columns,
@@ -29,6 +31,7 @@ NORM_LATER, NORM_HERE, NORM_BY_LAST = tl.constexpr(0), tl.constexpr(1), tl.const
 @triton.jit
 def _decode_kernel(
     x_ptr: tl.tensor,
+    mixed_ptr: tl.tensor,
     gates_ptr: tl.tensor,
     ring_ptr: tl.tensor,
     state_ptr: tl.tensor,
@@ -57,6 +60,7 @@ def _decode_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_ROW: tl.constexpr,
     NORM: tl.constexpr,
+    APART: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     token0 = tl.program_id(0)
@@ -95,12 +99,18 @@ def _decode_kernel(
         for token in range(token0, last + 1):
             position = tl.load(positions_ptr + token)
             write = tl.load(writes_ptr + token)
-            q = convolved(x_ptr, ring_ptr, conv_ptr, q_col + ks, q_chan, k_mask, token, token0, position, read,
-                           x_stride, CHANNELS, CONV)  # fmt: skip
-            k = convolved(x_ptr, ring_ptr, conv_ptr, k_col + ks, k_chan, k_mask, token, token0, position, read,
-                           x_stride, CHANNELS, CONV)  # fmt: skip
-            v = convolved(x_ptr, ring_ptr, conv_ptr, v_col + vs, v_chan, v_mask, token, token0, position, read,
-                           x_stride, CHANNELS, CONV)  # fmt: skip
+            if APART:
+                mixed = mixed_ptr + token * CHANNELS
+                q = tl.load(mixed + q_chan, mask=k_mask, other=0.0)
+                k = tl.load(mixed + k_chan, mask=k_mask, other=0.0)
+                v = tl.load(mixed + v_chan, mask=v_mask, other=0.0)
+            else:
+                q = convolved(x_ptr, ring_ptr, conv_ptr, q_col + ks, q_chan, k_mask, token, token0, position, read,
+                               x_stride, CHANNELS, CONV)  # fmt: skip
+                k = convolved(x_ptr, ring_ptr, conv_ptr, k_col + ks, k_chan, k_mask, token, token0, position, read,
+                               x_stride, CHANNELS, CONV)  # fmt: skip
+                v = convolved(x_ptr, ring_ptr, conv_ptr, v_col + vs, v_chan, v_mask, token, token0, position, read,
+                               x_stride, CHANNELS, CONV)  # fmt: skip
             q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (K_DIM**-0.5))
             k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
             b = tl.load(gates_ptr + token * gates_stride + b_col).to(tl.float32)
@@ -120,15 +130,16 @@ def _decode_kernel(
             if write > 0:
                 target = state_ptr + (write.to(tl.int64) * V_HEADS + head) * SIZE
                 tl.store(target + inside, state, mask=tile)
-                # Behind later tokens of a run that is written where it was read, `keep_inputs` does it.
-                if (token == token0) | (write != read):
-                    keep(x_ptr, ring_ptr, v_col + vs, v_chan, v_mask, token, token0, position, read, write,
-                          x_stride, CHANNELS, CONV)  # fmt: skip
-                    if (head % RATIO == 0) & (part == 0):
-                        keep(x_ptr, ring_ptr, q_col + ks, q_chan, k_mask, token, token0, position, read, write,
+                if not APART:  # noqa: SIM102
+                    # Behind later tokens of a run that is written where it was read, `keep_inputs` does it.
+                    if (token == token0) | (write != read):
+                        keep(x_ptr, ring_ptr, v_col + vs, v_chan, v_mask, token, token0, position, read, write,
                               x_stride, CHANNELS, CONV)  # fmt: skip
-                        keep(x_ptr, ring_ptr, k_col + ks, k_chan, k_mask, token, token0, position, read, write,
-                              x_stride, CHANNELS, CONV)  # fmt: skip
+                        if (head % RATIO == 0) & (part == 0):
+                            keep(x_ptr, ring_ptr, q_col + ks, q_chan, k_mask, token, token0, position, read, write,
+                                  x_stride, CHANNELS, CONV)  # fmt: skip
+                            keep(x_ptr, ring_ptr, k_col + ks, k_chan, k_mask, token, token0, position, read, write,
+                                  x_stride, CHANNELS, CONV)  # fmt: skip
         if NORM == NORM_BY_LAST:
             # All threads' stores happen before the barrier, and thread 0's release makes them visible to the chip.
             tl.debug_barrier()
@@ -147,6 +158,31 @@ def _decode_kernel(
                     tl.store(out_ptr + at, o.to(out_ptr.dtype.element_ty), mask=all_mask)
 
 
+@dataclass(frozen=True, slots=True)
+class DecodeShape:
+    """How decodes are launched."""
+
+    parts: int
+    """Programs that share a head's state."""
+    apart: bool
+    """Whether the convolution is a launch of its own, so that a program does little but move its state."""
+
+
+def choose(decodes: int, layout: DeltaLayout, processors: int, *, fixed: bool = False) -> DecodeShape:
+    """Launch shape from host values. `fixed`: the same for any number of sequences.
+
+    A program holds 32 columns of a state, more would leave too few programs at once on a processor to hide latencies;
+    with few sequences 16, so that all processors have some.
+    """
+    columns = max(LEAST_SIDE, next_power_of_2(layout.v_dim))
+    parts, programs = max(1, columns // 32), decodes * layout.v_heads
+    if fixed or programs >= 4 * processors:
+        return DecodeShape(parts, apart=True)
+    while 2 * parts * LEAST_SIDE <= columns and programs * parts < 2 * processors:
+        parts *= 2
+    return DecodeShape(parts, apart=False)
+
+
 def decode(
     projected: Tensor,
     gates: Tensor,
@@ -159,31 +195,27 @@ def decode(
     raw: Tensor,
     out: Tensor | None,
     counters: Tensor,
+    shape: DecodeShape,
     *,
-    parts: int,
     pdl: bool,
 ) -> None:
     """The first `num_decodes` tokens, before the norm into `raw` float32, and with it into `out`; None: without it.
     `counters`: zeros, one for each token and value head; they are zeros afterwards."""
+    parts = shape.parts
     norm = NORM_LATER if out is None else NORM_HERE if parts == 1 else NORM_BY_LAST
     block_v = max(LEAST_SIDE, next_power_of_2(layout.v_dim))
+    mixed = projected
+    if shape.apart:
+        mixed = convolve(projected, layout, weights.conv, batch, states, conv_cache, decodes=True, pdl=pdl)
     launch(
         _decode_kernel, (batch.num_decodes, layout.v_heads, parts),
-        projected, gates, conv_cache, state_cache, weights.conv, weights.decay, weights.decay_bias, weights.norm,
+        projected, mixed, gates, conv_cache, state_cache, weights.conv, weights.decay, weights.decay_bias, weights.norm,
         raw, raw if out is None else out, counters, batch.positions, states.first, states.last, states.reads,
         states.writes, projected.stride(0), gates.stride(0), weights.eps,
         **head_shape(layout), CONV=layout.conv, GROUPED=layout.grouped,
         BLOCK_K=max(LEAST_SIDE, next_power_of_2(layout.k_dim)), BLOCK_V=block_v // parts, BLOCK_ROW=block_v,
-        NORM=norm.value, num_warps=_warps(layout.k_dim * block_v // parts), pdl=pdl,
+        NORM=norm.value, APART=shape.apart, num_warps=_warps(layout.k_dim * block_v // parts), pdl=pdl,
     )  # fmt: skip
-
-
-def decode_parts(decodes: int, layout: DeltaLayout, processors: int) -> int:
-    """Programs that share a head's state, so that few sequences occupy the device too."""
-    parts, block_v = 1, max(LEAST_SIDE, next_power_of_2(layout.v_dim))
-    while parts * 2 * LEAST_SIDE <= block_v and decodes * layout.v_heads * parts < processors:
-        parts *= 2
-    return parts
 
 
 def _warps(numbers: int) -> int:

@@ -30,7 +30,7 @@ def unit_rows(x: tl.tensor) -> tl.tensor:
     return x * tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def _system_kernel(
     mixed_ptr: tl.tensor,
     gates_ptr: tl.tensor,
@@ -64,8 +64,8 @@ def _system_kernel(
     RATIO: tl.constexpr = V_HEADS // K_HEADS
     launch_successor(PDL)
     wait_for_inputs(PDL)
-    first = tl.load(starts_ptr + seq) + chunk * CHUNK
-    end = tl.load(starts_ptr + seq + 1)
+    first = tl.load(starts_ptr + begin + seq) + chunk * CHUNK
+    end = tl.load(starts_ptr + begin + seq + 1)
     if first < end:
         rows = tl.arange(0, CHUNK)
         tokens = first + rows
@@ -120,7 +120,7 @@ def _system_kernel(
         tl.store(total_ptr + out * V_HEADS + head, total, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def _scan_kernel(
     mixed_ptr: tl.tensor,
     u_ptr: tl.tensor,
@@ -150,8 +150,8 @@ def _scan_kernel(
     SIZE: tl.constexpr = K_DIM * V_DIM
     launch_successor(PDL)
     wait_for_inputs(PDL)
-    start = tl.load(starts_ptr + seq)
-    end = tl.load(starts_ptr + seq + 1)
+    start = tl.load(starts_ptr + begin + seq)
+    end = tl.load(starts_ptr + begin + seq + 1)
     if start < end:
         read = tl.load(reads_ptr + start)
         write = tl.load(writes_ptr + end - 1)
@@ -217,8 +217,8 @@ def prompts(
     begin, device, dtype = batch.num_decodes, projected.device, projected.dtype
     tokens = projected.shape[0] - begin
     sequences = batch.context_lens.shape[0] - begin
-    starts, shape = batch.query_starts[begin:], head_shape(layout)
-    mixed = convolve(projected, layout, weights.conv, batch, states, conv_cache, pdl=pdl)
+    starts, shape = batch.query_starts, head_shape(layout)
+    mixed = convolve(projected, layout, weights.conv, batch, states, conv_cache, decodes=False, pdl=pdl)
     block_k, block_v = (max(LEAST_SIDE, next_power_of_2(dim)) for dim in (layout.k_dim, layout.v_dim))
     exact = dtype == torch.float32
     chunk = 32 if exact or max(block_k, block_v) > 128 else 64

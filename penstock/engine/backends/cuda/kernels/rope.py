@@ -104,9 +104,12 @@ def _rope_kernel(
     launch_successor(PDL)
     if DELTA:
         rank = tl.load(delta_ranks_ptr + token)
-    wait_for_inputs(PDL)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
+    table = cos_sin_ptr + position * ROTARY + cols
+    cos = tl.load(table, mask=cols < TURNING, other=1.0)[None, :]
+    sin = tl.load(table + TURNING, mask=cols < TURNING, other=0.0)[None, :]
+    wait_for_inputs(PDL)
     place = head
     if GATES:  # each query is followed by the gate of its head
         place = head + tl.minimum(head, HEADS)
@@ -140,9 +143,6 @@ def _rope_kernel(
             low = tl.where(lane, shifted_low * inverse[:, None] * gain_low, low)
             high = tl.where(lane, shifted_high * inverse[:, None] * gain_high, high)
 
-    table = cos_sin_ptr + position * ROTARY + cols
-    cos = tl.load(table, mask=cols < TURNING, other=1.0)[None, :]
-    sin = tl.load(table + TURNING, mask=cols < TURNING, other=0.0)[None, :]
     new_low = tl.where(is_v[:, None], low, low * cos - high * sin)
     new_high = tl.where(is_v[:, None], high, high * cos + low * sin)
     if SMOOTHED:

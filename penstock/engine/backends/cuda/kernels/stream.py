@@ -6,12 +6,13 @@ last of them to finish, in the order of the programs: the same bits in every run
 product and tokens the narrow one. Before a program waits for its inputs it asks for its first weights, which are then
 in the L2 cache.
 
-Invariant: `counters` is all zero between launches. One stream at a time may use them.
+Invariant: the counters are all zero between launches. One stream at a time may use them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.engine.backends.cuda.kernels.common import (
-    INTERPRETED,
+    ask_for,
     ceil_div,
     launch,
     launch_successor,
@@ -40,20 +41,6 @@ class StreamConfig:
     num_stages: int
     ahead: int
     """Units that are asked for before the inputs are there."""
-
-
-@triton.jit
-def _ask_for(at: tl.tensor, size: tl.tensor) -> None:
-    """Bring `size` bytes at each address into the L2 cache."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-            "=r,l,r",
-            [at.to(tl.int64), tl.zeros_like(at.to(tl.int64)).to(tl.int32) + size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -117,11 +104,11 @@ def _stream_kernel(
     begin = program * UNITS // PROGRAMS
     end = (program + 1) * UNITS // PROGRAMS
     launch_successor(PDL)
-    if AHEAD > 0:
+    if PDL and AHEAD > 0:
         row = begin // CHUNKS * BLOCK_N + tl.arange(0, BLOCK_N)
         first = tl.minimum(begin % CHUNKS * BLOCK_K, max(0, K - AHEAD * BLOCK_K))
         at = weight_ptr + tl.minimum(row, N - 1).to(tl.int64) * K + first
-        _ask_for(at, min(AHEAD * BLOCK_K, K) * weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        ask_for(at, min(AHEAD * BLOCK_K, K) * weight_ptr.dtype.element_ty.primitive_bitwidth // 8, PDL)
     wait_for_inputs(PDL)
     inside = tl.arange(0, BLOCK_N)[:, None] * BATCH + tl.arange(0, BATCH)[None, :]
     present = (tl.arange(0, BATCH) < batch)[None, :] & (tl.arange(0, BLOCK_N) >= 0)[:, None]
@@ -161,23 +148,46 @@ def _stream_kernel(
                 )  # fmt: skip
 
 
+MOST = 128
+"""Tokens."""
+_SHARED = 220_000
+"""Bytes of shared memory for weights and inputs on their way."""
+
+
+def choose(batch: int) -> StreamConfig:
+    """Launch shape (measured on an H200)."""
+    stages = _SHARED // (128 * (128 + max(16, next_power_of_2(batch))))
+    return StreamConfig(128, 128, 1, 8, min(8, stages), 8)
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Kept for good: captured graphs hold their address."""
+    return torch.zeros(65536, dtype=torch.int32, device=device)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
-    counters: Tensor,
-    config: StreamConfig,
     *,
     bias: Tensor | None = None,
     weight_scale: Tensor | None = None,
     x_scale: Tensor | None = None,
-    processors: int = 132,
+    config: StreamConfig | None = None,
+    processors: int | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """`x` [B, K] times the transpose of `weight` [N, K], both of 16 bits, or both e4m3 with `weight_scale` [N] and
-    `x_scale` [B, 1]; then bfloat16. `counters`: int32, one for each tile of outputs."""
+    `x_scale` [B, 1]; then bfloat16. Rows are multiples of 16 bytes, and B is at most `MOST`."""
     batch, k = x.shape
     n = weight.shape[0]
     wide = max(16, next_power_of_2(batch))
+    config, processors = config or choose(batch), processors or _processors(x.device)
     block_k = config.block_bytes // weight.element_size()
     programs = min(processors * config.per_processor, ceil_div(n, config.block_n) * ceil_div(k, block_k))
     out = torch.empty((batch, n), dtype=torch.bfloat16 if weight_scale is not None else x.dtype, device=x.device)
@@ -193,7 +203,7 @@ def linear(
         partial if weight_scale is None else weight_scale,
         partial if x_scale is None else x_scale,
         partial,
-        counters,
+        _counters(x.device),
         batch,
         N=n,
         K=k,
@@ -201,7 +211,7 @@ def linear(
         BLOCK_N=config.block_n,
         BLOCK_K=block_k,
         PROGRAMS=programs,
-        AHEAD=config.ahead if pdl else 0,
+        AHEAD=config.ahead,
         BIAS=bias is not None,
         SCALED=weight_scale is not None,
         num_warps=config.num_warps,

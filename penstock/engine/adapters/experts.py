@@ -1,0 +1,141 @@
+"""Adapters on a mixture of experts: its router, the expert that every token visits, and the others.
+
+A visit is a token at one of its experts. The experts of a layer compute all visits as ever, and hand what their linears
+read and gave to `LoraKernel.add_visits`, which knows the adapter of each row and the expert whose matrices to use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.kernel import AdaptedLinear, LoraKernel
+from penstock.engine.adapters.layout import EXPERT_DOWN, EXPERT_GATE_UP, ROUTER, SHARED, SHARED_GATE, PlacedSite
+from penstock.engine.backends.interface import Ops
+from penstock.engine.models.layers.experts import ExpertSlots, ExpertSource, Router, SharedAndRouted
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
+from penstock.engine.models.layers.linear import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Visits:
+    """The adapters of a layer's visits; see `Additions`."""
+
+    kernel: LoraKernel
+    placed_gate_up: PlacedSite
+    placed_down: PlacedSite
+    slots: Tensor
+    """int64 [pairs]: -1 where there is no adapter, or the expert is elsewhere."""
+    experts: Tensor
+    """int64 [pairs], counted in the whole layer."""
+
+    def gate_up(self, x: Tensor, y: Tensor, pairs: Tensor | None = None) -> None:
+        self.kernel.add_visits(x, y, self.placed_gate_up, *self._of(pairs))
+
+    def down(self, x: Tensor, y: Tensor, pairs: Tensor | None = None, weights: Tensor | None = None) -> None:
+        self.kernel.add_visits(x, y, self.placed_down, *self._of(pairs), weights)
+
+    def _of(self, pairs: Tensor | None) -> tuple[Tensor, Tensor]:
+        return (self.slots, self.experts) if pairs is None else (self.slots[pairs], self.experts[pairs])
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedExperts:
+    """Experts with the adapters of their tokens; see `Experts`."""
+
+    base: Any
+    """`Experts` of any backend; its router may be adapted."""
+    kernel: LoraKernel
+    gate_up: PlacedSite
+    down: PlacedSite
+
+    @property
+    def ops(self) -> Ops:
+        ops: Ops = self.base.ops
+        return ops
+
+    @property
+    def router(self) -> Router:
+        router: Router = self.base.router
+        return router
+
+    @property
+    def slots(self) -> ExpertSlots | None:
+        slots: ExpertSlots | None = self.base.slots
+        return slots
+
+    @property
+    def source(self) -> ExpertSource:
+        source: ExpertSource = self.base.source
+        return source
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        linears: tuple[Linear, ...] = self.base.linears
+        return linears
+
+    @property
+    def weight_bytes(self) -> int:
+        size: int = self.base.weight_bytes
+        return size
+
+    @property
+    def adapters(self) -> Tensor:
+        """int32 [T]: the slot of each token's adapter, which goes with it where experts are on other ranks."""
+        return self.kernel.token_slots
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.choose(x)
+        return self.apply(x, weights, chosen if self.slots is None else self.slots.here(chosen))
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        chosen: tuple[Tensor, Tensor] = self.base.choose(x)
+        return chosen
+
+    def apply(self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: Tensor | None = None) -> Tensor:
+        """`adapters`: of the rows of `x`, where these are not the step's own tokens."""
+        of = (self.adapters if adapters is None else adapters).long().repeat_interleave(chosen.shape[1])
+        experts = chosen.flatten().long()
+        if self.slots is not None:
+            of = torch.where(experts < self.slots.size, of, -1)
+            experts = self.slots.held[experts]
+        out: Tensor = self.base.apply(x, weights, chosen, _Visits(self.kernel, self.gate_up, self.down, of, experts))
+        return out
+
+    def replace(self, slot: int, expert: GatedMlp) -> None:
+        self.base.replace(slot, expert)
+
+
+def adapt_experts(
+    feed_forward: FeedForward, kernel: LoraKernel, placed: Mapping[str, PlacedSite], ops: Ops
+) -> FeedForward:
+    """A feed-forward of experts with the adapters of `placed`, sites by attribute."""
+
+    def linear(base: Linear, attribute: str) -> Linear:
+        site = placed.get(attribute)
+        return base if site is None else AdaptedLinear(base, kernel, site)
+
+    if isinstance(feed_forward, SharedAndRouted):
+        shared = feed_forward.shared
+        return SharedAndRouted(
+            routed=adapt_experts(feed_forward.routed, kernel, placed, ops),
+            shared=dataclasses.replace(
+                shared,
+                ops=ops,
+                gate_up=linear(shared.gate_up, f"{SHARED}gate_up"),
+                down=linear(shared.down, f"{SHARED}down"),
+            ),
+            gate=None if feed_forward.gate is None else linear(feed_forward.gate, SHARED_GATE),
+        )
+    base: Any = feed_forward
+    router: Router = base.router
+    base = dataclasses.replace(base, router=dataclasses.replace(router, linear=linear(router.linear, ROUTER)))
+    if EXPERT_GATE_UP not in placed:
+        routed: FeedForward = base
+        return routed
+    return AdaptedExperts(base, kernel, placed[EXPERT_GATE_UP], placed[EXPERT_DOWN])

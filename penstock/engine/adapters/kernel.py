@@ -1,0 +1,55 @@
+"""What a backend does for adapters: it keeps them, and adds them to what linears give."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from penstock.engine.adapters.layout import PlacedSite
+from penstock.engine.adapters.peft import LoadedAdapter
+from penstock.engine.models.layers.linear import Linear
+
+
+class LoraKernel(Protocol):
+    """Holds the adapters of all slots and adds them to the outputs of linears."""
+
+    def put(self, slot: int, adapter: LoadedAdapter) -> None:
+        """Bring an adapter into a slot; returns before the copy is done where the device works by itself."""
+        ...
+
+    def begin(self, slots: np.ndarray) -> None:
+        """The adapter slot of every token of the coming step; -1 where there is none."""
+        ...
+
+    def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        """y[t] += B(A x[t]) of each token's adapter, in place. `x` is what the linear read, `y` what it gave."""
+        ...
+
+    @property
+    def token_slots(self) -> Tensor:
+        """int32 [T] on the device: the slots of the step that has begun."""
+        ...
+
+    def add_visits(
+        self, x: Tensor, y: Tensor, placed: PlacedSite, slots: Tensor, experts: Tensor, weights: Tensor | None = None
+    ) -> None:
+        """y[i] += weights[i] * B(A x[i]) of expert `experts[i]` of the adapter in slot `slots[i]`, in place; nothing
+        where that is -1. The site is one of experts."""
+        ...
+
+
+class AdaptedLinear:
+    """A linear, then its adapters."""
+
+    def __init__(self, base: Linear, kernel: LoraKernel, placed: PlacedSite) -> None:
+        self.base = base
+        self.weight_bytes = base.weight_bytes
+        self._kernel = kernel
+        self._placed = placed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        self._kernel.add(x, y, self._placed)
+        return y

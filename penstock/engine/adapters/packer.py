@@ -1,0 +1,241 @@
+"""Puts the tensors of an adapter's file where the layout wants them.
+
+A tensor belongs to a linear by the path of its module, or to the experts of a layer by the path of the parameter that
+stacks them. PEFT keeps for such a parameter A [experts * r, in] and B [out, r * experts]; several parameters of one
+module are told apart by their shapes, since the path says only how PEFT nested them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.layout import ANY, AdapterCut, AdapterLayout, rows_of
+from penstock.engine.adapters.peft_config import LoraConfig
+from penstock.engine.adapters.spec import CONFIG
+from penstock.errors import CheckpointError
+
+_TENSOR = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
+_EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
+_NESTED = ".base_layer"
+"""How PEFT calls what it has wrapped already."""
+
+
+@dataclass(slots=True)
+class _Target:
+    """What a pair of tensors changes."""
+
+    layer: int
+    module: str
+    path: str
+    """Of the module or parameter in the whole model."""
+    index: int
+    """Of the site."""
+    parts: range
+    expert: int | None = None
+    """None: the linear is no expert's, or the tensors are of all experts."""
+    stacked: bool = False
+    turned: bool = False
+    """Of a stack: whether A belongs to the outputs, and B to the inputs."""
+    rank: int = 0
+
+    @property
+    def where(self) -> str:
+        return f"layer {self.layer} {self.module}"
+
+
+class Packer:
+    """Reads one file. `data` is flat in the order of `layout`; `ranks` has one for each site."""
+
+    data: Tensor
+    rank: int
+
+    def __init__(
+        self,
+        file: str,
+        layout: AdapterLayout,
+        cut: AdapterCut,
+        config: LoraConfig,
+        *,
+        max_rank: int,
+        dtype: torch.dtype,
+        pin: bool,
+    ) -> None:
+        """`file`: its name, for messages."""
+        self.file = file
+        self.layout = layout
+        self.cut = cut
+        self.config = config
+        self.ranks = torch.zeros(len(layout.sites), dtype=torch.int32)
+        self._max_rank = max_rank
+        self._dtype = dtype
+        self._pin = pin
+        self._content = hashlib.blake2b(str(dtype).encode(), digest_size=16)
+        self._places: dict[str, tuple[int, range]] = {}
+        self._stacks: dict[str, list[int]] = {}
+        for index, site in enumerate(cut.whole.sites):
+            for part, module in enumerate(site.modules):
+                self._places[module] = (index, range(part, part + 1))
+            for alias in site.aliases:
+                self._places.setdefault(alias, (index, range(1)))
+            if site.fused:
+                self._places[site.fused] = (index, range(len(site.modules)))
+            for path in site.stack.paths if site.stack is not None else ():
+                self._stacks.setdefault(path.rpartition(".")[0], []).append(index)
+
+    @property
+    def version(self) -> str:
+        """Of what was packed; the same on every rank."""
+        return self._content.hexdigest()
+
+    def pack(self, tensors: Any) -> None:
+        found: dict[tuple[int, str], dict[str, str]] = {}
+        for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
+            match = _TENSOR.fullmatch(key)
+            if match is None:
+                raise self._refusal(key)
+            found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
+        if not found:
+            raise CheckpointError(f"{self.file} holds no LoRA matrices")
+        targets = []
+        for (layer, module), pair in sorted(found.items()):
+            target = self._target(layer, module, next(iter(pair.values())), pair, tensors)
+            if len(pair) != 2:
+                missing = "B" if "A" in pair else "A"
+                raise CheckpointError(f"{self.file}: {target.where} has no lora_{missing}")
+            targets.append((target, pair))
+        self.rank = max(target.rank for target, _ in targets)
+        if self.rank > self._max_rank:
+            raise CheckpointError(
+                f"{CONFIG}: rank {self.rank} is above adapter_rank {self._max_rank}; raise adapter_rank"
+            )
+        sites = self.layout.sites
+        experts = any(sites[target.index].experts for target, _ in targets)
+        unit, width = self.layout.unit if experts else self.layout.shared_unit, self.layout.width(self.rank)
+        self.data = torch.zeros(width * unit, dtype=self._dtype, pin_memory=self._pin)
+        for target, pair in targets:
+            self._put(target, *(tensors.get_tensor(pair[side]) for side in "AB"), key=pair["A"])
+            self.ranks[target.index] = width
+
+    def _refusal(self, key: str) -> CheckpointError:
+        modules = ", ".join(sorted({module.rpartition(".")[2] for module in self._places}))
+        hint = ""
+        if ".experts." in key and not any(site.experts for site in self.cut.whole.sites):
+            hint = "; for adapters of experts set adapter_experts: true"
+        return CheckpointError(f"{self.file}: cannot apply {key!r}; adapters may change {modules}{hint}")
+
+    def _target(self, layer: int, module: str, key: str, pair: dict[str, str], tensors: Any) -> _Target:
+        layers = self.cut.whole.layers
+        inner = module
+        while inner.endswith(_NESTED):
+            inner = inner.removesuffix(_NESTED)
+        numbered = _EXPERT.fullmatch(module)
+        named = module if numbered is None else f"{numbered[1]}{ANY}{numbered[3]}"
+        if named not in self._places and inner not in self._stacks:
+            raise self._refusal(key)
+        if layer >= layers:
+            raise CheckpointError(f"{self.file}: {key!r} is beyond the model's {layers} layers")
+        path = key.rpartition(".lora_")[0].removeprefix("base_model.model.")
+        parameter = "weight"
+        if named in self._places:
+            index, parts = self._places[named]
+            target = _Target(layer, module, path, index, parts, None if numbered is None else int(numbered[2]))
+        else:
+            path = path.replace(_NESTED, "")
+            target = self._stack(layer, module, inner, pair, tensors)
+            stack = self.cut.whole.sites[target.index].stack
+            assert stack is not None
+            parameter = next(one for one in stack.paths if one.rpartition(".")[0] == inner).rpartition(".")[2]
+            target.path = f"{path}.{parameter}"
+        site = self.cut.whole.sites[target.index]
+        if not site.is_in(layer) or (target.expert or 0) >= max(1, site.experts):
+            raise CheckpointError(f"{self.file}: {key!r} is of a module that the model does not have")
+        if not self.config.applies(path, parameter, layer):
+            raise CheckpointError(
+                f"{self.file} changes {path}, which {CONFIG} leaves out (target_modules, target_parameters, "
+                "exclude_modules or layers_to_transform)"
+            )
+        if parameter == "weight" and self._named_by_parameter(path):
+            target.path = f"{path}.weight"
+        target.rank = self.config.rank_of(target.path)
+        return target
+
+    def _named_by_parameter(self, path: str) -> bool:
+        return any(f"{path}.weight".endswith(f".{name}") for name in self.config.parameters)
+
+    def _stack(self, layer: int, module: str, inner: str, pair: dict[str, str], tensors: Any) -> _Target:
+        """Which stack of the module it is, by the shapes of what is there."""
+        shapes = {side: tuple(tensors.get_slice(key).get_shape()) for side, key in pair.items()}
+        ins = shapes["A"][-1] if "A" in shapes else None
+        outs = shapes["B"][0] if "B" in shapes else None
+        for index in self._stacks[inner]:
+            site = self.cut.whole.sites[index]
+            assert site.stack is not None
+            straight = ins in (None, site.inputs) and outs in (None, site.outputs)
+            turned = ins in (None, site.outputs) and outs in (None, site.inputs)
+            if straight or turned:
+                either = site.stack.reversed if straight and turned else turned
+                return _Target(layer, module, "", index, range(len(site.sizes)), stacked=True, turned=either)
+        site = self.cut.whole.sites[self._stacks[inner][0]]
+        raise CheckpointError(
+            f"{self.file}: the matrices of layer {layer} {module} are {shapes}, and fit no experts here"
+        )
+
+    def _put(self, target: _Target, a: Tensor, b: Tensor, *, key: str) -> None:
+        whole, rank = self.cut.whole.sites[target.index], target.rank
+        outputs = sum(whole.sizes[part] for part in target.parts)
+        inputs, count = whole.inputs, 1
+        if target.stacked:
+            count = whole.experts
+        ins, outs = (outputs, inputs) if target.turned else (inputs, outputs)
+        for side, tensor, shape in (("A", a, (count * rank, ins)), ("B", b, (outs, count * rank))):
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"{self.file}: lora_{side} of {target.where} is {tuple(tensor.shape)}; rank {rank} "
+                    f"{'(rank_pattern) ' if rank != self.config.rank else ''}on this model needs {shape}"
+                )
+            self._content.update(f"{target.layer} {target.module} {side} {tensor.dtype}".encode())
+            self._content.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        scale = self.config.scale_of(target.path)
+        self._content.update(repr(scale).encode())
+        if not target.stacked:
+            self._place(target, target.expert or 0, a, b, scale, key)
+            return
+        downs, ups = a.view(count, rank, ins), b.view(outs, rank, count).permute(2, 0, 1)
+        if target.turned:
+            downs, ups = ups.transpose(1, 2), downs.transpose(1, 2)
+        stack = whole.stack
+        assert stack is not None
+        if stack.interleaved and len(whole.sizes) > 1:
+            ups = torch.cat([ups[:, part :: len(whole.sizes)] for part in range(len(whole.sizes))], dim=1)
+        for expert in range(count):
+            self._place(target, expert, downs[expert], ups[expert], scale, key)
+
+    def _place(self, target: _Target, expert: int, a: Tensor, b: Tensor, scale: float, key: str) -> None:
+        """A [r, inputs] and B [outputs, r] of some parts of a linear."""
+        first, last = self.cut.layers
+        if not first <= target.layer < last:
+            return
+        index, parts = target.index, target.parts
+        whole, spans = self.cut.whole.sites[index], self.cut.outputs[index]
+        a, rows = a[:, slice(*self.cut.inputs[index])], torch.split(b, [whole.sizes[part] for part in parts])
+        ups = [rows_of(row, spans[part]).float() * scale for part, row in zip(parts, rows, strict=True)]
+        if not all(bool(each.to(self.data.dtype).isfinite().all()) for each in (a, *ups)):
+            raise CheckpointError(
+                f"{self.file}: {key!r} or its partner holds values that are not finite in {self.data.dtype}"
+            )
+        placed, width = self.layout.place(target.layer - first, index), self.layout.width(self.rank)
+        site = placed.site
+        begin = width * (placed.start + expert * site.each)
+        middle = begin + width * len(site.sizes) * site.inputs
+        down = self.data[begin:middle].view(len(site.sizes), width, site.inputs)
+        up = self.layout.up(self.data[middle : middle + width * site.outputs], width, site.outputs)
+        for part, matrix in zip(parts, ups, strict=True):
+            column = sum(site.sizes[:part])
+            down[part, : target.rank] = a
+            up[: target.rank, column : column + site.sizes[part]] = matrix.t()

@@ -1,0 +1,171 @@
+"""`adapter_config.json` of a PEFT LoRA adapter: what of it matters here, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.adapters.spec import CONFIG
+from penstock.engine.loading.keys import KeyRules
+from penstock.errors import CheckpointError
+
+RULES = KeyRules(
+    reader="LoRA adapters",
+    reference={
+        "trainable_token_indices": None,
+        "use_dora": False,
+        "velora_config": None,
+        "alora_invocation_tokens": None,
+        "use_qalora": False,
+        "monteclora_config": None,
+        "layer_replication": None,
+        "lora_bias": False,
+        "arrow_config": None,
+        "kasa_config": None,
+        "megatron_config": None,
+    },
+    read={
+        "peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", "target_modules", "exclude_modules",
+        "layers_to_transform", "target_parameters", "rank_pattern", "alpha_pattern",
+    },
+    limited={
+        "bias": ("none",),
+        "modules_to_save": (None, []),
+        "use_bdlora": (None, False, {}),
+    },
+    inert={
+        "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+        "lora_dropout", "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config",
+        "lora_ga_config", "fan_in_fan_out", "qalora_group_size", "runtime_config", "ensure_weight_tying",
+    },
+    strict=True,
+)  # fmt: skip
+"""The reference is peft's `LoraConfig`. `init_lora_weights` says how an adapter was initialized; the settings of each
+way are inert."""
+_KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Initializations after which the adapter fits the base model as it was. Others change the base too, unless the adapter
+was converted when saved."""
+
+
+_PLAIN_PATTERN = re.compile(r"\^?(?:\.\*)?(?:\\\.|[\w.])*\$?")
+"""Patterns that are names, perhaps behind anything: those that PEFT writes. Others could take for ever to match."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """The parts of `adapter_config.json` that matter here."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] | None = None
+    """Names of modules, or the ends of their paths; None where any may be changed, or a pattern says which."""
+    excluded: tuple[str, ...] = ()
+    layers: tuple[int, ...] | None = None
+    """None: any."""
+    parameters: tuple[str, ...] = ()
+    """Parameters that are changed though no linear holds them, or the ends of their paths."""
+    rooted: bool = False
+    """Whether products are divided by the square root of the rank."""
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    """Ranks and alphas of modules whose paths match, where they are not those of the others."""
+
+    @classmethod
+    def read(cls, folder: Path) -> LoraConfig:
+        from penstock.engine.loading.checkpoint import read_json
+
+        raw = read_json(folder / CONFIG)
+        where = CONFIG
+        kind = raw.get("peft_type", "LORA")
+        if kind != "LORA":
+            raise CheckpointError(f"{where}: peft_type {kind!r:.80} is not supported; only LORA is")
+        RULES.check(raw, where)
+        start = raw.get("init_lora_weights", True)
+        if not any(start is choice or (isinstance(start, str) and start == choice) for choice in _KEEPS_BASE):
+            raise CheckpointError(
+                f"{where}: init_lora_weights {start!r:.80} changes the base model; save it as a plain LoRA first"
+            )
+        rank, alpha = raw.get("r", 8), raw.get("lora_alpha", 8)
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise CheckpointError(f"{where}: r must be a positive integer, found {rank!r:.80}")
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) < 1e30:
+            raise CheckpointError(f"{where}: lora_alpha must be a number, found {alpha!r:.80}")
+        rooted = raw.get("use_rslora", False)
+        if rooted not in (True, False, None):
+            raise CheckpointError(f"{where}: use_rslora must be true or false, found {rooted!r:.80}")
+        targets, layers = raw.get("target_modules"), raw.get("layers_to_transform")
+        return cls(
+            rank,
+            alpha,
+            # A pattern is not evaluated: it could take for ever, and the tensors say what it matched.
+            _strings(targets, "target_modules") if isinstance(targets, list) else None,
+            _strings(raw.get("exclude_modules"), "exclude_modules"),
+            None if layers is None or layers == [] else _integers(layers, "layers_to_transform"),
+            _strings(raw.get("target_parameters"), "target_parameters"),
+            bool(rooted),
+            _patterns(raw.get("rank_pattern"), "rank_pattern", int),
+            _patterns(raw.get("alpha_pattern"), "alpha_pattern", (int, float)),
+        )
+
+    def applies(self, module: str, parameter: str, layer: int) -> bool:
+        """Whether the configuration lets the module with this path be changed, or its `parameter`."""
+        if _is_named(f"{module}.{parameter}", self.parameters):
+            return True
+        if self.targets is not None and not _is_named(module, self.targets):
+            return False
+        return not _is_named(module, self.excluded) and (self.layers is None or layer in self.layers)
+
+    def rank_of(self, path: str) -> int:
+        rank: int = _matching(self.rank_pattern, path, self.rank)
+        return rank
+
+    def scale_of(self, path: str) -> float:
+        """What the product of both matrices is multiplied by."""
+        rank = self.rank_of(path)
+        alpha: float = _matching(self.alpha_pattern, path, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rooted else rank)
+
+
+def _matching(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+    """As PEFT matches them: the first whose pattern is all of the path or its end."""
+    found = (value for pattern, value in patterns.items() if re.match(rf"(?:.*\.)?(?:{pattern})$", path))
+    return next(found, default)
+
+
+def _patterns(value: Any, key: str, kind: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(
+        isinstance(number, kind) and not isinstance(number, bool) and 0 < abs(number) < 1e30
+        for number in value.values()
+    ):
+        raise CheckpointError(f"{CONFIG}: {key} must give numbers by names of modules, found {value!r:.80}")
+    for pattern in value:
+        if len(pattern) > 200 or not _PLAIN_PATTERN.fullmatch(pattern):
+            raise CheckpointError(
+                f"{CONFIG}: {key} has the pattern {pattern!r:.80}; only names of modules are supported"
+            )
+    return value
+
+
+def _is_named(module: str, names: Collection[str]) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _strings(value: Any, key: str) -> tuple[str, ...]:
+    if value is None or isinstance(value, str):
+        return ()
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise CheckpointError(f"{CONFIG}: {key} must be a list of names or a pattern, found {value!r:.80}")
+    return tuple(value)
+
+
+def _integers(value: Any, key: str) -> tuple[int, ...]:
+    numbers = value if isinstance(value, list) else [value]
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        raise CheckpointError(f"{CONFIG}: {key} must be one or more integers, found {value!r:.80}")
+    return tuple(numbers)

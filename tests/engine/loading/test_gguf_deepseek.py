@@ -1,0 +1,217 @@
+"""DeepSeek and Kimi in GGUF files, as llama.cpp's converter writes them now and wrote them before."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from penstock.engine.loading.checkpoint import GGUFCheckpoint, open_checkpoint
+from penstock.errors import CheckpointError
+from tests.engine import tiny
+from tests.engine.harness import generate, greedy, make_engine
+from tests.engine.loading.gguf_files import write_gguf
+from tests.engine.tiny import write_checkpoint
+
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.q_a_proj.weight": "attn_q_a.weight",
+    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
+    "self_attn.q_b_proj.weight": "attn_q_b.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
+    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"mlp.{part}_proj.weight": f"ffn_{part}.weight" for part in ("gate", "up", "down")},
+    **{f"mlp.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
+}
+ROPE = {**tiny.DEEPSEEK_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707}
+"""As in all published files, and as the format assumes: both magnitudes are the same."""
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v2-lite": ("DeepseekV2Config", {**tiny.DEEPSEEK, "q_lora_rank": None, "rope_parameters": ROPE}),
+    "v2-groups": ("DeepseekV2Config", {**tiny.DEEPSEEK, **tiny.V2_GROUPS}),
+    "v3": (
+        "DeepseekV3Config",
+        {**tiny.DEEPSEEK, "n_group": 4, "topk_group": 2, "rope_parameters": ROPE, "routed_scaling_factor": 2.5},
+    ),
+    "v3-unnormalized": (
+        "DeepseekV3Config",
+        {**tiny.DEEPSEEK, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
+    "dense": ("DeepseekV2Config", {**tiny.DEEPSEEK, "first_k_dense_replace": 3}),
+}
+
+
+def write(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(tiny.FAMILIES, "converted", MODELS[name])
+    return write_checkpoint("converted", folder)
+
+
+def convert(
+    folder: Path,
+    *,
+    parts: str = "two",
+    quantized: gguf.GGMLQuantizationType | None = None,
+    leave_out: tuple[str, ...] = (),
+    **changed: Any,
+) -> Path:
+    """`parts`: how what makes keys and values is kept: in `two` as files of today, in `one` as older ones, in `flat`
+    matrices beside the whole one as other writers do. `quantized`: all matrices whose rows allow it."""
+    config = json.loads((folder / "config.json").read_text())
+    heads, plain, value = (config[key] for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+    rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    tensors: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stem = name.rpartition(".")[0]
+        if stem in TOP:
+            tensors[f"{TOP[stem]}.weight"] = tensor
+            continue
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        assert match is not None
+        layer, part = match[1], match[2]
+        expert = re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)_proj\.weight", part)
+        if expert is not None:
+            stacks.setdefault(f"blk.{layer}.ffn_{expert[2]}_exps.weight", {})[int(expert[1])] = tensor
+        elif part == "self_attn.kv_b_proj.weight":
+            whole = tensor.reshape(heads, plain + value, rank)
+            keys = np.ascontiguousarray(whole[:, :plain].swapaxes(1, 2))
+            values = np.ascontiguousarray(whole[:, plain:])
+            if parts != "two":
+                tensors[f"blk.{layer}.attn_kv_b.weight"] = tensor
+            if parts != "one":
+                flat = parts == "flat"
+                tensors[f"blk.{layer}.attn_k_b.weight"] = keys.reshape(-1, plain) if flat else keys
+                tensors[f"blk.{layer}.attn_v_b.weight"] = values.reshape(-1, rank) if flat else values
+        else:
+            tensors[f"blk.{layer}.{NAMES[part]}"] = tensor
+    tensors |= {name: np.stack([stack[i] for i in sorted(stack)]) for name, stack in stacks.items()}
+    rope = config["rope_parameters"]
+    latents = parts == "two"
+    metadata: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "vocab_size": config["vocab_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": 1 if latents else heads,
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + rotary if latents else plain + rotary,
+        "attention.value_length": rank if latents else value,
+        "rope.freq_base": rope["rope_theta"],
+        "rope.dimension_count": rotary,
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_count": config["n_routed_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+    }
+    if latents:
+        metadata |= {"attention.key_length_mla": plain + rotary, "attention.value_length_mla": value}
+        if config["model_type"] == "deepseek_v2":
+            metadata["expert_gating_func"] = 1
+    if config["q_lora_rank"] is not None:
+        metadata["attention.q_lora_rank"] = config["q_lora_rank"]
+    if config.get("n_group"):
+        metadata |= {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
+    if config["model_type"] == "deepseek_v3":
+        metadata["expert_gating_func"] = 2
+        if config["norm_topk_prob"]:
+            metadata["expert_weights_norm"] = True
+    if rope.get("rope_type") == "yarn":
+        metadata |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_beta_fast": rope["beta_fast"],
+            "rope.scaling.yarn_beta_slow": rope["beta_slow"],
+            "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        }
+    metadata = {key: value for key, value in (metadata | changed).items() if key not in leave_out}
+    few = {} if quantized is None else {n: quantized for n, t in tensors.items() if t.ndim > 1 and not t.shape[-1] % 32}
+    arch = {"general.architecture": "deepseek2", **{f"deepseek2.{key}": value for key, value in metadata.items()}}
+    return write_gguf(folder / f"model-{parts}.gguf", arch, tensors, few)
+
+
+PROMPT = [23 * i % 199 for i in range(150)]
+
+
+@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("v2-groups", "dense")), "v3"])
+def test_every_layout_gives_the_tokens_of_the_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(name, tmp_path, monkeypatch)
+    expected = generate(make_engine(folder), greedy("a", PROMPT, 16))
+    for parts in ("two", "one", "flat"):
+        assert generate(make_engine(convert(folder, parts=parts)), greedy("a", PROMPT, 16)) == expected, parts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_configuration_and_tensors_are_those_of_the_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.engine.models.families import read_config
+
+    folder = write(name, tmp_path, monkeypatch)
+    theirs = open_checkpoint(folder)
+    for parts in ("two", "one"):
+        ours = GGUFCheckpoint(convert(folder, parts=parts))
+        assert read_config(ours.config) == read_config(theirs.config), parts
+        assert set(ours.names()) == set(theirs.names())
+        for tensor in theirs.names():
+            assert torch.equal(ours.tensor(tensor), theirs.tensor(tensor)), tensor
+
+
+def test_a_quantized_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts that make keys and values are widened; the other matrices stay in eight bits."""
+    monkeypatch.setitem(MODELS, "wide", (MODELS["v3"][0], {**MODELS["v3"][1], "qk_nope_head_dim": 32}))
+    folder = write("wide", tmp_path, monkeypatch)
+    file = convert(folder, quantized=gguf.GGMLQuantizationType.Q8_0)
+    dense, few = open_checkpoint(folder), GGUFCheckpoint(file)
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    assert few.groups(name) is None
+    assert few.groups("model.layers.1.self_attn.o_proj.weight") is None  # rows of 80: stored in float32
+    assert few.groups("model.layers.1.self_attn.kv_a_proj_with_mqa.weight") is not None
+    assert torch.allclose(few.tensor(name), dense.tensor(name), atol=0.01)
+    assert len(generate(make_engine(file), greedy("a", PROMPT, 8))["a"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention.key_length": 99}, "latents make them 40 and 32"),
+        ({"attention.value_length_mla": 0}, "belong together"),
+        ({"attention.kv_lora_rank": 0, "attention.key_length": 0, "attention.value_length": 0}, "damaged"),
+        ({"expert_gating_func": 3}, "expert_gating_func"),
+        ({"expert_gating_func": 1}, "does not normalize"),
+        ({"rope.scaling.yarn_log_multiplier": 0.0}, "yarn_log_multiplier"),
+        ({"attention.temperature_scale": 0.1}, "temperature_scale"),
+        ({"nextn_predict_layers": 1}, "nextn_predict_layers"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write("v3", tmp_path, monkeypatch)
+    with pytest.raises(CheckpointError, match=message):
+        GGUFCheckpoint(convert(folder, **changes))
+
+
+def test_files_from_before_groups_choose_among_all_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write("v3", tmp_path, monkeypatch)
+    config = GGUFCheckpoint(convert(folder, leave_out=("expert_group_count", "expert_group_used_count"))).config
+    assert (config["n_group"], config["topk_group"]) == (1, 1)
