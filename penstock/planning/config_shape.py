@@ -91,8 +91,10 @@ def _mamba(mamba: MambaConfig) -> Mamba:
         state=mamba.state,
         conv=mamba.conv,
         conv_bias=mamba.conv_bias,
-        proj_bias=mamba.proj_bias,
+        in_bias=mamba.in_bias,
+        out_bias=mamba.out_bias,
         norm_groups=mamba.norm_groups,
+        beside=mamba.beside is not None,
     )
 
 

@@ -217,7 +217,7 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     shape = deployment.shape
     # With latent attention every shard has the whole latent.
     elements = shape.mla.cached if shape.mla else 2 * deployment.kv_heads_per_device * shape.head_dim
-    layers = last - first - shape.recurrent_in(first, last)
+    layers = shape.attended_in(first, last)
     return layers * round(elements * deployment.block_size * deployment.kv_bytes)
 
 

@@ -90,9 +90,12 @@ class Mamba:
     state: int
     conv: int
     conv_bias: bool
-    proj_bias: bool
+    in_bias: bool
+    out_bias: bool
     norm_groups: int
     """Runs of channels that are normalized by themselves; 0: there is no norm."""
+    beside: bool = False
+    """Whether these layers have attention too."""
 
     @property
     def inner(self) -> int:
@@ -109,7 +112,7 @@ class Mamba:
 
     def others(self, hidden: int) -> int:
         """Parameters beside them."""
-        biases = self.inner + self.channels + self.heads + hidden if self.proj_bias else 0
+        biases = (self.inner + self.channels + self.heads if self.in_bias else 0) + (hidden if self.out_bias else 0)
         norm = self.inner if self.norm_groups else 0
         return self.channels * (self.conv + self.conv_bias) + 3 * self.heads + norm + biases
 
@@ -226,7 +229,7 @@ class ModelShape:
             values, latent, key_value = delta.v_heads * delta.v_dim, 0, 0
             query_output = hidden * (delta.channels + 2 * values + 2 * delta.v_heads)
             small += delta.conv * delta.channels + 2 * delta.v_heads + delta.v_dim
-        elif recurrent and self.mamba is not None:
+        elif recurrent and self.mamba is not None and not self.mamba.beside:
             query_output, latent, key_value = self.mamba.matrices(hidden), 0, 0
             small += self.mamba.others(hidden)
         else:
@@ -238,6 +241,9 @@ class ModelShape:
             small += (q_size + gates + 2 * kv_size if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
             small += 2 * self.head_dim if self.qk_norm else 0
             small += q_size + kv_size if self.whole_qk_norm else 0
+            if recurrent and self.mamba is not None:
+                query_output += self.mamba.matrices(hidden)
+                small += self.mamba.others(hidden)
         moe = self.moe
         if moe is None or not routed:
             small += 2 * self.ffn + hidden if self.mlp_bias else 0
@@ -310,11 +316,11 @@ class ModelShape:
     @property
     def kv_elements(self) -> int:
         """Elements that one token leaves in the cache of all layers."""
-        return (self.layers - self.recurrent_layers) * self.kv_elements_per_layer
+        return self.attended_in(0, self.layers) * self.kv_elements_per_layer
 
     @property
     def recurrent(self) -> Delta | Mamba | None:
-        """The mixers of layers without attention."""
+        """The mixers with a state."""
         return self.delta or self.mamba
 
     @property
@@ -322,14 +328,21 @@ class ModelShape:
         return self.recurrent_in(0, self.layers)
 
     def recurrent_in(self, first: int, last: int) -> int:
-        """How many of some layers keep a state instead of what their tokens leave."""
+        """How many of some layers keep a state."""
         return 0 if self.recurrent is None else sum(self.recurrent.layers[first:last])
+
+    def attended_in(self, first: int, last: int) -> int:
+        """How many of some layers keep what their tokens leave."""
+        return sum(self._attended(index) for index in range(first, last))
+
+    def _attended(self, index: int) -> bool:
+        beside = self.mamba is not None and self.mamba.beside
+        return beside or self.recurrent is None or not self.recurrent.layers[index]
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """The windows of the layers that have attention."""
-        others = self.recurrent
-        return tuple(w for index, w in enumerate(self.windows) if others is None or not others.layers[index])
+        return tuple(window for index, window in enumerate(self.windows) if self._attended(index))
 
     @property
     def state_bytes(self) -> int:
