@@ -29,8 +29,8 @@ from penstock.interpreter import module
 _START_S = 300.0
 _STOP_S = 45.0
 _PAUSE_S = 0.1
-SETTLE_S = 5.0
-"""An engine uses its first idle seconds to prepare further steps."""
+SETTLE_S = 10.0
+"""An engine uses its first idle seconds to prepare further steps; about so long on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Running:
 
 @contextmanager
 def server(
-    model: str, folder: Path, *, device: str = "auto", settings: Sequence[str] = (), settle_s: float = SETTLE_S
+    model: str, folder: Path, *, device: str = "auto", settings: Sequence[str] = (), settle_s: float | None = None
 ) -> Iterator[Running]:
     """`penstock serve` of a model, ready and settled. `folder` gets its files, `settings` are `key=value`."""
     with socket.socket() as probe:
@@ -82,8 +82,8 @@ def server(
         if tally.errors:
             raise BenchError(f"the server does not answer: {next(iter(tally.errors))}\n{log.read_text()[-2000:]}")
         answered_s = time.monotonic() - began
-        phases = asyncio.run(_startup(Target.parse(url, None)))
-        time.sleep(settle_s)
+        device, phases = asyncio.run(_startup(Target.parse(url, None)))
+        time.sleep(settle_s if settle_s is not None else SETTLE_S if device.startswith("cuda") else 0.0)
         yield Running(url, process.pid, ready_s, answered_s, phases)
     finally:
         process.terminate()
@@ -114,14 +114,14 @@ async def _becomes_ready(target: Target, process: subprocess.Popen[bytes]) -> bo
     return False
 
 
-async def _startup(target: Target) -> dict[str, float]:
-    """The phases of the engine's start, in seconds."""
+async def _startup(target: Target) -> tuple[str, dict[str, float]]:
+    """The engine's device, and the phases of its start in seconds."""
     connection = Connection(target)
     try:
         replicas = msgspec.json.decode(await connection.request("GET", "/v1/admin/replicas"))["data"]
     finally:
         await connection.close()
-    return dict(replicas[0]["startup_s"] or {})
+    return str(replicas[0]["device"]), dict(replicas[0]["startup_s"] or {})
 
 
 def random_model(shape: str, folder: Path, console: Console) -> str:

@@ -74,6 +74,8 @@ STARVED_S = 0.001
 """Pause after two steps without progress, so that waiting for memory does not burn a core. (The first step on an
 asynchronous device never has results yet.)"""
 
+QUIET_S = 0.2
+"""Without work for so long, the engine may prepare further steps: one takes a tenth of a second."""
 LOOK_S = 0.001
 """How often to see whether a step is over, while the next one can wait."""
 
@@ -113,6 +115,8 @@ class EngineServer:
         self._said_leaving = False
         self._improves = True
         """Whether the engine has something to prepare; again after it has slept."""
+        self._idle_since: float | None = None
+        """When its last work ended; None while it has some."""
         self._failures = 0
         self._fruitless = 0
         self._steps = 0
@@ -140,6 +144,7 @@ class EngineServer:
         try:
             while self._stop_reason is None:
                 if self._engine.has_work:
+                    self._idle_since = None
                     self._receive(STARVED_S if self._fruitless > 1 else 0.0)
                     self._linger()
                     self._step()
@@ -147,7 +152,7 @@ class EngineServer:
                     self._made_progress()
                     self._peers.release(self._engine.load_snapshot, time.monotonic())
                     # Waking up takes tens of microseconds; polling instead would take a core from others.
-                    self._receive(0.0 if self._improve() else self._handovers.patience(self._heartbeat_s))
+                    self._receive(self._rest_s())
                 self._after_step()
         finally:
             self._handovers.close()
@@ -157,6 +162,19 @@ class EngineServer:
         self._peers.release(self._engine.load_snapshot, time.monotonic())
         self._peers.tell_all(Stopped(self._stop_reason), time.monotonic())
         return EXIT_FAILED if self._failures else 0
+
+    def _rest_s(self) -> float:
+        """How long to wait for messages while there is no work. When it has been quiet for a moment, the time is used
+        to prepare further steps instead: not at once, or a client that sends one request after the other would wait."""
+        patience = self._handovers.patience(self._heartbeat_s)
+        if not self._improves:
+            return patience
+        now = time.monotonic()
+        if self._idle_since is None:
+            self._idle_since = now
+        if (left := self._idle_since + QUIET_S - now) > 0:
+            return min(left, patience)
+        return 0.0 if self._improve() else patience
 
     def _improve(self) -> bool:
         """Use a moment without work; see `Engine.improve`. Its failure is no reason to stop serving."""

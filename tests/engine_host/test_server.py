@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from penstock.engine.request import Delta, EngineLoad, Request, SamplingParams
+from penstock.engine_host import server
 from penstock.engine_host.peers import Peers
 from penstock.protocol.codec import decode_from_engine
 from penstock.protocol.messages import (
@@ -97,6 +98,28 @@ def test_a_step_that_is_over_early_is_collected_at_once() -> None:
         began = time.monotonic()
         assert len(client.finish("a")[0]) == 3
         assert time.monotonic() - began < 2.0
+
+
+def test_an_engine_prepares_further_steps_when_it_has_been_quiet_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "QUIET_S", 0.3)
+    engine = ScriptedEngine()
+    prepared: list[int] = []
+
+    def improve() -> bool:
+        prepared.append(engine.steps)
+        return len(prepared) < 5
+
+    engine.improve = improve  # type: ignore[attr-defined]
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        for number in range(3):  # one after the other: none waits for what is prepared
+            client.submit(f"r{number}", tokens=2)
+            client.finish(f"r{number}")
+        steps = engine.steps
+        eventually(lambda: len(prepared) == 5)
+        assert set(prepared) <= {0, steps}
+        time.sleep(0.05)
+        assert len(prepared) == 5, "there was nothing left"
 
 
 def test_two_gateways_hear_only_of_their_own_requests() -> None:

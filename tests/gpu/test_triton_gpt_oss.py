@@ -17,8 +17,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from penstock.engine.backends.cuda.experts import GroupedExpertMlp, group  # noqa: E402
-from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4  # noqa: E402
+from penstock.engine.backends.cuda.experts import GroupedExpertMlp, PackedStack, group  # noqa: E402
+from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_plan  # noqa: E402
 from penstock.engine.backends.cuda.linear import CudaLinear  # noqa: E402
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Linear  # noqa: E402
 from penstock.engine.backends.cuda.ops import TritonOps  # noqa: E402
@@ -147,12 +147,14 @@ def test_experts_with_biases_dense_and_in_mxfp4() -> None:
                     x = rand(tokens, hidden, dtype=dtype)
                     with poisoned_outputs():
                         weights, chosen = grouped.choose(x)
-                        got = grouped.apply(x, weights, chosen)
+                        got = grouped.forward(x)
+                        sorted_first = grouped.apply(x, weights, chosen)
                     if MODE == "compile":
                         continue
                     name = f"{experts}x{hidden}x{ffn} {dtype} {'mxfp4' if packed else 'dense'} {tokens}"
                     want = moe64(mlp, x[:20], weights[:20], chosen[:20])
                     check(name, got[:20], want, 1e-4 if dtype == torch.float32 else 2e-2)
+                    check(name, sorted_first[:20], want, 1e-4 if dtype == torch.float32 else 2e-2)
 
 
 def test_every_launch_shape_of_mxfp4() -> None:
@@ -163,14 +165,19 @@ def test_every_launch_shape_of_mxfp4() -> None:
     weights, chosen = grouped.choose(x)
     if MODE == "compile":
         chosen = torch.zeros(40, 2, dtype=torch.int32)
-    plan = moe.plan(chosen.int(), 4)
+    plan = moe_plan.plan(chosen.int(), 4)
     want = None if MODE == "compile" else moe64(mlp, x, weights, chosen)
-    gate_up, down = grouped.gate_up.stack, grouped.down.stack  # type: ignore[union-attr]
+    gate_up, down = grouped.gate_up, grouped.down
+    assert isinstance(gate_up, PackedStack) and isinstance(down, PackedStack)
     for pairs in (4, 200, 2000):
         first, second = (moe_mxfp4.choose(pairs, 4, wide, 2) for wide in (True, False))
         with poisoned_outputs():
-            inner = moe_mxfp4.grouped_linear(x, gate_up, plan, 2, activation=GATE, config=first)
-            pair_rows = moe_mxfp4.grouped_linear(inner, down, plan, 2, route_weights=weights, config=second)
+            inner = moe_mxfp4.grouped_linear(
+                x, gate_up.stack, gate_up.bias, plan, 2, gated=True, activation=GATE, config=first
+            )
+            pair_rows = moe_mxfp4.grouped_linear(
+                inner, down.stack, down.bias, plan, 2, gated=False, route_weights=weights, config=second
+            )
             got = moe.combine(pair_rows, 2)
         if want is not None:
             check(f"{first} {second}", got, want, 2e-2)
@@ -181,24 +188,21 @@ def test_every_code_of_mxfp4_is_exact() -> None:
     blocks = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(64, 1)
     exponents = torch.arange(64, dtype=torch.uint8, device=DEVICE).view(-1, 1).expand(64, 16) * 2 + 60
     weight = Mxfp4(blocks, exponents.contiguous())
-    words, powers = moe_mxfp4.pack(weight)
-    stack = moe_mxfp4.Mxfp4Stack(words.unsqueeze(0), powers.unsqueeze(0), None)
+    stack = moe_mxfp4.stacked([moe_mxfp4.pack(weight)])
     for dtype in (BF16, torch.float32):
-        for scaled_sums in (True, False):
-            # One input at a time, so that a sum is one product.
-            x = torch.zeros(32, 512, dtype=dtype, device=DEVICE)
-            x[torch.arange(32), torch.arange(32) * 16 + torch.arange(32) % 16] = 1.0
-            x[::2] *= -3
-            chosen = torch.zeros(32, 1, dtype=torch.int32, device=DEVICE)
-            config = moe_mxfp4.Mxfp4Config(16, 64, 4, 2, scaled_sums)
+        # One input at a time, so that a sum is one product.
+        x = torch.zeros(32, 512, dtype=dtype, device=DEVICE)
+        x[torch.arange(32), torch.arange(32) * 16 + torch.arange(32) % 16] = 1.0
+        x[::2] *= -3
+        chosen = torch.zeros(32, 1, dtype=torch.int32, device=DEVICE)
+        for block_m, block_n, warps in ((16, 16, 1), (16, 32, 2), (16, 64, 4), (32, 64, 4)):
+            config = moe_mxfp4.Mxfp4Config(block_m, block_n, warps, 2)
             with poisoned_outputs():
-                plan = moe.plan(chosen, 1)
-                got = moe_mxfp4.grouped_linear(
-                    x, stack, plan, 1, route_weights=torch.ones(32, 1, device=DEVICE), config=config
-                )
+                plan = moe_plan.plan(chosen, 1)
+                got = moe_mxfp4.grouped_linear(x, stack, None, plan, 1, gated=False, config=config)
             if MODE != "compile":
                 want = x.double() @ weight.dense().double().T
-                check(f"codes {dtype} {scaled_sums}", got, want.to(dtype).double(), 1e-6)
+                check(f"codes {dtype} {config}", got, want.to(dtype).double(), 1e-6)
 
 
 def _engine(folder: Path, **settings: object) -> Engine:
@@ -241,11 +245,11 @@ def bench_mxfp4() -> Iterator[Row]:
         x = rand(tokens, 2880, dtype=BF16)
         weights, chosen = grouped.choose(x)
         visited = 4 if MODE == "compile" else len(chosen.unique())
-        plan = moe.plan(chosen.int(), 32)
-        inner = grouped.gate_up.product(x, plan, 4, GATE, None)
-        us = time_us([lambda x=x, p=plan: grouped.gate_up.product(x, p, 4, GATE, None)])
+        plan = moe_plan.plan(chosen.int(), 32)
+        inner = grouped.gate_up.product(x, plan, 4, GATE, None, grouped.counters)
+        us = time_us([lambda x=x, p=plan: grouped.gate_up.product(x, p, 4, GATE, None, grouped.counters)])
         yield bandwidth(f"gate and up, {tokens} tokens", us, visited * per_expert * 2 / 3)
-        us = time_us([lambda i=inner, p=plan, w=weights: grouped.down.product(i, p, 4, GATE, w)])
+        us = time_us([lambda i=inner, p=plan, w=weights: grouped.down.product(i, p, 4, None, w, grouped.counters)])
         yield bandwidth(f"down, {tokens} tokens", us, visited * per_expert / 3)
         us = time_us([lambda x=x: grouped.forward(x)])
         yield bandwidth(f"layer of experts, {tokens} tokens", us, visited * per_expert)

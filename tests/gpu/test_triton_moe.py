@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
-from penstock.engine.backends.cuda.experts import FusedSharedAndRouted, group, with_shared
-from penstock.engine.backends.cuda.kernels import moe
+from penstock.engine.backends.cuda.experts import FusedSharedAndRouted, choice_of, group, with_shared
+from penstock.engine.backends.cuda.kernels import moe, moe_plan, moe_route
 from penstock.engine.backends.cuda.kernels.moe import GroupedConfig
+from penstock.engine.backends.cuda.kernels.moe_route import Choice
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import FP8
@@ -82,7 +83,7 @@ def test_routing_takes_the_best_experts() -> None:
         for normalize in (True, False):
             logits = rand(rng.randrange(1, 9 if QUICK else 200), experts, dtype=BF16, scale=2)
             with poisoned_outputs():
-                weights, chosen = moe.route(logits, top_k, normalize)
+                weights, chosen = moe_route.route(logits, Choice(top_k, normalize))
             if MODE == "compile":
                 continue
             probabilities = logits.double().softmax(-1)
@@ -112,10 +113,8 @@ def test_routing_by_sigmoid_groups_and_correction_equals_the_router() -> None:
             bias = rand(experts, dtype=torch.float32, scale=0.1) if biased else None
             score = "best_two" if best_two else "best"
             with poisoned_outputs():
-                weights, chosen = moe.route(
-                    logits, top_k, normalize, sigmoid=scoring == "sigmoid", bias=bias, groups=groups,
-                    top_groups=top_groups, best_two=best_two, scale=2.5,
-                )  # fmt: skip
+                choice = Choice(top_k, normalize, scoring == "sigmoid", bias, groups, top_groups, best_two, 2.5)
+                weights, chosen = moe_route.route(logits, choice)
             if MODE == "compile":
                 continue
             router = Router(
@@ -153,7 +152,7 @@ def test_plan_sorts_pairs_by_expert_and_keeps_their_order() -> None:
     for experts, pairs in ((8, 2), (8, 64), (128, 8), (128, 300 if QUICK else 70_000), (3, 5000)):
         chosen = torch.randint(0, max(1, experts - 1), (pairs, 1), dtype=torch.int32, device=DEVICE)
         with poisoned_outputs():
-            plan = moe.plan(chosen, experts)
+            plan = moe_plan.plan(chosen, experts)
         if MODE == "compile":
             continue
         flat = chosen.flatten().long()
@@ -175,7 +174,7 @@ def test_grouped_experts_equal_one_pair_at_a_time() -> None:
                 got = grouped.forward(x)
             if MODE == "compile":
                 continue
-            weights, chosen = moe.route(mlp.router.linear(x), top_k, mlp.router.normalize)
+            weights, chosen = moe_route.route(mlp.router.linear(x), choice_of(mlp.router))
             want = moe64(mlp, x, weights, chosen)
             check(f"experts {experts} {dtype} of {tokens}", got, want, 1e-4 if dtype == torch.float32 else 3e-2)
 
@@ -264,13 +263,13 @@ def test_every_tile_shape_gives_the_same_product() -> None:
             chosen = torch.stack((first, torch.full_like(first, experts - 1)), dim=1)
         weights = rand(tokens, top_k).abs()
         want = None if MODE == "compile" else moe64(mlp, x, weights, chosen)
-        plan = moe.plan(chosen, experts)
+        plan = moe_plan.plan(chosen, experts)
         for shape in ((16, 32, 64), (32, 64, 32), (64, 16, 16), (128, 64, 64)):
             config = GroupedConfig(*shape, num_warps=4, num_stages=2)
             with poisoned_outputs():
-                inner = moe.grouped_linear(x, grouped.gate_up.weight, plan, top_k, config=config)
+                inner = moe.grouped_linear(x, grouped.gate_up.weight, plan, top_k, gated=True, config=config)
                 pairs = moe.grouped_linear(
-                    inner, grouped.down.weight, plan, top_k, route_weights=weights, config=config
+                    inner, grouped.down.weight, plan, top_k, gated=False, route_weights=weights, config=config
                 )
                 got = moe.combine(pairs, top_k)
             if want is not None:
@@ -297,7 +296,7 @@ def test_shards_with_some_of_the_experts_sum_to_all_of_them() -> None:
                 total += grouped.forward(x).double()
         if MODE == "compile":
             continue
-        weights, chosen = moe.route(mlp.router.linear(x), top_k, mlp.router.normalize)
+        weights, chosen = moe_route.route(mlp.router.linear(x), choice_of(mlp.router))
         want = moe64(mlp, x, weights, chosen)
         check(f"sum over shards {dtype}", total, want, 1e-4 if dtype == torch.float32 else 3e-2)
 
@@ -320,7 +319,7 @@ def test_graph_replay_with_new_tokens() -> None:
         out.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        weights, chosen = moe.route(mlp.router.linear(x), 4, True)
+        weights, chosen = moe_route.route(mlp.router.linear(x), choice_of(mlp.router))
         check("replay", out, moe64(mlp, x, weights, chosen), 3e-2)
 
 
@@ -345,7 +344,7 @@ def bench_experts() -> Iterator[Row]:
                 elif MODE == "compile":
                     yield bandwidth(title, 0.0, 0.0)
                 else:
-                    visited = len(moe.route(grouped.router.linear(x), top_k, True)[1].unique())
+                    visited = len(moe_route.route(grouped.router.linear(x), Choice(top_k, True))[1].unique())
                     yield bandwidth(title, us, grouped.weight_bytes / experts * visited)
 
 
@@ -355,7 +354,7 @@ def bench_routing() -> Iterator[Row]:
             logits = rand(tokens, experts, dtype=BF16)
 
             def step(x: Tensor = logits, k: int = top_k, e: int = experts) -> None:
-                moe.plan(moe.route(x, k, True)[1], e)
+                moe_plan.plan(moe_route.route(x, Choice(k, True))[1], e)
 
             yield bandwidth(f"{name} route and sort, {tokens} tokens", time_us([step]), 2.0 * logits.numel())
 
@@ -368,10 +367,12 @@ def tune_experts() -> Iterator[Row]:
         assert grouped is not None
         for tokens in (8, 64, 512, 8192):
             x, inner = rand(tokens, hidden, dtype=BF16), rand(tokens * top_k, ffn, dtype=BF16)
-            weights, chosen = moe.route(grouped.router.linear(x), top_k, True)
-            plan = moe.plan(chosen, experts)
-            up = partial(moe.grouped_linear, x, grouped.gate_up.weight, plan, top_k)
-            down = partial(moe.grouped_linear, inner, grouped.down.weight, plan, top_k, route_weights=weights)
+            weights, chosen = moe_route.route(grouped.router.linear(x), Choice(top_k, True))
+            plan = moe_plan.plan(chosen, experts)
+            up = partial(moe.grouped_linear, x, grouped.gate_up.weight, plan, top_k, gated=True)
+            down = partial(
+                moe.grouped_linear, inner, grouped.down.weight, plan, top_k, gated=False, route_weights=weights
+            )
             for shape in flat if tokens <= 64 else square:
                 for part, call, width in (("gate_up", up, 2 * ffn), ("down", down, ffn)):
                     us = time_us([partial(call, config=GroupedConfig(*shape))])

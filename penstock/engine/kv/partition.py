@@ -1,15 +1,17 @@
 """The blocks of several caches as one: every sequence lives in one of them, with all its blocks.
 
-For ranks that attend each over sequences of their own. A cache has its own pool, its own null block and its own
-prefixes. `Sequence.base` says which it is: the number of its block 0 when the blocks of all caches are numbered
-through. A sequence that starts goes where the longest prefix of it is, and of those to the one with the most free
-blocks.
+For ranks that attend each over sequences of their own. A cache has its own pool, its own null block, its own prefixes
+and its own states. `Sequence.base` says which it is: the number of its block 0 when the blocks of all caches are
+numbered through. A sequence that starts goes where the longest prefix of it is, and of those to the one with the most
+free blocks.
 """
 
 from __future__ import annotations
 
 from penstock.engine.kv.allocator import BlockAllocator, Found
+from penstock.engine.kv.host import Transfers
 from penstock.engine.kv.pool import BlockPool
+from penstock.engine.kv.states import StateStore
 from penstock.engine.sequence import Sequence
 
 
@@ -41,6 +43,28 @@ class PartitionedPool(BlockPool):
             part.check()
 
 
+class PartitionedStates(StateStore):
+    """The states of several caches, each with its own slots, behind the interface of one."""
+
+    def __init__(self, parts: list[StateStore]) -> None:
+        self.parts = parts
+
+    @property
+    def spare(self) -> int:
+        """Slots that are free in any case, wherever a sequence is."""
+        return min(part.spare for part in self.parts)
+
+    def take_transfers(self) -> Transfers | None:
+        return None  # there is no tier behind them
+
+    def cut(self, seq: Sequence, length: int) -> int:
+        return self.parts[0].cut(seq, length)  # all of them keep states at the same places
+
+    def check_idle(self) -> None:
+        for part in self.parts:
+            part.check_idle()
+
+
 class PartitionedAllocator(BlockAllocator):
     """Allocators of equal caches, behind the interface of one."""
 
@@ -51,17 +75,32 @@ class PartitionedAllocator(BlockAllocator):
         )
         self.parts = parts
         self._blocks = first.pool.num_blocks
+        states = [part.states for part in parts if part.states is not None]
+        self.states = PartitionedStates(states) if states else None
+
+    def tick(self, now: float) -> None:
+        for part in self.parts:
+            part.tick(now)
+
+    def advance(self, seq: Sequence, drafts: int) -> tuple[int, tuple[int, ...]]:
+        return self._of(seq).advance(seq, drafts)
+
+    def settle(self, seq: Sequence, start: int, accepted: int) -> None:
+        self._of(seq).settle(seq, start, accepted)
 
     def match(self, seq: Sequence) -> list[Found]:
         """Also decides where `seq` will be: with what was found, it must start there."""
-        found = [part.match(seq) for part in self.parts]
+        found, branches = list[list[Found]](), list[int]()
+        for part in self.parts:
+            found.append(part.match(seq))
+            branches.append(seq.branch)
         lacking = [part.shortfall(cached, seq.length) for part, cached in zip(self.parts, found, strict=True)]
         # Where there is room at all, if it is anywhere.
         best = max(
             range(len(self.parts)),
             key=lambda i: (lacking[i] <= 0, len(found[i]), self.parts[i].pool.free, -i),
         )
-        seq.base = best * self._blocks
+        seq.base, seq.branch = best * self._blocks, branches[best]
         return found[best]
 
     def shortfall(self, cached: list[Found], tokens: int, seq: Sequence | None = None) -> int:

@@ -6,6 +6,9 @@ written again with the keys and values.
 
 A decoder adds to the residual stream in place, so it can be cut between any two layers: the parts run one after the
 other on the same stream, and it is read between them. A decoder without a drafter is not touched by any of this.
+
+In a pipeline each stage reads the streams of its own layers, and passes them on with those of the stages before
+(`parallel.decoder`); the first one, where the drafter is, keeps them when they come back with the final hidden states.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ class Tap:
 
     width: int
     """Of what is kept of a token."""
-    ops: Ops
+    ops: Ops | None = None
+    """None: the decoder's."""
     layers: tuple[int, ...] = ()
     """The residual stream in front of these layers, ascending; none: the final hidden states."""
     project: Linear | None = None
@@ -41,6 +45,28 @@ class Tap:
         own = {field.name: getattr(decoder, field.name) for field in fields(Decoder)}
         return TappedDecoder(**own, inner=decoder, tap=self, parts=tuple(parts))
 
+    def of_stage(self, first: int, last: int, of: int) -> StageTap:
+        """For the stage of a pipeline that has layers `first` to `last` of `of`."""
+        inside = tuple(at - first for at in self.layers if first <= at < last or at == last == of)
+        return StageTap(replace(self, layers=inside), sum(at < first for at in self.layers), len(self.layers))
+
+
+@dataclass(frozen=True, slots=True)
+class StageTap:
+    """What one stage of a pipeline does for a drafter."""
+
+    tap: Tap
+    """With the places inside the stage, counted from its first layer; of no width where the drafter is elsewhere."""
+    before: int
+    """Streams that the stages before it have read."""
+    every: int
+    """Those that all stages read."""
+
+    def on(self, decoder: Decoder) -> StageTappedDecoder:
+        tapped = self.tap.on(decoder)
+        own = {field.name: getattr(tapped, field.name) for field in fields(TappedDecoder)}
+        return StageTappedDecoder(**own, stage=self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TappedDecoder(Decoder):
@@ -52,7 +78,18 @@ class TappedDecoder(Decoder):
     """The layers between two places that are read."""
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
-        ops, wanted, project = self.tap.ops, self.tap.layers, self.tap.project
+        hidden, taken = self.run_tapped(residual, batch, kv)
+        self.keep(hidden, taken, batch.slots, kv)
+        return hidden
+
+    def keep(self, hidden: Tensor, taken: Tensor, slots: Tensor, kv: KVCache) -> None:
+        """Write what the drafter needs of tokens: their final hidden states, or the streams that were read."""
+        project = self.tap.project
+        (self.tap.ops or self.ops).store_rows(hidden if project is None else project(taken), kv.layers[-1], slots)
+
+    def run_tapped(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> tuple[Tensor, Tensor]:
+        """Final hidden states, and the wanted streams side by side."""
+        ops, wanted = self.tap.ops or self.ops, self.tap.layers
         count, width = residual.shape
         size = count, len(wanted) * width
         taken = torch.empty(size, dtype=self.embedding.dtype, device=residual.device)
@@ -65,8 +102,7 @@ class TappedDecoder(Decoder):
             if end in wanted:
                 at = wanted.index(end) * width
                 ops.store_rows(residual, taken[:, at : at + width])
-        ops.store_rows(hidden if project is None else project(taken), kv.layers[-1], batch.slots)
-        return hidden
+        return hidden, taken
 
     @property
     def launched_eagerly(self) -> bool:
@@ -81,3 +117,19 @@ class TappedDecoder(Decoder):
     def cache_shape(self, block_size: int, dtype: torch.dtype) -> CacheShape:
         shape = self.inner.cache_shape(block_size, dtype)
         return replace(shape, kinds=(*shape.kinds, PagedRows(self.tap.width, block_size, self.embedding.dtype)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTappedDecoder(TappedDecoder):
+    """One stage's layers; see `StageTap`. What it keeps for the drafter is kept when a step has gone through all."""
+
+    stage: StageTap
+
+    def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        return self.run_tapped(residual, batch, kv)[0]
+
+    def cache_shape(self, block_size: int, dtype: torch.dtype) -> CacheShape:
+        keeps = self.tap.width > 0
+        return (
+            TappedDecoder.cache_shape(self, block_size, dtype) if keeps else self.inner.cache_shape(block_size, dtype)
+        )

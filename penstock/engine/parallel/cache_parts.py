@@ -17,7 +17,7 @@ from penstock.engine.kv.cache import CacheShape
 from penstock.engine.kv.kinds import CacheKind, PagedKV, PagedLatent, RecurrentState
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, even_span, kv_head_span, layer_span
-from penstock.engine.parallel.shards import delta_cuts
+from penstock.engine.parallel.shards import delta_cuts, mamba_spans
 
 if TYPE_CHECKING:
     from penstock.engine.startup.part import Part
@@ -52,17 +52,13 @@ class CacheParts:
     def states(self, place: Place) -> BlockPart:
         """What `place` has of every state."""
         layers, total = self._layers(place, recurrent=True)
-        delta = self.model.delta
-        assert delta is not None, "a model without recurrent layers has no states"
-        channels = delta_cuts(delta, place)["conv1d"].outputs
-        num_channels = 2 * delta.k_heads * delta.k_dim + delta.v_heads * delta.v_dim
-        assert channels is not None
+        state, cut = self._state(), self._channels(place)
         return BlockPart(
             (
                 TensorPart(
-                    total, delta.v_heads, layers, (even_span(delta.v_heads, place),), 1, 4 * delta.k_dim * delta.v_dim
+                    total, state.heads, layers, (even_span(state.heads, place),), 1, 4 * state.rows * state.columns
                 ),
-                TensorPart(total, num_channels, layers, channels, delta.conv, self.dtype.itemsize),
+                TensorPart(total, state.channels, layers, cut, state.width, self.dtype.itemsize),
             )
         )
 
@@ -73,18 +69,37 @@ class CacheParts:
         if model.latent is not None:
             attends = PagedLatent(model.latent.rank + model.latent.rotary, size, self.kv_dtype)
         kinds = [attends] * model.num_layers
-        if model.delta is not None:
-            delta = model.delta
-            channels = 2 * delta.k_heads * delta.k_dim + delta.v_heads * delta.v_dim
-            state = RecurrentState(delta.v_heads, delta.k_dim, delta.v_dim, channels, delta.conv, self.dtype)
-            kinds = [state if recurrent else attends for recurrent in delta.layers]
+        if model.recurrent:
+            state = self._state()
+            kinds = [state if recurrent else attends for recurrent in self._recurrent]
         return CacheShape(tuple(kinds), size)
+
+    def _state(self) -> RecurrentState:
+        """Of one layer of the whole model."""
+        delta, mamba = self.model.delta, self.model.mamba
+        if delta is not None:
+            channels = 2 * delta.k_heads * delta.k_dim + delta.v_heads * delta.v_dim
+            return RecurrentState(delta.v_heads, delta.k_dim, delta.v_dim, channels, delta.conv, self.dtype)
+        assert mamba is not None, "a model without recurrent layers has no states"
+        return RecurrentState(mamba.heads, mamba.head_dim, mamba.state, mamba.channels, mamba.conv, self.dtype)
+
+    def _channels(self, place: Place) -> tuple[Span, ...]:
+        """The channels of the convolution that `place` has."""
+        if self.model.delta is not None:
+            return delta_cuts(self.model.delta, place)["conv1d"].outputs or ()
+        assert self.model.mamba is not None
+        return tuple(mamba_spans(self.model.mamba, place))
+
+    @property
+    def _recurrent(self) -> tuple[bool, ...]:
+        """Which layers are."""
+        of = self.model.delta or self.model.mamba
+        return (False,) * self.model.num_layers if of is None else of.layers
 
     def _layers(self, place: Place, *, recurrent: bool) -> tuple[Span, int]:
         """The layers of a stage among all those that are recurrent, or are not, and how many these are."""
-        model = self.model
-        kinds = model.delta.layers if model.delta is not None else (False,) * model.num_layers
-        begin, end = layer_span(model.num_layers, place)
+        kinds = self._recurrent
+        begin, end = layer_span(len(kinds), place)
         before, here = kinds[:begin].count(recurrent), kinds[begin:end].count(recurrent)
         return (before, before + here), kinds.count(recurrent)
 

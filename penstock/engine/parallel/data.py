@@ -1,9 +1,10 @@
 """Attention over sequences of their own: each shard of a stage takes its part of every step.
 
 Rank 0 tells all ranks of a step as ever. Whose a token is follows from its block: the caches of the shards are numbered
-through (`kv.partition`). A shard runs its layers on its own tokens; in layers of experts the shards meet
-(`dispatch`). At the end rank 0 gets all final hidden states, in the step's order. A shard without tokens in a step
-takes part with one that nobody reads, which attends to itself in the null block.
+through (`kv.partition`); states of recurrent layers are numbered by each shard. A shard runs its layers on its own
+tokens; in layers of experts the shards meet (`dispatch`). At the end rank 0 gets all final hidden states, in the step's
+order. A shard without tokens in a step takes part with one that nobody reads, which attends to itself in the null block
+and leaves no state.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Shares:
                 num_decodes=int((entries < step.num_decodes).sum()),
                 max_query=int(lengths.max()),
                 adapter_slots=_any(None if step.adapter_slots is None else step.adapter_slots[mine], step.experts),
+                states=None if step.states is None else _states(step.states, mine),
             ),
         )
 
@@ -75,6 +77,7 @@ class Shares:
             num_decodes=1,
             max_query=1,
             adapter_slots=np.full(1, -1) if step.experts else None,
+            states=None if step.states is None else np.zeros((4, 1), np.int64),
         )
 
 
@@ -82,6 +85,12 @@ def _any(adapter_slots: Ints | None, experts: bool) -> Ints | None:
     """None where no token has an adapter, nor could meet one of another shard at an expert."""
     nowhere = adapter_slots is None or (adapter_slots.max() < 0 and not experts)
     return None if nowhere else adapter_slots
+
+
+def _states(states: Ints, mine: Ints) -> Ints:
+    """The fields of `StateBatch` of some of a step's tokens. The tokens of a run stay together."""
+    first, last, reads, writes = states[:, mine]
+    return np.stack((np.searchsorted(mine, first), np.searchsorted(mine, last), reads, writes))
 
 
 def shares_of(place: Place, kv: KVCache, max_running: int) -> Shares | None:

@@ -29,6 +29,7 @@ from penstock.engine.backends.interface import AttentionBatch, Followers, HostBa
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.tap import StageTappedDecoder
 from penstock.engine.parallel.channel import TARGET, Capture, Forward, Head, Replay
 from penstock.engine.parallel.data import Share, Shares
 from penstock.engine.parallel.groups import Group, Groups, Transfer
@@ -43,11 +44,17 @@ class Arriving:
 
     tensor: Tensor
     transfer: Transfer | None = None
+    taken: Arriving | None = None
+    """Streams that a drafter reads, of the stages before this one; see `models.tap`."""
+    then: Callable[[Tensor], None] | None = None
+    """Called with it, once it is there."""
 
     def take(self) -> Tensor:
         """Wait for it."""
         if self.transfer is not None:
             self.transfer.wait()
+        if self.then is not None:
+            self.then(self.tensor)
         return self.tensor
 
 
@@ -69,7 +76,22 @@ class Stage(Releasable):
             return None
         shape = tokens, self.decoder.config.hidden_size
         stream = torch.empty(shape, dtype=self.decoder.stream_dtype, device=device)
-        return Arriving(stream, ring.begin_receive(stream, place.stage - 1))
+        transfer = ring.begin_receive(stream, place.stage - 1)
+        tapped = self._tapped
+        taken = None if tapped is None else self._receive(tapped.stage.before, tokens, device, ring, place.stage - 1)
+        return Arriving(stream, transfer, taken)
+
+    @property
+    def _tapped(self) -> StageTappedDecoder | None:
+        """Where streams are read for a drafter on rank 0: they pass the first shards of all stages."""
+        return self.decoder if isinstance(self.decoder, StageTappedDecoder) else None
+
+    def _receive(self, streams: int, tokens: int, device: torch.device, group: Group, source: int) -> Arriving | None:
+        if not streams:
+            return None
+        shape = tokens, streams * self.decoder.config.hidden_size
+        taken = torch.empty(shape, dtype=self.decoder.embedding.dtype, device=device)
+        return Arriving(taken, group.begin_receive(taken, source))
 
     def forward(
         self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache, arriving: Arriving | None = None
@@ -83,19 +105,49 @@ class Stage(Releasable):
             if shards is not None and not is_host(token_ids.device):
                 shards.broadcast(token_ids)  # some were sampled on rank 0's device and never on the host
             stream = self.decoder.embed(token_ids if batch.share is None else batch.share.take(token_ids))
-        hidden = self.decoder.run(stream, batch, kv)
+        hidden, taken = self._run(stream, batch, kv, arriving)
         if batch.share is not None and place.stage == place.pipeline - 1:
             hidden = batch.share.collect(hidden, shards)
         if ring is None:
             return Arriving(hidden)
         if place.stage < ring.size - 1:
             self._send(stream, ring, place.stage + 1)
+            if taken is not None:
+                self._send(taken, ring, place.stage + 1)
         elif back is not None:
             self._send(hidden, back, 0)
+            if taken is not None:
+                self._send(taken, back, 0)
         if place.rank == 0 and back is not None:
             final = hidden.new_empty(len(token_ids), hidden.shape[1])
-            return Arriving(final, back.begin_receive(final, back.size - 1))
+            transfer = back.begin_receive(final, back.size - 1)
+            return Arriving(final, transfer, then=self._keep(batch, kv, back, final))
         return Arriving(hidden)
+
+    def _run(
+        self, stream: Tensor, batch: AttentionBatch, kv: KVCache, arriving: Arriving | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """This stage's layers. With a drafter also the streams that were read so far, if any were."""
+        tapped = self._tapped
+        if tapped is None:
+            return self.decoder.run(stream, batch, kv), None
+        hidden, taken = tapped.run_tapped(stream, batch, kv)
+        if arriving is not None and arriving.taken is not None:
+            taken = torch.cat((arriving.taken.take(), taken), dim=1)
+        return hidden, taken if taken.shape[1] else None
+
+    def _keep(self, batch: AttentionBatch, kv: KVCache, back: Group, final: Tensor) -> Callable[[Tensor], None] | None:
+        """On rank 0: what keeps the streams of a step for the drafter."""
+        tapped = self._tapped
+        if tapped is None:
+            return None
+        arriving = self._receive(tapped.stage.every, len(final), final.device, back, back.size - 1)
+        slots = batch.slots.clone()  # the next step may be packed in the same memory
+
+        def keep(hidden: Tensor) -> None:
+            tapped.keep(hidden, hidden if arriving is None else arriving.take(), slots, kv)
+
+        return keep
 
     def whole(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """A step that every rank calls by itself, waited for. In the first stage: the final hidden states."""

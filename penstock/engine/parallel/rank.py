@@ -45,6 +45,7 @@ from penstock.engine.parallel.setup import Setup
 from penstock.engine.process import die_with_parent
 from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.sleep.rank import RankSleep
+from penstock.engine.speculative.head_setup import distant_tap
 from penstock.engine.speculative.setup import Draft, load_draft
 from penstock.engine.startup.offload import open_tiers
 from penstock.engine.startup.part import Part, Phases, load_part
@@ -282,6 +283,7 @@ def _load(setup: Setup, member: Worker) -> list[ServedModel]:
         member,
         backend=None if draft is None else draft.backend,
         beside=0 if draft is None else draft.block_bytes,
+        tap=distant_tap(setup.config, setup.checkpoint, member),
     )
     models = [ServedModel(part, Stage(part.decoder, member.groups, shares_of(member.place, part.kv, part.max_running)))]
     if isinstance(draft, Draft) and draft.member is not None:

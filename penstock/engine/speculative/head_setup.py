@@ -1,6 +1,7 @@
 """A drafter's head beside its target: loaded before it, and put to work over what the target keeps of its tokens.
 
-With several shards rank 0 has the head alone: every shard has the whole residual stream, so nothing has to be sent.
+With several ranks rank 0 has the head alone. Every shard has the whole residual stream, so nothing has to be sent
+between them; what is read in later stages of a pipeline comes back with the final hidden states.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from penstock.engine.backends.interface import StepLimits
 from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import CacheShape, KVCache
+from penstock.engine.loading.checkpoint import read_json
 from penstock.engine.models.build import compose_head
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.families import read_config
@@ -28,7 +30,7 @@ from penstock.engine.models.weights import WeightReader, Weights
 from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.draft import FOLLOWED
-from penstock.engine.speculative.eagle3 import load_eagle3
+from penstock.engine.speculative.eagle3 import load_eagle3, read_eagle3_config
 from penstock.engine.speculative.head_decoder import HeadDecoder
 from penstock.engine.speculative.head_proposer import HeadProposer
 from penstock.engine.speculative.mtp import load_mtp
@@ -73,8 +75,6 @@ class HeadDraft:
     shape: CacheShape
     weights: Weights
     """The target's, whole."""
-    alone: bool
-    """Whether the target is on this device only."""
 
     @property
     def tap(self) -> Tap:
@@ -88,15 +88,10 @@ class HeadDraft:
 
 def check_head(config: EngineConfig) -> None:
     """Refuse what a head cannot work with."""
-    if config.pipeline_parallel > 1:
-        raise ConfigError(
-            f"speculation: {config.speculation} reads hidden states of several layers, which are on other devices "
-            "with pipeline_parallel; use tensor_parallel, or speculation: draft or ngram"
-        )
     if config.attention_parallel == "data":
         raise ConfigError(f"speculation: {config.speculation} is not available with attention_parallel: data")
     if config.role != "both" and config.ranks > 1:
-        raise ConfigError(f"speculation: {config.speculation} with tensor_parallel is not available with a role")
+        raise ConfigError(f"speculation: {config.speculation} with several ranks is not available with a role")
 
 
 def load_head(
@@ -127,7 +122,17 @@ def load_head(
             where = "draft_model" if config.speculation == "eagle3" else "speculation: mtp"
             raise ConfigError(f"{where}: {error}") from error
     kind = head.layer.mixer.cache_kind(config.block_size, dtype)
-    return HeadDraft(backend, head, CacheShape((kind,), config.block_size), weights, member is None)
+    return HeadDraft(backend, head, CacheShape((kind,), config.block_size), weights)
+
+
+def distant_tap(config: EngineConfig, checkpoint: object | None, member: Member) -> Tap | None:
+    """On a rank of a later stage, through which streams pass to the head: which of them it reads. Final hidden states
+    go to rank 0 anyway."""
+    place = member.place
+    if config.speculation != "eagle3" or place.pipeline == 1 or place.shard or config.draft_model is None:
+        return None
+    target = read_config(open_weights(config, checkpoint).config)
+    return Tap(0, layers=read_eagle3_config(read_json(Path(config.draft_model) / "config.json"), target).tapped)
 
 
 def _read(
@@ -143,7 +148,7 @@ def _read(
 def head_proposer(config: EngineConfig, target: Part, draft: HeadDraft, scheduler: Scheduler) -> HeadProposer:
     """The head at work beside `target`, which keeps what it taps."""
     backend, embedding, head = draft.backend, target.decoder.embedding, target.decoder.head
-    if not draft.alone and draft.head.needs_head:
+    if config.tensor_parallel > 1 and draft.head.needs_head:
         head = _whole_head(draft, target)
     positions = target.decoder.max_positions
     decoder = draft.head.decoder(backend, target.kv.layers[-1], config.block_size, embedding, head, positions)

@@ -236,9 +236,9 @@ def _allocator(config: EngineConfig, part: Part, behind: Behind) -> BlockAllocat
     """The blocks of the KV cache; of those of all shards, where each has sequences of its own."""
     window = sliding_window(part.model, part.token_budget)
     recurrent = part.model.recurrent or not part.kv.shape.blocks_suffice
-    states = _states(config, part, behind.state_host) if recurrent else None
 
     def one() -> BlockAllocator:
+        states = _states(config, part, behind.state_host) if recurrent else None
         pool = BlockPool(part.kv.num_blocks, behind.host)
         return BlockAllocator(pool, config.block_size, config.prefix_cache, window, states)
 

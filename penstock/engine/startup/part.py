@@ -29,7 +29,7 @@ from penstock.engine.models.calibration import Forward, calibrate
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
-from penstock.engine.models.tap import Tap
+from penstock.engine.models.tap import StageTap, Tap
 from penstock.engine.models.weights import Weights
 from penstock.engine.startup.adapters import adapt_model, with_experts
 from penstock.engine.startup.memory import longest_sequence, size_cache, sliding_window
@@ -183,28 +183,30 @@ def load_part(
             alone = member is None or member.place.tensor == 1
             unfused = decoder if alone else dataclasses.replace(decoder, fused_up_to=0)
             backend.compile(unfused, kv_dtype, limits, adapters)
+    stage_tap = _stage_tap(tap, model, member)
     with phases("kv cache"):
         if member is not None and config.ranks_per_device > 1:
             member.least(0)  # none measures what is free before all have loaded
         num_blocks, num_states = size_cache(
             config if own_cache else replace(config, num_blocks=1),
             backend,
-            _tapped(decoder, tap),
+            _tapped(decoder, stage_tap),
             kv_dtype,
             max_running=max_running,
             max_model_len=wanted_len,
             budget=budget,
             beside=beside,
         )
-        shape = _tapped(decoder, tap).cache_shape(config.block_size, kv_dtype)
+        shape = _tapped(decoder, stage_tap).cache_shape(config.block_size, kv_dtype)
         if model.recurrent or not shape.blocks_suffice:
             check_stateful(config)
         if member is not None:
             num_blocks, num_states = member.least(num_blocks, "KV blocks"), member.least(num_states, "states")
             decoder = member.connect(decoder)
             adapters = None if adapters is None else adapters.with_decoders(member.connect)
-        if tap is not None:
-            decoder, adapters = tap.on(decoder), None if adapters is None else adapters.with_decoders(tap.on)
+        if stage_tap is not None:
+            decoder = stage_tap.on(decoder)
+            adapters = None if adapters is None else adapters.with_decoders(stage_tap.on)
         kv = KVCache(shape, num_blocks, device, num_states)
     max_model_len = longest_sequence(wanted_len, num_blocks, config.block_size, sliding_window(model, budget))
     if max_model_len < wanted_len and own_cache:
@@ -216,8 +218,17 @@ def load_part(
     return Part(backend, model, decoder, kv, kv_dtype, max_running, budget, max_model_len, adapters)
 
 
-def _tapped(decoder: Decoder, tap: Tap | None) -> Decoder:
+def _tapped(decoder: Decoder, tap: Tap | StageTap | None) -> Decoder:
     return decoder if tap is None else tap.on(decoder)
+
+
+def _stage_tap(tap: Tap | None, model: ModelConfig, member: Member | None) -> Tap | StageTap | None:
+    """In a pipeline: this stage's part of it."""
+    if tap is None or member is None or member.place.pipeline == 1:
+        return tap
+    from penstock.engine.parallel.layout import layer_span
+
+    return tap.of_stage(*layer_span(model.num_layers, member.place), model.num_layers)
 
 
 def _together(member: Member, decoder: Decoder) -> Forward:
@@ -291,8 +302,6 @@ def _by_transformers(
 
 def check_stateful(config: EngineConfig) -> None:
     """Refuse what cannot keep states of sequences."""
-    if config.attention_parallel == "data":
-        raise ConfigError("attention_parallel: data is not available for models with recurrent layers; use tensor")
     if config.state_interval < 1 or config.state_interval % config.block_size:
         raise ConfigError(
             f"state_interval: {config.state_interval} is not a multiple of block_size {config.block_size}"

@@ -121,11 +121,11 @@ def merge_experts(model: Any, adapter: Path) -> None:
         path = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         single = re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)", path)
         scale = config["lora_alpha"] / config["r"]
+        if f"{path}.weight" in named:  # experts too, in older releases
+            named[f"{path}.weight"] += scale * b @ a
+            continue
         if single is not None:
             _merge_one(named, single[1], int(single[2]), single[3], scale * b @ a)
-            continue
-        if f"{path}.weight" in named:
-            named[f"{path}.weight"] += scale * b @ a
             continue
         module = path.replace(".base_layer", "")
         leaf = (

@@ -126,6 +126,12 @@ def test_states_cross_beside_coarse_caches(folder: Path, kind: str) -> None:
     check_grids(folder, (2, 1), (1, 2), kv_dtype=kind)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("giving", "taking"), [((1, 2), (2, 1)), ((2, 2), (1, 1))])
+def test_states_of_mamba_layers_cross_too(tmp_path: Path, giving: tuple[int, int], taking: tuple[int, int]) -> None:
+    check_grids(write_checkpoint("granite4-hybrid", tmp_path), giving, taking)
+
+
 def test_a_rank_that_shares_no_memory_sends_its_part_of_a_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "open_shared", lambda *_: None)
     check_grids(folder, (2, 1), (1, 2))

@@ -59,6 +59,7 @@ def requests() -> list[Request]:
     [
         ("mixtral", 2, 1, {"expert_copies": 1}),
         ("qwen3-moe-some-dense", 3, 1, {"attention_parallel": "data"}),
+        ("qwen3-next", 2, 1, {"attention_parallel": "data"}),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE),
     ],
 )
@@ -73,15 +74,24 @@ def test_a_batch_decodes_as_on_one_device(
         assert_idle(engine)
 
 
-@pytest.mark.parametrize("attention", [pytest.param("tensor", marks=pytest.mark.slow), "data"])
-def test_prefixes_preemption_and_speculation(checkpoints: Checkpoints, attention: str) -> None:
-    folder = checkpoints["mixtral"]
-    settings: dict[str, Any] = {"block_size": 4, "token_budget": 16, "speculation": "ngram"}
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        pytest.param("mixtral", "tensor", marks=pytest.mark.slow),
+        ("mixtral", "data"),
+        pytest.param("qwen3-next", "tensor", marks=pytest.mark.slow),
+        ("qwen3-next", "data"),
+    ],
+)
+def test_prefixes_preemption_and_speculation(checkpoints: Checkpoints, family: str, attention: str) -> None:
+    folder = checkpoints[family]
+    settings: dict[str, Any] = {"block_size": 4, "token_budget": 16, "speculation": "ngram", "state_interval": 8}
     shared = [7, 3, 9, 1, 4, 4, 2, 8, 6, 5, 3, 1]
     batch = [greedy(f"p{i}", [*shared, 20 + i], 16) for i in range(4)]
-    expected = generate(make_engine(folder, num_blocks=14, **settings), *batch)
+    blocks = 10 if family == "qwen3-next" else 14
+    expected = generate(make_engine(folder, num_blocks=blocks, **settings), *batch)
     with threaded_engine(
-        folder, 2, 1, num_blocks=14, expert_parallel=True, attention_parallel=attention, **settings
+        folder, 2, 1, num_blocks=blocks, expert_parallel=True, attention_parallel=attention, **settings
     ) as engine:
         assert engine.speculation is not None
         verify_everything(engine.speculation)
@@ -90,7 +100,7 @@ def test_prefixes_preemption_and_speculation(checkpoints: Checkpoints, attention
             assert generate(engine, *batch) == expected
         load = engine.load_snapshot()
         assert load.preemptions > 0 and load.prefix_hit_tokens > 0 and load.drafts > 0
-        assert load.total_blocks == (28 if attention == "data" else 14)
+        assert load.total_blocks == (2 * blocks if attention == "data" else blocks)
         assert_idle(engine)
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from penstock.bench.soak.engines import verify_everything
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import ConfigError
 from tests.engine.adapters.files import write_adapter
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
+from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import eager_engine
 from tests.engine.speculative.heads import PlainHead, noted_drafts, write_head, write_original
 from tests.engine.speculative.test_same_text import any_requests, run
@@ -140,8 +142,9 @@ def test_a_head_that_does_not_fit_is_refused(target: Path, tmp_path: Path) -> No
     refused(target, "not an EAGLE-3 head")
     with pytest.raises(ConfigError, match="needs a draft_model"):
         make_engine(target, speculation="eagle3")
-    with pytest.raises(ConfigError, match="pipeline_parallel"):
-        make_engine(target, speculation="eagle3", draft_model=str(change()), pipeline_parallel=2)
+    with pytest.raises(ConfigError, match="attention_parallel"):
+        spread = {"tensor_parallel": 2, "expert_parallel": True, "attention_parallel": "data"}
+        make_engine(target, speculation="eagle3", draft_model=str(change()), **spread)
 
 
 def test_auto_finds_out_what_a_drafter_is(target: Path, head: Path) -> None:
@@ -160,9 +163,10 @@ def test_other_families_have_the_same_text(family: str, head: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_same_text(target: Path, head: Path, plain: Engine) -> None:
+@pytest.mark.parametrize("grid", ["tensor_parallel", "pipeline_parallel"])
+def test_two_ranks_have_the_same_text(target: Path, head: Path, plain: Engine, grid: str) -> None:
     request = greedy("a", [i * 7 % 199 for i in range(90)], 20)
-    engine = drafting(target, head, tensor_parallel=2, num_blocks=100)
+    engine = drafting(target, head, num_blocks=100, **{grid: 2})
     try:
         drafts = noted_drafts(engine)
         assert generate(engine, request) == generate(plain, request)
@@ -170,3 +174,36 @@ def test_two_ranks_have_the_same_text(target: Path, head: Path, plain: Engine) -
         assert drafts and all(draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "changes"),
+    [
+        (1, 2, {}),
+        pytest.param(1, 4, {}, marks=pytest.mark.slow),
+        pytest.param(2, 2, {}, marks=pytest.mark.slow),
+        pytest.param(1, 3, {"norm_before_residual": False, "hidden": 32}, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_of_a_pipeline_pass_on_what_the_head_reads(
+    target: Path, plain: Engine, tmp_path: Path, tensor: int, pipeline: int, changes: dict[str, Any]
+) -> None:
+    """Drafts are those of a plain implementation, with several steps on their way, preemption and shared prefixes."""
+    folder = write_head("speculators", tmp_path / "head", **changes)
+    prompt = [i * 7 % 199 for i in range(100)]
+    requests = [greedy("a", prompt, 20), greedy("b", [5, 4], 20), greedy("c", prompt[:70], 12)]
+    mixed = any_requests(210, count=6)
+    settings = {"speculation": "eagle3", "draft_model": str(folder), "speculation_depth": 4, "token_budget": 48}
+    with threaded_engine(target, tensor, pipeline, num_blocks=16, **settings) as engine:
+        assert engine.speculation is not None
+        verify_everything(engine.speculation)
+        drafts = noted_drafts(engine)
+        assert generate(engine, *requests) == generate(plain, *requests)
+        assert generate(engine, greedy("d", prompt, 20))["d"] == generate(plain, greedy("d", prompt, 20))["d"]
+        reference = PlainHead(folder, target)
+        assert len(drafts) > 20
+        for tokens, draft in drafts:
+            assert draft == reference.draft(tokens, len(draft))
+        got, expected = run(engine, mixed), run(plain, mixed)
+        assert {name: delta.tokens for name, delta in got.items()} == {n: d.tokens for n, d in expected.items()}
+        assert_idle(engine)

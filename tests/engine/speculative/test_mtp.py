@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.bench.soak.engines import verify_everything
 from penstock.errors import ConfigError
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
+from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import eager_engine
 from tests.engine.speculative.heads import noted_drafts
 from tests.engine.speculative.mtp_layers import PlainMtp, write_mtp
@@ -51,3 +53,21 @@ def test_two_ranks_have_the_same_text(tmp_path: Path) -> None:
         assert engine.load_snapshot().draft_tokens > 10
     finally:
         engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline"), [("glm4-moe", 1, 3), ("deepseek-v3", 2, 2), ("qwen3-next", 1, 2)]
+)
+def test_stages_of_a_pipeline_have_the_same_drafts(tmp_path: Path, family: str, tensor: int, pipeline: int) -> None:
+    target = write_mtp(family, tmp_path)
+    requests = [greedy("a", [i * 7 % 199 for i in range(70)], 14), greedy("b", [3, 1, 4], 14)]
+    alone = eager_engine(target, speculation="mtp", num_blocks=100)
+    expected = generate(alone, *requests)
+    with threaded_engine(target, tensor, pipeline, speculation="mtp", num_blocks=100) as engine:
+        assert engine.speculation is not None
+        verify_everything(engine.speculation)
+        assert generate(engine, *requests) == expected
+        drafted, accepted = (getattr(engine.load_snapshot(), name) for name in ("draft_tokens", "accepted_tokens"))
+        assert drafted > 10
+        assert accepted == alone.load_snapshot().accepted_tokens

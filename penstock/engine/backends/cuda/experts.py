@@ -1,7 +1,8 @@
 """Experts on CUDA: the weights of a layer's experts as one stack, computed together by `kernels.moe`.
 
-Five launches whatever the number of experts and tokens, and none waits for the device: routing, sorting, the two
-products, the sum. FP8 and MXFP4 weights are widened in the kernels; activations stay as they are.
+Six launches whatever the number of experts and tokens, and none waits for the device: scores, routing, sorting, the two
+products, the sum. With few tokens they are three: scores and routing, gate and up, down with the sum. FP8 and MXFP4
+weights are widened in the kernels; activations stay as they are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
-from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Stack
+from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Matrix
+from penstock.engine.backends.cuda.kernels.moe_plan import FEW, FewPairs, Plan, plan
+from penstock.engine.backends.cuda.kernels.moe_route import Choice, route, score_and_route
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Linear
 from penstock.engine.backends.interface import Activation, Ops
@@ -29,6 +32,9 @@ from penstock.engine.models.layers.experts import (
 )
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, gated
 from penstock.engine.models.layers.linear import Linear
+
+_COUNTERS = 1024
+"""Arrival counters of a layer: for each token, or for every 16 outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +56,36 @@ class Stack:
     def weight_bytes(self) -> int:
         return self.weight.numel() * self.weight.element_size()
 
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
     def product(
-        self, x: Tensor, plan: moe.Plan, top_k: int, activation: Activation, route_weights: Tensor | None
+        self,
+        x: Tensor,
+        schedule: Plan | FewPairs,
+        top_k: int,
+        gate: Activation | None,
+        route_weights: Tensor | None,
+        counters: Tensor,
     ) -> Tensor:
         """See `moe.grouped_linear`."""
         return moe.grouped_linear(
             x,
             self.weight,
-            plan,
+            schedule,
             top_k,
+            gated=gate is not None,
             weight_scale=self.scale,
             scale_tile=self.tile,
             bias=self.bias,
             route_weights=route_weights,
-            activation=activation,
+            activation=gate or "silu",
+            counters=counters,
         )
 
     def put(self, index: int, linear: Linear) -> None:
@@ -79,7 +101,8 @@ class Stack:
 class PackedStack:
     """The same in MXFP4."""
 
-    stack: Mxfp4Stack
+    stack: Mxfp4Matrix
+    bias: Tensor | None
 
     @property
     def experts(self) -> int:
@@ -89,18 +112,40 @@ class PackedStack:
     def weight_bytes(self) -> int:
         return self.stack.nbytes
 
+    @property
+    def outputs(self) -> int:
+        return self.stack.words.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.stack.words.device
+
     def product(
-        self, x: Tensor, plan: moe.Plan, top_k: int, activation: Activation, route_weights: Tensor | None
+        self,
+        x: Tensor,
+        schedule: Plan | FewPairs,
+        top_k: int,
+        gate: Activation | None,
+        route_weights: Tensor | None,
+        counters: Tensor,
     ) -> Tensor:
-        return moe_mxfp4.grouped_linear(x, self.stack, plan, top_k, route_weights=route_weights, activation=activation)
+        return moe_mxfp4.grouped_linear(
+            x,
+            self.stack,
+            self.bias,
+            schedule,
+            top_k,
+            gated=gate is not None,
+            route_weights=route_weights,
+            activation=gate or "silu",
+            counters=counters,
+        )
 
     def put(self, index: int, linear: Linear) -> None:
         assert isinstance(linear, Mxfp4Linear)
-        words, exponents = moe_mxfp4.pack(linear.weight)
-        self.stack.words[index].copy_(words)
-        self.stack.exponents[index].copy_(exponents)
-        if self.stack.bias is not None and linear.bias is not None:
-            self.stack.bias[index].copy_(linear.bias)
+        self.stack.put(index, moe_mxfp4.pack(linear.weight))
+        if self.bias is not None and linear.bias is not None:
+            self.bias[index].copy_(linear.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +158,10 @@ class GroupedExpertMlp:
     gate_up: Stack | PackedStack
     down: Stack | PackedStack
     source: ExpertSource
+    choice: Choice
+    """What the router does with its scores."""
+    counters: Tensor
+    """int32 [_COUNTERS]: zero between launches."""
     slots: ExpertSlots | None = None
 
     @property
@@ -125,50 +174,45 @@ class GroupedExpertMlp:
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.choose(x)
-        return self.apply(x, weights, chosen if self.slots is None else self.slots.here(chosen))
+        if self.slots is not None:
+            return self.apply(x, weights, self.slots.here(chosen))
+        if 0 < len(x) <= FEW and self.down.outputs <= 16 * _COUNTERS:
+            return self._products(x, weights, FewPairs(chosen))
+        return self.apply(x, weights, chosen)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        router = self.router
-        return moe.route(
-            router.linear(x),
-            router.top_k,
-            router.normalize,
-            sigmoid=router.scoring == "sigmoid",
-            bias=router.bias,
-            groups=router.groups,
-            top_groups=router.top_groups,
-            best_two=router.group_score == "best_two",
-            scale=router.scale,
-        )
+        linear = self.router.linear
+        if 0 < len(x) <= FEW and isinstance(linear, CudaLinear) and linear.scale is None:
+            return score_and_route(x, linear.weight, linear.bias, self.choice, self.counters)
+        return route(linear(x), self.choice)
 
     def apply(self, x: Tensor, weights: Tensor, chosen: Tensor, added: Additions | None = None) -> Tensor:
         if not len(x):
             return torch.empty_like(x)
         if added is not None:
             return self._with_additions(x, weights, chosen.int(), added)
-        top_k, chosen, experts = chosen.shape[1], chosen.int(), self.gate_up.experts
-        plan = moe.plan(chosen, experts)
-        choices = top_k
-        if self.router.weight_inputs:  # a row for every choice
-            x, choices = (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1), 1
-            weights = torch.ones_like(weights)
-        inner = self.gate_up.product(x, plan, choices, self.activation, None)
-        pairs = self.down.product(inner, plan, top_k, self.activation, weights)
-        return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
+        chosen, experts = chosen.int(), self.gate_up.experts
+        pairs = self._products(x, weights, plan(chosen, experts))
+        return moe.combine(pairs, chosen.shape[1], chosen=None if self.slots is None else chosen, experts=experts)
+
+    def _products(self, x: Tensor, weights: Tensor, schedule: Plan | FewPairs) -> Tensor:
+        top_k, early = weights.shape[1], self.router.weight_inputs
+        inner = self.gate_up.product(x, schedule, top_k, self.activation, weights if early else None, self.counters)
+        return self.down.product(inner, schedule, top_k, None, None if early else weights, self.counters)
 
     def _with_additions(self, x: Tensor, weights: Tensor, chosen: Tensor, added: Additions) -> Tensor:
         """The same with a row in memory for every pair between the launches, so that something can be added to it."""
         top_k, experts = chosen.shape[1], self.gate_up.experts
-        plan = moe.plan(chosen, experts)
-        order = plan.order.clamp(0, chosen.numel() - 1).long()  # what is behind the runs was not written
-        each, ones = x.repeat_interleave(top_k, 0), torch.ones_like(weights)
+        schedule = plan(chosen, experts)
+        order = schedule.order.clamp(0, chosen.numel() - 1).long()  # what is behind the runs was not written
+        each, late = x.repeat_interleave(top_k, 0), weights
         if self.router.weight_inputs:
-            each, weights = (each * weights.view(-1, 1)).to(x.dtype), ones
-        inner = self.gate_up.product(each[order], plan, top_k, self.activation, ones)
+            each, late = (each * weights.view(-1, 1)).to(x.dtype), torch.ones_like(weights)
+        inner = self.gate_up.product(each[order], schedule, top_k, None, None, self.counters)
         added.gate_up(each, inner)
         inner = gated(self.ops, self.activation, inner)
-        pairs = self.down.product(inner[order], plan, top_k, self.activation, weights)
-        added.down(inner, pairs, weights=weights)
+        pairs = self.down.product(inner[order], schedule, top_k, None, late, self.counters)
+        added.down(inner, pairs, weights=late)
         return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
 
     def replace(self, slot: int, expert: GatedMlp) -> None:
@@ -183,16 +227,30 @@ def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
     down = _stack([expert.down for expert in mlp.experts])
     if gate_up is None or down is None:
         return None
-    return GroupedExpertMlp(mlp.ops, mlp.router, mlp.experts[0].activation, gate_up, down, mlp.source, mlp.slots)
+    counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=gate_up.device)
+    activation, choice = mlp.experts[0].activation, choice_of(mlp.router)
+    return GroupedExpertMlp(mlp.ops, mlp.router, activation, gate_up, down, mlp.source, choice, counters, mlp.slots)
+
+
+def choice_of(router: Router) -> Choice:
+    return Choice(
+        router.top_k,
+        router.normalize,
+        sigmoid=router.scoring == "sigmoid",
+        bias=router.bias,
+        groups=router.groups,
+        top_groups=router.top_groups,
+        best_two=router.group_score == "best_two",
+        scale=router.scale,
+    )
 
 
 def _stack(linears: list[Linear]) -> Stack | PackedStack | None:
     packed = [linear for linear in linears if isinstance(linear, Mxfp4Linear)]
     if len(packed) == len(linears):
-        words, exponents = zip(*(moe_mxfp4.pack(linear.weight) for linear in packed), strict=True)
         biases = [linear.bias for linear in packed if linear.bias is not None]
-        bias = torch.stack(biases) if biases else None
-        return PackedStack(Mxfp4Stack(torch.stack(words), torch.stack(exponents), bias))
+        stack = moe_mxfp4.stacked([moe_mxfp4.pack(linear.weight) for linear in packed])
+        return PackedStack(stack, torch.stack(biases) if biases else None)
     parts = [linear for linear in linears if isinstance(linear, CudaLinear | BlockFp8Linear)]
     tiles = {part.tile if isinstance(part, BlockFp8Linear) else None for part in parts}
     if len(tiles) > 1:

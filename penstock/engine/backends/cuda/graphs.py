@@ -2,7 +2,8 @@
 short prompts.
 
 A graph is captured per batch size of a small set (buckets); a batch runs in the next larger bucket, padded with a
-scratch row whose writes land in block 0. Everything a replay reads lies at fixed addresses: the device rows, and one
+scratch row whose writes land in block 0. Buckets that few batches need are captured after the start (`deferred`).
+Everything a replay reads lies at fixed addresses: the device rows, and one
 packed buffer per bucket that is filled with a single copy. The graph ends with the sampled tokens already stored in
 the rows, so the next step can be launched before the host has read them.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from penstock.engine.adapters.apply import TABLES, GraphLora
 from penstock.engine.adapters.runtime import is_narrow, slots_of, touches_experts
 from penstock.engine.backends.cuda.capture import record
+from penstock.engine.backends.cuda.deferred import Deferred
 from penstock.engine.backends.cuda.draw_chains import DrawChains
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs, Shape
@@ -40,6 +42,10 @@ from penstock.engine.sequence import Sequence
 _FIELDS = (("ids", np.int64), ("positions", np.int64), ("slots", np.int64), ("keys", np.int64),
            ("rows64", np.int64), ("stores", np.int64), ("rows", np.int32), ("contexts", np.int32))  # fmt: skip
 _STATE_FIELDS = tuple((f"state_{name}", np.int32) for name in ("first", "last", "reads", "writes"))
+_ALL_UP_TO = 8
+"""Numbers of rows up to which every graph is captured at the start; above, powers of two."""
+_WANTED = 64
+"""Steps with a few padding rows that are as long as capturing one of the right size."""
 _LORA_FIELDS = tuple((name, np.int32) for name in TABLES)
 View = Callable[[str, torch.dtype], Tensor]
 """Finds an input of a step by name."""
@@ -157,6 +163,8 @@ class GraphExecutor(EagerExecutor):
 
     @torch.inference_mode()
     def improve(self) -> bool:
+        if any(graphs.capture_next() for graphs in self._all()):
+            return True
         return self.prompt_graphs is not None and self.prompt_graphs.capture_next()
 
     def release(self) -> Callable[[], None]:
@@ -270,6 +278,7 @@ class DecodeGraphs:
         self.scratch_row = max_rows
         self.padding = {"rows64": max_rows, "stores": max_rows, "rows": max_rows, "contexts": 1, "lora_tokens": -1}
         self.buckets = buckets_up_to(max(max_rows, max_tokens))
+        self._later = Deferred[int](_WANTED)
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None
         self._block_size = kv.block_size
@@ -300,7 +309,8 @@ class DecodeGraphs:
         The tokens follow temperature and seed alone; rows that need more are sampled again from the logits.
         """
         count = batch.num_tokens
-        bucket = next(size for size in self.buckets if size >= count)
+        bucket = self._later.choose(size for size in self.buckets if size >= count)
+        assert bucket is not None, "the largest is captured at the start"
         captured = self._captured.get(bucket) or self.capture(bucket)
         assert isinstance(self.rows, Rows)
         self.rows.update(batch)
@@ -347,17 +357,32 @@ class DecodeGraphs:
         return stores
 
     def forget(self) -> list[int]:
-        """Drop every graph, because what they read is about to move; their sizes, largest first."""
-        sizes = sorted(self._captured, reverse=True)
+        """Drop every graph, because what they read is about to move; the sizes to capture again at once, largest first.
+        Others are captured later again."""
+        sizes = [size for size in sorted(self._captured, reverse=True) if self._at_start(size)]
+        self._later.add(sorted(self._captured.keys() - set(sizes)))
         self._captured.clear()
         self._pool = None
         return sizes
 
     def capture_all(self) -> None:
-        """Capture every bucket, largest first, so that the smaller ones fit into its memory."""
+        """Capture the buckets that stand in for all others, largest first, so that the smaller ones fit into its
+        memory; the rest later."""
         for bucket in reversed(self.buckets):
-            if bucket not in self._captured:
+            if self._at_start(bucket) and bucket not in self._captured:
                 self.capture(bucket)
+        self._later.add(bucket for bucket in self.buckets if bucket not in self._captured)
+
+    def _at_start(self, bucket: int) -> bool:
+        return bucket <= _ALL_UP_TO or bucket.bit_count() == 1 or bucket == self.buckets[-1]
+
+    def capture_next(self) -> bool:
+        """Capture one of those that were left for later; False when there is none."""
+        bucket = self._later.next
+        if bucket is None:
+            return False
+        self.capture(bucket)
+        return True
 
     def capture(self, bucket: int) -> _Captured:
         """Capture the step of `bucket` rows. Runs it once before, so that kernels are compiled outside the graph."""
@@ -369,6 +394,7 @@ class DecodeGraphs:
         self._pool = self._pool or recording.graph.pool()
         captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[bucket] = captured
+        self._later.done(bucket)
         return captured
 
     def step(self, view: View, bucket: int) -> tuple[Tensor, Tensor]:

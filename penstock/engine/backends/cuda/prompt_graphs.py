@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cuda.capture import record
+from penstock.engine.backends.cuda.deferred import Deferred
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch
 from penstock.engine.batch import Batch
@@ -34,10 +35,14 @@ PROMPTS = 8
 TOKENS = (*range(32, 256, 32), *range(256, 512, 64), *range(512, 1025, 128))
 """Numbers of prompt tokens that get a graph when nothing else runs."""
 DECODES = (16, 64, 256)
-"""Numbers of decoded tokens beside prompts. Each takes a graph per size below, and capturing takes time at start."""
+"""Numbers of decoded tokens beside prompts."""
 DECODES_LATER = (32, 96, 128, 192)
-"""Further ones: captured when there is nothing else to do, and until then padded to the ones above."""
+"""Further ones: captured later, and until then padded to the ones above."""
 TOKENS_BESIDE_DECODES = (64, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+AT_START, AT_START_BESIDE_DECODES = (64, 128, 256, 512, 1024), (128, 256, 512, 1024)
+"""Of both, those that are captured before the first request: each takes a moment of the start."""
+WANTED = 8
+"""Steps with hundreds of padding tokens that are as long as capturing one of the right size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +167,7 @@ class PromptGraphs:
         self._padding = {"sample_rows": max_rows, "stores": max_rows}
         self._shapes = shapes_for(max_rows, rows.max_context)
         self._captured: dict[Shape, _Captured] = {}
-        self._pending: dict[Shape, None] = {}
-        """To be captured when there is time, largest first."""
+        self._later = Deferred[Shape](WANTED)
         self._pool: Any = None
         # A state per sequence would be advanced by the padding too.
         self._applies = all(isinstance(layer.mixer, Attention | LatentAttention) for layer in decoder.layers)
@@ -179,8 +183,7 @@ class PromptGraphs:
         if any(chunk.seq.prompt_logprobs is not None for chunk in chunks[-PROMPTS:]):
             return None
         decodes = batch.num_decodes
-        pending = self._pending
-        return next((s for s in self._shapes if s.tokens >= tokens and s.decodes >= decodes and s not in pending), None)
+        return self._later.choose(s for s in self._shapes if s.tokens >= tokens and s.decodes >= decodes)
 
     def replay(self, packed: Packed, shape: Shape) -> tuple[Tensor, Tensor]:
         """Run a step; logits [samples, vocab] and sampled tokens [samples], valid until the next replay.
@@ -203,30 +206,40 @@ class PromptGraphs:
         captured.graph.replay()
 
     def capture_all(self, token_budget: int) -> None:
-        """Capture the shapes that steps of `token_budget` tokens can need, largest first; some of them later."""
-        self._pending = {}
-        if self._applies:
-            for shape in reversed(self._shapes):
-                if shape.tokens > token_budget:
-                    continue
-                if shape.decodes in DECODES_LATER:
-                    self._pending[shape] = None
-                else:
-                    self.capture(shape)
+        """Capture the shapes that steps of `token_budget` tokens can need, largest first; most of them later."""
+        self._later = Deferred(WANTED)
+        if not self._applies:
+            return
+        shapes = [shape for shape in self._shapes if shape.tokens <= token_budget]
+        most = {shape.decodes: shape.tokens for shape in shapes}  # the largest comes last
+        first = [shape for shape in shapes if self._at_start(shape, most[shape.decodes])]
+        for shape in reversed(first):
+            self.capture(shape)
+        later = [shape for shape in shapes if shape not in first]
+        self._later.add(sorted(later, key=lambda shape: (shape.decodes, shape.tokens)))
+
+    def _at_start(self, shape: Shape, most_tokens: int) -> bool:
+        """Whether a shape is captured before the first request; those that are cover all others."""
+        if shape.decodes not in (0, *DECODES, self.scratch_row):
+            return False
+        return shape.tokens == most_tokens or shape.tokens in (AT_START_BESIDE_DECODES if shape.decodes else AT_START)
 
     def capture_next(self) -> bool:
         """Capture one of those that were left for later; False when there is none."""
-        if not self._pending:
+        shape = self._later.next
+        if shape is None:
             return False
-        self.capture(next(iter(self._pending)))
+        self.capture(shape)
         return True
 
     def forget(self) -> list[Shape]:
         """Drop every graph, because what they read is about to move; the shapes to capture again at once, largest
-        first."""
+        first. Others are captured later again."""
+        most = {shape.decodes: shape.tokens for shape in sorted(self._captured, key=lambda shape: shape.total)}
         shapes = sorted(self._captured, key=lambda shape: -shape.total)
-        self._pending |= {shape: None for shape in shapes if shape.decodes in DECODES_LATER}
-        shapes = [shape for shape in shapes if shape not in self._pending]
+        later = [shape for shape in reversed(shapes) if not self._at_start(shape, most[shape.decodes])]
+        self._later.add(later)
+        shapes = [shape for shape in shapes if shape not in self._later]
         self._captured.clear()
         self._pool = None
         return shapes
@@ -242,7 +255,7 @@ class PromptGraphs:
         self._pool = self._pool or recording.graph.pool()
         captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[shape] = captured
-        self._pending.pop(shape, None)
+        self._later.done(shape)
         return captured
 
     def step(self, inputs: PackedInputs, shape: Shape) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,77 @@
+"""What an engine's start can do while Python imports: have the system read the weights, and make the CUDA context.
+
+Both run on threads of their own, outside of Python's lock, and are hints: whatever goes wrong shows when the engine
+does the same in earnest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.engine.config import EngineConfig
+
+WEIGHTS = (".safetensors", ".gguf")
+
+
+def begin(config: EngineConfig) -> None:
+    """Return at once; see above."""
+    _on_thread("read ahead", lambda: read_ahead(Path(config.model)))
+    device = cuda_device(config.device) if config.ranks == 1 and not config.devices else None
+    if device is not None and torch_has_cuda():
+        _on_thread("CUDA context", lambda: make_context(device))
+
+
+def read_ahead(model: Path) -> int:
+    """Ask the system to read a model's files into its cache, and return how many bytes there are."""
+    files = [model] if model.is_file() else sorted(file for file in model.glob("*") if file.suffix in WEIGHTS)
+    asked = 0
+    for path in files:
+        try:
+            file = os.open(path, os.O_RDONLY)
+            try:
+                size = os.fstat(file).st_size
+                os.posix_fadvise(file, 0, size, os.POSIX_FADV_WILLNEED)
+                asked += size
+            finally:
+                os.close(file)
+        except (OSError, AttributeError):  # no such call on this system
+            break
+    return asked
+
+
+def cuda_device(device: str) -> int | None:
+    """The number of the GPU that an engine configured like this will use; None: it may use none."""
+    if device in ("auto", "cuda"):
+        return 0
+    kind, _, number = device.partition(":")
+    return int(number) if kind == "cuda" and number.isdigit() else None
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed PyTorch can use a GPU; asked without importing it."""
+    found = importlib.util.find_spec("torch")
+    folders = [] if found is None else found.submodule_search_locations or []
+    return any((Path(folder) / "lib" / "libtorch_cuda.so").exists() for folder in folders)
+
+
+def make_context(device: int) -> bool:
+    """Make the context that PyTorch will use on a GPU; False where there is none."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(handle), device):
+        return False
+    return not cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+
+
+def _on_thread(name: str, work: Callable[[], object]) -> None:
+    threading.Thread(target=work, name=name, daemon=True).start()

@@ -1,0 +1,89 @@
+"""Steps that are captured after the start: larger ones stand in for them until there is time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.backends import cpu
+from penstock.engine.backends.cuda import graphs, prompt_graphs
+from penstock.engine.backends.cuda.capture import Recording
+from penstock.engine.backends.cuda.deferred import Deferred
+from penstock.engine.backends.cuda.graphs import GraphExecutor
+from penstock.engine.backends.reference.backend import ReferenceBackend
+from penstock.engine.core import Engine
+from tests.engine.harness import assert_idle, generate, greedy, make_engine
+from tests.engine.tiny import write_checkpoint
+
+
+def test_a_larger_size_stands_in_until_a_size_is_captured_or_wanted_often() -> None:
+    later = Deferred(10, [24, 40, 48])
+    sizes = [24, 32, 40, 48, 64]
+    assert later.choose(size for size in sizes if size >= 36) == 64
+    for _ in range(9):
+        assert later.choose(size for size in sizes if size >= 20) == 32
+    assert later.choose(size for size in sizes if size >= 20) == 24
+    assert later.choose(size for size in sizes if size >= 36) == 64, "what is only passed over is not wanted"
+    later.done(40)
+    assert later.choose(size for size in sizes if size >= 36) == 40
+    assert later.next == 24 and later.choose([48]) is None
+
+
+class CalledAgain:
+    """Stands for a CUDA graph."""
+
+    def __init__(self, work: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        self._work = work
+        self.results = work()
+
+    def replay(self) -> None:
+        for kept, new in zip(self.results, self._work(), strict=True):
+            kept.copy_(new)
+
+    def pool(self) -> None:
+        return None
+
+
+def record(device: torch.device, work: Callable[[], tuple[Tensor, Tensor]], pool: Any) -> Recording:
+    with torch.inference_mode():
+        graph: Any = CalledAgain(work)
+    return Recording(graph, graph.results)
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setattr(cpu, "load", lambda threads: None)
+    for module in (graphs, prompt_graphs):
+        monkeypatch.setattr(module, "record", record)
+    monkeypatch.setattr(ReferenceBackend, "executor", lambda self, resources: GraphExecutor(resources))
+    folder = write_checkpoint("llama-gqa", tmp_path)
+    return make_engine(folder, max_running=40, num_blocks=300, token_budget=64, max_model_len=128)
+
+
+def test_few_steps_are_captured_at_the_start_and_the_rest_when_there_is_no_work(engine: Engine) -> None:
+    executor = engine.runner.executor
+    assert isinstance(executor, GraphExecutor) and executor.prompt_graphs is not None
+    assert set(executor.graphs._captured) == {1, 2, 3, 4, 6, 8, 16, 32, 40}
+    assert {shape.tokens for shape in executor.prompt_graphs._captured} == {64}
+    requests = [greedy(f"r{i}", [(i * 17 + j * 5) % 190 for j in range(3 + i)], 8) for i in range(20)]
+    before = generate(engine, *requests)
+    assert 24 not in executor.graphs._captured, "too few steps to capture it while others wait"
+    engine.submit(requests[0])
+    assert not engine.improve(), "there is work"
+    while engine.has_work:
+        engine.step()
+    while engine.improve():
+        pass
+    assert set(executor.graphs._captured) == set(executor.graphs.buckets)
+    assert {shape.tokens for shape in executor.prompt_graphs._captured} == {32, 64}
+    assert generate(engine, *requests) == before
+    executor.release()()
+    assert set(executor.graphs._captured) == {1, 2, 3, 4, 6, 8, 16, 32, 40}, "and the others later again"
+    engine.forget_caches()
+    assert generate(engine, *requests) == before
+    assert_idle(engine)

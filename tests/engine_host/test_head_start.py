@@ -1,0 +1,43 @@
+"""What is begun before imports are done: hints, of which none may be wrong or fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.config import EngineConfig
+from penstock.engine_host import head_start
+
+
+def test_the_weights_of_a_folder_or_a_file_are_read_ahead(tmp_path: Path) -> None:
+    for name, size in (("a.safetensors", 100), ("b.safetensors", 50), ("config.json", 7)):
+        (tmp_path / name).write_bytes(bytes(size))
+    assert head_start.read_ahead(tmp_path) == 150
+    assert head_start.read_ahead(tmp_path / "a.safetensors") == 100
+    assert head_start.read_ahead(tmp_path / "missing") == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "number"), [("auto", 0), ("cuda", 0), ("cuda:3", 3), ("cpu", None), ("cuda:x", None), ("", None)]
+)
+def test_the_gpu_that_will_be_used(device: str, number: int | None) -> None:
+    assert head_start.cuda_device(device) == number
+
+
+def test_a_context_is_made_only_for_an_engine_of_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(head_start, "_on_thread", lambda name, work: begun.append(name))
+    monkeypatch.setattr(head_start, "torch_has_cuda", lambda: True)
+    for config, expected in (
+        (EngineConfig(model=str(tmp_path), device="cuda:1"), ["read ahead", "CUDA context"]),
+        (EngineConfig(model=str(tmp_path), device="cpu"), ["read ahead"]),
+        (EngineConfig(model=str(tmp_path), device="cuda", tensor_parallel=2), ["read ahead"]),
+    ):
+        begun.clear()
+        head_start.begin(config)
+        assert begun == expected
+
+
+def test_without_a_driver_or_a_gpu_there_is_no_context() -> None:
+    assert not head_start.make_context(1000)

@@ -1,0 +1,197 @@
+"""Experts of few tokens: scores and routing in one launch, products without an order of pairs, the sum in the last
+program. `tune_` functions say which launch shape reads weights fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, check_equal, poisoned_outputs, rand, time_us
+from test_triton_moe import block_fp8, make_moe, moe64
+from torch import Tensor
+
+from penstock.engine.backends.cuda.experts import group
+from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_route
+from penstock.engine.backends.cuda.kernels.moe import GroupedConfig
+from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Config, Mxfp4Matrix
+from penstock.engine.backends.cuda.kernels.moe_plan import FEW, FewPairs, Plan, plan
+from penstock.engine.backends.cuda.kernels.moe_route import Choice
+from penstock.engine.backends.cuda.linear import CudaLinear
+from penstock.engine.backends.cuda.ops import TritonOps
+from penstock.engine.backends.interface import FP8
+from penstock.engine.models.layers.experts import ExpertMlp, ExpertSource, Router
+from penstock.engine.models.layers.feed_forward import GatedMlp
+
+BF16 = torch.bfloat16
+ops = TritonOps(DEVICE)
+
+
+def counters() -> Tensor:
+    return torch.zeros(1024, dtype=torch.int32, device=DEVICE)
+
+
+def test_scores_and_routing_in_one_launch_equal_two() -> None:
+    cases = ((32, 4, 96, 1, 1), (60, 6, 1100, 3, 2)) if QUICK else ((32, 4, 2880, 1, 1), (60, 6, 2048, 3, 2),
+        (512, 10, 2048, 1, 1), (256, 8, 7168, 8, 4), (16, 1, 5120, 1, 1))  # fmt: skip
+    for experts, top_k, hidden, groups, top_groups in cases:
+        for dtype in (torch.float32, BF16):
+            for sigmoid, biased in ((False, False), (True, True)):
+                router = rand(experts, hidden, dtype=dtype, scale=3 * hidden**-0.5)
+                bias = rand(experts, dtype=dtype) if biased else None
+                correction = rand(experts, scale=0.1) if biased else None
+                choice = Choice(top_k, True, sigmoid, correction, groups, top_groups, groups > 1, 1.5)
+                zeros = counters()
+                for tokens in (1, 3) if QUICK else (1, 3, 16):
+                    x = rand(tokens, hidden, dtype=dtype)
+                    with poisoned_outputs():
+                        weights, chosen = moe_route.score_and_route(x, router, bias, choice, zeros)
+                    if MODE == "compile":
+                        continue
+                    scores = x.double() @ router.double().t()
+                    scores = (scores if bias is None else scores + bias.double()).to(dtype)
+                    want, expected = moe_route.route(scores, choice)
+                    # Sums in another order may fall to the other side of a tie.
+                    same = (chosen.sort(-1).values == expected.sort(-1).values).all(-1)
+                    assert same.float().mean() >= (0.5 if dtype == BF16 else 1.0), (experts, dtype, tokens)
+                    got = weights.sort(-1).values[same]
+                    check(
+                        f"weights {experts} {dtype}", got, want.sort(-1).values[same], 2e-2 if dtype == BF16 else 1e-4
+                    )
+                    check_equal("counters", zeros, torch.zeros_like(zeros))
+
+
+def test_few_tokens_equal_one_pair_at_a_time() -> None:
+    """Tokens that all choose one expert, and tokens that choose different ones."""
+    cases = [(6, 2, 64, 48)] if QUICK else [(60, 4, 320, 200), (128, 8, 2048, 768)]
+    for experts, top_k, hidden, ffn in cases:
+        for dtype in (torch.float32, BF16, FP8):
+            mlp = make_moe(experts, top_k, hidden, ffn, dtype)
+            grouped = group(mlp)
+            assert grouped is not None
+            for tokens in (1, 3) if QUICK else (1, 2, 8, 16):
+                x = rand(tokens, hidden, dtype=BF16 if dtype == FP8 else dtype)
+                weights = rand(tokens, top_k).abs()
+                spread = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int()
+                for chosen in (spread, spread[:1].expand(tokens, -1).contiguous()):
+                    chosen = chosen.to(DEVICE)
+                    with poisoned_outputs():
+                        got = grouped._products(x, weights, FewPairs(chosen))
+                    if MODE != "compile":
+                        want = moe64(mlp, x, weights, chosen)
+                        name = f"{experts} experts, {tokens} tokens, {dtype}"
+                        check(name, got, want, 1e-4 if dtype == torch.float32 else 3e-2)
+                        check_equal("counters", grouped.counters, torch.zeros_like(grouped.counters))
+
+
+def test_few_tokens_on_weights_in_fp8_tiles() -> None:
+    experts, top_k, hidden, ffn, tile = (4, 2, 64, 32, (16, 32)) if QUICK else (16, 4, 512, 256, (128, 128))
+    mlps = [
+        GatedMlp(ops, "silu", block_fp8(2 * ffn, hidden, tile), block_fp8(hidden, ffn, tile)) for _ in range(experts)
+    ]
+    router = CudaLinear(rand(experts, hidden, dtype=BF16), None)
+    grouped = group(ExpertMlp(ops, Router(router, top_k, True), mlps, ExpertSource(mlps.__getitem__, lambda _: None)))
+    assert grouped is not None
+    x = rand(3, hidden, dtype=BF16, scale=0.1)
+    with poisoned_outputs():
+        weights, chosen = grouped.choose(x)
+        got = grouped._products(x, weights, FewPairs(chosen))
+        want = grouped.apply(x, weights, chosen)
+    if MODE != "compile":
+        check("tiles", got, want.double(), 2e-2)
+
+
+def test_scores_that_are_not_numbers_harm_no_other_token() -> None:
+    """What such a token chooses means nothing; the others are right, and counters are zero again."""
+    mlp = make_moe(6, 2, 64, 48, torch.float32)
+    grouped = group(mlp)
+    assert grouped is not None
+    x = rand(4, 64, dtype=torch.float32)
+    if MODE != "compile":
+        x[1] = float("nan")
+    with poisoned_outputs():
+        got = grouped.forward(x)
+    if MODE == "compile":
+        return
+    kept = torch.tensor([0, 2, 3], device=DEVICE)
+    weights, chosen = moe_route.route(mlp.router.linear(x[kept]), Choice(2, True))
+    check("others", got[kept], moe64(mlp, x[kept], weights, chosen), 1e-4)
+    check_equal("counters", grouped.counters, torch.zeros_like(grouped.counters))
+
+
+SHAPES = {
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+    "deepseek-v2-lite": (64, 6, 2048, 1408),
+    "qwen3-next": (512, 10, 2048, 512),
+}
+"""Experts, choices, hidden size, width of an expert."""
+
+
+def choices(experts: int, top_k: int, tokens: int) -> list[Tensor]:
+    """Several, so that a cache does not serve what the call before has read."""
+    rounds = 1 if tokens > FEW else 8
+    return [
+        torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int().to(DEVICE) for _ in range(rounds)
+    ]
+
+
+def schedule(chosen: Tensor, experts: int) -> Plan | FewPairs:
+    return FewPairs(chosen) if len(chosen) <= FEW else plan(chosen, experts)
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+
+def _tuned(name: str, tokens: int, dense: bool, configs: list[tuple[int, ...]]) -> Iterator[Row]:
+    experts, top_k, hidden, ffn = SHAPES[name]
+    chosen = choices(experts, top_k, tokens)
+    visited = sum(len(one.unique()) for one in chosen) / len(chosen)
+    weights, zeros = torch.rand(tokens, top_k, device=DEVICE), counters()
+    for gated, n, k in ((True, 2 * ffn, hidden), (False, hidden, ffn)):
+        x = rand(tokens if gated else tokens * top_k, k, dtype=BF16)
+        call = moe.grouped_linear
+        if dense:
+            stack = rand(experts, n, k, dtype=BF16, scale=0.02)
+            size, call = 2.0 * n * k, partial(moe.grouped_linear, x, stack)
+        else:
+            steps = -(-k // 128)
+            words = torch.randint(-(2**31), 2**31 - 1, (experts, steps, n, 16), dtype=torch.int32, device=DEVICE)
+            exponents = torch.full((experts, steps, n), 0x78787878, dtype=torch.int32, device=DEVICE)
+            packed = Mxfp4Matrix(words, exponents, torch.ones(experts, n, device=DEVICE))
+            size, call = n * k * 17 / 32, partial(moe_mxfp4.grouped_linear, x, packed, empty(experts, n, dtype=BF16))
+        for shape in configs:
+            config = GroupedConfig(*shape) if dense else Mxfp4Config(*shape)  # type: ignore[call-arg]
+            calls = [
+                partial(
+                    call, schedule(one, experts), top_k, gated=gated, config=config,
+                    route_weights=None if gated else weights, counters=zeros,
+                )
+                for one in chosen
+            ]  # fmt: skip
+            label = f"{name} {'gate_up' if gated else 'down'} {tokens} tokens {shape}"
+            yield bandwidth(label, time_us(calls, repeats=7), visited * size)
+
+
+def tune_few_mxfp4() -> Iterator[Row]:
+    shapes = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4))
+    for tokens in (1, 8):
+        yield from _tuned("gpt-oss-20b", tokens, False, [(FEW, n, w, s) for n, w in shapes for s in (3, 5)])
+
+
+def tune_many_mxfp4() -> Iterator[Row]:
+    shapes = ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4))
+    yield from _tuned("gpt-oss-20b", 64, False, [(16, n, w, s) for n, w in shapes for s in (2, 3, 4)])
+
+
+def tune_few_dense() -> Iterator[Row]:
+    shapes = ((16, 128, 1), (16, 128, 2), (16, 256, 2), (32, 128, 2), (32, 128, 4), (64, 128, 4))
+    for name in ("deepseek-v2-lite", "qwen3-next"):
+        for tokens in (1, 8):
+            yield from _tuned(name, tokens, True, [(FEW, n, k, w, s) for n, k, w in shapes for s in (3, 5)])
+
+
+def tune_many_dense() -> Iterator[Row]:
+    shapes = ((32, 64, 2), (32, 128, 2), (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4))
+    for name in ("deepseek-v2-lite", "qwen3-next"):
+        yield from _tuned(name, 64, True, [(16, n, k, w, s) for n, k, w in shapes for s in (3, 5)])
