@@ -54,10 +54,12 @@ wheel: $(RUN_STAMP) ## build dist/penstock-*.whl, with native kernels for every 
 
 # Tests wait for servers and clocks a good part of their time: one process more than there are cores fills the gaps, and
 # types and layers, reported last, are checked beside them. Files keep the order of tests/conftest.py: the longest first.
+# After a fresh checkout one process reads all tests first: it writes the bytecode that otherwise every worker would compile.
 .PHONY: test
 test: ruff ## lint, and every quick test in parallel (ARGS go to pytest)
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
 	  $(MAKE) types >"$$log" 2>&1 & types=$$!; status=0; \
+	  compgen -G 'tests/__pycache__/*pytest*' >/dev/null || $(BIN)/python -m pytest --collect-only -qq $(ARGS) >/dev/null || :; \
 	  workers=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); \
 	  $(BIN)/python -m pytest -n $$workers --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS) || status=$$?; \
 	  wait $$types || status=$$?; cat "$$log"; exit $$status

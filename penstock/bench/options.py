@@ -54,6 +54,11 @@ class EncoderWeights(StrEnum):
 Model = Annotated[str, typer.Option("--model", "-m", help="Model alias, source or path.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores by default.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with charts to FILE.")]
+VocabSize = Annotated[
+    int | None, typer.Option(min=1, help="Prompt ids are below this. Default: what the server says, or 32000.")
+]
+ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.")]
 DTypeOption = Annotated[DType, typer.Option(help="Type of activations, KV cache and dense weights.")]
 WeightsOption = Annotated[Weights, typer.Option(help="How weights are kept.")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from penstock.cli.lists import Column, show
-from penstock.cli.options import ConfigFile, Settings
+from penstock.cli.options import ConfigFile, Entries, Records, Settings
 
 if TYPE_CHECKING:
     from penstock.metering.audit import AuditEntry
@@ -22,11 +22,8 @@ def audit(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Only about this model, tool server or guardrail.")] = None,
     request: Annotated[str | None, typer.Option(help="Only this request, by its id.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries; the newest are shown.")] = 100,
-    output: Annotated[
-        Literal["table", "json", "csv", "jsonl"],
-        typer.Option("--output", "-o", help="table, json, csv, or jsonl: whole records, one per line."),
-    ] = "table",
+    limit: Entries = 100,
+    output: Records = "table",
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,6 +14,11 @@ ConfigFile = Annotated[
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Set any key of `penstock config`; may be repeated."),
+]
+Entries = Annotated[int, typer.Option(min=1, help="Maximum number of entries; the newest are shown.")]
+Records = Annotated[
+    Literal["table", "json", "csv", "jsonl"],
+    typer.Option("--output", "-o", help="table, json, csv, or jsonl: whole records, one per line."),
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N, for every model.")]
 TensorParallel = Annotated[int | None, typer.Option(help="Devices that split every layer, for every model.")]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli.lists import Column, show
-from penstock.cli.options import ConfigFile, Settings
+from penstock.cli.options import ConfigFile, Entries, Records, Settings
 
 if TYPE_CHECKING:
     from penstock.metering.log_entries import LogEntry
@@ -17,11 +17,8 @@ def requests(
     since: Annotated[str, typer.Option(help="Start of the period: 1h, 7d, or a date.")] = "1h",
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
     finish_reason: Annotated[str | None, typer.Option(help="Only this finish reason: stop, length, error, ...")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries; the newest are shown.")] = 100,
-    output: Annotated[
-        Literal["table", "json", "csv", "jsonl"],
-        typer.Option("--output", "-o", help="table, json, csv, or jsonl: whole records, one per line."),
-    ] = "table",
+    limit: Entries = 100,
+    output: Records = "table",
     config_file: ConfigFile = None,
     settings: Settings = None,
 ) -> None:

@@ -96,15 +96,16 @@ class ThoughtSplitter:
         self._count()
         return self._read(raw) if raw else ("", "")
 
-    def flush(self) -> tuple[str, str]:
-        """What is held back, when no more follows."""
+    def flush(self, raw: str = "") -> tuple[str, str]:
+        """What is held back, when no more follows. `raw` completes what came before: it is of no further token."""
+        shown, answer = self._read(raw) if raw else ("", "")
         if self._state == "thinking":
-            return self._rest(), ""
+            return shown + self._rest(), answer
         rest, self._buffer = self._buffer, ""
         if self._answer_end:
             said, _, more = rest.partition(self._answer_end)
             rest = said.rstrip() + more.strip()
-        return "", rest.lstrip() if self._leading else rest
+        return shown, answer + (rest.lstrip() if self._leading else rest)
 
     def _rest(self) -> str:
         """What is held back of a thought that is over."""

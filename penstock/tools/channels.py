@@ -135,14 +135,16 @@ class ChannelSplitter:
             self.reasoning_tokens += 1
         return self._text(raw) if raw else ("", "")
 
-    def flush(self) -> tuple[str, str]:
-        """At the end; text in a header that never ended is the answer of a model that writes none."""
+    def flush(self, raw: str = "") -> tuple[str, str]:
+        """At the end; `raw` completes what came before. Text in a header that never ended is the answer of a model that
+        writes none."""
+        shown = self._text(raw) if raw else ("", "")
         header, self._header = self._header, None
         if self._kind == "call" and header is None:
             self.events.append(CallEnd(self.calls - 1))
         if header and " <|channel|>" not in header and not any(self._spoken.values()) and not self.calls:
             return "", "".join(header[self._prompted :]).strip()
-        return "", ""
+        return shown
 
     def _text(self, raw: str) -> tuple[str, str]:
         if self._header is not None:

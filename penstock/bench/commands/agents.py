@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from penstock.bench.options import Json, Shape, console
+from penstock.bench.options import ApiKey, Html, Json, Shape, VocabSize, console
 
 
 class ApiChoice(StrEnum):
@@ -61,14 +60,10 @@ def agents(
     ] = 0,
     warm_up: Annotated[int | None, typer.Option(min=0, help="Short requests first. Default: 1 a conversation.")] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds allowed for one turn.")] = 300.0,
-    vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompt ids are below this. Default: what the server says, or 32000.")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
+    vocab_size: VocabSize = None,
+    api_key: ApiKey = None,
     json_file: Json = None,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with charts to FILE.")
-    ] = None,
+    html_file: Html = None,
 ) -> None:
     """
     Conversations as agents have them on an OpenAI-compatible server: TTFT turn by turn, cached share, throughput.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.bench.options import Arrivals, Json, console
+from penstock.bench.options import ApiKey, Arrivals, Html, Json, VocabSize, console
 
 
 def serve(
@@ -44,14 +44,10 @@ def serve(
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals; another avoids the server's prefix cache.")] = 0,
     warm_up: Annotated[int | None, typer.Option(min=0, help="Short requests first. Default: 1 a slot, or 16.")] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds allowed for one request.")] = 300.0,
-    vocab_size: Annotated[
-        int | None, typer.Option(min=1, help="Prompt ids are below this. Default: what the server says, or 32000.")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
+    vocab_size: VocabSize = None,
+    api_key: ApiKey = None,
     json_file: Json = None,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with charts to FILE.")
-    ] = None,
+    html_file: Html = None,
 ) -> None:
     """
     Load on a running OpenAI-compatible server, closed or open loop: TTFT, ITL, end-to-end percentiles, goodput, errors.

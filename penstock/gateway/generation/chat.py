@@ -15,6 +15,7 @@ from penstock.gateway.accounting.request_limits import Cap
 from penstock.gateway.accounting.targets import check_targets
 from penstock.gateway.generation.attempt import Attempt
 from penstock.gateway.generation.base import Generation
+from penstock.gateway.generation.chat_input import ChatInput, room_for_sources
 from penstock.gateway.generation.chat_messages import Message, template_messages
 from penstock.gateway.generation.cost_limit import within_cost
 from penstock.gateway.generation.engine import EngineGeneration
@@ -41,16 +42,11 @@ from penstock.gateway.generation.spec import TokenPrompt, request_spec
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader
 from penstock.gateway.generation.structured_output import with_response_format
 from penstock.gateway.generation.thoughts import channels_of, plan, reading, with_thought
-from penstock.gateway.generation.tokenization import check_size, messages_size, text_size, tools_size
+from penstock.gateway.generation.tokenization import check_size
 from penstock.gateway.generation.tool_choice import check_tool_count, check_tools, grammar_for, toolbox_of
 from penstock.gateway.generation.turn import STATELESS, Turn, TurnInput
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry, ServedModel
-
-DEFAULT_ANSWER = 512
-"""Tokens that sources leave free for an answer that names no limit."""
-TEMPLATE_TOKENS = 16
-"""What a chat template and the borders between texts may add."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +72,9 @@ class ChatGenerations(GenerationFactory):
         `following`: what the assistant and tools have said since the request's messages.
         """
         if attempt.trial is not None and attempt.trial.wants_again:
-            asked = request
+            original = request
             attempt.trial.again = lambda other: self.make(
-                other, msgspec.structs.replace(asked, model=other.model), limit, turn.replayed(), following
+                other, msgspec.structs.replace(original, model=other.model), limit, turn.replayed(), following
             )
         request = with_response_format(request)
         check_targets(attempt.exchange)
@@ -103,41 +99,22 @@ class ChatGenerations(GenerationFactory):
                 documents = await self._filtered_value(attempt, request.documents)
                 kwargs = await self._filtered_value(attempt, request.chat_template_kwargs)
                 request = msgspec.structs.replace(request, documents=documents, chat_template_kwargs=kwargs)
-            return await self.remotes.chat(attempt, request, limit, said, turn, following, remote)
+            return await self.remotes.chat(ChatInput(attempt, request, limit, said, turn, following), remote)
         model = self.registry.route(request.model).model
-        size = messages_size(messages) + messages_size(following) + tools_size(request.tools)
-        size += text_size(request.documents or ()) + text_size(request.chat_template_kwargs or {})
+        asked = ChatInput(attempt, request, limit, messages, turn, following)
+        size = asked.size
         async with self.quotas.text_work(attempt.exchange, model.base_name, size):
             quota = self.cap(exchange, "context_tokens", model.base_name)
             window = within(model.context_window, quota)
             if window is not None and request.truncate_prompt_tokens is None:
                 check_size(model, size, window, "messages", quota)
-            return await self._searched(attempt, request, limit, messages, turn, following)
+            said, since = await self._filtered(attempt, messages), await self._filtered(attempt, following)
+            asked = replace(asked, messages=said, following=since)
+            async with asked.sources(self.source_search) as sources:
+                return await self._local(asked, sources)
 
     async def _filtered(self, attempt: Attempt, messages: Sequence[Message]) -> list[Message]:
         return await self.content_filter.messages(attempt.exchange, list(messages)) if messages else []
-
-    async def _searched(
-        self,
-        attempt: Attempt,
-        request: ChatRequest,
-        limit: TokenLimit,
-        messages: list[Message],
-        turn: Turn,
-        following: Sequence[Message],
-    ) -> EngineGeneration:
-        """With sources, if the request asks for them."""
-        exchange = attempt.exchange
-        messages = await self._filtered(attempt, messages)
-        following = await self._filtered(attempt, following)
-        if request.rag is None:
-            return await self._local(attempt, request, limit, messages, turn, following)
-        self.source_search.permit(exchange)
-        sources = self.source_search.begin(exchange.caller, request.rag, [*turn.history, *messages])
-        try:
-            return await self._local(attempt, request, limit, messages, turn, following, sources)
-        finally:
-            await sources.close()
 
     async def _options(
         self, attempt: Attempt, request: ChatRequest, model: ServedModel, last: int | None
@@ -171,17 +148,9 @@ class ChatGenerations(GenerationFactory):
             return [await self._filtered_value(attempt, entry) for entry in value]
         return value
 
-    async def _local(
-        self,
-        attempt: Attempt,
-        request: ChatRequest,
-        limit: TokenLimit,
-        messages: list[Message],
-        turn: Turn,
-        following: Sequence[Message],
-        pending: PendingSources | None = None,
-    ) -> EngineGeneration:
-        exchange = attempt.exchange
+    async def _local(self, asked: ChatInput, pending: PendingSources | None) -> EngineGeneration:
+        attempt, request, limit, turn = asked.attempt, asked.request, asked.limit, asked.turn
+        messages, following, exchange = asked.messages, asked.following, attempt.exchange
         stops = stop_strings(request)
         priority = self.admissions.priority(exchange, request.service_tier, request.priority)
         if attempt.is_fallback:
@@ -267,9 +236,3 @@ class ChatGenerations(GenerationFactory):
 def within(window: int | None, quota: Cap | None) -> int | None:
     """As much of a model's window as the caller may use."""
     return window if quota is None else min(quota.most, window or quota.most)
-
-
-def room_for_sources(window: int, prompt_tokens: int, limit: TokenLimit) -> int:
-    """Tokens of the window that neither the prompt nor the answer needs."""
-    answer = limit.max_tokens or min(limit.default or DEFAULT_ANSWER, window // 4)
-    return window - prompt_tokens - answer - TEMPLATE_TOKENS

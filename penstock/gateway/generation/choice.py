@@ -321,10 +321,7 @@ class Choice:
             if self.want_logprobs and at < len(logprobs) and splitter.answering:
                 self._held.append(TokenPiece(token, self._length, logprobs[at]))
         if final:
-            if rest := self._detokenizer.flush():
-                more = splitter.push(rest)
-                thought, answer = thought + more[0], answer + more[1]
-            more = splitter.flush()
+            more = splitter.flush(self._detokenizer.flush())
             thought, answer = thought + more[0], answer + more[1]
         self.reasoning_tokens = splitter.reasoning_tokens
         if splitter.done:

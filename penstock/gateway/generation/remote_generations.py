@@ -15,7 +15,7 @@ from typing import Any
 from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.accounting.targets import check_targets
 from penstock.gateway.generation.attempt import Attempt
-from penstock.gateway.generation.chat_messages import Message
+from penstock.gateway.generation.chat_input import ChatInput, room_for_sources
 from penstock.gateway.generation.cost_limit import within_cost
 from penstock.gateway.generation.prompt import MessagePrompt
 from penstock.gateway.generation.prompt_options import prompt_options
@@ -40,9 +40,9 @@ from penstock.gateway.generation.schemas import ChatRequest, CompletionRequest, 
 from penstock.gateway.generation.settings import GenerationSettings
 from penstock.gateway.generation.sources import PendingSources, SourceSearch
 from penstock.gateway.generation.stages import AnswerCache, AnswerGrader, ContentFilter
-from penstock.gateway.generation.tokenization import Tokenization, messages_size, text_size, tools_size
+from penstock.gateway.generation.tokenization import Tokenization
 from penstock.gateway.generation.tokenized_model import remote_text
-from penstock.gateway.generation.turn import Turn, TurnInput
+from penstock.gateway.generation.turn import TurnInput
 from penstock.gateway.generation.watermarks import Watermarks
 from penstock.protocol.errors import ContextLengthExceeded, ContextQuotaExceeded, InvalidRequest
 from penstock.routing.remotes import RemoteModel
@@ -50,10 +50,6 @@ from penstock.telemetry.metrics import Metrics
 
 WINDOW = 8192
 """The assumed window of a remote model, where neither the configuration nor its tokenizer names one."""
-DEFAULT_ANSWER = 512
-"""Tokens that sources leave free for an answer that names no limit."""
-TEMPLATE_TOKENS = 16
-"""What a chat template and the borders between texts may add."""
 UNLIMITED = 4096
 """Completion tokens that are reserved for an answer without a limit."""
 
@@ -84,52 +80,28 @@ class RemoteGenerations:
     grader: AnswerGrader
     streams: RemoteStreams
 
-    async def chat(
-        self,
-        attempt: Attempt,
-        request: ChatRequest,
-        limit: TokenLimit,
-        messages: list[Message],
-        turn: Turn,
-        following: Sequence[Message],
-        model: RemoteModel,
-    ) -> RemoteGeneration:
-        """`messages` and `following` have passed the content filter."""
-        exchange = attempt.exchange
+    async def chat(self, asked: ChatInput, model: RemoteModel) -> RemoteGeneration:
+        """The generation that answers `asked`, whose texts have passed the content filter."""
+        attempt, request = asked.attempt, asked.request
         attempt.note_model(attempt.model, model, "direct" if attempt.model == model.name else "alias")
         self._check(attempt, request, model)
         prompt_options(request, allow_template=self.settings.request_templates)
-        size = messages_size(messages) + messages_size(following) + tools_size(request.tools)
-        size += text_size(request.documents or ()) + text_size(request.chat_template_kwargs or {})
-        async with self.quotas.text_work(exchange, model.base_name, size):
-            if request.rag is None:
-                return await self._chat(attempt, request, limit, messages, turn, following, model, None)
-            self.source_search.permit(exchange)
-            pending = self.source_search.begin(exchange.caller, request.rag, [*turn.history, *messages])
-            try:
-                return await self._chat(attempt, request, limit, messages, turn, following, model, pending)
-            finally:
-                await pending.close()
+        async with (
+            self.quotas.text_work(attempt.exchange, model.base_name, asked.size),
+            asked.sources(self.source_search) as sources,
+        ):
+            return await self._chat(asked, model, sources)
 
-    async def _chat(
-        self,
-        attempt: Attempt,
-        request: ChatRequest,
-        limit: TokenLimit,
-        messages: list[Message],
-        turn: Turn,
-        following: Sequence[Message],
-        model: RemoteModel,
-        pending: PendingSources | None,
-    ) -> RemoteGeneration:
+    async def _chat(self, asked: ChatInput, model: RemoteModel, pending: PendingSources | None) -> RemoteGeneration:
+        attempt, request, limit, turn = asked.attempt, asked.request, asked.limit, asked.turn
+        messages, following = asked.messages, asked.following
         exchange, window = attempt.exchange, self._window(attempt, model)
         tools = request.tools if request.tools and request.tool_choice != "none" else ()
         prompt = MessagePrompt(self.tokenization, model, tools, exchange.caller.tenant, window)
         sources = None
         if pending is not None:
             bare = await prompt.measured(pending.instructed([*messages, *following]))
-            answer = limit.max_tokens or min(limit.default or DEFAULT_ANSWER, window // 4)
-            room = window - bare - answer - TEMPLATE_TOKENS
+            room = room_for_sources(window, bare, limit)
             with exchange.timeline.phase("retrieve"):
                 sources = found = await pending.result(prompt.count, turn.source_room(room, window))
             await self.content_filter.mark(exchange, lambda: list(found.texts().values()))

@@ -86,8 +86,13 @@ def asked(request: ChatRequest) -> Asked:
             "reasoning.enabled": reasoning and reasoning.enabled,
         }
     )
-    if enabled is None and effort is not None:
-        enabled = effort != "none"
+    if effort is not None:
+        # In the Messages API an effort without thinking is no contradiction: it is about the answer as well.
+        switch = "enable_thinking" if request.enable_thinking is not None else "reasoning.enabled"
+        said = request.enable_thinking if request.enable_thinking is not None else reasoning and reasoning.enabled
+        if said is not None and said != (effort != "none"):
+            raise InvalidRequest(f"An effort of `{effort}` contradicts `{switch}`; send one of them.", param=switch)
+        enabled = effort != "none" if enabled is None else enabled
     return Asked(names, enabled, effort, budget, hidden)
 
 

@@ -87,7 +87,7 @@ def toolbox_of(request: ChatRequest, model: TokenizedModel) -> Toolbox | None:
         form,
         use=_use(choice),
         only=chosen_names(choice),
-        parallel=request.parallel_tool_calls is not False,
+        parallel=_parallel(request),
         opener_id=special.pop(form.opener, None),
         control=tuple(special.items()),
     )
@@ -102,6 +102,14 @@ def _use(choice: str | NamedTool | None) -> Use:
     if isinstance(choice, NamedTool) and choice.allowed_tools is not None:
         return choice.allowed_tools.mode
     return "auto" if choice in (None, "auto") else "required"
+
+
+def _parallel(request: ChatRequest) -> bool:
+    """Whether there may be several calls. A function that is named is called once, unless several are asked for."""
+    if request.parallel_tool_calls is None:
+        choice = request.tool_choice
+        return not isinstance(choice, NamedTool) or choice.function is None
+    return request.parallel_tool_calls
 
 
 def format_of(model: TokenizedModel) -> ToolFormat:

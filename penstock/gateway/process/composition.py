@@ -6,43 +6,33 @@ is started registers its `close`, also when a later part fails to start.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from penstock.backends.base import EngineClient
-from penstock.conversations import Sessions
 from penstock.gateway.accounting.admission import Admissions
 from penstock.gateway.accounting.charges import Accounts, NoAccounts
 from penstock.gateway.accounting.encoder_work import EncoderWork
 from penstock.gateway.accounting.quotas import Quotas
-from penstock.gateway.api.account import AccountEndpoints
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
-from penstock.gateway.api.admin.audit import AuditEndpoints
 from penstock.gateway.api.admin.experiments import ExperimentEndpoints
 from penstock.gateway.api.admin.fleet import FleetEndpoints
-from penstock.gateway.api.admin.identity import IdentityEndpoints
 from penstock.gateway.api.admin.models import ModelAdminEndpoints
 from penstock.gateway.api.admin.plan import PlanEndpoints
 from penstock.gateway.api.admin.replicas import ReplicaEndpoints
-from penstock.gateway.api.admin.request_log import RequestLogEndpoints
 from penstock.gateway.api.admin.routes import RouteEndpoints
 from penstock.gateway.api.admin.sleep import SleepEndpoints
 from penstock.gateway.api.admin.supervisor import NoSupervisor, Supervisor
 from penstock.gateway.api.admin.traces import TraceEndpoints
-from penstock.gateway.api.admin.usage import UsageEndpoints
 from penstock.gateway.api.admin.what_if import WhatIfEndpoints
 from penstock.gateway.api.anthropic.endpoints import MessageEndpoints
-from penstock.gateway.api.endpoints import ENDPOINTS
 from penstock.gateway.api.ollama.catalogue import Catalogue
 from penstock.gateway.api.ollama.endpoints import OllamaEndpoints
 from penstock.gateway.api.ollama.pull import OllamaPullEndpoints
 from penstock.gateway.api.openai.chat import ChatEndpoints
-from penstock.gateway.api.openai.chat_store import ChatStore
 from penstock.gateway.api.openai.completions import CompletionEndpoints
-from penstock.gateway.api.openai.conversations import ConversationItemEndpoints
 from penstock.gateway.api.openai.embeddings import EmbeddingEndpoints
 from penstock.gateway.api.openai.models import ModelEndpoints
 from penstock.gateway.api.openai.rerank import RerankEndpoints
@@ -50,7 +40,6 @@ from penstock.gateway.api.openai.responses.endpoints import ResponseEndpoints
 from penstock.gateway.api.openai.responses.store import NoResponseStore, ResponseStore
 from penstock.gateway.api.openai.responses.stored import StoredResponseEndpoints
 from penstock.gateway.api.openai.score import ScoreEndpoints
-from penstock.gateway.api.openai.stored_chat import StoredChatEndpoints
 from penstock.gateway.api.openai.tokenize import TokenEndpoints
 from penstock.gateway.api.openai.watermark import WatermarkEndpoints
 from penstock.gateway.api.operations.health import Check, HealthEndpoints
@@ -59,12 +48,8 @@ from penstock.gateway.app.authentication import OpenAuthentication
 from penstock.gateway.app.background import BackgroundTasks
 from penstock.gateway.app.bodies import Bodies
 from penstock.gateway.app.drain import Drain
-from penstock.gateway.app.endpoint import Unavailable
 from penstock.gateway.app.tracing import RequestTracing
 from penstock.gateway.app.uploads import UploadSlots
-from penstock.gateway.batches.batch_endpoints import BatchEndpoints
-from penstock.gateway.batches.file_endpoints import FileEndpoints
-from penstock.gateway.batches.message_batches import MessageBatchEndpoints
 from penstock.gateway.batches.runner import BatchRunner
 from penstock.gateway.conversations.endpoints import ConversationEndpoints, NoConversations
 from penstock.gateway.conversations.turn import StatelessConversations, StoredConversations
@@ -83,21 +68,21 @@ from penstock.gateway.moderation.endpoints import ModerationEndpoints
 from penstock.gateway.moderation.guardrails import Guardrails
 from penstock.gateway.moderation.moderators import ModerationBackends
 from penstock.gateway.process import implementations
+from penstock.gateway.process import optional_endpoints as optional
 from penstock.gateway.process.encoder_follower import EncoderFollower
+from penstock.gateway.process.engine_views import engine_views, without_replica
 from penstock.gateway.process.load_reporter import LoadReporter
 from penstock.gateway.process.model_follower import ModelFollower, curve_of
 from penstock.gateway.process.request_log import RequestLogOff, charge_entry, open_request_log
 from penstock.gateway.process.settings import GatewaySettings
-from penstock.gateway.process.stores import Stores, open_stores
+from penstock.gateway.process.stores import open_stores
 from penstock.gateway.process.supervisor_link import Follow, Link, Scaled, SupervisorLink
-from penstock.gateway.quality.endpoints import FeedbackEndpoints
 from penstock.gateway.quality.judge import Judge, NoJudge
 from penstock.gateway.rag.collection_endpoints import CollectionEndpoints
 from penstock.gateway.rag.document_endpoints import DocumentEndpoints
 from penstock.gateway.rag.library import KnowledgeLibrary
 from penstock.gateway.rag.retrieval import CollectionSearch
 from penstock.gateway.response_cache.cache import ResponseCache, ResponseCacheOff
-from penstock.gateway.response_cache.endpoints import CacheEndpoints
 from penstock.gateway.server_tools.endpoints import ToolEndpoints
 from penstock.gateway.server_tools.loop import NoServerTools, ServerTools, ToolAnswers
 from penstock.gateway.workers.group import WorkerGroup
@@ -105,13 +90,10 @@ from penstock.identity.data_rules import DataRules
 from penstock.metering.audit import AuditLog
 from penstock.metering.log_entries import CHARGES
 from penstock.metering.request_log import RequestLog
-from penstock.metering.request_store import RequestStore
-from penstock.protocol.errors import KeyStoreUnavailable, NotFound, ServiceUnavailable
 from penstock.protocol.fleet_secret import FleetSecret
 from penstock.routing.encoders import Encoders
 from penstock.routing.registry import ModelRegistry
 from penstock.routing.replica_metrics import add_replica_metrics
-from penstock.routing.replicas import ReplicaSet
 from penstock.routing.time_slice_groups import TimeSlices
 from penstock.storage import Database, open_database
 from penstock.storage.watch import DatabaseWatch
@@ -120,7 +102,7 @@ from penstock.telemetry.encoder_metrics import EncoderMetrics
 from penstock.telemetry.experiment_metrics import ExperimentMetrics
 from penstock.telemetry.fleet_metrics import add_fleet_metrics
 from penstock.telemetry.knowledge_metrics import KnowledgeMetrics
-from penstock.telemetry.metrics import EngineView, Metrics
+from penstock.telemetry.metrics import Metrics
 from penstock.telemetry.route_metrics import RouteMetrics
 from penstock.text.fair_threads import FairThreads
 from penstock.tools.execution import ToolRegistry
@@ -171,7 +153,7 @@ async def compose(
         closing = stack.push_async_callback
 
         # What everything else uses.
-        metrics = Metrics(partial(_engine_views, registry), settings.telemetry.most_series)
+        metrics = Metrics(partial(engine_views, registry), settings.telemetry.most_series)
         add_replica_metrics(metrics.registry, registry)
         drain = Drain()
         drain.on_begin(partial(metrics.draining.set, 1))
@@ -284,7 +266,7 @@ async def compose(
         downgrades = {model.name: model.downgrade_to for model in settings.models if model.downgrade_to}
         admissions = Admissions(settings.admission, settings.tiers, downgrades, registry, metrics)
         metrics.waiting.add(admissions.depths, "capacity", shared=bool(settings.admission.url))
-        metrics.waiting.add(partial(_without_replica, registry), "deferred")
+        metrics.waiting.add(partial(without_replica, registry), "deferred")
         await admissions.start()
         closing(admissions.close)
         source_search = CollectionSearch(knowledge)
@@ -400,7 +382,7 @@ async def compose(
         catalogue = Catalogue(registry, permissions, encoders, routes)
         endpoints: list[object] = [
             ChatEndpoints(pipeline, conversations, server_tools, chats),
-            _stored_chats(chats, permissions, limit),
+            optional.of_stored_chats(chats, permissions, limit),
             CompletionEndpoints(pipeline),
             ResponseEndpoints(pipeline, conversations, responses),
             StoredResponseEndpoints(responses, permissions),
@@ -415,11 +397,11 @@ async def compose(
             ModerationEndpoints(guardrails, quotas, limit),
             models,
             NoConversations() if sessions is None else ConversationEndpoints(sessions),
-            _conversation_items(sessions, guardrails, limit),
+            optional.of_conversation_items(sessions, guardrails, limit),
             CollectionEndpoints(knowledge, encoder_work, limit),
             DocumentEndpoints(knowledge, uploads),
             ToolEndpoints(tools, limit),
-            _cache_endpoints(cache, permissions),
+            optional.of_cache(cache, permissions),
             TraceEndpoints(
                 workers, permissions, settings.telemetry.recent_requests, None if stores is None else stores.ledger
             ),
@@ -432,25 +414,12 @@ async def compose(
             RouteEndpoints(routes, limit),
             ExperimentEndpoints(experiments, limit),
             SleepEndpoints(registry),
-            _request_log_endpoints(request_log, permissions),
-            Unavailable(AuditEndpoints, ServiceUnavailable, "This gateway keeps no audit log.")
-            if stores is None
-            else AuditEndpoints(stores.audit),
+            optional.of_request_log(request_log, permissions),
+            optional.of_audit_log(stores),
             HealthEndpoints(registry, authentication, drain, checks),
             MetricsEndpoints(workers),
         ]
-        if stores is None or runner is None:
-            endpoints += _WITHOUT_STORE
-        else:
-            endpoints += [
-                FileEndpoints(stores.files, stores.batches, settings.batches, uploads),
-                BatchEndpoints(stores.batches, stores.files, runner, limit),
-                MessageBatchEndpoints(stores.batches, stores.files, runner, settings.batches, uploads),
-                FeedbackEndpoints(stores.feedback, permissions, cache.suspect, limit),
-                UsageEndpoints(stores.ledger, permissions),
-                _identity_endpoints(settings, stores, quotas, workers),
-                AccountEndpoints(stores.identities, stores.ledger, quotas),
-            ]
+        endpoints += optional.of_store(settings, stores, runner, permissions, quotas, cache, workers, uploads)
         yield Gateway(
             settings=settings,
             bodies=Bodies(settings.body_memory, settings.body_disk),
@@ -478,89 +447,7 @@ async def compose(
         )
 
 
-def _identity_endpoints(
-    settings: GatewaySettings, stores: Stores, quotas: Quotas, workers: WorkerGroup
-) -> IdentityEndpoints:
-    return IdentityEndpoints(
-        stores.identities,
-        stores.ledger,
-        quotas,
-        workers.keys_changed,
-        [tier.name for tier in settings.tiers],
-        settings.default_tier,
-        settings.body_limit,
-    )
-
-
-def _stored_chats(store: ChatStore | None, permissions: Permissions, limit: int) -> StoredChatEndpoints | Unavailable:
-    if store is not None:
-        return StoredChatEndpoints(store, permissions, limit)
-    return Unavailable(StoredChatEndpoints, NotFound, "This gateway stores no chat completions.")
-
-
-def _conversation_items(
-    sessions: Sessions | None, guardrails: Guardrails, limit: int
-) -> ConversationItemEndpoints | Unavailable:
-    if sessions is not None:
-        return ConversationItemEndpoints(sessions, guardrails, limit)
-    return Unavailable(ConversationItemEndpoints, ServiceUnavailable, "This gateway stores no conversations.")
-
-
-def _cache_endpoints(cache: ResponseCache | ResponseCacheOff, permissions: Permissions) -> CacheEndpoints | Unavailable:
-    if isinstance(cache, ResponseCache):
-        return CacheEndpoints(cache, permissions)
-    message = "This server has no response cache; `cache.exact` and `cache.semantic` are off."
-    return Unavailable(CacheEndpoints, NotFound, message)
-
-
-def _request_log_endpoints(
-    log: RequestLog | RequestLogOff, permissions: Permissions
-) -> RequestLogEndpoints | Unavailable:
-    if isinstance(log.sink, RequestStore):
-        return RequestLogEndpoints(
-            log.sink, permissions, [endpoint.path for endpoint in ENDPOINTS if endpoint.serves_tokens]
-        )
-    message = "This gateway has no request log that it could read; see `request_log.url`."
-    return Unavailable(RequestLogEndpoints, ServiceUnavailable, message)
-
-
-_NO_ACCOUNTS = "This gateway keeps no accounts, so it cannot tell whose an answer is."
-_WITHOUT_STORE = (
-    Unavailable(FileEndpoints, ServiceUnavailable, "This gateway has no store for files."),
-    Unavailable(BatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
-    Unavailable(MessageBatchEndpoints, ServiceUnavailable, "This gateway has no store for batches."),
-    Unavailable(FeedbackEndpoints, ServiceUnavailable, _NO_ACCOUNTS),
-    Unavailable(UsageEndpoints, ServiceUnavailable, "This gateway keeps no accounts."),
-    Unavailable(AccountEndpoints, KeyStoreUnavailable, "This gateway runs without a store for tenants and keys."),
-    Unavailable(IdentityEndpoints, KeyStoreUnavailable, "This gateway runs without a store for tenants and keys."),
-)
-
-
 async def _close_engines(registry: ModelRegistry) -> None:
     """Those that are served at the end, which may be others than at the start."""
     for model in registry:
         await model.backend.close()
-
-
-def _engine_views(registry: ModelRegistry) -> Iterator[EngineView]:
-    for model in registry:
-        for backend in model.backend.replicas:
-            awake = backend.state in ("awake", "drowsy")
-            yield EngineView(
-                model.name,
-                backend.name,
-                backend.ready,
-                backend.info,
-                backend.load,
-                awake,
-                model.cost_per_hour,
-                backend.step_tokens if isinstance(backend, EngineClient) else None,
-            )
-
-
-def _without_replica(registry: ModelRegistry) -> Iterator[tuple[str, int]]:
-    """Admitted requests that no replica can take yet."""
-    for model in registry:
-        if isinstance(model.backend, ReplicaSet):
-            held = 0 if model.backend.hold is None else model.backend.hold.waiting
-            yield model.name, model.backend.dispatcher.parked + held

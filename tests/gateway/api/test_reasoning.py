@@ -106,6 +106,25 @@ async def test_stop_strings_and_logprobs_belong_to_the_answer(serving: Serving, 
         assert ids[:-1] == opens.encode(SAID, add_special_tokens=False)
 
 
+async def test_an_answer_may_end_inside_its_thought(serving: Serving, opens: TextModel, tmp_path: Path) -> None:
+    """Also inside a character: what completes it is no further token."""
+    async with serving(scripted(opens, "Let é"), text=opens) as running:
+        body = (await running.chat(max_tokens=5)).json()
+        assert body["choices"][0]["message"]["reasoning_content"] == "Let \N{REPLACEMENT CHARACTER}"
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 5
+    asked = {"model": "tiny", "input": "hi", "max_output_tokens": 16}
+    store = f"sqlite:///{tmp_path / 'state.db'}"
+    async with serving(scripted(opens, "I think and think."), text=opens, store_url=store) as running:
+        whole = (await running.client.post("/v1/responses", json=asked)).json()
+        last = (await streamed(running, "/v1/responses", input="hi", max_output_tokens=16))[-1]
+        for response in (whole, last["response"]):
+            assert response["status"] == "incomplete"
+            (item,) = response["output"]
+            assert (item["type"], item["status"]) == ("reasoning", "incomplete")
+        following = {**asked, "previous_response_id": whole["id"]}
+        assert (await running.client.post("/v1/responses", json=following)).status_code == 200
+
+
 async def test_off_leaves_thoughts_in_the_text_and_a_style_can_be_named(serving: Serving, text: TextModel) -> None:
     said = "Hm.</think>Yes."
     async with serving(scripted(text, said), served={"reasoning": "off"}) as running:
@@ -142,6 +161,8 @@ async def test_budgets_by_every_name(serving: Serving, opens: TextModel) -> None
         for wrong, param in (
             ({"thinking_budget": 1, "reasoning": {"max_tokens": 2}}, "reasoning.max_tokens"),
             ({"reasoning_effort": "much"}, "reasoning_effort"),
+            ({"reasoning_effort": "high", "enable_thinking": False}, "enable_thinking"),
+            ({"reasoning": {"effort": "none", "enabled": True}}, "reasoning.enabled"),
             ({"thinking_budget": -1}, "thinking_budget"),
             ({"thinking": {"type": "perhaps"}}, "thinking.type"),
         ):
@@ -292,6 +313,8 @@ async def test_messages(serving: Serving, opens: TextModel, switched: TextModel)
         hidden = (await create(thinking={"type": "adaptive", "display": "omitted"}))["content"][0]
         assert hidden == {"type": "thinking", "thinking": "", "signature": thought["signature"]}
         await create(thinking={"type": "disabled"})
+        assert running.engine.seen[-1].params.thought.budget == 0  # type: ignore[union-attr]
+        await create(thinking={"type": "disabled"}, output_config={"effort": "high"})
         assert running.engine.seen[-1].params.thought.budget == 0  # type: ignore[union-attr]
         await create(output_config={"effort": "low"})
         assert running.engine.seen[-1].params.thought.budget == 1024  # type: ignore[union-attr]

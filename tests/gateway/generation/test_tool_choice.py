@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.engine.request import Request
+from penstock.gateway.generation.schemas import ChatRequest
+from penstock.gateway.generation.tokenized_model import RemoteText
+from penstock.gateway.generation.tool_choice import toolbox_of
 from penstock.text import TextModel
 from tests.gateway.conftest import Serving, events
 from tests.scripted import ScriptedEngine
@@ -133,6 +137,25 @@ async def test_a_grammar_reaches_the_engine_only_where_one_is_asked_for(serving:
         serving, text, tools=[WEATHER, CLOCK], tool_choice={"type": "function", "function": {"name": "clock"}}
     )
     assert "clock" in named and "get_weather" not in named
+
+
+def test_a_function_that_is_named_is_called_once(text: TextModel) -> None:
+    model = RemoteText("tiny", text, None)
+    for choice, asked, several in (
+        ("required", None, True),
+        ({"type": "function", "function": {"name": "clock"}}, None, False),
+        ({"type": "function", "function": {"name": "clock"}}, True, True),
+        ("required", False, False),
+    ):
+        body = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "a"}],
+            "tools": [CLOCK],
+            "tool_choice": choice,
+            "parallel_tool_calls": asked,
+        }
+        toolbox = toolbox_of(msgspec.convert(body, ChatRequest), model)
+        assert toolbox is not None and toolbox.parallel is several
 
 
 async def test_completions_take_a_response_format_too(serving: Serving, text: TextModel) -> None:

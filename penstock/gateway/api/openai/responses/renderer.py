@@ -140,10 +140,12 @@ class ResponseRenderer(Renderer):
                     yield name, {**self._place(), **fields}
         if piece.finish_reason is not None:
             self._last = piece
-            if all(item["type"] == "reasoning" for item in self._output):
+            cut = piece.finish_reason in _CUT
+            thinking = self._open is not None and self._open["type"] == "reasoning"
+            if all(item["type"] == "reasoning" for item in self._output) and not (cut and thinking):
                 yield from self._close("completed")
                 yield from self._open_message()
-            yield from self._close("incomplete" if piece.finish_reason in _CUT else "completed")
+            yield from self._close("incomplete" if cut else "completed")
 
     def _open_message(self) -> Iterator[Event]:
         item = {"type": "message", "role": "assistant", "content": [], "status": "in_progress"}
@@ -256,7 +258,7 @@ class ResponseRenderer(Renderer):
                 function = FunctionCall(name=call.name, arguments=call.arguments or "{}")
                 add_call(said, ToolCall(id=item["call_id"], function=function), thought)
                 thought = None
-        return said
+        return said or [ChatMessage(role="assistant", content="")]  # it was cut off inside the thought
 
 
 def _part(text: str, logprobs: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> dict[str, Any]:
