@@ -59,8 +59,8 @@ def compose_mamba(context: LayerContext) -> Mamba2:
     conv = numbers("conv1d.weight", layout.channels, 1, layout.conv).reshape(-1, layout.conv)
     if channel_scales != [1.0, 1.0, 1.0]:  # the convolution is linear: its weights can have the factors of its inputs
         shared = layout.groups * layout.state
-        sizes = torch.tensor([layout.inner, shared, shared], device=conv.device)
-        conv = conv * torch.tensor(channel_scales, device=conv.device).repeat_interleave(sizes).unsqueeze(1)
+        parts = conv.split([layout.inner, shared, shared])
+        conv = torch.cat([part * factor for part, factor in zip(parts, channel_scales, strict=True)])
     weights = MambaWeights(
         conv=conv,
         conv_bias=numbers("conv1d.bias", layout.channels) if mamba.conv_bias else torch.zeros_like(conv[:, 0]),
