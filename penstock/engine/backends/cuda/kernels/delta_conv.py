@@ -20,7 +20,7 @@ from penstock.engine.backends.cuda.kernels.common import (
 from penstock.engine.backends.cuda.kernels.delta_layout import column_of, head_shape
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, StateBatch
 
-_TOKENS, _COLUMNS = 16, 256
+_TOKENS, _COLUMNS = 8, 128
 """What a program convolves of prompts."""
 
 
