@@ -15,7 +15,7 @@ from test_triton_gemv import linear as few
 from test_triton_layer import make_layer, run_layer
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels import gemv
+from penstock.engine.backends.cuda.kernels import common, gemv, gemv_shapes
 from penstock.engine.backends.cuda.kernels.activation import quantize_fp8
 from penstock.engine.backends.cuda.kernels.common import building_kernels
 from penstock.engine.backends.cuda.kernels.stream import StreamConfig, _counters, linear
@@ -118,15 +118,17 @@ def layers_compared(only_build: bool) -> Iterator[Row]:
         size = sum(w[0].numel() * w[0].element_size() for w in vars(layers[0]).values() if w is not layers[0].norms)
         case = build([1], [300], heads, BF16, max_context=4096)
         cos_sin, residual = rand(1024, heads.head_dim), rand(1, hidden, dtype=BF16)
-        for folds in (False, True):
-            gemv.FOLDS_NORM = folds
+        for trial, folds, large in product((False, True) if dtype == FP8 else (False,), (False, True), (False, True)):
+            gemv_shapes.TRIAL, gemv.FOLDS_NORM = trial, folds
+            common.MOST_OVERLAPPED = 1 << 30 if large else 2048
             calls = [partial(run_layer, ops, layer, residual, case, cos_sin) for layer in layers]
             if only_build:
                 calls[0]()
             else:
-                us = time_us(calls)
-                yield bandwidth(f"layer {name} b1, norms {'folded' if folds else 'apart'}", us, size)
-            gemv.FOLDS_NORM = False
+                us = time_us(calls, repeats=9)
+                text = f"norms {'folded' if folds else 'apart'}{', new rows' if trial else ''}"
+                yield bandwidth(f"layer {name} b1, {text}{', all early' if large else ''}", us, size)
+            gemv_shapes.TRIAL, gemv.FOLDS_NORM, common.MOST_OVERLAPPED = False, False, 2048
 
 
 def candidates(only_build: bool) -> Iterator[Row]:

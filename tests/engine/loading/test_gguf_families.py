@@ -53,8 +53,14 @@ ARCHITECTURES = {
     "glm4-moe-groups": "glm4moe",
     "llama4": "llama4",
 }
-ELSEWHERE = {"deepseek-v2-lite": "deepseek2", "deepseek-v3": "deepseek2"}
-"""In `test_gguf_deepseek`."""
+ELSEWHERE = {
+    "deepseek-v2-lite": "deepseek2",
+    "deepseek-v3": "deepseek2",
+    "qwen3-next": "qwen3next",
+    "qwen3.5": "qwen35",
+    "qwen3.5-moe": "qwen35moe",
+}
+"""In `test_gguf_deepseek` and `test_gguf_delta`."""
 NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",

@@ -49,6 +49,13 @@ AT_WORK = {
 }
 """What must be in a file for a key to have an effect in llama.cpp."""
 PATTERN = "attention.sliding_window_pattern"
+DELTA_NETS: dict[str, Any] = {
+    "ssm.conv_kernel": 4, "ssm.group_count": 2, "ssm.inner_size": 96, "ssm.state_size": 16, "ssm.time_step_rank": 4,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32,
+    "expert_shared_feed_forward_length": 32,
+}  # fmt: skip
 NEEDED: dict[str, dict[str, Any]] = {
     "qwen3moe": {"expert_count": 2, "expert_used_count": 1},
     "deepseek2": {
@@ -64,6 +71,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
     "command-r": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5},
     "cohere2": {"attention.layer_norm_epsilon": 1e-5, "logit_scale": 0.5, "attention.sliding_window": 30},
+    "qwen3next": DELTA_NETS | EXPERTS,
+    "qwen35": DELTA_NETS,
+    "qwen35moe": DELTA_NETS | EXPERTS,
 }  # fmt: skip
 """What llama.cpp loads no file of the architecture without."""
 
@@ -119,6 +129,8 @@ def reads_patterns(arch: str) -> bool:
 def _means_nothing(key: str, value: Any, arch: str) -> bool:
     if key == PATTERN and reads_patterns(arch):
         return True  # of two layers many patterns mean the same; they have a test of their own
+    if key == "rope.dimension_sections" and arch.startswith("qwen35"):
+        return True  # axes of images: of text all are the position
     normalized = key == "expert_weights_norm" and arch not in ("deepseek2", "glm4moe")  # which say so where they do
     return value is (normalized or key == "attention.causal")
 

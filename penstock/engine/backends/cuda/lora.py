@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -213,7 +214,7 @@ class TritonLora:
         splits, entries = sums.shape[:2]
         tile_tokens, tile_ranks, _ = self._tiled(step)
         where = (step.slots, tile_ranks[placed.index], tile_tokens)
-        common = {
+        common: dict[str, Any] = {
             "K": inputs,
             "PARTS": parts,
             "R": self._rank,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
@@ -133,6 +133,9 @@ class GGUFFormat:
     """The keys that `config` reads, and that other families may have only at values that say nothing."""
     epsilon: str = "attention.layer_norm_rms_epsilon"
     """The key of the epsilon of all norms."""
+    delta_nets: Literal["", "grouped", "tiled"] = ""
+    """Order of the value heads of gated delta nets, where a family has them: those of a key head together, or in tiled
+    order; see `loading.gguf_delta`."""
     windowed: bool = True
     """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)
