@@ -26,6 +26,7 @@ from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import InlineLinear, Linear
 from penstock.engine.models.layers.mamba import Mamba2
+from penstock.engine.models.layers.side_by_side import SideBySide
 
 
 @runtime_checkable
@@ -102,13 +103,14 @@ def adapt(
     layers = []
     for number, layer in enumerate(decoder.layers):
         recurrent = isinstance(layer.mixer, GatedDeltaNet | Mamba2)
-        assert recurrent or isinstance(layer.mixer, Attention | LatentAttention)
+        both = isinstance(layer.mixer, SideBySide)
+        assert recurrent or both or isinstance(layer.mixer, Attention | LatentAttention)
         mixer: dict[str, Any] = {"ops": decoder.ops}
         feed_forward: dict[str, Any] = {}
         others: dict[str, PlacedSite] = {}
         for index, site in enumerate(layout.sites[:sites]):
             if (
-                (site.of_attention if recurrent else site.of_recurrent)
+                (not both and (site.of_attention if recurrent else site.of_recurrent))
                 or not site.is_in(number)
                 or (site.further and not further)
             ):
@@ -116,14 +118,17 @@ def adapt(
             if site.further:
                 others[site.attribute] = layout.place(number, index)
                 continue
-            in_mixer = hasattr(layer.mixer, site.attribute)
-            holder, found = (layer.mixer, mixer) if in_mixer else (layer.feed_forward, feed_forward)
+            part: Any = layer.mixer
+            if isinstance(layer.mixer, SideBySide):
+                part = layer.mixer.mamba if site.of_recurrent else layer.mixer.attention
+            in_mixer = hasattr(part, site.attribute)
+            holder, found = (part, mixer) if in_mixer else (layer.feed_forward, feed_forward)
             placed = layout.place(number, index)
             make = AdaptedLinear if site.attribute in summed else made
             found[site.attribute] = make(getattr(holder, site.attribute), kernel, placed)
         if isinstance(layer.mixer, GatedDeltaNet):
             mixer |= adapted_linears(layer.mixer, kernel, others)
-        new_mixer: Any = dataclasses.replace(cast(Any, layer.mixer), **mixer)
+        new_mixer: Any = _replaced(layer.mixer, mixer)
         changed = dataclasses.replace(layer, mixer=new_mixer)
         if feed_forward:
             assert isinstance(layer.feed_forward, GatedMlp)
@@ -134,3 +139,14 @@ def adapt(
             changed = dataclasses.replace(changed, feed_forward=adapted_experts)
         layers.append(changed)
     return dataclasses.replace(decoder, layers=layers, fused_up_to=fused_up_to)
+
+
+def _replaced(mixer: Any, changes: dict[str, Any]) -> Any:
+    if not isinstance(mixer, SideBySide):
+        return dataclasses.replace(mixer, **changes)
+    ops = changes.pop("ops")
+    parts = {
+        name: dataclasses.replace(part, ops=ops, **{key: one for key, one in changes.items() if hasattr(part, key)})
+        for name, part in (("attention", mixer.attention), ("mamba", mixer.mamba))
+    }
+    return dataclasses.replace(mixer, ops=ops, **cast(Any, parts))
