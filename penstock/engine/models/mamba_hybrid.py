@@ -59,7 +59,7 @@ def compose_mamba(context: LayerContext) -> Mamba2:
     conv = numbers("conv1d.weight", layout.channels, 1, layout.conv).reshape(-1, layout.conv)
     if channel_scales != [1.0, 1.0, 1.0]:  # the convolution is linear: its weights can have the factors of its inputs
         shared = layout.groups * layout.state
-        parts = conv.split([layout.inner, shared, shared])
+        parts = torch.split(conv, [layout.inner, shared, shared])
         conv = torch.cat([part * factor for part, factor in zip(parts, channel_scales, strict=True)])
     weights = MambaWeights(
         conv=conv,
