@@ -172,23 +172,6 @@ def bench_gemv() -> Iterator[Row]:
             yield bandwidth(f"gemv bf16 b{batch} {name} {n}x{k}", us, size)
 
 
-def bench_fp8_rows() -> Iterator[Row]:
-    """One token and FP8 weights, in the launch shape of the table and in others that read 16 bytes at a time."""
-    shapes = [(6144, 4096), (4096, 4096), (14336, 4096), (4096, 14336)]
-    shapes += [(10240, 8192), (8192, 8192), (28672, 8192), (8192, 28672)]
-    for n, k in shapes:
-        gated = n > k and n != 6144 and n != 10240
-        label = f"fp8 rows {n}x{k}{' gated' if gated else ''}"
-        us, size = timed(n, k, 1, FP8, {"gated": gated}, None, pdl=True)
-        yield bandwidth(f"{label} as chosen", us, size)
-        for rows, warps in ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (2, 8), (4, 2), (4, 4)):
-            if gated and rows == 4:
-                continue
-            config = GemvConfig("rows", rows, warps * 512, warps, 1)
-            us, size = timed(n, k, 1, FP8, {"gated": gated}, config, pdl=True)
-            yield bandwidth(f"{label} n{rows} w{warps} x16", us, size)
-
-
 def bench_vendor() -> Iterator[Row]:
     """The vendor's product on the same weights, to see up to which batch the kernels above pay."""
     if MODE != "device":

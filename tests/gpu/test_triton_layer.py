@@ -14,21 +14,12 @@ from test_triton_gemv import make_weight
 from test_triton_rope import rope64
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels import common, gemv
 from penstock.engine.backends.cuda.kernels.gemv import linear
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import HeadLayout
 
 BF16 = torch.bfloat16
 EPS = 1e-5
-FORMS = {
-    "apart": (False, False, 2048),
-    "apart, norms folded": (False, True, 2048),
-    "dependent": (True, False, 2048),
-    "dependent, large ones too": (True, False, 1 << 30),
-    "dependent, norms folded": (True, True, 2048),
-    "dependent, norms folded, large ones too": (True, True, 1 << 30),
-}
 
 
 @dataclass
@@ -159,14 +150,10 @@ def bench_layer() -> Iterator[Row]:
             for count in (1, 8):
                 case = build([1] * count, [300] * count, heads, BF16, max_context=8192)
                 cos_sin, residual = rand(1024, heads.head_dim), rand(count, hidden, dtype=BF16)
-                for form, (pdl, folds, most) in FORMS.items():
-                    if folds and count > 1:
-                        continue
-                    gemv.FOLDS_NORM, common._MOST_OVERLAPPED = folds, most
+                for pdl in (False, True):
                     ops = TritonOps(DEVICE, pdl=pdl)
                     us = time_us(
                         [lambda o=ops, x=x, r=residual, c=case, t=cos_sin: run_layer(o, x, r, c, t) for x in layers]
                     )
-                    gemv.FOLDS_NORM, common._MOST_OVERLAPPED = False, 2048
-                    yield bandwidth(f"layer {name} {label} b{count} {form}", us, size)
+                    yield bandwidth(f"layer {name} {label} b{count}{' dependent' if pdl else ''}", us, size)
             del layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import random
@@ -30,13 +31,16 @@ from gpu_harness import (
     time_us,
 )
 from test_triton_gemv import linear64, make_weight
+from test_triton_moe import make_moe
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from penstock.engine.adapters.apply import TABLES, FusedAdaptedLinear  # noqa: E402
+from penstock.engine.adapters.experts import AdaptedExperts  # noqa: E402
 from penstock.engine.adapters.layout import AdapterLayout, Site  # noqa: E402
 from penstock.engine.adapters.peft import LoadedAdapter  # noqa: E402
+from penstock.engine.backends.cuda.experts import group  # noqa: E402
 from penstock.engine.backends.cuda.kernels import gemv  # noqa: E402
 from penstock.engine.backends.cuda.kernels.addends import Addends  # noqa: E402
 from penstock.engine.backends.cuda.kernels.norm import rms_norm  # noqa: E402
@@ -45,6 +49,7 @@ from penstock.engine.backends.cuda.linear import CudaLinear  # noqa: E402
 from penstock.engine.backends.cuda.lora import TritonLora  # noqa: E402
 from penstock.engine.backends.cuda.ops import TritonOps  # noqa: E402
 from penstock.engine.backends.reference.lora import ReferenceLora  # noqa: E402
+from penstock.engine.models.layers.experts import ExpertSlots  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
 TIE = 2e-2
@@ -256,8 +261,8 @@ def test_model_sizes() -> None:
 EXPERTS = AdapterLayout(
     (
         Site("qkv", ("q", "k", "v"), (32, 16, 16), 48),
-        Site("expert_gate_up", ("g", "u"), (40, 40), 48, of_experts=True, experts=5, layers=(False, True)),
-        Site("expert_down", ("d",), (48,), 40, of_experts=True, experts=5, layers=(False, True)),
+        Site("expert_gate_up", ("g", "u"), (40, 40), 48, further=True, experts=5, layers=(False, True)),
+        Site("expert_down", ("d",), (48,), 40, further=True, experts=5, layers=(False, True)),
     ),
     2,
     by_output=True,
@@ -283,6 +288,34 @@ def test_experts_of_adapters() -> None:
                     reference.add_visits(x.float(), want, placed, slots, experts, scale)
                     check(f"{dtype} {rows} {placed.site.attribute}", got, want, 2 * TOLERANCE[dtype])
                     check_equal("visits without adapter", got[slots < 0], y[slots < 0])
+
+
+def test_experts_all_at_once_with_adapters() -> None:
+    """As one by one: of some tokens, with weights before the experts and behind them, and experts elsewhere."""
+    sites = EXPERTS.sites
+    for early, elsewhere in ((False, False), (True, False), (False, True)):
+        ours, reference = kernels(EXPERTS, [3, 8, 20], torch.float32, 20)
+        mlp = make_moe(5, 2, sites[1].inputs, sites[1].sizes[0], torch.float32)
+        mlp = dataclasses.replace(mlp, router=dataclasses.replace(mlp.router, weight_inputs=early))
+        if elsewhere:
+            held = (4, 1, 2)
+            slots = ExpertSlots((held, (0, 3, 2)), 0, 5, DEVICE)
+            mlp = dataclasses.replace(mlp, experts=[mlp.experts[expert] for expert in held], slots=slots)
+        grouped = group(mlp)
+        assert grouped is not None
+        tokens = np.array([0, 2, -1, 1, 0, -1], np.int32)
+        x = rand(len(tokens), sites[1].inputs)
+        for kernel in (ours, reference):
+            kernel.begin(tokens)
+        places = EXPERTS.place(1, 1), EXPERTS.place(1, 2)
+        with poisoned_outputs():
+            got = AdaptedExperts(grouped, ours, *places).forward(x.clone())
+        want = AdaptedExperts(mlp, reference, *places).forward(x.clone())
+        without = grouped.forward(x.clone())
+        if MODE != "compile":
+            check(f"early {early}, elsewhere {elsewhere}", got, want, 4 * TOLERANCE[torch.float32])
+            plain = torch.from_numpy(tokens < 0).to(DEVICE)
+            check("tokens without adapter", got[plain], without[plain], 4 * TOLERANCE[torch.float32])
 
 
 def test_engine_with_adapters_of_experts() -> None:

@@ -8,10 +8,11 @@ from functools import partial
 
 import torch
 from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, check_equal, poisoned_outputs, rand, time_us
-from test_triton_moe import block_fp8, make_moe, moe64
+from test_triton_moe import block_fp8, make_moe, moe64, wide
 from torch import Tensor
+from torch.nn import functional as F
 
-from penstock.engine.backends.cuda.experts import group
+from penstock.engine.backends.cuda.experts import FusedSharedAndRouted, group, with_shared
 from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_route
 from penstock.engine.backends.cuda.kernels.moe import GroupedConfig
 from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Config, Mxfp4Matrix
@@ -39,13 +40,14 @@ def test_scores_and_routing_in_one_launch_equal_two() -> None:
             for sigmoid, biased in ((False, False), (True, True)):
                 router = rand(experts, hidden, dtype=dtype, scale=3 * hidden**-0.5)
                 bias = rand(experts, dtype=dtype) if biased else None
+                gate = rand(1, hidden, dtype=dtype, scale=hidden**-0.5) if sigmoid else None
                 correction = rand(experts, scale=0.1) if biased else None
                 choice = Choice(top_k, True, sigmoid, correction, groups, top_groups, groups > 1, 1.5)
                 zeros = counters()
                 for tokens in (1, 3) if QUICK else (1, 3, 16):
                     x = rand(tokens, hidden, dtype=dtype)
                     with poisoned_outputs():
-                        weights, chosen = moe_route.score_and_route(x, router, bias, choice, zeros)
+                        weights, chosen, gates = moe_route.score_and_route(x, router, bias, choice, zeros, shared=gate)
                     if MODE == "compile":
                         continue
                     scores = x.double() @ router.double().t()
@@ -59,6 +61,8 @@ def test_scores_and_routing_in_one_launch_equal_two() -> None:
                         f"weights {experts} {dtype}", got, want.sort(-1).values[same], 2e-2 if dtype == BF16 else 1e-4
                     )
                     check_equal("counters", zeros, torch.zeros_like(zeros))
+                    if gate is not None and gates is not None:
+                        check("gates", gates, (x.double() @ gate.double().t()).sigmoid().flatten(), 1e-2)
 
 
 def test_few_tokens_equal_one_pair_at_a_time() -> None:
@@ -99,6 +103,33 @@ def test_few_tokens_on_weights_in_fp8_tiles() -> None:
         want = grouped.apply(x, weights, chosen)
     if MODE != "compile":
         check("tiles", got, want.double(), 2e-2)
+
+
+def test_a_shared_expert_in_the_launches_of_the_others() -> None:
+    """With and without a gate of its own, wider and narrower than the others; in FP8 too."""
+    for dtype, width, gated in ((torch.float32, 80, True), (BF16, 32, False), (FP8, 80, True)):
+        mlp = make_moe(6, 2, 64, 48, dtype)
+        grouped = group(mlp)
+        assert grouped is not None
+        shared = make_moe(1, 1, 64, width, dtype).experts[0]
+        dense = BF16 if dtype == FP8 else dtype
+        gate = CudaLinear(rand(1, 64, dtype=dense), None) if gated else None
+        both = with_shared(grouped, shared, gate)
+        assert isinstance(both, FusedSharedAndRouted) and both.joined
+        for tokens in (1, 3) if QUICK else (1, 7, 16):
+            x = rand(tokens, 64, dtype=dense)
+            with poisoned_outputs():
+                got = both.forward(x)
+            if MODE == "compile":
+                continue
+            first, up = (x.double() @ wide(shared.gate_up).t()).chunk(2, -1)  # type: ignore[arg-type]
+            added = (F.silu(first) * up) @ wide(shared.down).t()  # type: ignore[arg-type]
+            if gate is not None:
+                added *= (x.double() @ gate.weight.double().t()).sigmoid()
+            weights, chosen = grouped.choose(x)
+            want = moe64(mlp, x, weights, chosen) + added
+            check(f"{tokens} tokens {dtype}", got, want, 1e-4 if dtype == torch.float32 else 3e-2)
+            check_equal("counters", grouped.counters, torch.zeros_like(grouped.counters))
 
 
 def test_scores_that_are_not_numbers_harm_no_other_token() -> None:
@@ -158,9 +189,11 @@ def _tuned(name: str, tokens: int, dense: bool, configs: list[tuple[int, ...]]) 
             steps = -(-k // 128)
             words = torch.randint(-(2**31), 2**31 - 1, (experts, steps, n, 16), dtype=torch.int32, device=DEVICE)
             exponents = torch.full((experts, steps, n), 0x78787878, dtype=torch.int32, device=DEVICE)
-            packed = Mxfp4Matrix(words, exponents, torch.ones(experts, n, device=DEVICE))
+            packed = Mxfp4Matrix(words, exponents, torch.ones(experts, n, device=DEVICE), k)
             size, call = n * k * 17 / 32, partial(moe_mxfp4.grouped_linear, x, packed, empty(experts, n, dtype=BF16))
         for shape in configs:
+            if gated and shape[-1] == 2 and len(shape) == 5 and not dense:
+                continue  # only sums are split
             config = GroupedConfig(*shape) if dense else Mxfp4Config(*shape)  # type: ignore[call-arg]
             calls = [
                 partial(
@@ -174,24 +207,22 @@ def _tuned(name: str, tokens: int, dense: bool, configs: list[tuple[int, ...]]) 
 
 
 def tune_few_mxfp4() -> Iterator[Row]:
-    shapes = ((16, 1), (32, 1), (32, 2), (64, 2), (64, 4))
-    for tokens in (1, 8):
-        yield from _tuned("gpt-oss-20b", tokens, False, [(FEW, n, w, s) for n, w in shapes for s in (3, 5)])
+    shapes = ((16, 1, 4), (16, 2, 4), (16, 2, 6), (32, 2, 4), (32, 4, 4))
+    yield from _tuned("gpt-oss-20b", 1, False, [(8, n, w, s, split) for n, w, s in shapes for split in (1, 2)])
 
 
 def tune_many_mxfp4() -> Iterator[Row]:
-    shapes = ((32, 1), (32, 2), (64, 2), (64, 4), (128, 4))
-    yield from _tuned("gpt-oss-20b", 64, False, [(16, n, w, s) for n, w in shapes for s in (2, 3, 4)])
+    shapes = ((32, 2, 4), (64, 2, 3), (64, 2, 4), (64, 4, 3), (64, 4, 4), (128, 4, 3))
+    yield from _tuned("gpt-oss-20b", 64, False, [(16, n, w, s) for n, w, s in shapes])
 
 
 def tune_few_dense() -> Iterator[Row]:
-    shapes = ((16, 128, 1), (16, 128, 2), (16, 256, 2), (32, 128, 2), (32, 128, 4), (64, 128, 4))
+    shapes = ((16, 128, 2, 4), (16, 256, 2, 4), (32, 128, 2, 4), (32, 128, 4, 4), (64, 128, 4, 4))
     for name in ("deepseek-v2-lite", "qwen3-next"):
-        for tokens in (1, 8):
-            yield from _tuned(name, tokens, True, [(FEW, n, k, w, s) for n, k, w in shapes for s in (3, 5)])
+        yield from _tuned(name, 1, True, [(FEW, *shape) for shape in shapes])
 
 
 def tune_many_dense() -> Iterator[Row]:
-    shapes = ((32, 64, 2), (32, 128, 2), (32, 128, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4))
+    shapes = ((32, 64, 2), (32, 128, 4), (64, 128, 4), (128, 64, 4))
     for name in ("deepseek-v2-lite", "qwen3-next"):
         yield from _tuned(name, 64, True, [(16, n, k, w, s) for n, k, w in shapes for s in (3, 5)])

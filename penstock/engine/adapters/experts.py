@@ -99,7 +99,7 @@ class AdaptedExperts:
 
     def apply(self, x: Tensor, weights: Tensor, chosen: Tensor, adapters: Tensor | None = None) -> Tensor:
         """`adapters`: of the rows of `x`, where these are not the step's own tokens."""
-        of = (self.adapters if adapters is None else adapters).long().repeat_interleave(chosen.shape[1])
+        of = (self.adapters if adapters is None else adapters).long().unsqueeze(1).expand_as(chosen).flatten()
         experts = chosen.flatten().long()
         if self.slots is not None:
             of = torch.where(experts < self.slots.size, of, -1)

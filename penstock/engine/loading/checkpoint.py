@@ -78,8 +78,16 @@ class GGUFCheckpoint:
 
     def refuse_others(self, possible: Collection[str]) -> None:
         """CheckpointError where the file holds a tensor that is not among `possible`, those that its model may read: it
-        changes what llama.cpp computes, and would be left out."""
-        stray = [origin.name for name, origin in self._origins.items() if name not in possible]
+        changes what llama.cpp computes, and would be left out. Layers that draft (MTP) may be there."""
+        layers = self.config["num_hidden_layers"]
+        drafting = tuple(
+            f"model.layers.{layers + further}." for further in range(self.config.get("num_nextn_predict_layers", 0))
+        )
+        stray = [
+            origin.name
+            for name, origin in self._origins.items()
+            if name not in possible and not (drafting and name.startswith(drafting))
+        ]
         if stray:
             raise CheckpointError(
                 f"{self.file.path}: a {self.config['model_type']} model has no use for {stray[0]!r}"

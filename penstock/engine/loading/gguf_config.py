@@ -67,7 +67,10 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "model_type": family.model_type,
         "architectures": [family.class_name],
         "hidden_size": hidden,
-        "intermediate_size": required("feed_forward_length"),
+        # Left out where experts are all there is.
+        "intermediate_size": key.whole("feed_forward_length", 0)
+        or key.whole("expert_feed_forward_length", 0)
+        or required("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key.whole("attention.head_count_kv", heads),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,32 +16,26 @@ import torch
 from torch import Tensor
 
 from penstock.engine.loading.gguf import Bytes, GGUFFile, RawTensor
+from penstock.engine.loading.gguf_delta import delta_origins, reordered
+from penstock.engine.loading.gguf_origin import Origin
 from penstock.engine.models.families import Family, TensorNames
+from penstock.engine.models.families.family import NEXTN_KEY
 from penstock.errors import CheckpointError
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LATENT_PARTS = ("attn_k_b", "attn_v_b")
 """Of `attn_kv_b`: instead of it, or (some writers) beside it."""
+_NEXTN = {
+    "eh_proj": "eh_proj",
+    "embed_tokens": "embed_tokens",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "shared_head_head": "shared_head.head",
+    "shared_head_norm": "shared_head.norm",
+}
+"""What layers for multi-token prediction have beside those of a layer."""
 _ROWS = frozenset({"ffn_gate_inp_shexp"})
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """How to obtain one Hugging Face tensor: the GGUF tensor and the steps to apply."""
-
-    name: str
-    heads: int = 0
-    """Not 0: rows are interleaved within this many heads."""
-    expert: int = -1
-    """Not -1: the tensor is this slice of a stack of experts."""
-    offset: float = 0.0
-    """Added to the weights."""
-    row: bool = False
-    """A matrix of one row, which is stored as a vector."""
-    values: str = ""
-    """Not empty: the matrix that makes keys and values of latents. The GGUF tensor holds its key rows, the matrix of
-    each head transposed, and this one its value rows."""
 
 
 def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[str, Origin]:
@@ -59,6 +52,16 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
         stem, _, suffix = name.rpartition(".")
         if stem in _TOP:
             found[f"{_TOP[stem]}.{suffix}"] = Origin(name, offset=offset)
+            continue
+        if family.gguf.delta_nets and (of_layer := re.match(r"blk\.(\d+)\.", name)):
+            tiled = family.gguf.delta_nets == "tiled"
+            parts = delta_origins(name, of_layer[1], file.tensors, config, tiled=tiled)
+            if parts is not None:
+                found |= {f"model.layers.{of_layer[1]}.{target}": origin for target, origin in parts.items()}
+                continue
+        further = re.fullmatch(r"blk\.(\d+)\.nextn\.(\w+)", stem)
+        if further is not None and NEXTN_KEY in family.gguf.reads and further[2] in _NEXTN:
+            found[f"model.layers.{further[1]}.{_NEXTN[further[2]]}.{suffix}"] = Origin(name, offset=offset)
             continue
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
         layer, part = (match[1], match[2]) if match else ("", "")
@@ -120,6 +123,8 @@ def raw_of(file: GGUFFile, origin: Origin) -> RawTensor:
     """The stored bytes behind a Hugging Face tensor, rows in Hugging Face order. Quantization blocks lie within
     rows, so whole rows can be moved without decoding them."""
     raw = file.raw(origin.name)
+    if origin.reordered:
+        return reordered(raw, origin)
     if origin.expert >= 0:
         rows = raw.shape[1] if len(raw.shape) == 3 else 1  # of biases one
         data = raw.data[origin.expert * rows : (origin.expert + 1) * rows]

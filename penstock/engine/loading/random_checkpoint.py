@@ -126,9 +126,13 @@ class ShapeReader(WeightReader):
         self.norms: set[str] = set()
         self.unshifted_norms: set[str] = set()
         self._fused = family_of(model.family).names.fused if fused is None else fused
+        self._other = fused is True
         self._nothing = torch.empty(0)
         self._quantize = None
         self._dtype = torch.float32
+
+    def stores(self, name: str) -> bool:
+        return self._other  # the second way, where `possible_tensors` asks for all
 
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.shapes[name] = shape

@@ -55,9 +55,11 @@ def compose_delta_net(context: LayerContext) -> GatedDeltaNet:
     read, config, at = context.read, context.config, context.prefix + MIXER
     delta, hidden = config.delta, config.hidden_size
     assert delta is not None
-    layout = DeltaLayout(delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv, delta.grouped)
+    # Qwen3-Next's GGUF files have the projections apart.
+    grouped = delta.grouped and not read.stores(f"{at}in_proj_qkv.weight")
+    layout = DeltaLayout(delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv, grouped)
     values, heads = delta.v_heads * delta.v_dim, delta.v_heads
-    if delta.grouped:
+    if grouped:
         mix, gates = {"in_proj_qkvz": layout.width}, {"in_proj_ba": 2 * heads}
     else:
         mix = {"in_proj_qkv": layout.channels, "in_proj_z": values}

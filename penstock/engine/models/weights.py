@@ -65,6 +65,10 @@ class WeightReader:
         """Whether linears are made as the checkpoint's numbers are."""
         return self._quantize is None
 
+    def stores(self, name: str) -> bool:
+        """Whether the checkpoint has that tensor, for what may be stored in one way or another."""
+        return name in self.names
+
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if name not in self.names:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}; it is incomplete or of another family")

@@ -190,7 +190,8 @@ class DraftProposer:
         return min(known, len(seq.tokens) - 1)
 
     def _note_contents(self, seq: Sequence, state: _State) -> None:
-        full = min(state.read // self.scheduler.allocator.block_size, len(seq.block_names))
+        # In a pipeline it may have been preempted while its step was under way: then it has no blocks.
+        full = min(state.read // self.scheduler.allocator.block_size, len(seq.block_names), len(seq.blocks))
         for index in range(full - 1, -1, -1):
             block = seq.base + seq.blocks[index]
             if self._contents[block] == seq.block_names[index]:

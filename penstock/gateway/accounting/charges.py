@@ -56,6 +56,10 @@ _USER_LENGTH = 256
 class OpenAccount(Protocol):
     """The charge of one request while the request runs."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether its beginning is in the ledger."""
+
     async def opened(self) -> None:
         """Returns when the charge is in the ledger; `LedgerUnavailable` when it cannot be written."""
 
@@ -93,6 +97,7 @@ class NoAccount:
     """The charge of a request where there is no ledger."""
 
     __slots__ = ()
+    begun = False
 
     async def opened(self) -> None:
         return
@@ -148,6 +153,10 @@ class Account:
 
     def open(self) -> None:
         self._opened = self._journal.open(self._charge)
+
+    @property
+    def begun(self) -> bool:
+        return self._opened is not None and self._opened.done() and self._opened.result()
 
     async def opened(self) -> None:
         """Returns when the charge is in the ledger; `LedgerUnavailable` when it cannot be written."""

@@ -69,9 +69,10 @@ async def send_stream(
     """`numbers`: of the events of a stream that can be resumed."""
     pieces = await generation.shown(settings.hold_status_s)
     generation.commit()
-    if generation.all_shown:  # its beginning and its end are written together
+    begins = account.begun  # then the first text need not wait for the ledger
+    if generation.all_shown and not begins:  # its beginning and its end are written together
         await account.ended(generation.outcome or "stop")
-    else:
+    elif not begins:
         await account.opened()
     begun = monotonic()
     await exchange.start_stream(renderer.content_type)
@@ -80,6 +81,9 @@ async def send_stream(
         while True:
             data += b"".join(map(renderer.event, pieces))
             if generation.all_shown:
+                if begins and data:  # the whole text, whose end is to be settled first
+                    await exchange.write(data if numbers is None else numbers.put(data))
+                    data = b""
                 await account.ended(generation.outcome or "stop")
                 if ended := note_limit(exchange, generation):
                     data += renderer.limit_reached(*ended)
@@ -91,7 +95,7 @@ async def send_stream(
             if numbers is not None:
                 data = numbers.put(data)
             await exchange.write(data or renderer.keep_alive)
-            data = b""
+            data, begins = b"", False
             pieces = await generation.shown(settings.keep_alive_s)
     except ApiError as error:
         await send_failure(exchange, renderer, error, metrics)

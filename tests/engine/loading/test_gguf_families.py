@@ -18,6 +18,8 @@ from tests.engine import tiny
 from tests.engine.harness import generate, greedy, make_engine
 from tests.engine.loading.gguf_files import write_gguf
 from tests.engine.loading.test_gguf_checkpoint import interleaved
+from tests.engine.speculative.forced import eager_engine
+from tests.engine.speculative.mtp_layers import write_mtp
 from tests.engine.tiny import write_checkpoint
 
 ARCHITECTURES = {
@@ -47,9 +49,18 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
+    "glm4-moe": "glm4moe",
+    "glm4-moe-groups": "glm4moe",
+    "llama4": "llama4",
 }
-ELSEWHERE = {"deepseek-v2-lite": "deepseek2", "deepseek-v3": "deepseek2"}
-"""In `test_gguf_deepseek`."""
+ELSEWHERE = {
+    "deepseek-v2-lite": "deepseek2",
+    "deepseek-v3": "deepseek2",
+    "qwen3-next": "qwen3next",
+    "qwen3.5": "qwen35",
+    "qwen3.5-moe": "qwen35moe",
+}
+"""In `test_gguf_deepseek` and `test_gguf_delta`."""
 NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -94,15 +105,31 @@ OTHER_NAMES = {
     "gpt-oss": OUT_NORMS,
     "exaone4": OUT_NORMS,
     "glm4": GLM_NAMES,
+    "glm4moe": {
+        "post_attention_layernorm": "post_attention_norm",
+        **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    },
+    "llama4": {
+        "feed_forward.router": "ffn_gate_inp",
+        **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+        **{f"feed_forward.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    },
 }
 EXPERTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
-def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None = None) -> Path:
-    """`experts`: the type in which stacks of experts are stored."""
+NEXTN = {
+    "eh_proj": "nextn.eh_proj", "enorm": "nextn.enorm", "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm", "shared_head.head": "nextn.shared_head_head",
+    "embed_tokens": "nextn.embed_tokens",
+}  # fmt: skip
+
+
+def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None = None, further: int = 0) -> Path:
+    """`experts`: the type in which stacks of experts are stored. `further`: layers for multi-token prediction."""
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    names = NAMES | OTHER_NAMES.get(arch, {})
+    names = NAMES | NEXTN | OTHER_NAMES.get(arch, {})
     tensors: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -116,11 +143,15 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem)
         assert match is not None
         layer, part = match[1], match[2]
-        if part == "mlp.experts":  # stacks, with gate and up columns in turn
+        if part in ("mlp.experts", "feed_forward.experts"):  # stacks; of gpt-oss with gate and up columns in turn
             kind = "bias" if suffix.endswith("_bias") else "weight"
             stack = tensor if kind == "bias" else tensor.swapaxes(1, 2)
-            parts = {"down": stack} if suffix.startswith("down") else {"gate": stack[:, ::2], "up": stack[:, 1::2]}
+            gate, up = (stack[:, ::2], stack[:, 1::2]) if arch == "gpt-oss" else np.split(stack, 2, axis=1)
+            parts = {"down": stack} if suffix.startswith("down") else {"gate": gate, "up": up}
             tensors |= {f"blk.{layer}.ffn_{one}_exps.{kind}": np.ascontiguousarray(t) for one, t in parts.items()}
+            continue
+        if suffix == "e_score_correction_bias":
+            tensors[f"blk.{layer}.exp_probs_b.bias"] = tensor
             continue
         if suffix == "sinks":
             tensors[f"blk.{layer}.attn_sinks.weight"] = tensor
@@ -167,7 +198,27 @@ def convert(folder: Path, arch: str, experts: gguf.GGMLQuantizationType | None =
             keys["expert_shared_feed_forward_length"] = config[width]
     if arch == "gemma2":
         keys |= {f"{part}_logit_softcapping": config[f"{part}_logit_softcapping"] for part in ("attn", "final")}
-    if arch in ("phi3", "glm4"):
+    if arch == "glm4moe":
+        keys |= {
+            "expert_count": config["n_routed_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_shared_count": config["n_shared_experts"],
+            "leading_dense_block_count": config["first_k_dense_replace"],
+            "expert_gating_func": 2,
+            "expert_weights_scale": config["routed_scaling_factor"],
+            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_group_count": config["n_group"],
+            "expert_group_used_count": config["topk_group"],
+            "nextn_predict_layers": further,
+        }
+        keys["block_count"] += further
+    if arch == "llama4":
+        keys |= {
+            "feed_forward_length": config["intermediate_size_mlp"],
+            "expert_feed_forward_length": config["intermediate_size"],
+            "interleave_moe_layer_step": config["interleave_moe_layer_step"],
+        }
+    if arch in ("phi3", "glm4", "glm4moe"):
         dim = config.get("head_dim") or config["hidden_size"] // heads
         keys["rope.dimension_count"] = int(dim * rope["partial_rotary_factor"])
     if arch.startswith("granite"):
@@ -209,9 +260,26 @@ def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, mo
     usual |= {"no_rope_layer_interval": 4, "num_hidden_layers": 4} if "no_rope_layer_interval" in overrides else {}
     usual |= {"mlp_only_layers": []} if "mlp_only_layers" in overrides else {}
     usual |= {"num_hidden_layers": 5, "layer_types": None} if "layer_types" in overrides else {}
+    usual |= {"no_rope_layers": None, "moe_layers": None, "num_hidden_layers": 5} if family == "llama4" else {}
+    usual |= {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1} if family == "llama4" else {}
+    usual |= {"interleave_moe_layer_step": 2} if family == "llama4" else {}
     usual |= {"swiglu_limit": 7.0} if "swiglu_limit" in overrides else {}
     monkeypatch.setitem(tiny.FAMILIES, family, (name, {**overrides, **usual}))
     folder = write_checkpoint(family, tmp_path)
     prompt = [23 * i % 199 for i in range(150)]
     expected = generate(make_engine(folder), greedy("a", prompt, 16))
     assert generate(make_engine(convert(folder, ARCHITECTURES[family])), greedy("a", prompt, 16)) == expected
+
+
+def test_the_drafting_layer_of_a_converted_model(tmp_path: Path) -> None:
+    """Counted with the others and named apart: it is no part of the decoder, and drafts with `speculation: mtp`."""
+    folder = write_mtp("glm4-moe", tmp_path)
+    request = greedy("a", [23 * i % 199 for i in range(40)], 12)
+    expected = generate(make_engine(folder), request)
+    further = json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers") or 1
+    file = convert(folder, "glm4moe", further=further)
+    assert generate(make_engine(file), request) == expected
+    alone, engine = (eager_engine(source, speculation="mtp") for source in (folder, file))
+    assert generate(engine, request) == generate(alone, request) == expected
+    assert engine.load_snapshot().accepted_tokens == alone.load_snapshot().accepted_tokens
+    assert engine.load_snapshot().draft_tokens > 5

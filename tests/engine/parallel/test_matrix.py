@@ -191,7 +191,7 @@ ELSEWHERE = (
     "read a checkpoint of their own",
     "not available for mixture-of-experts models on this device",
     "not available with adapters on this device",
-    "not available for models with recurrent layers",
+    "a prompt is handed over with its state",
 )
 """Rows of the documentation's table that other tests cause."""
 

@@ -17,6 +17,8 @@ from penstock.engine.request import Request, SamplingParams
 from penstock.errors import ConfigError, ReplicaLost
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
+from tests.engine.speculative.forced import Oracle
+from tests.engine.speculative.mtp_layers import write_mtp
 from tests.engine.speculative.test_same_text import any_requests, run
 from tests.engine.tiny import write_checkpoint
 
@@ -163,3 +165,34 @@ def test_what_cannot_be_is_refused_before_ranks_start(target: Path, other: Path)
         make_engine(target, tensor_parallel=2, draft_tensor_parallel=2)
     with pytest.raises(ConfigError, match="needs a draft_model"):
         make_engine(target, tensor_parallel=2, speculation="draft")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ngram", "draft", "mtp"])
+@pytest.mark.parametrize(("tensor", "pipeline", "more"), [
+    (2, 1, {}), (1, 2, {}), (2, 1, {"expert_parallel": True, "attention_parallel": "data"}),
+])  # fmt: skip
+def test_states_behind_draft_tokens_on_every_rank(
+    other: Path, tmp_path: Path, kind: str, tensor: int, pipeline: int, more: dict[str, Any]
+) -> None:
+    """A target with recurrent layers: rejected draft tokens leave no trace in any rank's states."""
+    hybrid = write_mtp("qwen3-next", tmp_path)
+    if kind == "mtp" and (more or pipeline > 1):
+        return  # refused for every model
+    requests = [greedy(f"r{n}", [i * 7 % 199 for i in range(n)] * 2, 24) for n in (3, 40, 64)]
+    expected = generate(make_engine(hybrid), *requests)
+    settings = {"speculation": kind, "num_blocks": 15, "token_budget": 64, "state_interval": 16, **more}
+    if kind == "draft":
+        settings["draft_model"] = str(other)
+    texts = {f"{name}-{turn}": tokens for name, tokens in expected.items() for turn in range(2)}
+    with threaded_engine(hybrid, tensor, pipeline, **settings) as engine:
+        assert engine.speculation is not None
+        verify_everything(engine.speculation)
+        if kind == "ngram":
+            engine.speculation.proposer = Oracle(texts, wrong=0.3, vocab_size=190)
+        for turn in range(2):
+            assert generate(
+                engine, *(replace(request, request_id=f"{request.request_id}-{turn}") for request in requests)
+            ) == {f"{name}-{turn}": tokens for name, tokens in expected.items()}
+        assert engine.load_snapshot().draft_tokens > 5
+        assert_idle(engine)

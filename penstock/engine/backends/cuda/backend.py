@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -57,8 +56,7 @@ class CudaBackend(TorchCudaBackend):
     adapters_by_output = True
 
     def _make_ops(self) -> Ops:
-        hopper = torch.cuda.get_device_capability(self.device) >= (9, 0)
-        overlap_launches(hopper and os.environ.get("PENSTOCK_OVERLAP") != "0")
+        overlap_launches(torch.cuda.get_device_capability(self.device) >= (9, 0))
         return TritonOps(self.device)
 
     def plan_weights(self, config: EngineConfig, dtype: torch.dtype, weights: Weights) -> WeightPlan:

@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
+from penstock.engine.backends.cuda.kernels.moe import SharedPart
 from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Matrix
 from penstock.engine.backends.cuda.kernels.moe_plan import FEW, FewPairs, Plan, plan
 from penstock.engine.backends.cuda.kernels.moe_route import Choice, route, score_and_route
@@ -72,6 +73,7 @@ class Stack:
         gate: Activation | None,
         route_weights: Tensor | None,
         counters: Tensor,
+        shared: SharedPart | None = None,
     ) -> Tensor:
         """See `moe.grouped_linear`."""
         return moe.grouped_linear(
@@ -86,6 +88,7 @@ class Stack:
             route_weights=route_weights,
             activation=gate or "silu",
             counters=counters,
+            shared=shared,
         )
 
     def put(self, index: int, linear: Linear) -> None:
@@ -176,14 +179,19 @@ class GroupedExpertMlp:
         weights, chosen = self.choose(x)
         if self.slots is not None:
             return self.apply(x, weights, self.slots.here(chosen))
-        if 0 < len(x) <= FEW and self.down.outputs <= 16 * _COUNTERS:
+        if self.takes_few(x):
             return self._products(x, weights, FewPairs(chosen))
         return self.apply(x, weights, chosen)
+
+    def takes_few(self, x: Tensor) -> bool:
+        """Whether the products of `x` need no order of pairs."""
+        return 0 < len(x) <= FEW and self.slots is None and self.down.outputs <= 16 * _COUNTERS
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         linear = self.router.linear
         if 0 < len(x) <= FEW and isinstance(linear, CudaLinear) and linear.scale is None:
-            return score_and_route(x, linear.weight, linear.bias, self.choice, self.counters)
+            weights, chosen, _ = score_and_route(x, linear.weight, linear.bias, self.choice, self.counters)
+            return weights, chosen
         return route(linear(x), self.choice)
 
     def apply(self, x: Tensor, weights: Tensor, chosen: Tensor, added: Additions | None = None) -> Tensor:
@@ -205,7 +213,7 @@ class GroupedExpertMlp:
         top_k, experts = chosen.shape[1], self.gate_up.experts
         schedule = plan(chosen, experts)
         order = schedule.order.clamp(0, chosen.numel() - 1).long()  # what is behind the runs was not written
-        each, late = x.repeat_interleave(top_k, 0), weights
+        each, late = x.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1), weights
         if self.router.weight_inputs:
             each, late = (each * weights.view(-1, 1)).to(x.dtype), torch.ones_like(weights)
         inner = self.gate_up.product(each[order], schedule, top_k, None, None, self.counters)
@@ -267,19 +275,67 @@ def _stack(linears: list[Linear]) -> Stack | PackedStack | None:
 
 @dataclass(frozen=True, slots=True)
 class FusedSharedAndRouted(SharedAndRouted):
-    """For few tokens the shared expert is two launches: the gate is in one, the sum with the others in the other."""
+    """For few tokens the shared expert is computed in the launches of the others, or in two of its own: the gate is in
+    one, the sum with the others in the other."""
+
+    joined: bool = False
+    """Whether it is in the form of the others, so that it can be computed in their launches."""
 
     def forward(self, x: Tensor) -> Tensor:
+        routed: Any = self.routed
+        if self.joined and isinstance(routed, GroupedExpertMlp) and routed.takes_few(x):
+            return self._together(x, routed)
+        if x.shape[0] > MAX_BATCH or self.gate is not None:
+            return SharedAndRouted.forward(self, x)
         gate_up: Any = self.shared.gate_up
         down: Any = self.shared.down
-        if x.shape[0] > MAX_BATCH:
-            return SharedAndRouted.forward(self, x)
-        routed = self.routed.forward(x)
-        out: Tensor = down.fused(gate_up.fused(x, gated=True), residual=routed)
+        out: Tensor = down.fused(gate_up.fused(x, gated=True), residual=routed.forward(x))
         return out
+
+    def _together(self, x: Tensor, routed: GroupedExpertMlp) -> Tensor:
+        gate_up: Any = self.shared.gate_up
+        down: Any = self.shared.down
+        router: Any = routed.router.linear
+        gate: Any = self.gate
+        assert isinstance(routed.gate_up, Stack) and isinstance(routed.down, Stack)
+        weights, chosen, gates = score_and_route(
+            x, router.weight, router.bias, routed.choice, routed.counters, shared=None if gate is None else gate.weight
+        )
+        top_k, early, schedule = weights.shape[1], routed.router.weight_inputs, FewPairs(chosen)
+        rows = torch.empty((len(x), down.weight.shape[1]), dtype=x.dtype, device=x.device)
+        inner = routed.gate_up.product(
+            x, schedule, top_k, routed.activation, weights if early else None, routed.counters,
+            SharedPart(gate_up.weight, gate_up.scale, rows, None),
+        )  # fmt: skip
+        return routed.down.product(
+            inner, schedule, top_k, None, None if early else weights, routed.counters,
+            SharedPart(down.weight, down.scale, rows, gates),
+        )  # fmt: skip
 
 
 def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
     """See `LayerFactory`."""
-    fuses = gate is None and shared.activation == "silu" and all(isinstance(one, CudaLinear) for one in shared.linears)
-    return (FusedSharedAndRouted if fuses else SharedAndRouted)(routed, shared, gate)
+    if not all(isinstance(one, CudaLinear) for one in shared.linears) or shared.activation != "silu":
+        return SharedAndRouted(routed, shared, gate)
+    joined = isinstance(routed, GroupedExpertMlp) and _can_join(routed, shared, gate)
+    if gate is not None and not joined:
+        return SharedAndRouted(routed, shared, gate)
+    return FusedSharedAndRouted(routed, shared, gate, joined)
+
+
+def _can_join(routed: GroupedExpertMlp, shared: GatedMlp, gate: Linear | None) -> bool:
+    def dense(linear: Linear | None) -> bool:
+        return isinstance(linear, CudaLinear) and linear.scale is None
+
+    def alike(stack: Stack | PackedStack, linear: Any) -> bool:
+        return (
+            isinstance(stack, Stack)
+            and stack.tile is None
+            and linear.bias is None
+            and linear.weight.dtype == stack.weight.dtype
+            and (linear.scale is None) == (stack.scale is None)
+        )
+
+    gated = gate is None or (dense(gate) and getattr(gate, "bias", None) is None)
+    both = alike(routed.gate_up, shared.gate_up) and alike(routed.down, shared.down)
+    return gated and both and dense(routed.router.linear) and routed.activation == shared.activation

@@ -19,7 +19,7 @@ from penstock.engine.backends.cuda.kernels import activation, gemv, stream
 from penstock.engine.backends.cuda.kernels.inline_lora import InlineLora
 from penstock.engine.backends.interface import FP8, FP8_MAX
 
-_STREAMS = os.environ.get("PENSTOCK_STREAM") == "1"
+_STREAMS = os.environ.get("PENSTOCK_TRIAL") == "1"
 
 
 @dataclass(frozen=True, slots=True)

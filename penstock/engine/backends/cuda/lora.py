@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -213,7 +214,7 @@ class TritonLora:
         splits, entries = sums.shape[:2]
         tile_tokens, tile_ranks, _ = self._tiled(step)
         where = (step.slots, tile_ranks[placed.index], tile_tokens)
-        common = {
+        common: dict[str, Any] = {
             "K": inputs,
             "PARTS": parts,
             "R": self._rank,
@@ -236,7 +237,7 @@ class TritonLora:
             num_warps=4,
             num_stages=5 if step.block == _FEW else 3,
             pdl=self.pdl,
-            in_order=True,
+            branches=True,
             **common,
         )
         block_n = 256 if outputs > 8192 else 128
@@ -260,7 +261,6 @@ class TritonLora:
             num_warps=4,
             num_stages=2,
             pdl=self.pdl,
-            in_order=True,
             **common,
         )
 

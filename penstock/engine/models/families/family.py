@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 HFConfig = Mapping[str, Any]
 """The keys of a `config.json`."""
+NEXTN_KEY = "nextn_predict_layers"
+"""Of GGUF files: how many of their layers are for multi-token prediction, behind the others."""
 MOST_LAYERS = 10_000
 """More than any model has; a damaged file must not fill memory with layers."""
 SILU = ("silu", "swish")
@@ -59,6 +61,7 @@ class ConfigFields(TypedDict, total=False):
     logit_softcap: float | None
     mamba: MambaConfig
     mlp_bias: bool
+    mlp_scales: tuple[float, float]
     moe: MoeConfig | None
     num_kv_heads: int
     output_bias: bool
@@ -131,6 +134,9 @@ class GGUFFormat:
     """The keys that `config` reads, and that other families may have only at values that say nothing."""
     epsilon: str = "attention.layer_norm_rms_epsilon"
     """The key of the epsilon of all norms."""
+    delta_nets: Literal["", "grouped", "tiled"] = ""
+    """Order of the value heads of gated delta nets, where a family has them: those of a key head together, or in tiled
+    order; see `loading.gguf_delta`."""
     windowed: bool = True
     """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)

@@ -3,6 +3,7 @@ rotary embedding, one expert of many beside a shared one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.models.families.family import (
@@ -10,6 +11,7 @@ from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     flag,
     integer,
@@ -17,6 +19,7 @@ from penstock.engine.models.families.family import (
     number,
     windows_by_type,
 )
+from penstock.engine.models.families.sigmoid_experts import require_sigmoid
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import MoeConfig, QueryGrowth
 from penstock.engine.models.rope import read_rope
@@ -27,6 +30,14 @@ _KEYS = frozenset({
     "interleave_moe_layer_step", "intermediate_size_mlp", "moe_layers", "no_rope_layer_interval", "no_rope_layers",
     "num_experts_per_tok", "num_local_experts", "use_qk_norm",
 })  # fmt: skip
+
+
+_GGUF = frozenset({
+    "expert_count", "expert_feed_forward_length", "expert_gating_func", "expert_used_count",
+    "interleave_moe_layer_step",
+})  # fmt: skip
+_WITHOUT_NORMS = 128
+"""Experts of the model whose queries and keys are not normalized."""
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
@@ -105,6 +116,31 @@ def _with_experts(raw: HFConfig, layers: int) -> tuple[bool, ...]:
     return tuple(index in given for index in range(layers))
 
 
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    """Files say little: chunks, attention temperature and the layers without rotary embedding are those of published
+    models, unless a window of 0 says that all layers see everything; Maverick, known by its 128 experts, has no norms
+    of queries and keys."""
+    require_sigmoid(keys)
+    layers, experts = config["num_hidden_layers"], keys.whole("expert_count", 0)
+    more: dict[str, Any] = {}
+    if keys.metadata.get(f"{keys.architecture}.attention.sliding_window") is not None:
+        if config["sliding_window"] is not None:
+            raise CheckpointError(
+                f"{keys.architecture}.attention.sliding_window is {config['sliding_window']}; supported: 0, or none"
+            )
+        more = {"no_rope_layers": [1] * layers, "layer_types": ["full_attention"] * layers}
+        more["attn_temperature_tuning"] = False
+    return {
+        "intermediate_size_mlp": config["intermediate_size"],
+        "intermediate_size": keys.whole("expert_feed_forward_length", 0),
+        "interleave_moe_layer_step": keys.whole("interleave_moe_layer_step", 0),
+        "num_local_experts": experts,
+        "num_experts_per_tok": keys.whole("expert_used_count", 0),
+        "use_qk_norm": experts != _WITHOUT_NORMS,
+        **more,
+    }
+
+
 LLAMA4 = Family(
     model_type="llama4_text",
     class_name="Llama4ForCausalLM",
@@ -118,6 +154,15 @@ LLAMA4 = Family(
         shared_expert="shared_expert.",
         stacked_experts=True,
     ),
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("llama4",),
+        config=_from_gguf,
+        reads=_GGUF,
+        tensors={
+            "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+            "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+            "ffn_down_shexp": "feed_forward.shared_expert.down_proj",
+        },
+    ),
     multimodal_type="llama4",
 )

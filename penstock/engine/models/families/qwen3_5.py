@@ -3,11 +3,18 @@ layers. Of models that also take images, the decoder."""
 
 from __future__ import annotations
 
-from penstock.engine.models.families.family import ConfigFields, Family, GGUFFormat, HFConfig, layer_count
+from typing import Any
+
+from penstock.engine.models.families.family import ConfigFields, Family, GGUFFormat, GGUFKeys, HFConfig, layer_count
 from penstock.engine.models.families.qwen3_next import (
+    GGUF_EXPERTS,
+    GGUF_READS,
+    GGUF_TENSORS,
     HYBRID_READS,
+    experts_from_gguf,
     hybrid_architecture,
     hybrid_fields,
+    hybrid_from_gguf,
     shared_moe,
 )
 from penstock.engine.models.families.tensor_names import TensorNames
@@ -27,6 +34,14 @@ def _moe_fields(raw: HFConfig) -> ConfigFields:
     return {**_fields(raw), "moe": shared_moe(raw, (True,) * layer_count(raw), normalize=True)}
 
 
+def _moe_from_gguf(key: GGUFKeys, config: HFConfig) -> dict[str, Any]:
+    return hybrid_from_gguf(key, config) | experts_from_gguf(key)
+
+
+AXES = frozenset({"rope.dimension_sections"})
+"""Of positions in images; those of text are all the same."""
+
+
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
     class_name="Qwen3_5ForCausalLM",
@@ -34,7 +49,15 @@ QWEN3_5 = Family(
     reads=HYBRID_READS,
     norm_offset=1.0,
     names=NAMES,
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("qwen35",),
+        config=hybrid_from_gguf,
+        reads=GGUF_READS | AXES,
+        whole_head_rotated=False,
+        windowed=False,
+        delta_nets="tiled",
+        tensors=GGUF_TENSORS,
+    ),
     multimodal_type="qwen3_5",
     architecture=hybrid_architecture,
 )
@@ -47,7 +70,15 @@ QWEN3_5_MOE = Family(
     | {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"},
     norm_offset=1.0,
     names=NAMES,
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("qwen35moe",),
+        config=_moe_from_gguf,
+        reads=GGUF_READS | GGUF_EXPERTS | AXES,
+        whole_head_rotated=False,
+        windowed=False,
+        delta_nets="tiled",
+        tensors=GGUF_TENSORS,
+    ),
     multimodal_type="qwen3_5_moe",
     architecture=hybrid_architecture,
 )

@@ -8,6 +8,7 @@ from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     flag,
     integer,
@@ -98,6 +99,54 @@ def _fields(raw: HFConfig) -> ConfigFields:
     return fields
 
 
+GGUF_READS = frozenset({
+    "full_attention_interval", "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size",
+    "ssm.time_step_rank",
+})  # fmt: skip
+GGUF_EXPERTS = frozenset({
+    "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
+})  # fmt: skip
+GGUF_TENSORS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+
+
+def hybrid_from_gguf(key: GGUFKeys, config: HFConfig) -> dict[str, Any]:
+    """What delta nets are made of."""
+    values, inner = key.whole("ssm.time_step_rank", 0), key.whole("ssm.inner_size", 0)
+    if not values or inner % values:
+        raise CheckpointError(
+            f"GGUF key {key.architecture}.ssm.inner_size: {inner} is not a size of {values} heads (ssm.time_step_rank)"
+        )
+    return {
+        "full_attention_interval": key.whole("full_attention_interval", _INTERVAL),
+        "linear_conv_kernel_dim": key.whole("ssm.conv_kernel", 0),
+        "linear_num_key_heads": key.whole("ssm.group_count", 0),
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": key.whole("ssm.state_size", 0),
+        "linear_value_head_dim": inner // values,
+        "partial_rotary_factor": config.get("partial_rotary_factor", 1.0),  # a file says what it rotates, or all
+    }
+
+
+def experts_from_gguf(key: GGUFKeys) -> dict[str, Any]:
+    return {
+        "num_experts": key.whole("expert_count", 0),
+        "num_experts_per_tok": key.whole("expert_used_count", 0),
+        "moe_intermediate_size": key.whole("expert_feed_forward_length", 0),
+        "shared_expert_intermediate_size": key.whole("expert_shared_feed_forward_length", 0),
+    }
+
+
+def _from_gguf(key: GGUFKeys, config: HFConfig) -> dict[str, Any]:
+    experts = {**experts_from_gguf(key), "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return hybrid_from_gguf(key, config) | experts
+
+
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     class_name="Qwen3NextForCausalLM",
@@ -113,7 +162,17 @@ QWEN3_NEXT = Family(
         "norm_topk_prob",
     },
     norm_offset=1.0,
-    names=TensorNames(recurrent=("in_proj_qkvz", "out_proj"), shared_expert="shared_expert."),
-    gguf=GGUFFormat(architectures=()),
+    names=TensorNames(
+        recurrent=("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj"), shared_expert="shared_expert."
+    ),
+    gguf=GGUFFormat(
+        architectures=("qwen3next",),
+        config=_from_gguf,
+        reads=GGUF_READS | GGUF_EXPERTS,
+        whole_head_rotated=False,
+        windowed=False,
+        delta_nets="grouped",
+        tensors=GGUF_TENSORS,
+    ),
     architecture=hybrid_architecture,
 )

@@ -16,7 +16,6 @@ from penstock.engine.backends.cuda.kernels.common import (
     ceil_div,
     launch,
     launch_successor,
-    next_power_of_2,
     wait_for_inputs,
 )
 
@@ -68,7 +67,7 @@ def linear(
     x: Tensor, weight: Tensor, scale: Tensor, tile: tuple[int, int], bias: Tensor | None = None, *, pdl: bool = False
 ) -> Tensor:
     """`x` [T, in] times the transpose of e4m3 `weight` [out, in], of which `tile` outputs and inputs share a float32
-    `scale` [out / tile, in / tile]. Tiles divide the weight, and have at least 16 inputs."""
+    `scale` [out / tile, in / tile]. Tiles divide the weight, and have a multiple of 16 inputs."""
     batch, k = x.shape
     n = weight.shape[0]
     out = torch.empty((batch, n), dtype=x.dtype, device=x.device)
@@ -93,7 +92,7 @@ def linear(
         COLUMNS=tile[1],
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=min(32 if wide else 128 if block_m <= 32 else 64, tile[1], next_power_of_2(k)),
+        BLOCK_K=min(32 if wide else 128 if block_m <= 32 else 64, tile[1] & -tile[1]),
         BIASED=bias is not None,
         PRECISION="ieee" if wide else "tf32",
         num_warps=8 if block_m == 128 else 4,

@@ -10,7 +10,6 @@ overtakes.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -116,8 +115,10 @@ def widen(x: tl.tensor, like: tl.tensor) -> tl.tensor:
     return x.to(like.dtype)
 
 
-_MOST_OVERLAPPED = 2048
-"""Waiting costs each program a little: beyond this many a launch gains less by starting early than it pays."""
+MOST_OVERLAPPED = 2048
+"""Waiting costs each program a little: of a grid that depends on the weights alone and is larger than this, starting
+early gains less than it pays. Other grids must not decide by their size: a kernel would have two forms, of which only
+one is built in advance."""
 _building: ContextVar[bool] = ContextVar("building", default=False)
 _overlapping = False
 """Whether kernels start early in this process, asked for or not."""
@@ -134,15 +135,25 @@ def is_building() -> bool:
     return _building.get()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool, in_order: int = False, **options: Any) -> None:
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    pdl: bool,
+    in_order: int = False,
+    branches: int = False,
+    **options: Any,
+) -> None:
     """Run `kernel` on the current stream, or only build it inside `building_kernels`. `in_order`: neither does it start
     early, nor what follows: for kernels that do not wait for their inputs, whose results are read without a wait, or
-    that lie where streams meet."""
-    early = (pdl or _overlapping) and not in_order and math.prod(grid) <= _MOST_OVERLAPPED
+    that lie where streams meet. `branches`: it is the first on a stream that leaves another; what follows may start
+    early, it may not."""
+    early = (pdl or _overlapping) and not in_order
+    options |= {"PDL": early, "launch_pdl": early and not branches}
     if _building.get():
-        kernel.warmup(*args, grid=grid, PDL=early, launch_pdl=early, **options)
+        kernel.warmup(*args, grid=grid, **options)
     else:
-        kernel[grid](*args, PDL=early, launch_pdl=early, **options)
+        kernel[grid](*args, **options)
 
 
 @contextmanager

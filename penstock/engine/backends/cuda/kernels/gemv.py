@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.engine.backends.cuda.kernels import common
 from penstock.engine.backends.cuda.kernels.activation import silu_mul, to_half
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, launch_successor, wait_for_inputs
 from penstock.engine.backends.cuda.kernels.epilogue import epilogue
@@ -41,7 +42,7 @@ from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink
 
 MAX_BATCH = 8
 """Above this cuBLAS is the better choice."""
-FOLDS_NORM = os.environ.get("PENSTOCK_FOLD_NORM") == "1"
+FOLDS_NORM = os.environ.get("PENSTOCK_TRIAL") == "1"
 
 
 @triton.jit
@@ -383,6 +384,7 @@ def linear(
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
             pdl=pdl,
+            in_order=shrinks + programs > common.MOST_OVERLAPPED,
         )
     else:
         launch(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
 from penstock.engine.backends.cuda.kernels.common import next_power_of_2
+
+TRIAL = os.environ.get("PENSTOCK_TRIAL") == "1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,9 @@ def choose(n: int, k: int, batch: int, weight_size: int, gated: bool, adapted: b
 
 def _choose_rows(n: int, k: int, weight_size: int, gated: bool, adapted: bool) -> GemvConfig:
     fit = max(1, next_power_of_2(k) // 256)
+    if weight_size == 1 and TRIAL:
+        warps = max(1, min(4, fit // 2))
+        return GemvConfig("rows", 2, warps * 512, warps, 1)
     if weight_size == 1:
         # Loads are half as wide, so more rows make up for it; small weights want more programs instead.
         warps, rows = (4, 2) if n * k < 8 << 20 else (2, 2) if k > 8192 else (2, 4)

@@ -198,7 +198,7 @@ def choose(sequences: int, layout: LatentLayout, element_size: int, processors: 
     programs = sequences * ceil_div(layout.heads, tile)
     splits = min(MOST_SHARES, next_power_of_2(ceil_div(2 * processors, programs)))
     load = programs / processors
-    shortest = 64 if load < 0.2 else 256 if load < 1.2 else 1024
+    shortest = 32 if load < 0.2 else 256 if load < 1.2 else 1024
     return LatentConfig(tile, block_n, num_warps, num_stages, splits, shortest // block_n)
 
 

@@ -65,7 +65,8 @@ def attend(
         inside = n < end if MASKED else n >= 0
         block = tl.load(table + n // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + n % BLOCK_SIZE
-        at = cache_ptr + (slot * CACHED)[:, None]
+        # Not slot * CACHED: Triton would take every row to be aligned as the first of its block is.
+        at = cache_ptr + (block * (BLOCK_SIZE * CACHED) + n % BLOCK_SIZE * CACHED)[:, None]
         if MASKED:
             k = tl.load(at + r[None, :], mask=inside[:, None] & (r < LATENT)[None, :], other=0.0)
             k_turned = tl.load(at + LATENT + e[None, :], mask=inside[:, None] & (e < ROTARY)[None, :], other=0.0)

@@ -46,26 +46,37 @@ class GroupedConfig:
     num_stages: int
 
 
-@triton.jit(do_not_specialize=["tiles"])
-def _grouped_kernel(
+@dataclass(frozen=True, slots=True)
+class SharedPart:
+    """An expert that every token visits, beside those of `FewPairs`; weights of the same form."""
+
+    weight: Tensor
+    """Of a gated product [2 * width, K], of another [N, width]."""
+    scale: Tensor | None
+    """float32, one per row of an e4m3 weight."""
+    rows: Tensor
+    """[T, width]: what the gated product writes, and the other reads."""
+    gate: Tensor | None
+    """float32 [T]: what its outputs are multiplied by."""
+
+    @property
+    def width(self) -> int:
+        return self.rows.shape[1]
+
+
+@triton.jit
+def _outputs(
     x_ptr: tl.tensor,
+    source: tl.tensor,
+    in_m: tl.tensor,
+    route: tl.tensor,
     weight_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     bias_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    route_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    counter_ptr: tl.tensor,
-    tiles: tl.tensor,
+    first: tl.tensor,
+    n: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    EXPERT_BLOCK: tl.constexpr,
-    PAIR_BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -79,27 +90,12 @@ def _grouped_kernel(
     TILE_COLUMNS: tl.constexpr,
     BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    tile, block = place_of(tl.program_id(0), tiles, COLUMNS, GROUP)
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    launch_successor(PDL)
-    wait_for_inputs(PDL)
-    if PAIR_BLOCK > 0:
-        present, expert, m, in_m, pair, here = few_tile(order_ptr, tile, tiles, EXPERTS, PAIR_BLOCK, BLOCK_M)
-    else:
-        present, expert, m, in_m, pair = planned_tile(order_ptr, starts_ptr, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
-    if not present:
-        return
-    source = pair // TOP_K if GATED else m
+) -> tl.tensor:
+    """Rows `source` of x times the rows `n` of a matrix whose first is row `first`; gated, weighted on the inputs."""
     k = tl.arange(0, BLOCK_K)
     rows = x_ptr + source.to(tl.int64)[:, None] * K + k[None, :]
-    if WEIGHTED:
-        route = tl.load(route_ptr + pair, mask=in_m, other=0.0)
-    WIDE: tl.constexpr = 2 * N if GATED else N
     # Columns past the end read the last row of weights: their sums are not stored.
-    at = expert.to(tl.int64) * WIDE + tl.minimum(n, N - 1)
+    at = first + tl.minimum(n, N - 1)
     weights = weight_ptr + at[:, None] * K + k[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -142,10 +138,102 @@ def _grouped_kernel(
             up += tl.load(bias_ptr + at + N).to(tl.float32)[None, :]
     if GATED:
         acc = gated(acc, up, GATE, ALPHA, LIMIT)
-    elif WEIGHTED:
+    return acc
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _grouped_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    starts_ptr: tl.tensor,
+    route_ptr: tl.tensor,
+    sums_ptr: tl.tensor,
+    counter_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    shared_scale_ptr: tl.tensor,
+    shared_rows_ptr: tl.tensor,
+    shared_gate_ptr: tl.tensor,
+    tiles: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SCALED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    BIASED: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_GATE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """`SHARED`: the width of the shared expert, or 0."""
+    COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0)
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    if SHARED > 0:
+        # The first programs are those of the shared expert.
+        FIRST: tl.constexpr = (SHARED + BLOCK_N - 1) // BLOCK_N if GATED else COLUMNS
+        if pid < FIRST:
+            t = tl.arange(0, BLOCK_M)
+            tokens = tiles // TOP_K
+            columns = pid * BLOCK_N + tl.arange(0, BLOCK_N)
+            if GATED:
+                y = _outputs(
+                    x_ptr, t, t < tokens, t, shared_ptr, shared_scale_ptr, bias_ptr, 0, columns, SHARED, K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, True, False, GATE, ALPHA, LIMIT, SCALED, 0, 0, False, PRECISION,
+                )  # fmt: skip
+                at = shared_rows_ptr + t[:, None] * SHARED + columns[None, :]
+                tl.store(at, y.to(x_ptr.dtype.element_ty), mask=(t < tokens)[:, None] & (columns < SHARED)[None, :])
+            else:
+                y = _outputs(
+                    shared_rows_ptr, t, t < tokens, t, shared_ptr, shared_scale_ptr, bias_ptr, 0, columns, N, SHARED,
+                    BLOCK_M, BLOCK_N, BLOCK_K, False, False, GATE, ALPHA, LIMIT, SCALED, 0, 0, False, PRECISION,
+                )  # fmt: skip
+                if SHARED_GATE:
+                    y *= tl.load(shared_gate_ptr + t, mask=t < tokens, other=0.0)[:, None]
+                add_up(
+                    y, tiles + t, t < tokens, columns, pid, tokens, tiles, sums_ptr, counter_ptr, out_ptr,
+                    N, TOP_K, BLOCK_M, True,
+                )  # fmt: skip
+            return
+        pid -= FIRST
+    tile, block = place_of(pid, tiles, COLUMNS, GROUP)
+    if PAIR_BLOCK > 0:
+        present, expert, m, in_m, pair, here = few_tile(order_ptr, tile, tiles, EXPERTS, PAIR_BLOCK, BLOCK_M)
+    else:
+        present, expert, m, in_m, pair = planned_tile(order_ptr, starts_ptr, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
+    if not present:
+        return
+    route = m
+    if WEIGHTED:
+        route = tl.load(route_ptr + pair, mask=in_m, other=0.0)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = _outputs(
+        x_ptr, pair // TOP_K if GATED else m, in_m, route, weight_ptr, scale_ptr, bias_ptr,
+        expert.to(tl.int64) * (2 * N if GATED else N), n, N, K, BLOCK_M, BLOCK_N, BLOCK_K,
+        GATED, WEIGHTED, GATE, ALPHA, LIMIT, SCALED, TILE_ROWS, TILE_COLUMNS, BIASED, PRECISION,
+    )  # fmt: skip
+    if WEIGHTED and not GATED:
         acc *= route[:, None]
     if PAIR_BLOCK > 0 and not GATED:
-        add_up(acc, pair, in_m, n, block, here, tiles, sums_ptr, counter_ptr, out_ptr, N, TOP_K, BLOCK_M)
+        add_up(acc, pair, in_m, n, block, here, tiles, sums_ptr, counter_ptr, out_ptr, N, TOP_K, BLOCK_M, SHARED > 0)
     else:
         out = out_ptr + (m if GATED else pair).to(tl.int64)[:, None] * N + n[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & (n < N)[None, :])
@@ -208,6 +296,7 @@ def grouped_linear(
     route_weights: Tensor | None = None,
     activation: Activation = "silu",
     counters: Tensor | None = None,
+    shared: SharedPart | None = None,
     config: GroupedConfig | None = None,
     pdl: bool = False,
 ) -> Tensor:
@@ -219,6 +308,7 @@ def grouped_linear(
     `route_weights` (float32 [T, top_k]) meet the inputs of a gated product and the outputs of another.
     `weight_scale`: float32, one per row of an e4m3 weight, or, with `scale_tile`, one for every so many rows and
     inputs: [experts, rows / tile, K / tile]. `bias`: one per row of `weight`, added before gate and route weights.
+    `shared`: with `FewPairs`, computed in the same launch and part of the sums.
     """
     experts, wide, depth = weight.shape
     n, pairs = wide // 2 if gated else wide, schedule.pairs
@@ -229,9 +319,14 @@ def grouped_linear(
         return out
     shape = config or choose(pairs, experts, gated, x.element_size(), few)
     tiles = schedule.tiles(shape.block_m)
+    programs = tiles * ceil_div(n, shape.block_n)
+    rows = pairs
+    if shared is not None:
+        programs += ceil_div(shared.width if gated else n, shape.block_n)
+        rows += pairs // top_k
     launch(
         _grouped_kernel,
-        (tiles * ceil_div(n, shape.block_n),),
+        (programs,),
         x,
         weight,
         x if weight_scale is None else weight_scale,
@@ -239,8 +334,9 @@ def grouped_linear(
         out,
         *schedule.pointers,
         x if route_weights is None else route_weights,
-        torch.empty((pairs, n), dtype=torch.float32, device=x.device) if summed else x,
+        torch.empty((rows, n), dtype=torch.float32, device=x.device) if summed else x,
         x if counters is None else counters,
+        *((x, x, x, x) if shared is None else _pointers(shared)),
         tiles,
         N=n,
         K=depth,
@@ -261,12 +357,24 @@ def grouped_linear(
         TILE_ROWS=0 if scale_tile is None else scale_tile[0],
         TILE_COLUMNS=0 if scale_tile is None else scale_tile[1],
         BIASED=bias is not None,
+        SHARED=0 if shared is None else shared.width,
+        SHARED_GATE=shared is not None and shared.gate is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         pdl=pdl,
     )
     return out
+
+
+def _pointers(shared: SharedPart) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = shared.rows
+    return (
+        shared.weight,
+        rows if shared.scale is None else shared.scale,
+        rows,
+        rows if shared.gate is None else shared.gate,
+    )
 
 
 def combine(pairs: Tensor, top_k: int, *, chosen: Tensor | None = None, experts: int = 0, pdl: bool = False) -> Tensor:

@@ -59,6 +59,8 @@ class Mxfp4Config:
     block_n: int
     num_warps: int
     num_stages: int
+    split: int = 1
+    """Programs that share the inputs of a row; where the last program adds up the pairs, it adds up their parts too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,12 @@ class Mxfp4Matrix:
     """int32 [steps, out]: of the four groups of a step, the first in the lowest byte; see `_TOP`."""
     scale: Tensor
     """float32 [out]: the largest power of two of a row."""
+    inputs: int
 
     @property
     def nbytes(self) -> int:
-        return 4 * (self.words.numel() + self.exponents.numel() + self.scale.numel())
+        """Of the weights and their powers; neither what is past the last input nor `scale`."""
+        return self.scale.numel() * self.inputs * 17 // 32
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +104,7 @@ def pack(weight: Mxfp4) -> Mxfp4Matrix:
     shifts = torch.arange(0, 32, 8, device=powers.device, dtype=torch.int32)
     exponents = (powers << shifts).sum(-1, dtype=torch.int32)
     scale = torch.ldexp(torch.ones_like(top, dtype=torch.float32), top - 127).view(out)
-    return Mxfp4Matrix((halves[0] | halves[1] << 16).contiguous(), exponents.T.contiguous(), scale)
+    return Mxfp4Matrix((halves[0] | halves[1] << 16).contiguous(), exponents.T.contiguous(), scale, inputs)
 
 
 def _half(codes: Tensor) -> Tensor:
@@ -112,7 +116,7 @@ def _half(codes: Tensor) -> Tensor:
 
 def stacked(matrices: list[Mxfp4Matrix]) -> Mxfp4Matrix:
     words, exponents, scale = (torch.stack(parts) for parts in zip(*(m.tensors for m in matrices), strict=True))
-    return Mxfp4Matrix(words, exponents, scale)
+    return Mxfp4Matrix(words, exponents, scale, matrices[0].inputs)
 
 
 # Two words, and two rows' multipliers of each of the four groups, twice in each. What is in both halves of a register
@@ -220,6 +224,7 @@ def _mxfp4_kernel(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     GATED: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -231,8 +236,13 @@ def _mxfp4_kernel(
     PDL: tl.constexpr,
 ) -> None:
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    tile, block = place_of(tl.program_id(0), tiles, COLUMNS, GROUP)
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    WIDE: tl.constexpr = 2 * N if GATED else N
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    STEPS: tl.constexpr = (K + 127) // 128
+    SHARE: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
+    pid = tl.program_id(0)
+    share = pid % SPLIT
+    tile, block = place_of(pid // SPLIT, tiles, COLUMNS, GROUP)
     launch_successor(PDL)
     wait_for_inputs(PDL)
     if PAIR_BLOCK > 0:
@@ -243,66 +253,60 @@ def _mxfp4_kernel(
         return
     source = pair // TOP_K if GATED else m
     j = tl.arange(0, 16)
-    rows = x_ptr + source.to(tl.int64)[:, None] * K + j[None, :]
+    x_rows = x_ptr + source.to(tl.int64)[:, None] * K + j[None, :]
     if WEIGHTED:
         route = tl.load(route_ptr + pair, mask=in_m, other=0.0)
-    WIDE: tl.constexpr = 2 * N if GATED else N
-    STEPS: tl.constexpr = (K + 127) // 128
-    # Rows past the end read the last one: their sums are not stored.
-    row = tl.minimum(n, N - 1)
+    # Gate rows, then up rows. Those past the end read the last one: their sums are not stored.
+    r = tl.arange(0, ROWS)
+    row = tl.minimum(block * BLOCK_N + r % BLOCK_N, N - 1) + r // BLOCK_N * N
     words = weight_ptr + expert.to(tl.int64) * (STEPS * WIDE * 16) + row[:, None] * 16 + j[None, :]
     exponents = exponent_ptr + expert.to(tl.int64) * (STEPS * WIDE) + row
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
+    acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    for step in tl.range(share * SHARE, tl.minimum(share * SHARE + SHARE, STEPS), num_stages=STAGES):
         parts = _weights(tl.load(words + step * (WIDE * 16)), tl.load(exponents + step * WIDE), x_ptr.dtype.element_ty)
-        if GATED:
-            up_parts = _weights(
-                tl.load(words + step * (WIDE * 16) + N * 16),
-                tl.load(exponents + step * WIDE + N),
-                x_ptr.dtype.element_ty,
-            )
         for i in tl.static_range(8):
             mask = in_m[:, None] | (BLOCK_M > 16)
             if K % 128 != 0:
                 mask = mask & (step * 128 + i * 16 < K)
-            x = tl.load(rows + step * 128 + i * 16, mask=mask, other=0.0)
+            x = tl.load(x_rows + step * 128 + i * 16, mask=mask, other=0.0)
             if WEIGHTED and GATED:
                 x = (x.to(tl.float32) * route[:, None]).to(x.dtype)
             acc = tl.dot(parts[i], tl.trans(x), acc, input_precision=PRECISION)
-            if GATED:
-                up = tl.dot(up_parts[i], tl.trans(x), up, input_precision=PRECISION)
-    at = expert * WIDE + row
-    acc *= tl.load(scale_ptr + at)[:, None]
-    if GATED:
-        up *= tl.load(scale_ptr + at + N)[:, None]
+    acc *= tl.load(scale_ptr + expert * WIDE + row)[:, None]
     if BIASED:
-        acc += tl.load(bias_ptr + at).to(tl.float32)[:, None]
-        if GATED:
-            up += tl.load(bias_ptr + at + N).to(tl.float32)[:, None]
+        bias = tl.load(bias_ptr + expert * WIDE + row).to(tl.float32)
+        acc += tl.where(share == 0, bias, 0.0)[:, None]
     if GATED:
-        acc = gated(acc, up, GATE, ALPHA, LIMIT)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, BLOCK_M]), [1, 2, 0]))
+        acc = gated(gate, up, GATE, ALPHA, LIMIT)
     elif WEIGHTED:
         acc *= route[None, :]
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     if PAIR_BLOCK > 0 and not GATED:
-        add_up(tl.trans(acc), pair, in_m, n, block, here, tiles, sums_ptr, counter_ptr, out_ptr, N, TOP_K, BLOCK_M)
+        add_up(
+            tl.trans(acc), pair * SPLIT + share, in_m, n, block, here, tiles * SPLIT, sums_ptr, counter_ptr, out_ptr,
+            N, TOP_K * SPLIT, BLOCK_M,
+        )  # fmt: skip
     else:
         out = out_ptr + (m if GATED else pair).to(tl.int64)[None, :] * N + n[:, None]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_m[None, :] & (n < N)[:, None])
 
 
-def choose(pairs: int, experts: int, wide: bool, element_size: int, few: bool = False) -> Mxfp4Config:
-    """Launch shape from host values; see `moe.choose`. `wide`: with two products in a program."""
+def choose(pairs: int, experts: int, wide: bool, element_size: int, few: int = 0) -> Mxfp4Config:
+    """Launch shape from host values; see `moe.choose`. `wide`: with two products in a program. `few`: tokens, where
+    there are few."""
     if element_size == 4:  # ordinary arithmetic, which wants small tiles
         return Mxfp4Config(block_m=16, block_n=32, num_warps=4, num_stages=2)
     if few:
-        return Mxfp4Config(block_m=FEW, block_n=16, num_warps=1, num_stages=4)
+        split = 2 if pairs <= 8 and not wide else 1
+        return Mxfp4Config(8 if few <= 8 else FEW, 16, num_warps=2 if wide else 1, num_stages=4, split=split)
     share = pairs / experts
     if share <= 16:
-        return Mxfp4Config(block_m=16, block_n=32 if wide else 64, num_warps=2, num_stages=4)
+        return Mxfp4Config(block_m=16, block_n=64, num_warps=2, num_stages=3 if wide else 4)
     if share <= 64:
         return Mxfp4Config(64, 64 if wide else 128, num_warps=4, num_stages=3)
-    return Mxfp4Config(128, 64 if wide else 128, num_warps=4 if wide else 8, num_stages=3)
+    # So many rows that reading tokens from the L2 cache takes no longer than the product.
+    return Mxfp4Config(128, 128, num_warps=8, num_stages=3)
 
 
 def grouped_linear(
@@ -322,23 +326,24 @@ def grouped_linear(
     """As `moe.grouped_linear`."""
     experts, _, outputs, _ = stack.words.shape
     n, pairs = outputs // 2 if gated else outputs, schedule.pairs
-    few = isinstance(schedule, FewPairs)
-    summed = few and not gated
+    few = len(schedule.chosen) if isinstance(schedule, FewPairs) else 0
+    summed = few > 0 and not gated
     out = torch.empty((pairs // top_k if summed else pairs, n), dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
     shape = config or choose(pairs, experts, gated, x.element_size(), few)
     tiles = schedule.tiles(shape.block_m)
+    split = shape.split if summed else 1
     launch(
         _mxfp4_kernel,
-        (tiles * ceil_div(n, shape.block_n),),
+        (tiles * ceil_div(n, shape.block_n) * split,),
         x,
         *stack.tensors,
         x if bias is None else bias,
         out,
         *schedule.pointers,
         x if route_weights is None else route_weights,
-        torch.empty((pairs, n), dtype=torch.float32, device=x.device) if summed else x,
+        torch.empty((pairs * split, n), dtype=torch.float32, device=x.device) if summed else x,
         x if counters is None else counters,
         tiles,
         N=n,
@@ -350,6 +355,7 @@ def grouped_linear(
         GROUP=GROUP,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
+        SPLIT=split,
         STAGES=shape.num_stages,
         GATED=gated,
         WEIGHTED=route_weights is not None,

@@ -190,19 +190,24 @@ def add_up(
     N: tl.constexpr,
     TOP_K: tl.constexpr,
     TOKEN_BLOCK: tl.constexpr,
+    SHARED: tl.constexpr = False,
 ) -> None:
     """Leave the sums `acc` [pairs of the tile, columns `n`] of `here` pairs; the last program at these columns adds up
-    the pairs of every token, always in the order of its choices, and sets the counter back to zero."""
+    the pairs of every token, always in the order of its choices, and sets the counter back to zero. `SHARED`: behind
+    the pairs there is one more for every token."""
     in_n = n < N
     tl.store(sums_ptr + pair[:, None] * N + n[None, :], acc, mask=in_m[:, None] & in_n[None, :])
     # All threads' stores happen before the barrier, and thread 0's release makes them visible to the chip.
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr + block, here, sem="acq_rel", scope="gpu")
-    if arrived + here == pairs:
+    tokens = pairs // TOP_K
+    if arrived + here == (pairs + tokens if SHARED else pairs):
         tl.store(counter_ptr + block, 0)
         t = tl.arange(0, TOKEN_BLOCK)
-        mask = (t * TOP_K < pairs)[:, None] & in_n[None, :]
+        mask = (t < tokens)[:, None] & in_n[None, :]
         total = tl.zeros([TOKEN_BLOCK, n.shape[0]], tl.float32)
         for i in tl.static_range(TOP_K):
             total += tl.load(sums_ptr + (t * TOP_K + i)[:, None] * N + n[None, :], mask=mask, other=0.0)
+        if SHARED:
+            total += tl.load(sums_ptr + (pairs + t)[:, None] * N + n[None, :], mask=mask, other=0.0)
         tl.store(out_ptr + t[:, None] * N + n[None, :], total.to(out_ptr.dtype.element_ty), mask=mask)

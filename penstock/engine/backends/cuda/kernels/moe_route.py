@@ -188,6 +188,21 @@ def route(logits: Tensor, choice: Choice, *, pdl: bool = False) -> tuple[Tensor,
 
 
 @triton.jit
+def _scores(
+    x_ptr: tl.tensor, rows: tl.tensor, HIDDEN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tl.tensor:
+    """One token times the weights at `rows` [BLOCK_E]."""
+    k = tl.arange(0, BLOCK_K)
+    sums = tl.zeros([BLOCK_E, BLOCK_K], tl.float32)
+    for step in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
+        at = step * BLOCK_K + k
+        x = tl.load(x_ptr + at, mask=at < HIDDEN, other=0.0).to(tl.float32)
+        w = tl.load(rows[:, None] + at[None, :], mask=(at < HIDDEN)[None, :], other=0.0).to(tl.float32)
+        sums += w * x[None, :]
+    return tl.sum(sums, axis=1)
+
+
+@triton.jit
 def _score_kernel(
     x_ptr: tl.tensor,
     router_ptr: tl.tensor,
@@ -197,10 +212,13 @@ def _score_kernel(
     bias_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     experts_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    shared_gate_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROUTER_BIAS: tl.constexpr,
+    SHARED: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -217,18 +235,18 @@ def _score_kernel(
 ) -> None:
     row = tl.program_id(1).to(tl.int64)
     mine = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    k = tl.arange(0, BLOCK_K)
     launch_successor(PDL)
     wait_for_inputs(PDL)
+    if SHARED:  # noqa: SIM102 - known when compiled; the other is not
+        if tl.program_id(0) == (EXPERTS + BLOCK_E - 1) // BLOCK_E:
+            score = _scores(x_ptr + row * HIDDEN, shared_ptr + tl.zeros([BLOCK_E], tl.int32), HIDDEN, BLOCK_E, BLOCK_K)
+            score = score.to(x_ptr.dtype.element_ty).to(tl.float32)
+            first = tl.arange(0, BLOCK_E) == 0
+            tl.store(shared_gate_ptr + row + tl.zeros([BLOCK_E], tl.int32), 1.0 / (1.0 + tl.exp(-score)), mask=first)
+            return
     # Experts past the end read the last row: their sums are not stored.
-    rows = router_ptr + tl.minimum(mine, EXPERTS - 1)[:, None] * HIDDEN
-    sums = tl.zeros([BLOCK_E, BLOCK_K], tl.float32)
-    for step in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
-        at = step * BLOCK_K + k
-        x = tl.load(x_ptr + row * HIDDEN + at, mask=at < HIDDEN, other=0.0).to(tl.float32)
-        w = tl.load(rows + at[None, :], mask=(at < HIDDEN)[None, :], other=0.0).to(tl.float32)
-        sums += w * x[None, :]
-    scores = tl.sum(sums, axis=1)
+    rows = router_ptr + tl.minimum(mine, EXPERTS - 1) * HIDDEN
+    scores = _scores(x_ptr + row * HIDDEN, rows, HIDDEN, BLOCK_E, BLOCK_K)
     if ROUTER_BIAS:
         scores += tl.load(router_bias_ptr + mine, mask=mine < EXPERTS, other=0.0).to(tl.float32)
     # Rounded as the linear's own result would be.
@@ -237,7 +255,7 @@ def _score_kernel(
     # All threads' stores happen before the barrier, and thread 0's release makes them visible to the chip.
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu")
-    if arrived == tl.num_programs(0) - 1:
+    if arrived == (EXPERTS + BLOCK_E - 1) // BLOCK_E - 1:
         tl.store(counter_ptr + row, 0)
         e = tl.arange(0, BLOCK)
         every = tl.load(logits_ptr + row * EXPERTS + e, mask=e < EXPERTS, other=float("-inf"))
@@ -249,17 +267,24 @@ def _score_kernel(
 
 
 def score_and_route(
-    x: Tensor, router: Tensor, router_bias: Tensor | None, choice: Choice, counters: Tensor, *, pdl: bool = False
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    router: Tensor,
+    router_bias: Tensor | None,
+    choice: Choice,
+    counters: Tensor,
+    *,
+    shared: Tensor | None = None,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """`route` of `x` [T, hidden] times the transpose of `router` [experts, hidden], in one launch. `counters`: int32,
-    zero, one for every token."""
+    zero, one for every token. With `shared` [1, hidden], the gate of a shared expert, its sigmoids float32 [T] too."""
     (tokens, hidden), experts = x.shape, router.shape[0]
     weights, chosen = choice.outputs(tokens, x.device)
     block_e = 2 if experts * tokens <= 1024 else 4
-    block_k = min(1024, next_power_of_2(hidden))
+    gates = None if shared is None else torch.empty(tokens, dtype=torch.float32, device=x.device)
     launch(
         _score_kernel,
-        (ceil_div(experts, block_e), tokens),
+        (ceil_div(experts, block_e) + (shared is not None), tokens),
         x,
         router,
         router if router_bias is None else router_bias,
@@ -268,12 +293,15 @@ def score_and_route(
         x if choice.bias is None else choice.bias,
         weights,
         chosen,
+        x if shared is None else shared,
+        weights if gates is None else gates,
         HIDDEN=hidden,
         BLOCK_E=block_e,
-        BLOCK_K=block_k,
+        BLOCK_K=min(1024, next_power_of_2(hidden)),
         ROUTER_BIAS=router_bias is not None,
+        SHARED=shared is not None,
         **choice.options(experts),
         num_warps=4,
         pdl=pdl,
     )
-    return weights, chosen
+    return weights, chosen, gates

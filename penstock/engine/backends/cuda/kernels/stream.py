@@ -156,8 +156,10 @@ _SHARED = 220_000
 
 def choose(batch: int) -> StreamConfig:
     """Launch shape (measured on an H200)."""
-    stages = _SHARED // (128 * (128 + max(16, next_power_of_2(batch))))
-    return StreamConfig(128, 128, 1, 8, min(8, stages), 8)
+    wide = max(16, next_power_of_2(batch))
+    if wide <= 64:
+        return StreamConfig(128, 128, 2, 8, 4, 4)
+    return StreamConfig(128, 128, 1, 8, min(8, _SHARED // (128 * (128 + wide))), 8)
 
 
 @cache
@@ -216,6 +218,7 @@ def linear(
         SCALED=weight_scale is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=min(255, 65536 // (32 * config.num_warps * config.per_processor)),
         pdl=pdl,
     )
     return out

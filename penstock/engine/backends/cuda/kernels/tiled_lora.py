@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.engine.backends.cuda.kernels.common import launch_successor, wait_for_inputs
+from penstock.engine.backends.cuda.kernels.common import ask_for, launch_successor, wait_for_inputs
 from penstock.engine.backends.cuda.kernels.inline_lora import look_up_ranks
 
 
@@ -125,18 +125,22 @@ def expand_kernel(
     tile = tl.program_id(0)
     low = tl.program_id(1) * BLOCK_N
     launch_successor(PDL)
-    wait_for_inputs(PDL)
+    # Tiles and their ranks are made by a launch that nothing overtakes, and matrices are constants.
     m = tl.arange(0, BLOCK_M)
     entry = tile * BLOCK_M + m
     slot = tl.load(tile_slots_ptr + tile)
     rank = tl.multiple_of(tl.load(tile_ranks_ptr + tile), 8)
     tokens = tl.load(tile_tokens_ptr + entry).to(tl.int64)
+    n = low + tl.arange(0, BLOCK_N)
+    b_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * (start + PARTS * K)
+    if PDL:  # noqa: SIM102 - known when compiled; the other is not
+        if rank > 0:
+            ask_for(b_ptr + tl.minimum(n, N - 1) * rank, 16, PDL)
+    wait_for_inputs(PDL)
     if rank == 0:
         return
     r = tl.arange(0, R)
-    n = low + tl.arange(0, BLOCK_N)
     in_m = tokens >= 0
-    b_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * (start + PARTS * K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for part in tl.static_range(PARTS):
         # A block of columns may lie across two parts, each of which has sums of its own.
