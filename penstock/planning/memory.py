@@ -203,7 +203,7 @@ def device_weights(deployment: Deployment, stage: int = 0) -> int:
     for part, count in shape.layer_groups(first, last):
         split = part.query_output + part.key_value * copies + part.feed_forward
         matrices = (split / tensor + part.latent) * form.matrix_bytes
-        experts = part.experts / tensor * form.of_experts
+        experts = part.experts / tensor * form.further
         total += count * (matrices + experts + (part.router + part.small) * form.dense_bytes)
     if stage == 0:
         rows = -(-shape.vocab // tensor)
@@ -217,7 +217,7 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     shape = deployment.shape
     # With latent attention every shard has the whole latent.
     elements = shape.mla.cached if shape.mla else 2 * deployment.kv_heads_per_device * shape.head_dim
-    layers = last - first - shape.recurrent_in(first, last)
+    layers = shape.attended_in(first, last)
     return layers * round(elements * deployment.block_size * deployment.kv_bytes)
 
 
@@ -251,9 +251,9 @@ def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
 def state_bytes(deployment: Deployment, stage: int = 0) -> int:
     """Bytes of one sequence's states on each device of a stage: recurrent layers are split by heads."""
     shape, (first, last) = deployment.shape, _span(deployment, stage)
-    if shape.delta is None:
+    if shape.recurrent is None:
         return 0
-    each = shape.delta.state_bytes(int(deployment.weights.dense_bytes))
+    each = shape.recurrent.state_bytes(int(deployment.weights.dense_bytes))
     return shape.recurrent_in(first, last) * each // deployment.tensor_parallel
 
 

@@ -189,7 +189,7 @@ def _tuned(name: str, tokens: int, dense: bool, configs: list[tuple[int, ...]]) 
             steps = -(-k // 128)
             words = torch.randint(-(2**31), 2**31 - 1, (experts, steps, n, 16), dtype=torch.int32, device=DEVICE)
             exponents = torch.full((experts, steps, n), 0x78787878, dtype=torch.int32, device=DEVICE)
-            packed = Mxfp4Matrix(words, exponents, torch.ones(experts, n, device=DEVICE))
+            packed = Mxfp4Matrix(words, exponents, torch.ones(experts, n, device=DEVICE), k)
             size, call = n * k * 17 / 32, partial(moe_mxfp4.grouped_linear, x, packed, empty(experts, n, dtype=BF16))
         for shape in configs:
             if gated and shape[-1] == 2 and len(shape) == 5 and not dense:

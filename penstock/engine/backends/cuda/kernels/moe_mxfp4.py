@@ -73,10 +73,12 @@ class Mxfp4Matrix:
     """int32 [steps, out]: of the four groups of a step, the first in the lowest byte; see `_TOP`."""
     scale: Tensor
     """float32 [out]: the largest power of two of a row."""
+    inputs: int
 
     @property
     def nbytes(self) -> int:
-        return 4 * (self.words.numel() + self.exponents.numel() + self.scale.numel())
+        """Of the weights and their powers; neither what is past the last input nor `scale`."""
+        return self.scale.numel() * self.inputs * 17 // 32
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +104,7 @@ def pack(weight: Mxfp4) -> Mxfp4Matrix:
     shifts = torch.arange(0, 32, 8, device=powers.device, dtype=torch.int32)
     exponents = (powers << shifts).sum(-1, dtype=torch.int32)
     scale = torch.ldexp(torch.ones_like(top, dtype=torch.float32), top - 127).view(out)
-    return Mxfp4Matrix((halves[0] | halves[1] << 16).contiguous(), exponents.T.contiguous(), scale)
+    return Mxfp4Matrix((halves[0] | halves[1] << 16).contiguous(), exponents.T.contiguous(), scale, inputs)
 
 
 def _half(codes: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ def _half(codes: Tensor) -> Tensor:
 
 def stacked(matrices: list[Mxfp4Matrix]) -> Mxfp4Matrix:
     words, exponents, scale = (torch.stack(parts) for parts in zip(*(m.tensors for m in matrices), strict=True))
-    return Mxfp4Matrix(words, exponents, scale)
+    return Mxfp4Matrix(words, exponents, scale, matrices[0].inputs)
 
 
 # Two words, and two rows' multipliers of each of the four groups, twice in each. What is in both halves of a register
