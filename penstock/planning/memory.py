@@ -268,8 +268,8 @@ def _state_room(deployment: Deployment, stage: int, room: int) -> int:
 
 def adapter_bytes(deployment: Deployment, stage: int = 0) -> int:
     """Bytes of the adapter slots on each device of a stage. Where a linear is split by outputs its A is whole on every
-    device, where it is split by inputs its B is (`engine.adapters.layout`): of a rank, little gets smaller. Without room
-    for experts one by one (`adapter_experts`)."""
+    device, where it is split by inputs its B is (`engine.adapters.layout`): of a rank, little gets smaller. Without
+    room for experts one by one (`adapter_experts`)."""
     shape, tensor = deployment.shape, deployment.tensor_parallel
     mla = shape.mla
     if mla is not None:
