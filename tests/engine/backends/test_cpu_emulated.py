@@ -18,6 +18,7 @@ from penstock.engine.backends.cpu.ops import CpuOps
 from penstock.engine.backends.cpu.quant_linear import QuantLinear
 from penstock.engine.backends.interface import FP8, INT8, HeadLayout
 from tests.engine.backends import test_cpu_kv_formats as formats
+from tests.engine.backends import test_cpu_latent as latents
 from tests.engine.backends import test_cpu_linear as linears
 from tests.engine.backends import test_cpu_mxfp4 as mxfp4
 from tests.engine.backends import test_cpu_ops as operations
@@ -115,3 +116,12 @@ def test_mxfp4(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mxfp4, "SHAPES", [(1, 32), (17, 64), (33, 96)])
     mxfp4.test_every_weight_counts_with_its_exact_value(handle)
     mxfp4.test_products_are_those_of_the_stored_weights(handle, torch.float32)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, INT8, FP8], ids=str)
+def test_latents(handle: Handle, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latents, "ops", CpuOps(handle))
+    for shape in latents.SHAPES:
+        latents.test_it_equals_the_definition(shape, kind)
+    if kind == torch.float32:
+        latents.test_results_do_not_depend_on_the_batch(kind)
