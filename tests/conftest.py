@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -10,7 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx._transports.default
+import httpx2._transports.default
 import pytest
+import typer.main
+import typer.testing
 from xdist.scheduler import LoadFileScheduling
 
 from penstock.sources.resolve import resolve
@@ -67,6 +72,13 @@ class FileScheduling(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
+
+# Every HTTP client reads all trusted certificates, which takes longer than most tests; once per process is enough.
+for transport in (httpx._transports.default, httpx2._transports.default):
+    transport.create_ssl_context = functools.cache(transport.create_ssl_context)
+
+# All commands are built anew for each one that is run.
+typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
 
 # Thousands of modules are imported now, and nothing of them becomes garbage.
 gc.disable()

@@ -90,8 +90,8 @@ class Cost:
         visited = 0.0
         if self.experts:
             visited = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens)
-        of_experts = visited * self.expert_params * (self.expert_bytes or self.weight_bytes)
-        return round((self.linear_params + self.head_params) * self.weight_bytes + of_experts)
+        further = visited * self.expert_params * (self.expert_bytes or self.weight_bytes)
+        return round((self.linear_params + self.head_params) * self.weight_bytes + further)
 
     def states(self, sequences: int) -> int:
         """Bytes of recurrent layers' states that a step over so many sequences reads and writes."""

@@ -226,7 +226,7 @@ def test_bytes_per_weight_of_quantized_checkpoints(stored_as: dict[str, Any], si
 
 def test_gpt_oss_has_only_its_experts_in_four_bits() -> None:
     stored = model_shape("gpt-oss-120b").stored
-    assert stored is not None and stored.of_experts == 0.53125 and stored.matrix_bytes == 2
+    assert stored is not None and stored.further == 0.53125 and stored.matrix_bytes == 2
 
 
 def test_an_unknown_quantization_is_refused() -> None:

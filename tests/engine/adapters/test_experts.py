@@ -15,6 +15,7 @@ from tests.engine.harness import assert_idle, generate, make_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 STACKS = ("gate_up_proj", "down_proj")
+DELTA = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, one by one": ("mixtral", {"split": True, "experts_at": "block_sparse_moe."}),
     "mixtral, stacked, with the router": ("mixtral", {"targets": (*STACKS, "gate"), "fused_rank": 2}),
@@ -25,9 +26,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 4": ("llama4", {"targets": (*STACKS, "router", "gate_proj", "down_proj")}),
     "granite": ("granite-moe-shared", {"targets": (*STACKS, "router", "input_linear", "output_linear")}),
     "qwen2, shared": ("qwen2-moe", {"targets": ("gate_proj", "up_proj", "down_proj", "shared_expert_gate")}),
-    "qwen3-next": ("qwen3-next", {"targets": (*STACKS, "shared_expert_gate", "gate")}),
+    "qwen3-next": ("qwen3-next", {"targets": (*STACKS, "shared_expert_gate", "gate", *DELTA)}),
+    "qwen3.5, dense": ("qwen3.5", {"targets": (*DELTA, "q_proj", "up_proj")}),
+    "qwen3.5, experts": ("qwen3.5-moe", {"targets": (*DELTA, "gate")}),
 }
-QUICK = ("mixtral, one by one", "qwen3, stacked", "gpt-oss", "deepseek")
+QUICK = ("mixtral, one by one", "qwen3, stacked", "gpt-oss", "deepseek", "qwen3.5, dense")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,8 @@ def test_an_adapter_of_experts_equals_merging_it(tmp_path: Path, case: str) -> N
         ("deepseek-v3", {"target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"]}),
         ("llama4", {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
         ("llama4", {"target_modules": "all-linear"}),
+        ("qwen3-next", {"target_modules": "all-linear"}),
+        ("qwen3.5", {"target_modules": "all-linear"}),
         ("granite-moe-shared", {"target_modules": [], "target_parameters": ["experts.down_proj", "router.weight"]}),
         ("qwen2-moe", {"target_modules": "all-linear"}),
         ("glm4-moe", {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),

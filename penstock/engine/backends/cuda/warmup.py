@@ -44,9 +44,10 @@ def compile_kernels(
 
 
 def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
-    """Linears are alike in all layers, but for those of experts: of these the last layer has some."""
-    first, experts = adapters.decoder, adapters.experts
-    layers = [first.layers[0]] if experts is None else [first.layers[0], experts.layers[0], experts.layers[-1]]
+    """Linears are alike in all layers, but for those of experts and delta nets: the first and the last layer have
+    what there is."""
+    first, further = adapters.decoder, adapters.further
+    layers = [first.layers[0]] if further is None else [first.layers[0], further.layers[0], further.layers[-1]]
     return [dataclasses.replace(first, layers=[layer]) for layer in layers]
 
 
