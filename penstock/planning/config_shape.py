@@ -79,7 +79,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
 
 
 def _delta(delta: DeltaConfig) -> Delta:
-    return Delta(delta.layers, delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv)
+    return Delta(delta.layers, delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv, delta.grouped)
 
 
 def _mamba(mamba: MambaConfig) -> Mamba:

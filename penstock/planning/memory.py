@@ -268,7 +268,8 @@ def _state_room(deployment: Deployment, stage: int, room: int) -> int:
 
 def adapter_bytes(deployment: Deployment, stage: int = 0) -> int:
     """Bytes of the adapter slots on each device of a stage. Where a linear is split by outputs its A is whole on every
-    device, where it is split by inputs its B is (`engine.adapters.layout`): of a rank, little gets smaller."""
+    device, where it is split by inputs its B is (`engine.adapters.layout`): of a rank, little gets smaller. Without
+    room for experts one by one (`adapter_experts`)."""
     shape, tensor = deployment.shape, deployment.tensor_parallel
     mla = shape.mla
     if mla is not None:
@@ -279,11 +280,29 @@ def adapter_bytes(deployment: Deployment, stage: int = 0) -> int:
         queries = shape.heads * shape.head_dim // tensor
         keys, gates = deployment.kv_heads_per_device * shape.head_dim, queries if shape.gated_attention else 0
         per_rank = 3 * shape.hidden + queries + gates + 2 * keys + queries + shape.hidden
-    if shape.moe is None and mla is None:
-        per_rank += 2 * shape.hidden + 2 * shape.ffn // tensor + shape.ffn // tensor + shape.hidden
     first, last = _span(deployment, stage)
-    elements = deployment.adapter_slots * deployment.adapter_rank * (last - first) * per_rank
+    units = sum(per_rank + _adapted_rest(deployment, index) for index in range(first, last))
+    elements = deployment.adapter_slots * deployment.adapter_rank * units
     return elements * (2 if deployment.device.kind == "gpu" else 4)
+
+
+def _adapted_rest(deployment: Deployment, layer: int) -> int:
+    """Of a rank and a layer: its feed-forward, or router and shared expert, and its delta net."""
+    shape, tensor = deployment.shape, deployment.tensor_parallel
+    hidden, moe, delta, total = shape.hidden, shape.moe, shape.delta, 0
+
+    def gated(ffn: int) -> int:
+        return 3 * hidden + 3 * (ffn // tensor)
+
+    if delta is not None and delta.layers[layer]:
+        values, parts = delta.v_heads * delta.v_dim, 1 if delta.grouped else 2
+        total += 2 * parts * hidden + (delta.channels + values + 2 * delta.v_heads) // tensor  # projections, gates
+        total += values // tensor + hidden
+    if moe is None or not moe.layers[layer]:
+        return total + gated(shape.ffn)
+    total += hidden + moe.experts
+    total += gated(moe.shared_ffn) if moe.shared_ffn else 0
+    return total + (hidden + 1 if moe.shared_gate else 0)
 
 
 def activation_bytes(deployment: Deployment) -> int:

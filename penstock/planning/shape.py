@@ -67,6 +67,8 @@ class Delta:
     k_dim: int
     v_dim: int
     conv: int
+    grouped: bool = True
+    """Whether a checkpoint stores projections by key head, as two matrices; else as four."""
 
     @property
     def channels(self) -> int:

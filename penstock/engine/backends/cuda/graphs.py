@@ -105,6 +105,9 @@ class GraphExecutor(EagerExecutor):
         """For steps in which some sequence uses an adapter."""
         self.narrow_graphs: DecodeGraphs | None = None
         """For steps in which all adapters are narrow; see `LoadedAdapter`."""
+        self._expects_experts = False
+        """Whether slots have room for experts, so that such adapters are to come; else steps are captured when they
+        occur."""
         self.further_graphs: DecodeGraphs | None = None
         """For steps in which some adapter touches linears that few do."""
         adapters = resources.adapters
@@ -112,6 +115,7 @@ class GraphExecutor(EagerExecutor):
             self.adapted_graphs = self.graphs.with_adapters(adapters.decoder.captured(), adapters.kernel, Kind.ADAPTED)
             if adapters.further is not None:
                 further = adapters.further.captured()
+                self._expects_experts = any(site.experts for site in adapters.layout.sites)
                 self.further_graphs = self.graphs.with_adapters(further, adapters.kernel, Kind.FURTHER)
             if adapters.narrow is not None:
                 narrow = adapters.narrow.captured()
@@ -155,7 +159,8 @@ class GraphExecutor(EagerExecutor):
 
     def prepare(self, token_budget: int) -> None:
         for graphs in self._all():
-            graphs.capture_all()
+            if graphs is not self.further_graphs or self._expects_experts:
+                graphs.capture_all()
         if self.chains is not None:
             self.chains.capture_all()
         if self.prompt_graphs is not None:
