@@ -57,14 +57,22 @@ ONE_SERVER = frozenset(
 )
 """Files that use the server of tests/e2e/conftest.py: one process takes them all, so that it starts once."""
 
+EVERY_FAMILY = frozenset(
+    f"tests/engine/{name}.py"
+    for name in ("test_greedy_equals_reference", "models/test_family_descriptors", "loading/test_gguf_families")
+)
+"""Files that need the reference of every model family: one process takes them all, so that each is imported once."""
+
 
 class FileScheduling(LoadFileScheduling):
-    """A process takes whole files, and all of those that share a server."""
+    """A process takes whole files, and all of those that share a server or what takes long to import."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         if file.startswith("tests/compat/"):
             return "compat server"
+        if file in EVERY_FAMILY:
+            return "every family"
         return "one server" if file in ONE_SERVER else file
 
 
