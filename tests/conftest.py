@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -10,7 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx._transports.default
+import httpx2._transports.default
 import pytest
+import typer.main
+import typer.testing
 from xdist.scheduler import LoadFileScheduling
 
 from penstock.sources.resolve import resolve
@@ -52,14 +57,22 @@ ONE_SERVER = frozenset(
 )
 """Files that use the server of tests/e2e/conftest.py: one process takes them all, so that it starts once."""
 
+EVERY_FAMILY = frozenset(
+    f"tests/engine/{name}.py"
+    for name in ("test_greedy_equals_reference", "models/test_family_descriptors", "loading/test_gguf_families")
+)
+"""Files that need the reference of every model family: one process takes them all, so that each is imported once."""
+
 
 class FileScheduling(LoadFileScheduling):
-    """A process takes whole files, and all of those that share a server."""
+    """A process takes whole files, and all of those that share a server or what takes long to import."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         if file.startswith("tests/compat/"):
             return "compat server"
+        if file in EVERY_FAMILY:
+            return "every family"
         return "one server" if file in ONE_SERVER else file
 
 
@@ -67,6 +80,13 @@ class FileScheduling(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
+
+# Every HTTP client reads all trusted certificates, which takes longer than most tests; once per process is enough.
+for transport in (httpx._transports.default, httpx2._transports.default):
+    transport.create_ssl_context = functools.cache(transport.create_ssl_context)
+
+# All commands are built anew for each one that is run.
+typer.main.get_command = typer.testing._get_command = functools.cache(typer.main.get_command)
 
 # Thousands of modules are imported now, and nothing of them becomes garbage.
 gc.disable()

@@ -90,12 +90,12 @@ class Loaded:
     def bytes_by_kind(self) -> tuple[float, float]:
         """The same of the weights that every token passes, and of those of experts: they may be in fewer bits."""
         config, decoder, ranks = self.checkpoint.config, self.engine.runner.decoder, self.engine.info.ranks
-        all_params, of_experts = sum(shapes.parameters(config)), shapes.expert_parameters(config)
-        if not of_experts:
+        all_params, further = sum(shapes.parameters(config)), shapes.expert_parameters(config)
+        if not further:
             return self.bytes_per_weight, 0.0
         parts = [layer.feed_forward for layer in decoder.layers]
         held = sum(part.weight_bytes - sum(linear.weight_bytes for linear in part.linears) for part in parts)
-        return (decoder.weight_bytes - held) * ranks / (all_params - of_experts), held * ranks / of_experts
+        return (decoder.weight_bytes - held) * ranks / (all_params - further), held * ranks / further
 
     @property
     def numbers(self) -> str:

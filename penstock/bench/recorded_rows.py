@@ -22,6 +22,7 @@ from penstock.planning.calibration import Calibration, Source, WeightFactors
 from penstock.planning.catalogue import device
 from penstock.planning.config_shape import shape_of_config
 from penstock.planning.deployment import Deployment
+from penstock.planning.model_shape import with_layers
 from penstock.planning.numbers import KVDType, WeightDType
 from penstock.planning.step_time import StepWork
 
@@ -89,7 +90,7 @@ class Row:
     def deployment(self) -> Deployment:
         config = shapes.named(self.model)
         if self.layers is not None:
-            config["num_hidden_layers"] = self.layers
+            config = with_layers(config, self.layers)
         return Deployment(
             shape=shape_of_config(config, self.model),
             device=device(self.device),

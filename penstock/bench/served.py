@@ -65,7 +65,8 @@ def server(
     command = [
         *(*module("penstock"), "serve", model, "--host", "127.0.0.1", "--port", str(port)),
         *("--device", device, "--log-level", "warning", "--set", f"store.url=sqlite:///{folder}/store.db"),
-        *("--set", "generation.time_limit_s=3600"),  # a slow machine must be able to finish its requests too
+        # A slow machine must be able to finish its requests too.
+        *("--set", "generation.time_limit_s=3600", "--set", "admission.wait_s=3600"),
         *("--set", "server.console=false"),
         *(word for setting in settings for word in ("--set", setting)),
     ]

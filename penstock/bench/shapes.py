@@ -13,11 +13,12 @@ from typing import Any
 from penstock.engine.models.families import HFConfig, family_of, read_config
 from penstock.errors import ConfigError
 from penstock.planning.config_shape import shape_of_model
-from penstock.planning.model_shape import ModelShape, known_config
+from penstock.planning.model_shape import ModelShape, known_config, with_layers
 
 _NAMES = (
     "llama-8b", "llama-70b", "qwen3-0.6b", "smollm2-135m", "mixtral-8x7b", "qwen3-30b-a3b", "gemma2-2b", "gemma3-1b",
-    "phi3-mini", "deepseek-v2-lite", "gpt-oss-20b", "llama4-scout", "qwen3-next",
+    "phi3-mini", "deepseek-v2-lite", "gpt-oss-20b", "llama4-scout", "qwen3-next", "granite4-h-micro",
+    "granite4-h-tiny", "granite4-h-small",
 )  # fmt: skip
 _LAYERS = {"llama4-scout": 16, "qwen3-next": 24}
 """Where not all fit into one GPU."""
@@ -27,15 +28,15 @@ def _shape(name: str) -> dict[str, Any]:
     """A known model's dimensions, and what an engine wants to know beside them."""
     known = known_config(name)
     described = family_of(known["model_type"])
-    return {
+    shape = {
         "architectures": [described.class_name],
         "hidden_act": described.hidden_act,
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": "bfloat16",
         **known,
-        **({"num_hidden_layers": _LAYERS[name]} if name in _LAYERS else {}),
     }
+    return with_layers(shape, _LAYERS[name]) if name in _LAYERS else shape
 
 
 SHAPES: dict[str, dict[str, Any]] = {name: _shape(name) for name in _NAMES}
@@ -89,8 +90,8 @@ class Cost:
         visited = 0.0
         if self.experts:
             visited = self.experts * (1 - (1 - self.experts_per_token / self.experts) ** tokens)
-        of_experts = visited * self.expert_params * (self.expert_bytes or self.weight_bytes)
-        return round((self.linear_params + self.head_params) * self.weight_bytes + of_experts)
+        further = visited * self.expert_params * (self.expert_bytes or self.weight_bytes)
+        return round((self.linear_params + self.head_params) * self.weight_bytes + further)
 
     def states(self, sequences: int) -> int:
         """Bytes of recurrent layers' states that a step over so many sequences reads and writes."""

@@ -10,15 +10,17 @@ import sys
 def main() -> None:
     """Entry point. A `PenstockError` is shown as one red line, and so is a missing extra; any other exception keeps
     its traceback."""
-    from penstock.cli.app import app
+    from penstock.cli.app import narrowed
     from penstock.errors import EXTRA_OF, PenstockError, needs_extra
 
     if os.getpid() == 1:
         # The first process of a container gets no default action: until a command has its own handler, SIGTERM would
         # do nothing, and `stop` would wait for its whole grace period.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # For completion in shells, the command line is in the environment instead.
+    command = sys.argv[1] if len(sys.argv) > 1 and "_PENSTOCK_COMPLETE" not in os.environ else ""
     try:
-        app()
+        narrowed(command)()
     except PenstockError as error:
         _end(str(error), error.exit_status)
     except ModuleNotFoundError as error:

@@ -11,10 +11,10 @@ from typing import Any
 
 from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
-from penstock.engine.models.model_config import DeltaConfig, ModelConfig
+from penstock.engine.models.model_config import DeltaConfig, MambaConfig, ModelConfig
 from penstock.errors import CheckpointError
 from penstock.planning.quantized_form import stored_form
-from penstock.planning.shape import Delta, Mla, ModelShape, Moe
+from penstock.planning.shape import Delta, Mamba, Mla, ModelShape, Moe
 
 Config = Mapping[str, Any]
 Windows = tuple[int | None, ...]
@@ -74,11 +74,28 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         mla=mla,
         gated_attention=model.gated_attention,
         delta=None if model.delta is None else _delta(model.delta),
+        mamba=None if model.mamba is None else _mamba(model.mamba),
     )
 
 
 def _delta(delta: DeltaConfig) -> Delta:
-    return Delta(delta.layers, delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv)
+    return Delta(delta.layers, delta.k_heads, delta.v_heads, delta.k_dim, delta.v_dim, delta.conv, delta.grouped)
+
+
+def _mamba(mamba: MambaConfig) -> Mamba:
+    return Mamba(
+        layers=mamba.layers,
+        heads=mamba.heads,
+        head_dim=mamba.head_dim,
+        groups=mamba.groups,
+        state=mamba.state,
+        conv=mamba.conv,
+        conv_bias=mamba.conv_bias,
+        in_bias=mamba.in_bias,
+        out_bias=mamba.out_bias,
+        norm_groups=mamba.norm_groups,
+        beside=mamba.beside is not None,
+    )
 
 
 def _decoder(raw: Config) -> Config:

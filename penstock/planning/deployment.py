@@ -239,6 +239,10 @@ def splits(shape: ModelShape, tensor: int) -> bool:
         widths = [moe.ffn, moe.shared_ffn, *([] if all(moe.layers) else [shape.ffn])]
     if shape.delta is not None:
         widths.append(shape.delta.k_heads)
+    if shape.mamba is not None:
+        widths.append(shape.mamba.heads)
+        shared = (shape.mamba.groups, *filter(None, [shape.mamba.norm_groups]))
+        kv_fits = kv_fits and all(size % tensor == 0 or tensor % size == 0 for size in shared)
     return shape.heads % tensor == 0 and kv_fits and all(width % tensor == 0 for width in widths)
 
 

@@ -203,7 +203,7 @@ def device_weights(deployment: Deployment, stage: int = 0) -> int:
     for part, count in shape.layer_groups(first, last):
         split = part.query_output + part.key_value * copies + part.feed_forward
         matrices = (split / tensor + part.latent) * form.matrix_bytes
-        experts = part.experts / tensor * form.of_experts
+        experts = part.experts / tensor * form.further
         total += count * (matrices + experts + (part.router + part.small) * form.dense_bytes)
     if stage == 0:
         rows = -(-shape.vocab // tensor)
@@ -217,7 +217,7 @@ def kv_block_bytes(deployment: Deployment, stage: int = 0) -> int:
     shape = deployment.shape
     # With latent attention every shard has the whole latent.
     elements = shape.mla.cached if shape.mla else 2 * deployment.kv_heads_per_device * shape.head_dim
-    layers = last - first - shape.recurrent_in(first, last)
+    layers = shape.attended_in(first, last)
     return layers * round(elements * deployment.block_size * deployment.kv_bytes)
 
 
@@ -251,9 +251,9 @@ def _stage(deployment: Deployment, stage: int) -> MemoryPlan:
 def state_bytes(deployment: Deployment, stage: int = 0) -> int:
     """Bytes of one sequence's states on each device of a stage: recurrent layers are split by heads."""
     shape, (first, last) = deployment.shape, _span(deployment, stage)
-    if shape.delta is None:
+    if shape.recurrent is None:
         return 0
-    each = shape.delta.state_bytes(int(deployment.weights.dense_bytes))
+    each = shape.recurrent.state_bytes(int(deployment.weights.dense_bytes))
     return shape.recurrent_in(first, last) * each // deployment.tensor_parallel
 
 
@@ -268,7 +268,8 @@ def _state_room(deployment: Deployment, stage: int, room: int) -> int:
 
 def adapter_bytes(deployment: Deployment, stage: int = 0) -> int:
     """Bytes of the adapter slots on each device of a stage. Where a linear is split by outputs its A is whole on every
-    device, where it is split by inputs its B is (`engine.adapters.layout`): of a rank, little gets smaller."""
+    device, where it is split by inputs its B is (`engine.adapters.layout`): of a rank, little gets smaller. Without
+    room for experts one by one (`adapter_experts`)."""
     shape, tensor = deployment.shape, deployment.tensor_parallel
     mla = shape.mla
     if mla is not None:
@@ -279,11 +280,29 @@ def adapter_bytes(deployment: Deployment, stage: int = 0) -> int:
         queries = shape.heads * shape.head_dim // tensor
         keys, gates = deployment.kv_heads_per_device * shape.head_dim, queries if shape.gated_attention else 0
         per_rank = 3 * shape.hidden + queries + gates + 2 * keys + queries + shape.hidden
-    if shape.moe is None and mla is None:
-        per_rank += 2 * shape.hidden + 2 * shape.ffn // tensor + shape.ffn // tensor + shape.hidden
     first, last = _span(deployment, stage)
-    elements = deployment.adapter_slots * deployment.adapter_rank * (last - first) * per_rank
+    units = sum(per_rank + _adapted_rest(deployment, index) for index in range(first, last))
+    elements = deployment.adapter_slots * deployment.adapter_rank * units
     return elements * (2 if deployment.device.kind == "gpu" else 4)
+
+
+def _adapted_rest(deployment: Deployment, layer: int) -> int:
+    """Of a rank and a layer: its feed-forward, or router and shared expert, and its delta net."""
+    shape, tensor = deployment.shape, deployment.tensor_parallel
+    hidden, moe, delta, total = shape.hidden, shape.moe, shape.delta, 0
+
+    def gated(ffn: int) -> int:
+        return 3 * hidden + 3 * (ffn // tensor)
+
+    if delta is not None and delta.layers[layer]:
+        values, parts = delta.v_heads * delta.v_dim, 1 if delta.grouped else 2
+        total += 2 * parts * hidden + (delta.channels + values + 2 * delta.v_heads) // tensor  # projections, gates
+        total += values // tensor + hidden
+    if moe is None or not moe.layers[layer]:
+        return total + gated(shape.ffn)
+    total += hidden + moe.experts
+    total += gated(moe.shared_ffn) if moe.shared_ffn else 0
+    return total + (hidden + 1 if moe.shared_gate else 0)
 
 
 def activation_bytes(deployment: Deployment) -> int:

@@ -4,6 +4,7 @@ repository of a hub (`hf:ORG/NAME`), of which only the configuration is fetched.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -56,6 +57,12 @@ def _aliases() -> dict[str, str]:
 def known_config(name: str) -> dict[str, Any]:
     """The dimensions of a known model as the keys of its `config.json`."""
     return dict(known_models()[find(name, known_models(), _aliases(), "model", _OTHER_FORMS)].config)
+
+
+def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The first layers of a model, with what its configuration says of each of them."""
+    kinds = {key: config[key][:layers] for key in ("layer_types",) if config.get(key)}
+    return {**config, **kinds, "num_hidden_layers": layers}
 
 
 def model_shape(source: str | Path) -> ModelShape:

@@ -49,7 +49,7 @@ class WeightFormat:
         return self.name.startswith(("int", "gguf"))
 
     @property
-    def of_experts(self) -> float:
+    def further(self) -> float:
         return self.matrix_bytes if self.expert_bytes is None else self.expert_bytes
 
 

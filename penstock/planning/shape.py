@@ -67,6 +67,8 @@ class Delta:
     k_dim: int
     v_dim: int
     conv: int
+    grouped: bool = True
+    """Whether a checkpoint stores projections by key head, as two matrices; else as four."""
 
     @property
     def channels(self) -> int:
@@ -76,6 +78,49 @@ class Delta:
     def state_bytes(self, element: int = 2) -> int:
         """Of one sequence in one layer: matrices in float32, the last inputs of the convolution as activations are."""
         return 4 * self.v_heads * self.k_dim * self.v_dim + element * self.conv * self.channels
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """Mamba-2 layers in place of attention; see `Delta`."""
+
+    layers: tuple[bool, ...]
+    """Which layers have one."""
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    conv: int
+    conv_bias: bool
+    in_bias: bool
+    out_bias: bool
+    norm_groups: int
+    """Runs of channels that are normalized by themselves; 0: there is no norm."""
+    beside: bool = False
+    """Whether these layers have attention too."""
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.inner + 2 * self.groups * self.state
+
+    def matrices(self, hidden: int) -> int:
+        """Parameters of the projections."""
+        return hidden * (self.inner + self.channels + self.heads + self.inner)
+
+    def others(self, hidden: int) -> int:
+        """Parameters beside them."""
+        biases = (self.inner + self.channels + self.heads if self.in_bias else 0) + (hidden if self.out_bias else 0)
+        norm = self.inner if self.norm_groups else 0
+        return self.channels * (self.conv + self.conv_bias) + 3 * self.heads + norm + biases
+
+    def state_bytes(self, element: int = 2) -> int:
+        """As of a delta net."""
+        return 4 * self.inner * self.state + element * self.conv * self.channels
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +186,7 @@ class ModelShape:
     moe: Moe | None = None
     mla: Mla | None = None
     delta: Delta | None = None
+    mamba: Mamba | None = None
     stored: WeightFormat | None = None
     """How a checkpoint in few bits holds its matrices; None: dense."""
     served: bool = True
@@ -157,7 +203,8 @@ class ModelShape:
     def _kind(self, index: int) -> tuple[bool, bool]:
         """Whether a layer has experts, and whether it is recurrent."""
         routed = self.moe is not None and self.moe.layers[index]
-        return routed, self.delta is not None and self.delta.layers[index]
+        recurrent = self.recurrent
+        return routed, recurrent is not None and recurrent.layers[index]
 
     def _parts(self, routed: bool, recurrent: bool) -> LayerParts:
         """The parameters of one layer, with or without experts, recurrent or not."""
@@ -184,6 +231,9 @@ class ModelShape:
             values, latent, key_value = delta.v_heads * delta.v_dim, 0, 0
             query_output = hidden * (delta.channels + 2 * values + 2 * delta.v_heads)
             small += delta.conv * delta.channels + 2 * delta.v_heads + delta.v_dim
+        elif recurrent and self.mamba is not None and not self.mamba.beside:
+            query_output, latent, key_value = self.mamba.matrices(hidden), 0, 0
+            small += self.mamba.others(hidden)
         else:
             q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
             latent = 0
@@ -193,6 +243,9 @@ class ModelShape:
             small += (q_size + gates + 2 * kv_size if self.qkv_bias else 0) + (hidden if self.output_bias else 0)
             small += 2 * self.head_dim if self.qk_norm else 0
             small += q_size + kv_size if self.whole_qk_norm else 0
+            if recurrent and self.mamba is not None:
+                query_output += self.mamba.matrices(hidden)
+                small += self.mamba.others(hidden)
         moe = self.moe
         if moe is None or not routed:
             small += 2 * self.ffn + hidden if self.mlp_bias else 0
@@ -265,26 +318,38 @@ class ModelShape:
     @property
     def kv_elements(self) -> int:
         """Elements that one token leaves in the cache of all layers."""
-        return (self.layers - self.recurrent_layers) * self.kv_elements_per_layer
+        return self.attended_in(0, self.layers) * self.kv_elements_per_layer
+
+    @property
+    def recurrent(self) -> Delta | Mamba | None:
+        """The mixers with a state."""
+        return self.delta or self.mamba
 
     @property
     def recurrent_layers(self) -> int:
         return self.recurrent_in(0, self.layers)
 
     def recurrent_in(self, first: int, last: int) -> int:
-        """How many of some layers keep a state instead of what their tokens leave."""
-        return 0 if self.delta is None else sum(self.delta.layers[first:last])
+        """How many of some layers keep a state."""
+        return 0 if self.recurrent is None else sum(self.recurrent.layers[first:last])
+
+    def attended_in(self, first: int, last: int) -> int:
+        """How many of some layers keep what their tokens leave."""
+        return sum(self._attended(index) for index in range(first, last))
+
+    def _attended(self, index: int) -> bool:
+        beside = self.mamba is not None and self.mamba.beside
+        return beside or self.recurrent is None or not self.recurrent.layers[index]
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """The windows of the layers that have attention."""
-        delta = self.delta
-        return tuple(w for index, w in enumerate(self.windows) if delta is None or not delta.layers[index])
+        return tuple(window for index, window in enumerate(self.windows) if self._attended(index))
 
     @property
     def state_bytes(self) -> int:
         """Bytes of a running sequence beside what its tokens leave, whatever its length."""
-        return 0 if self.delta is None else self.recurrent_layers * self.delta.state_bytes()
+        return 0 if self.recurrent is None else self.recurrent_layers * self.recurrent.state_bytes()
 
     def kv_bytes_per_token(self, kv_bytes: float = 2.0) -> int:
         """Bytes that one token leaves in the cache, with elements of `kv_bytes` each."""

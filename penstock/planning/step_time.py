@@ -267,7 +267,7 @@ def counts_of(deployment: Deployment) -> ModelCounts:
         experts=0 if moe is None else moe.experts,
         experts_per_token=0 if moe is None else moe.top_k,
         expert_params=shape.expert_parameters,
-        expert_bytes=shape.expert_parameters * form.of_experts,
+        expert_bytes=shape.expert_parameters * form.further,
         expert_layers=0 if moe is None else moe.count,
         state_bytes=shape.state_bytes / deployment.tensor_parallel,
     )

@@ -65,7 +65,9 @@ REDUCED = {
 def test_every_shape_runs_with_random_weights(name: str) -> None:
     """Reduced in size, not in kind."""
     config = shapes.named(name) | REDUCED
-    config |= {key: 8 for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config}
+    config |= {key: 8 for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)}
+    if "mamba_n_heads" in config:
+        config |= {"mamba_n_heads": 8, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]}
     if "kv_lora_rank" in config:  # all heads share one latent
         config |= {"num_key_value_heads": config["num_attention_heads"], "head_dim": None}
     config |= {key: min(config[key], 4) for key in ("num_experts_per_tok",) if key in config}

@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from penstock.cli.app import app
+from penstock.cli.app import app, narrowed
 from penstock.config.describe import keys
 from penstock.protocol.transport import public_key
 from tests.cli.command import penstock
@@ -221,3 +221,15 @@ def test_a_draft_models_source_becomes_a_path(tmp_path: Path) -> None:
     file.write_text(f"models: [{{source: a, speculation: draft, draft_model: {tmp_path / 'small'}}}, {{source: b}}]")
     first, second = resolve_drafts(load(file), stderr()).models
     assert first.draft_model == str(tmp_path / "small") and second.draft_model is None
+
+
+def test_a_command_is_found_without_reading_all_others() -> None:
+    for name, entry in (("serve", "command"), ("log-pipeline", "group"), ("keys", "group")):
+        narrow = typer.main.get_command(narrowed(name))
+        assert isinstance(narrow, typer.core.TyperGroup) and list(narrow.commands) == [name], entry
+    whole = typer.main.get_command(app)
+    assert isinstance(whole, typer.core.TyperGroup)
+    for name in whole.commands:
+        found = typer.main.get_command(narrowed(name))
+        assert isinstance(found, typer.core.TyperGroup) and list(found.commands) == [name]
+    assert narrowed("no-such-command") is narrowed("") is narrowed("--help") is app

@@ -133,7 +133,7 @@ def test_the_same_bits_with_experts_and_with_adapters(tmp_path: Path) -> None:
     """Any number of tokens for an expert, or of an adapter, at a time."""
     for family in ("qwen3-moe", "llama-gqa"):
         folder = write_checkpoint(family, tmp_path / family, spread=0.6)
-        targets = ("q_proj", "v_proj", "o_proj")
+        targets = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")  # of experts too
         files = [
             write_adapter(tmp_path / f"{family}{i}", folder, rank=5 + i, seed=i, targets=targets) for i in range(2)
         ]

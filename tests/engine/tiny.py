@@ -88,6 +88,15 @@ GRANITE4_HYBRID: dict[str, Any] = {
     **GRANITE4, "layer_types": [MAMBA, ATTENTION, MAMBA], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2,
     "mamba_d_state": 24, "mamba_d_conv": 3, "mamba_chunk_size": 24,
 }  # fmt: skip
+BAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_d_conv": 3,
+    "mamba_chunk_size": 24,
+}  # fmt: skip
+FALCON_H1: dict[str, Any] = {
+    **BAMBA, "mamba_d_ssm": 96, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.6, "mlp_multipliers": [0.7, 1.3],
+    "key_multiplier": 0.6, "attention_in_multiplier": 0.9, "attention_out_multiplier": 1.2, "ssm_in_multiplier": 0.8,
+    "ssm_out_multiplier": 0.7, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+}  # fmt: skip
 QWEN2_MOE = {
     "num_experts": 12,
     "num_experts_per_tok": 3,
@@ -170,6 +179,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_limit": (0.2, 0.9),
         },
     ),
+    "bamba": ("BambaConfig", {**BAMBA, "attn_layer_indices": [1], "mamba_conv_bias": False, "attention_bias": True}),
+    "falcon-h1": ("FalconH1Config", {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "falcon-h1-biased": (
+        "FalconH1Config",
+        {
+            **FALCON_H1,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "mlp_bias": True,
+            "mamba_d_ssm": None,
+        },
+    ),
+    "falcon-h1-norm-first": ("FalconH1Config", {**FALCON_H1, "mamba_rms_norm": True}),
     "qwen2-moe": ("Qwen2MoeConfig", {**QWEN2_MOE, "mlp_only_layers": [1]}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),

@@ -53,6 +53,7 @@ def configs(batch: int) -> list[GemvConfig | None]:
     if batch > 1:
         return [None]
     rows = [GemvConfig("rows", n, 256, 1, 1) for n in ((4,) if QUICK else (1, 2, 4))]
+    rows += [GemvConfig("rows", 2, 512, 1, 1)]
     return [None, GemvConfig("tiles", 16, 64, 1, 3), *rows]
 
 
@@ -125,7 +126,6 @@ def timed(
     dtype: torch.dtype,
     folded: dict[str, bool],
     config: GemvConfig | None = None,
-    pdl: bool = False,
 ) -> tuple[float, float]:
     """Microseconds and bytes of one linear; weights rotate so that the cache cannot hold them."""
     rows = 2 * n if folded.get("gated") else n
@@ -146,7 +146,6 @@ def timed(
                 residual=residual,
                 gated=folded.get("gated", False),
                 config=config,
-                pdl=pdl,
             )
             for w, s in (weights if MODE != "compile" else weights[:1])
         ],

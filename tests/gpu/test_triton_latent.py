@@ -25,7 +25,8 @@ from penstock.engine.core import Engine
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.engine.models.families import is_linear
-from tests.engine.harness import generate, greedy
+from penstock.engine.request import Request, SamplingParams
+from tests.engine.harness import drain, generate, greedy
 
 BF16 = torch.bfloat16
 BLOCK = 16
@@ -82,20 +83,20 @@ def positions_table(rotary: int, positions: int) -> Tensor:
 def test_attention_over_latents_equals_the_reference() -> None:
     shapes = [(4, 32, 16, 8, 20)]
     if not QUICK:
-        shapes += [(16, 64, 32, 16, 32), (16, 512, 128, 64, 128), (128, 512, 128, 64, 128), (10, 96, 24, 12, 40)]
+        shapes += [(16, 512, 128, 64, 128), (128, 512, 128, 64, 128), (10, 96, 24, 12, 40)]
     cases: list[tuple[list[int], list[tuple[int, int]]]] = [
         ([5, 40, 1], []),
         ([3] * 9, [(7, 7), (5, 30)]),
     ]
     if not QUICK:
-        cases += [([3000, 17, 900], []), ([50] * 40, [(300, 700), (1, 64)]), ([], [(1000, 1000)])]
+        cases += [([3000, 17, 900], []), ([50] * 40, [(300, 700), (1, 64)])]
     for number, shape in enumerate(shapes):
         for case, (decodes, prompts) in enumerate(cases):
             kinds = (torch.float32, BF16, INT8, FP8) if not QUICK else ((torch.float32, INT8)[case % 2],)
             for kind in kinds:
                 if kind == torch.float32 and shape[0] == 128:
                     continue
-                layout = make_layout(*shape, interleaved=(number + case) % 2 == 0)
+                layout = make_layout(*shape, interleaved=number % 2 == 0)
                 dtype = torch.float32 if kind == torch.float32 or QUICK else BF16
                 batch, blocks = make_batch(decodes, prompts)
                 cache, scales = make_cache(layout, blocks, kind)
@@ -162,44 +163,50 @@ def test_engines_give_the_tokens_of_the_reference() -> None:
 
 
 class InTiles:
-    """A checkpoint whose matrices are FP8 in tiles of 128 x 128, as DeepSeek V3 is published."""
+    """A checkpoint whose matrices are FP8 in tiles of 128 x 128, as DeepSeek V3 is published; or, `widened`, the same
+    numbers in its own type. Scales are powers of two, so that they are the same."""
 
-    def __init__(self, dense: RandomCheckpoint) -> None:
-        self.dense = dense
-        self.config = {
-            **dense.config, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        }  # fmt: skip
+    def __init__(self, dense: RandomCheckpoint, *, widened: bool = False) -> None:
+        self.dense, self.widened = dense, widened
+        form = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        self.config = dense.config if widened else {**dense.config, "quantization_config": form}
 
     def names(self) -> set[str]:
         names = set(self.dense.names())
-        return names | {f"{name}_scale_inv" for name in names if is_linear(name)}
+        return names if self.widened else names | {f"{name}_scale_inv" for name in names if is_linear(name)}
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         stem = name.removesuffix("_scale_inv")
-        weight = self.dense.tensor(stem, device)
+        weight = self.dense.tensor(stem, "cpu").to(device)
         if not is_linear(stem):
             return weight
         rows, columns = (-(-side // 128) for side in weight.shape)
-        scale = torch.linspace(0.5, 2, rows * columns, device=weight.device).view(rows, columns)
+        scale = 2.0 ** (torch.arange(rows * columns, device=weight.device) % 3 - 8.0).view(rows, columns)
         if name != stem:
             return scale
         wide = scale.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)[:, : weight.shape[1]]
-        return (weight.float() / wide).to(FP8)
+        rounded = (weight.float() / wide).to(FP8)
+        return (rounded.float() * wide).to(weight.dtype) if self.widened else rounded
 
 
 def test_a_checkpoint_in_fp8_tiles_stays_in_them() -> None:
+    """Log-probabilities are those of the same numbers in bfloat16, up to its rounding."""
     if MODE != "device":
         return
     sizes = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "kv_lora_rank": 64}
-    dense = RandomCheckpoint({**CONFIG, **MODELS["v3"], **sizes, "q_lora_rank": 128}, dtype=BF16, embedding_scale=100.0)
-    found = []
-    for weights in (dense, Fp8Checkpoint(InTiles(dense))):
+    dense = RandomCheckpoint({**CONFIG, **MODELS["v3"], **sizes, "q_lora_rank": 128}, dtype=BF16, embedding_scale=1.0)
+    scores = []
+    for weights in (InTiles(dense, widened=True), Fp8Checkpoint(InTiles(dense))):
         settings = EngineConfig(model="random", device="cuda", dtype="bfloat16", max_running=8, num_blocks=100)
         engine = Engine.load(settings, checkpoint=weights)
-        found.append(generate(engine, greedy("a", list(range(50)), 16)))
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        engine.submit(Request("a", [7 * i % 199 for i in range(120)], sampling))
+        found = [one for delta in drain(engine) for one in delta.prompt_logprobs or () if one is not None]
+        scores.append(torch.tensor([one.logprob for one in found]))
         tiles = [isinstance(linear, BlockFp8Linear) for linear in engine.runner.decoder.layers[0].linears]
-        assert all(tiles) if weights is not dense else not any(tiles), tiles
-    assert found[0] == found[1]
+        assert all(tiles) if isinstance(weights, Fp8Checkpoint) else not any(tiles), tiles
+    check("log-probabilities from tiles", scores[1], scores[0], 3e-2)
+    assert len(generate(engine, greedy("b", list(range(50)), 16))["b"]) == 16
 
 
 def test_results_do_not_depend_on_the_batch() -> None:

@@ -261,8 +261,8 @@ def test_model_sizes() -> None:
 EXPERTS = AdapterLayout(
     (
         Site("qkv", ("q", "k", "v"), (32, 16, 16), 48),
-        Site("expert_gate_up", ("g", "u"), (40, 40), 48, of_experts=True, experts=5, layers=(False, True)),
-        Site("expert_down", ("d",), (48,), 40, of_experts=True, experts=5, layers=(False, True)),
+        Site("expert_gate_up", ("g", "u"), (40, 40), 48, further=True, experts=5, layers=(False, True)),
+        Site("expert_down", ("d",), (48,), 40, further=True, experts=5, layers=(False, True)),
     ),
     2,
     by_output=True,

@@ -180,7 +180,7 @@ class SameEverywhere(RandomCheckpoint):
 
 def _engines() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "plain", {}
-    yield "small chunks and preemption", {"token_budget": 48, "num_blocks": 20, "max_running": 6}
+    yield "small chunks and preemption", {"token_budget": 48, "num_blocks": 24, "max_running": 6}
     yield "drafts", {"speculation": "ngram"}
     yield "deterministic", {"deterministic": True}
 

@@ -268,7 +268,9 @@ def test_adapters() -> None:
     stages = deployed(adapter_slots=1, adapter_rank=1, tensor_parallel=3, pipeline_parallel=2)
     assert [adapter_bytes(stages, stage) for stage in (0, 1)] == [2 * split * 2, 3 * split * 2]
     experts = adapter_bytes(deployed(replace(SMALL, moe=MOE), adapter_slots=1, adapter_rank=1))
-    assert experts == 5 * (3 * 24 + 48 + 2 * 24 + 48 + 24) * 2
+    attention, dense = 3 * 24 + 48 + 2 * 24 + 48 + 24, 2 * 24 + 2 * 60 + 60 + 24
+    routed = 24 + 5 + (2 * 24 + 2 * 6 + 6 + 24)
+    assert experts == (5 * attention + dense + 4 * routed) * 2
     plan = with_room(BLOCK * 100 + adapter_bytes(deployed(adapter_slots=2)), adapter_slots=2)
     assert plan.blocks == 92 and plan.adapters == adapter_bytes(deployed(adapter_slots=2))
     assert plan.capacity == plan.weights + plan.adapters + plan.runtime + plan.activations + plan.kv_room + plan.reserve

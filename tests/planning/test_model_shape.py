@@ -16,7 +16,7 @@ from penstock.engine.loading.random_checkpoint import tensor_shapes
 from penstock.engine.models.families import FAMILIES
 from penstock.errors import CheckpointError, ConfigError, SourceError
 from penstock.planning.config_shape import shape_of_config
-from penstock.planning.model_shape import known_config, known_models, model_shape
+from penstock.planning.model_shape import known_config, known_models, model_shape, with_layers
 from tests.engine.loading.gguf_files import write_gguf
 
 SERVED = [name for name in known_models() if model_shape(name).served]
@@ -34,6 +34,7 @@ LATENT = {
 }  # fmt: skip
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 80}
 GRANITE4 = {"layer_types": ["full_attention"] * 3, **EXPERTS}
+MAMBA = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24}
 NAMED = ("mixtral", "qwen3_moe", "gemma", "granitemoehybrid", *OVER_LATENTS)
 """Families that are not counted in their default form alone."""
 
@@ -48,7 +49,7 @@ def engine_parameters(config: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) -> None:
-    config = known_config(name) | {"num_hidden_layers": 6}
+    config = with_layers(known_config(name), 6)
     assert shape_of_config(config, name).parameters == engine_parameters(config)
 
 
@@ -69,6 +70,8 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("granitemoeshared", **EXPERTS, attention_bias=True),
         of("granitemoehybrid", **GRANITE4),
         of("granitemoehybrid", **GRANITE4 | {"num_local_experts": 0}),
+        of("granitemoehybrid", **GRANITE4 | MAMBA),
+        of("granitemoehybrid", **GRANITE4 | MAMBA | {"mamba_proj_bias": True, "mamba_conv_bias": False}),
         of("qwen3_next", attention_bias=True, num_hidden_layers=4),
         *(of(family) for family in FAMILIES if family not in NAMED),
     ],
@@ -154,7 +157,7 @@ def test_experts_that_a_batch_visits() -> None:
 
 def test_shapes_of_the_benchmarks_are_known_models() -> None:
     for name, config in bench_shapes.SHAPES.items():
-        known = {**known_config(name), "num_hidden_layers": config["num_hidden_layers"]}  # some have fewer layers
+        known = with_layers(known_config(name), config["num_hidden_layers"])  # some have fewer layers
         assert shape_of_config(config, name) == shape_of_config(known, name)
 
 
@@ -223,7 +226,7 @@ def test_bytes_per_weight_of_quantized_checkpoints(stored_as: dict[str, Any], si
 
 def test_gpt_oss_has_only_its_experts_in_four_bits() -> None:
     stored = model_shape("gpt-oss-120b").stored
-    assert stored is not None and stored.of_experts == 0.53125 and stored.matrix_bytes == 2
+    assert stored is not None and stored.further == 0.53125 and stored.matrix_bytes == 2
 
 
 def test_an_unknown_quantization_is_refused() -> None:

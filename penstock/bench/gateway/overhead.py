@@ -1,7 +1,9 @@
 """`penstock bench overhead`: what a gateway adds to a request, and how many requests it passes on, beside LiteLLM.
 
-Two measurements, with the store, the ledger and the request log on, as they are by default:
+Three measurements, with the store, the ledger and the request log on, as they are by default:
 
+- lone streams: one prompt of 128 token ids after the other, with a pause between them, each streamed. The backend
+  answers at once, so the time to the first token is what gateway, protocol and sockets add to a lone request.
 - overhead: an open loop of short completions at a fixed rate. A request that is sent late counts from when it was due.
   The backend answers at once, so what a client waits for is the gateway, plus this process's own reading and writing:
   that is measured against the bare backend and shown, as is how late this process was itself (`late p99`; its garbage
@@ -35,14 +37,19 @@ import httpx
 import uvloop
 from rich.console import Console
 
-from penstock.bench import report
-from penstock.bench.gateway.harness import MODEL, cpu_seconds, free_port, gateway, process, wait_for
+from penstock.bench import arrivals, report
+from penstock.bench.gateway.harness import MODEL, VOCABULARY, cpu_seconds, free_port, gateway, process, wait_for
+from penstock.bench.load import LoadGenerator
 from penstock.bench.stats import median, percentiles
+from penstock.bench.stream import read_answer
+from penstock.bench.wire import Connection, Target
 from penstock.errors import ConfigError
 from penstock.interpreter import module
 
 P50_MS, P99_MS, RATIO = 2.0, 10.0, 5.0
 """What must hold: milliseconds, and requests/s as a multiple of LiteLLM's."""
+LONE, PAUSE_S = 100, 0.02
+"""Lone streams, and the seconds between them."""
 REMOTE = "remote"
 BACKEND = "penstock.testing.synthetic_openai"
 
@@ -159,6 +166,21 @@ async def open_loop(port: int, payload: bytes, rate: float, seconds: float) -> t
     return latencies, late
 
 
+async def lone_streams(port: int, key: str, count: int = LONE) -> list[float]:
+    """Seconds to the first token of streams that have the server to themselves."""
+    target = Target.parse(f"http://127.0.0.1:{port}", key)
+    load, connection = LoadGenerator(target, MODEL, VOCABULARY), Connection(target)
+    found: list[float] = []
+    try:
+        for ready in load.ready(arrivals.closed(count, 128, 8), seed=1):
+            await asyncio.sleep(PAUSE_S)
+            began = time.perf_counter()
+            found.append((await read_answer(connection, "/v1/completions", ready.body)).first - began)
+    finally:
+        await connection.close()
+    return found
+
+
 async def closed_loop(port: int, payload: bytes, at_once: int, seconds: float) -> float:
     """Requests per second."""
     clients = [await Client(port, payload).connect() for _ in range(at_once)]
@@ -248,6 +270,10 @@ def measure(settings: OverheadBenchSettings, console: Console) -> dict[str, Any]
         key = penstock_key(ours.url)
         payload = request(settings.tokens, key)
         uvloop.run(closed_loop(ours.port, payload, settings.at_once, 2.0))  # warm
+        console.print(f"penstock: {LONE} lone streams", highlight=False)
+        with without_collections():
+            lone = percentiles(uvloop.run(lone_streams(ours.port, key)))
+        results["lone streams"] = lone.as_dict() if lone else None
         for name, port in (("bare backend", backend), ("penstock", ours.port)):
             console.print(f"{name}: {settings.rate:g} requests/s for {settings.seconds:g} s", highlight=False)
             processes = {
@@ -290,6 +316,11 @@ def show(results: dict[str, Any], settings: OverheadBenchSettings, console: Cons
         found, late = results[f"latency, {name}"], results[f"late, {name}"]
         shown = [*(found[key] for key in ("p50", "p99", "largest")), late["p99"]]
         table.add_row(name, *(report.number(seconds * 1000, 2) for seconds in shown))
+    console.print(table)
+    lone = results["lone streams"]
+    table = report.table("a lone stream after a prompt of 128 tokens", "", "p50 ms", "p90 ms", "largest ms")
+    shown = [report.number(lone[key] * 1000, 2) for key in ("p50", "p90", "largest")]
+    table.add_row("penstock: first token", *shown)
     console.print(table)
     table = report.table(f"{settings.at_once} clients at once", "", "requests/s")
     for name, rates in results["requests_per_s"].items():

@@ -14,10 +14,11 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 from torch import Tensor
 
+from penstock.engine.adapters.delta_nets import adapted_linears
 from penstock.engine.adapters.experts import adapt_experts
 from penstock.engine.adapters.kernel import AdaptedLinear
 from penstock.engine.adapters.kernel import LoraKernel as LoraKernel
-from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
+from penstock.engine.adapters.layout import ROUTER, AdapterLayout, PlacedSite
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.delta_net import GatedDeltaNet
@@ -25,6 +26,7 @@ from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import InlineLinear, Linear
 from penstock.engine.models.layers.mamba import Mamba2
+from penstock.engine.models.layers.side_by_side import SideBySide
 
 
 @runtime_checkable
@@ -84,9 +86,9 @@ def adapt(
     *,
     sites: int | None = None,
     summed: Collection[str] = (),
-    experts: bool = False,
+    further: bool = False,
 ) -> Decoder:
-    """`decoder` with adapters, on the first `sites` of the layout or on all; on those of experts only with `experts`.
+    """`decoder` with adapters, on the first `sites` of the layout or on all; on those that few touch only if `further`.
     Activations stay plain tensors. Norms and residuals stay outside the linears, unless all of these take adapters into
     their launch. `summed`: sites whose output other ranks have parts of; adapters are inside those parts, so that the
     sum is made once."""
@@ -101,33 +103,50 @@ def adapt(
     layers = []
     for number, layer in enumerate(decoder.layers):
         recurrent = isinstance(layer.mixer, GatedDeltaNet | Mamba2)
-        assert recurrent or isinstance(layer.mixer, Attention | LatentAttention)
+        both = isinstance(layer.mixer, SideBySide)
+        assert recurrent or both or isinstance(layer.mixer, Attention | LatentAttention)
         mixer: dict[str, Any] = {"ops": decoder.ops}
         feed_forward: dict[str, Any] = {}
-        of_experts: dict[str, PlacedSite] = {}
+        others: dict[str, PlacedSite] = {}
         for index, site in enumerate(layout.sites[:sites]):
             if (
-                (site.of_attention if recurrent else site.of_recurrent)
+                (not both and (site.of_attention if recurrent else site.of_recurrent))
                 or not site.is_in(number)
-                or (site.of_experts and not experts)
+                or (site.further and not further)
             ):
                 continue
-            if site.of_experts:
-                of_experts[site.attribute] = layout.place(number, index)
+            if site.further:
+                others[site.attribute] = layout.place(number, index)
                 continue
-            in_mixer = hasattr(layer.mixer, site.attribute)
-            holder, found = (layer.mixer, mixer) if in_mixer else (layer.feed_forward, feed_forward)
+            part: Any = layer.mixer
+            if isinstance(layer.mixer, SideBySide):
+                part = layer.mixer.mamba if site.of_recurrent else layer.mixer.attention
+            in_mixer = hasattr(part, site.attribute)
+            holder, found = (part, mixer) if in_mixer else (layer.feed_forward, feed_forward)
             placed = layout.place(number, index)
             make = AdaptedLinear if site.attribute in summed else made
             found[site.attribute] = make(getattr(holder, site.attribute), kernel, placed)
-        new_mixer: Any = dataclasses.replace(cast(Any, layer.mixer), **mixer)
+        if isinstance(layer.mixer, GatedDeltaNet):
+            mixer |= adapted_linears(layer.mixer, kernel, others)
+        new_mixer: Any = _replaced(layer.mixer, mixer)
         changed = dataclasses.replace(layer, mixer=new_mixer)
         if feed_forward:
             assert isinstance(layer.feed_forward, GatedMlp)
             adapted = dataclasses.replace(layer.feed_forward, ops=decoder.ops, **feed_forward)
             changed = dataclasses.replace(changed, feed_forward=adapted)
-        elif of_experts:
-            adapted_experts = adapt_experts(layer.feed_forward, kernel, of_experts, decoder.ops)
+        elif ROUTER in others:
+            adapted_experts = adapt_experts(layer.feed_forward, kernel, others, decoder.ops)
             changed = dataclasses.replace(changed, feed_forward=adapted_experts)
         layers.append(changed)
     return dataclasses.replace(decoder, layers=layers, fused_up_to=fused_up_to)
+
+
+def _replaced(mixer: Any, changes: dict[str, Any]) -> Any:
+    if not isinstance(mixer, SideBySide):
+        return dataclasses.replace(mixer, **changes)
+    ops = changes.pop("ops")
+    parts = {
+        name: dataclasses.replace(part, ops=ops, **{key: one for key, one in changes.items() if hasattr(part, key)})
+        for name, part in (("attention", mixer.attention), ("mamba", mixer.mamba))
+    }
+    return dataclasses.replace(mixer, ops=ops, **cast(Any, parts))

@@ -14,6 +14,7 @@ adapters of different rank need no padding. On CUDA B stays [outputs, r], and r 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,16 @@ import torch
 from torch import Tensor
 
 from penstock.engine.models.families import family_of
-from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.model_config import DeltaConfig, ModelConfig
 
 ROUTER, EXPERT_GATE_UP, EXPERT_DOWN = "router", "expert_gate_up", "expert_down"
 SHARED, SHARED_GATE = "shared_", "shared_gate"
 """Attributes of sites of a mixture of experts: `adapters.experts` knows where they are."""
 ANY = "#"
 """Stands for the number of an expert in the names of modules."""
+DELTA_MIX, DELTA_GATES, DELTA_OUTPUT = "delta_mix", "delta_gates", "delta_output"
+"""Attributes of sites of delta nets: `adapters.delta_nets` knows where they are."""
+_DELTA = "linear_attn."
 _BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.")
 """What the part of a layer with router and experts is called."""
 _WIDE = 8
@@ -67,8 +71,9 @@ class Site:
     """Whether only layers without attention have it."""
     layers: tuple[bool, ...] | None = None
     """Which layers have it; None: all."""
-    of_experts: bool = False
-    """Whether it belongs to a mixture of experts: decoders for adapters that leave those alone do not have it."""
+    further: bool = False
+    """Whether few adapters touch it (experts, routers, delta nets): steps without such adapters run a decoder in which
+    it is the ordinary linear."""
     experts: int = 0
     """Above 0: the linears of this many experts, each with matrices of its own."""
     stack: Stack | None = None
@@ -139,9 +144,9 @@ class AdapterLayout:
         start += self._units(layer, experts, self.sites[:index])
         return PlacedSite(site, layer, index, start)
 
-    def touches_experts(self, ranks: Tensor) -> bool:
-        """Whether an adapter with these ranks of the sites touches routers or experts."""
-        return any(site.of_experts and rank for site, rank in zip(self.sites, ranks.tolist(), strict=True))
+    def touches_further(self, ranks: Tensor) -> bool:
+        """Whether an adapter with these ranks of the sites touches one that few do."""
+        return any(site.further and rank for site, rank in zip(self.sites, ranks.tolist(), strict=True))
 
     def _units(self, layer: int, experts: bool, sites: tuple[Site, ...] | None = None) -> int:
         every = self.sites if sites is None else sites
@@ -184,7 +189,7 @@ def uncut(layout: AdapterLayout) -> AdapterCut:
 def layout_of(config: ModelConfig, *, by_output: bool = False, experts: bool = True) -> AdapterLayout:
     """Attention and feed-forward linears, routers and experts, the same sites for all parts of a model; experts only
     with `experts`, since they are large. What makes keys and values of latents has none: it is not applied as a linear.
-    Delta nets have none either."""
+    """
     sites = (*_attention_sites(config), *_dense_sites(config), *_expert_sites(config, experts))
     return AdapterLayout(sites, config.num_layers, by_output)
 
@@ -209,6 +214,9 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
         Site("qkv", qkv, (q_rows, kv_size, kv_size), hidden, names.attention + names.fused_qkv, of_attention=True),
         Site("output", (names.attention + names.output,), (hidden,), q_size, of_attention=True),
     )
+    delta = config.delta
+    if delta is not None:
+        return *attention, *_delta_sites(delta, hidden)
     mamba = config.mamba
     if mamba is None:
         return attention
@@ -217,6 +225,27 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
         *attention,
         Site("in_proj", (f"{names.mamba}in_proj",), (width,), hidden, of_recurrent=True),
         Site("out_proj", (f"{names.mamba}out_proj",), (hidden,), mamba.inner, of_recurrent=True),
+    )
+
+
+def _delta_sites(delta: DeltaConfig, hidden: int) -> tuple[Site, ...]:
+    values = delta.v_heads * delta.v_dim
+    channels = 2 * delta.k_heads * delta.k_dim + values
+    projections = (
+        {"in_proj_qkvz": channels + values} if delta.grouped else {"in_proj_qkv": channels, "in_proj_z": values}
+    )
+    gates = (
+        {"in_proj_ba": 2 * delta.v_heads} if delta.grouped else dict.fromkeys(("in_proj_b", "in_proj_a"), delta.v_heads)
+    )
+    at: dict[str, Any] = {"layers": delta.layers, "further": True}
+
+    def names(parts: Iterable[str]) -> tuple[str, ...]:
+        return tuple(f"{_DELTA}{part}" for part in parts)
+
+    return (
+        Site(DELTA_MIX, names(projections), tuple(projections.values()), hidden, **at),
+        Site(DELTA_GATES, names(gates), tuple(gates.values()), hidden, **at),
+        Site(DELTA_OUTPUT, names(("out_proj",)), (hidden,), values, **at),
     )
 
 
@@ -240,7 +269,7 @@ def _expert_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
     if moe is None:
         return ()
     names = family_of(config.family).names
-    at: dict[str, Any] = {"layers": moe.layers, "of_experts": True}
+    at: dict[str, Any] = {"layers": moe.layers, "further": True}
     routers = tuple(f"{block}{name}" for block in _BLOCKS for name in ("gate", "router"))
     sites = [Site(ROUTER, (names.moe + names.router,), (moe.experts,), hidden, aliases=routers, **at)]
     if moe.shared_ffn_size:

@@ -34,8 +34,8 @@ class LoadedAdapter:
     """Flat, in the order of the model's `AdapterLayout`."""
     ranks: Tensor
     """int32 [sites]: the rank as stored, or 0 for sites that it touches in no layer, which are skipped."""
-    of_experts: bool = False
-    """It touches routers or experts."""
+    further: bool = False
+    """It touches linears that few adapters do; see `Site`."""
     narrow: bool = field(init=False)
     """It touches query, key and value only, as PEFT's default targets do."""
 
@@ -71,7 +71,7 @@ def read_adapter(
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{WEIGHTS} is damaged or incomplete ({error}): fetch it again") from error
     ranks = packer.ranks.pin_memory() if pin else packer.ranks
-    return LoadedAdapter(name, packer.rank, packer.version, packer.data, ranks, layout.touches_experts(ranks))
+    return LoadedAdapter(name, packer.rank, packer.version, packer.data, ranks, layout.touches_further(ranks))
 
 
 def random_adapter(
@@ -94,4 +94,4 @@ def random_adapter(
     if pin:
         noise, ranks = noise.pin_memory(), ranks.pin_memory()
     version = hashlib.blake2b(noise.view(torch.uint8).numpy().data, digest_size=16).hexdigest()
-    return LoadedAdapter(name, rank, version, noise, ranks, layout.touches_experts(ranks))
+    return LoadedAdapter(name, rank, version, noise, ranks, layout.touches_further(ranks))

@@ -33,13 +33,13 @@ class AdaptedModel:
     narrow: Decoder | None = None
     """A decoder for steps in which all adapters are narrow (see `LoadedAdapter`), which skips the linears that they do
     not touch."""
-    experts: Decoder | None = None
-    """One for steps in which some adapter touches routers or experts, where the model has those."""
+    further: Decoder | None = None
+    """One for steps in which some adapter touches linears that few do (see `Site`), where the model has those."""
 
     def with_decoders(self, change: Callable[[Decoder], Decoder]) -> AdaptedModel:
         narrow = None if self.narrow is None else change(self.narrow)
-        experts = None if self.experts is None else change(self.experts)
-        return dataclasses.replace(self, decoder=change(self.decoder), narrow=narrow, experts=experts)
+        further = None if self.further is None else change(self.further)
+        return dataclasses.replace(self, decoder=change(self.decoder), narrow=narrow, further=further)
 
 
 class OtherRanks(Protocol):
@@ -66,7 +66,7 @@ class AdapterRuntime:
         self.pool = pool
         self.decoder = model.decoder
         self.narrow = model.narrow
-        self.experts = model.experts
+        self.further = model.further
         self.slots = np.empty(0, np.int32)
         """Of each token of the step that has begun; -1 where it has no adapter."""
         self._others = others
@@ -104,8 +104,8 @@ class AdapterRuntime:
             return None
         self.slots = slots
         self.kernel.begin(slots)
-        if self.experts is not None and touches_experts(batch):
-            return self.experts
+        if self.further is not None and touches_further(batch):
+            return self.further
         return self.narrow if self.narrow is not None and is_narrow(batch) else self.decoder
 
 
@@ -115,10 +115,10 @@ def is_narrow(batch: Batch) -> bool:
     return all(adapter is None or adapter.narrow for adapter in adapters)
 
 
-def touches_experts(batch: Batch) -> bool:
-    """Whether some adapter of a batch changes routers or experts."""
+def touches_further(batch: Batch) -> bool:
+    """Whether some adapter of a batch touches linears that few do."""
     adapters = (chunk.seq.adapter for chunk in batch.chunks)
-    return any(adapter is not None and adapter.of_experts for adapter in adapters)
+    return any(adapter is not None and adapter.further for adapter in adapters)
 
 
 def slots_of(batch: Batch) -> np.ndarray:

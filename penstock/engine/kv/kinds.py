@@ -142,6 +142,31 @@ class RecurrentState:
 
 
 @dataclass(frozen=True, slots=True)
+class BothKinds:
+    """Of a layer that has two mixers: it is called with the cache of each."""
+
+    first: CacheKind
+    second: CacheKind
+
+    def __str__(self) -> str:
+        return f"{self.first} and {self.second}"
+
+    @property
+    def block_bytes(self) -> int:
+        return self.first.block_bytes + self.second.block_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return self.first.state_bytes + self.second.state_bytes
+
+    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
+        one, two = (kind.allocate(layers, num_blocks, num_states, device) for kind in (self.first, self.second))
+        return CacheTensors(
+            list(zip(one.layers, two.layers, strict=True)), one.blocks + two.blocks, one.states + two.states
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class PagedRows:
     """One vector per token, in blocks of tokens: what a drafter reads of the model (`models.tap`).
 

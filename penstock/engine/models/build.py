@@ -99,7 +99,7 @@ def compose_decoder(
         ops=backend.ops,
         embedding=embedding,
         layers=layers,
-        final_norm=read.norm(f"{prefix}norm", hidden),
+        final_norm=read.norm(f"{prefix}{family.names.final_norm}", hidden),
         head=shaped(backend.as_head(head), config.logit_scale, config.logit_softcap),
         max_positions=max_positions,
         fused_up_to=fused_up_to if can_fuse else 0,

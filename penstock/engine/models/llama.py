@@ -24,7 +24,7 @@ from penstock.engine.models.layers.experts import (
     Router,
     held,
 )
-from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
+from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp, ScaledMlp
 from penstock.engine.models.layers.rotary import query_scales
 from penstock.engine.models.weights import WeightReader
 
@@ -143,7 +143,10 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
 
     if moe is None or not moe.layers[context.index]:
         at, bias = context.prefix + names.mlp, config.mlp_bias
-        return gated(read, at, names.gate_up, names.down, config.ffn_size, bias, context.inner)
+        mlp = gated(read, at, names.gate_up, names.down, config.ffn_size, bias, context.inner)
+        if config.mlp_scales == (1.0, 1.0):
+            return mlp
+        return ScaledMlp(mlp.ops, mlp.activation, mlp.gate_up, mlp.down, *config.mlp_scales)
     block, ffn = context.prefix + names.moe, moe.ffn_size
     corrected = f"{block}{names.correction_bias}"
     router = Router(

@@ -108,6 +108,17 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideAttention:
+    """Attention and Mamba in one layer: both read the same norm, and both are added to the residual stream."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    mamba_in: float = 1.0
+    mamba_out: float = 1.0
+    """Factors of what each reads and gives."""
+
+
+@dataclass(frozen=True, slots=True)
 class MambaConfig:
     """Mamba-2 layers in place of attention in some layers; see `MambaLayout`."""
 
@@ -119,11 +130,16 @@ class MambaConfig:
     state: int
     conv: int
     conv_bias: bool
-    proj_bias: bool
+    in_bias: bool
+    out_bias: bool
     norm_groups: int
     norm_eps: float
     gate_first: bool = True
     dt_range: tuple[float, float] = (0.0, math.inf)
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """Factors of what is projected: gates, x, B, C, time steps."""
+    beside: BesideAttention | None = None
+    """Where these layers have attention too."""
     norm_shards: int = 1
     """Shards that have parts of one run of channels that is normalized together."""
 
@@ -196,6 +212,8 @@ class ModelConfig:
     row_norms: bool = False
     """Whether all queries of a token are normalized together instead, and all its keys."""
     activation: Activation = "silu"
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
+    """Factors of what a dense feed-forward's gate matrix gives, and of what the feed-forward gives."""
     moe: MoeConfig | None = None
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None

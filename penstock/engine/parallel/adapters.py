@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.adapters.layout import (
+    DELTA_GATES,
+    DELTA_MIX,
+    DELTA_OUTPUT,
     EXPERT_DOWN,
     EXPERT_GATE_UP,
     ROUTER,
@@ -30,7 +33,7 @@ from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
-from penstock.engine.parallel.shards import mamba_projection, mamba_spans
+from penstock.engine.parallel.shards import delta_cuts, mamba_projection, mamba_spans
 from penstock.errors import CheckpointError, ReplicaLost
 
 READ, PUT, DROP = "read_adapter", "put_adapter", "drop_adapter"
@@ -66,6 +69,18 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
         narrow = q if latent.query_rank is None else (0, latent.query_rank)
         inputs |= {"inputs": hidden, "query_up": narrow, "output": _times(heads, latent.value)}
         outputs |= {"inputs": (narrow, (0, latent.rank + latent.rotary)), "query_up": (q,)}
+    delta = model.delta
+    if delta is not None:
+        cuts = delta_cuts(delta, place)
+        values = cuts["out_proj"].inputs
+        assert values is not None
+        inputs |= {DELTA_MIX: hidden, DELTA_GATES: hidden, DELTA_OUTPUT: values}
+        outputs[DELTA_OUTPUT] = (hidden,)
+        for site in whole.sites:
+            if site.attribute in (DELTA_MIX, DELTA_GATES):
+                outputs[site.attribute] = tuple(
+                    cuts[module.rpartition(".")[2]].outputs or () for module in site.modules
+                )
     mamba = model.mamba
     if mamba is not None:
         inputs |= {"in_proj": hidden, "out_proj": mamba_spans(mamba, place)[0]}

@@ -14,7 +14,7 @@ import torch
 from penstock.engine.backends.interface import INT8, SCALE_DTYPE
 from penstock.engine.kv.block_part import BlockPart, Span, TensorPart
 from penstock.engine.kv.cache import CacheShape
-from penstock.engine.kv.kinds import CacheKind, PagedKV, PagedLatent, RecurrentState
+from penstock.engine.kv.kinds import BothKinds, CacheKind, PagedKV, PagedLatent, RecurrentState
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, even_span, kv_head_span, layer_span
 from penstock.engine.parallel.shards import delta_cuts, mamba_spans
@@ -70,7 +70,7 @@ class CacheParts:
             attends = PagedLatent(model.latent.rank + model.latent.rotary, size, self.kv_dtype)
         kinds = [attends] * model.num_layers
         if model.recurrent:
-            state = self._state()
+            state: CacheKind = BothKinds(attends, self._state()) if self._beside else self._state()
             kinds = [state if recurrent else attends for recurrent in self._recurrent]
         return CacheShape(tuple(kinds), size)
 
@@ -96,9 +96,16 @@ class CacheParts:
         of = self.model.delta or self.model.mamba
         return (False,) * self.model.num_layers if of is None else of.layers
 
+    @property
+    def _beside(self) -> bool:
+        """Whether recurrent layers have attention too."""
+        return self.model.mamba is not None and self.model.mamba.beside is not None
+
     def _layers(self, place: Place, *, recurrent: bool) -> tuple[Span, int]:
-        """The layers of a stage among all those that are recurrent, or are not, and how many these are."""
+        """The layers of a stage among all those that keep states, or blocks, and how many these are."""
         kinds = self._recurrent
+        if self._beside and not recurrent:  # all layers attend
+            kinds = (False,) * len(kinds)
         begin, end = layer_span(len(kinds), place)
         before, here = kinds[:begin].count(recurrent), kinds[begin:end].count(recurrent)
         return (before, before + here), kinds.count(recurrent)

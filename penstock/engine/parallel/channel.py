@@ -64,13 +64,13 @@ class Forward:
     """Of each token, -1 where there is none; None when no sequence of the step uses an adapter."""
     narrow: bool = False
     """Whether all adapters of the step are; see `LoadedAdapter`."""
-    experts: bool = False
-    """Whether some adapter of the step touches routers or experts."""
+    further: bool = False
+    """Whether some adapter of the step touches linears that few do; see `Site`."""
     states: Ints | None = None
     """See `HostBatch`."""
 
     def encode(self) -> bytes:
-        adapted = 0 if self.adapter_slots is None else 3 if self.experts else 2 - self.narrow
+        adapted = 0 if self.adapter_slots is None else 3 if self.further else 2 - self.narrow
         header = np.array(
             [
                 Op.FORWARD, self.model, len(self.token_ids), len(self.rows), self.cells.shape[1],
@@ -108,7 +108,7 @@ class Forward:
             model=model,
             adapter_slots=adapters if adapted else None,
             narrow=adapted == 1,
-            experts=adapted == 3,
+            further=adapted == 3,
             states=states.reshape(4, tokens) if stateful else None,
         )
 

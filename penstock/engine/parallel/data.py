@@ -59,7 +59,7 @@ class Shares:
                 cells=cells,
                 num_decodes=int((entries < step.num_decodes).sum()),
                 max_query=int(lengths.max()),
-                adapter_slots=_any(None if step.adapter_slots is None else step.adapter_slots[mine], step.experts),
+                adapter_slots=_any(None if step.adapter_slots is None else step.adapter_slots[mine], step.further),
                 states=None if step.states is None else _states(step.states, mine),
             ),
         )
@@ -76,14 +76,14 @@ class Shares:
             rows=np.array([self.scratch_row]),
             num_decodes=1,
             max_query=1,
-            adapter_slots=np.full(1, -1) if step.experts else None,
+            adapter_slots=np.full(1, -1) if step.further else None,
             states=None if step.states is None else np.zeros((4, 1), np.int64),
         )
 
 
-def _any(adapter_slots: Ints | None, experts: bool) -> Ints | None:
+def _any(adapter_slots: Ints | None, further: bool) -> Ints | None:
     """None where no token has an adapter, nor could meet one of another shard at an expert."""
-    nowhere = adapter_slots is None or (adapter_slots.max() < 0 and not experts)
+    nowhere = adapter_slots is None or (adapter_slots.max() < 0 and not further)
     return None if nowhere else adapter_slots
 
 

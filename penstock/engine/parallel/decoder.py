@@ -212,8 +212,8 @@ class LeadDecoder(Decoder):
     """Where its layers have adapters: knows those of the step."""
     narrow: bool = False
     """Whether its layers have them on query, key and value only."""
-    experts: bool = False
-    """Whether its layers have them on routers and experts too."""
+    further: bool = False
+    """Whether its layers have them on linears that few adapters touch, too."""
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         return self.begin(token_ids, batch, kv)()
@@ -275,7 +275,7 @@ class LeadDecoder(Decoder):
             model=self.model,
             adapter_slots=None if self.adapters is None else self.adapters.slots.astype(np.int64),
             narrow=self.narrow,
-            experts=self.experts,
+            further=self.further,
             states=host.states,
         )
 
@@ -350,7 +350,7 @@ def lead(
 def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:
     """Have all ranks run the steps with adapters too."""
 
-    def led(decoder: Decoder, narrow: bool = False, experts: bool = False) -> LeadDecoder:
+    def led(decoder: Decoder, narrow: bool = False, further: bool = False) -> LeadDecoder:
         stage = Stage(decoder, plain.stage.groups, plain.stage.shares)
         return dataclasses.replace(
             plain,
@@ -360,11 +360,11 @@ def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:
             plain=plain.stage,
             adapters=adapters,
             narrow=narrow,
-            experts=experts,
+            further=further,
         )
 
     adapters.decoder = led(adapters.model.decoder)
-    if adapters.model.experts is not None:
-        adapters.experts = led(adapters.model.experts, experts=True)
+    if adapters.model.further is not None:
+        adapters.further = led(adapters.model.further, further=True)
     if adapters.model.narrow is not None:
         adapters.narrow = led(adapters.model.narrow, narrow=True)

@@ -25,13 +25,14 @@ from penstock.engine.models.layers.experts import SharedAndRouted
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.mamba import Mamba2
+from penstock.engine.models.layers.side_by_side import SideBySide
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Weights
 from penstock.engine.parallel.adapters import adapter_cut
 from penstock.engine.parallel.dispatch import ExchangedExperts
 from penstock.engine.parallel.groups import Group, Groups
 from penstock.engine.parallel.layout import Place, check_layout, local_config, place_experts
-from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear, summing
+from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear, summed, summing
 from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.shards import head_rows, shard
 
@@ -174,15 +175,22 @@ def _summed(layer: DecoderLayer, group: Group, norm_shards: int = 1) -> DecoderL
         other: Any = layer.mixer
         mixed = dataclasses.replace(other, ops=summing(other.ops, group), output=SummedLinear(other.output, group))
         return dataclasses.replace(layer, mixer=mixed, feed_forward=feed_forward)
+    norms = _norm_over(group, norm_shards) if norm_shards > 1 else None
     if isinstance(layer.mixer, Mamba2):
         mamba = layer.mixer
         changed = dataclasses.replace(
-            mamba,
-            ops=summing(mamba.ops, group),
-            out_proj=SummedLinear(mamba.out_proj, group),
-            over_ranks=_norm_over(group, norm_shards) if norm_shards > 1 else None,
+            mamba, ops=summing(mamba.ops, group), out_proj=SummedLinear(mamba.out_proj, group), over_ranks=norms
         )
         return dataclasses.replace(layer, mixer=changed, feed_forward=feed_forward)
+    if isinstance(layer.mixer, SideBySide):
+        both = layer.mixer
+        beside = dataclasses.replace(
+            both,
+            ops=summing(both.ops, group),
+            mamba=dataclasses.replace(both.mamba, over_ranks=norms),
+            over_ranks=lambda part: summed(part, group),
+        )
+        return dataclasses.replace(layer, mixer=beside, feed_forward=feed_forward)
     assert isinstance(layer.mixer, Attention), "only attention and delta nets are cut by heads"
     attention = layer.mixer
     row_norms = attention.row_norms

@@ -84,13 +84,13 @@ class ServedModel:
         self.part = part
         self.stage = stage
         self.adapted: dict[tuple[bool, bool], Stage] = {}
-        """By whether the adapters of a step are narrow, and whether some touch experts."""
+        """By whether the adapters of a step are narrow, and whether some touch linears that few do."""
         if part.adapters is not None:
             plain = part.adapters.decoder
             decoders = (
                 ((False, False), plain),
                 ((True, False), part.adapters.narrow or plain),
-                ((False, True), part.adapters.experts or plain),
+                ((False, True), part.adapters.further or plain),
             )
             self.adapted = {key: Stage(one, stage.groups, stage.shares) for key, one in decoders}
         self.device = part.kv.device
@@ -115,7 +115,7 @@ class ServedModel:
                 lora=None if adapters is None else adapters.kernel,
                 adapted=None if adapters is None else of(adapters.decoder),
                 narrow=None if adapters is None else of(adapters.narrow),
-                experts=None if adapters is None else of(adapters.experts),
+                further=None if adapters is None else of(adapters.further),
             )
         )
 
@@ -154,7 +154,7 @@ class ServedModel:
         if adapters is None or message.adapter_slots is None:
             return self.stage
         adapters.kernel.begin(message.adapter_slots.astype(np.int32))
-        return self.adapted[message.narrow, message.experts]
+        return self.adapted[message.narrow, message.further]
 
     def head(self, message: Head) -> None:
         shape, dtype = (message.count, self.part.model.hidden_size), self.part.decoder.embedding.dtype

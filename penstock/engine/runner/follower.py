@@ -39,7 +39,7 @@ class FollowerResources:
     lora: LoraKernel | None = None
     adapted: Decoder | None = None
     narrow: Decoder | None = None
-    experts: Decoder | None = None
+    further: Decoder | None = None
 
 
 class Follower(Releasable, ABC):

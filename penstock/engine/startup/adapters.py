@@ -76,11 +76,11 @@ def adapt_model(
     pairs = zip(layout.sites, cut.whole.sites, strict=True)
     summed = {site.attribute for site, whole in pairs if site.inputs != whole.inputs}
     narrow = adapt(decoder, kernel, layout, sites=1, summed=summed) if isinstance(kernel, FusedLora) else None
-    experts = None
-    if any(site.of_experts for site in layout.sites):
-        experts = adapt(decoder, kernel, layout, summed=summed, experts=True)
+    further = None
+    if any(site.further for site in layout.sites):
+        further = adapt(decoder, kernel, layout, summed=summed, further=True)
     plain = adapt(decoder, kernel, layout, summed=summed)
-    return AdaptedModel(kernel, plain, layout, dtype, read, narrow, experts)
+    return AdaptedModel(kernel, plain, layout, dtype, read, narrow, further)
 
 
 def manage_adapters(

@@ -245,8 +245,6 @@ def check_deterministic(config: EngineConfig, model: ModelConfig, backend: Backe
             "deterministic: true with expert_parallel needs expert_copies: 0 and expert_rebalance_s: 0, because sums "
             "depend on which shard has an expert"
         )
-    if model.latent is not None and backend.in_host_memory:
-        raise ConfigError("deterministic: true is not available for models whose attention is over latents on CPU")
     if backend.all_invariant:
         return
     if model.moe is not None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.engine.adapters.layout import layout_of
+from penstock.engine.adapters.peft import read_adapter
 from penstock.engine.adapters.spec import AdapterSpec
+from penstock.engine.models.families import read_config
+from penstock.errors import CheckpointError
 from tests.engine.adapters.expert_files import merge_experts, write_expert_adapter
 from tests.engine.adapters.test_equals_merging import TIE, ask, prompts
 from tests.engine.harness import assert_idle, generate, make_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 STACKS = ("gate_up_proj", "down_proj")
+DELTA = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, one by one": ("mixtral", {"split": True, "experts_at": "block_sparse_moe."}),
     "mixtral, stacked, with the router": ("mixtral", {"targets": (*STACKS, "gate"), "fused_rank": 2}),
@@ -25,9 +31,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 4": ("llama4", {"targets": (*STACKS, "router", "gate_proj", "down_proj")}),
     "granite": ("granite-moe-shared", {"targets": (*STACKS, "router", "input_linear", "output_linear")}),
     "qwen2, shared": ("qwen2-moe", {"targets": ("gate_proj", "up_proj", "down_proj", "shared_expert_gate")}),
-    "qwen3-next": ("qwen3-next", {"targets": (*STACKS, "shared_expert_gate", "gate")}),
+    "qwen3-next": ("qwen3-next", {"targets": (*STACKS, "shared_expert_gate", "gate", *DELTA)}),
+    "qwen3.5, dense": ("qwen3.5", {"targets": (*DELTA, "q_proj", "up_proj")}),
+    "qwen3.5, experts": ("qwen3.5-moe", {"targets": (*DELTA, "gate")}),
 }
-QUICK = ("mixtral, one by one", "qwen3, stacked", "gpt-oss", "deepseek")
+QUICK = ("mixtral, one by one", "qwen3, stacked", "gpt-oss", "deepseek", "qwen3.5, dense")
 
 
 @pytest.mark.parametrize(
@@ -48,6 +56,40 @@ def test_an_adapter_of_experts_equals_merging_it(tmp_path: Path, case: str) -> N
     assert_idle(engine)
 
 
+def test_adapters_of_experts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    base = write_checkpoint("mixtral", tmp_path / "base")
+    model = Reference(base).model
+    config = read_config(json.loads((base / "config.json").read_text()))
+
+    def read(folder: Path, experts: bool = True, rank: int = 16) -> None:
+        layout = layout_of(config, experts=experts)
+        read_adapter("a", folder, layout, max_rank=rank, dtype=torch.float32, pin=False)
+
+    folder = write_expert_adapter(tmp_path / "a", model, fused_rank=2)
+    read(folder)
+    with pytest.raises(CheckpointError, match="set adapter_experts: true"):
+        read(folder, experts=False)
+    with pytest.raises(CheckpointError, match="rank 8 is above adapter_rank 4"):
+        read(folder, rank=4)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    for change, message in (
+        ({"target_parameters": ["experts.down_proj"]}, "leaves out"),
+        ({"rank_pattern": {}}, "rank 4 on this model needs"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps({**settings, **change}))
+        with pytest.raises(CheckpointError, match=message):
+            read(folder)
+    wide = write_checkpoint("mixtral", tmp_path / "wide", intermediate_size=80)
+    with pytest.raises(CheckpointError, match="fit no experts here"):
+        read(write_expert_adapter(tmp_path / "b", Reference(wide).model))
+    many = write_checkpoint("mixtral", tmp_path / "many", num_local_experts=5)
+    with pytest.raises(CheckpointError, match="needs"):
+        read(write_expert_adapter(tmp_path / "c", Reference(many).model))
+    more = write_expert_adapter(tmp_path / "d", Reference(many).model, split=True, experts_at="block_sparse_moe.")
+    with pytest.raises(CheckpointError, match="does not have"):
+        read(more)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
@@ -59,6 +101,8 @@ def test_an_adapter_of_experts_equals_merging_it(tmp_path: Path, case: str) -> N
         ("deepseek-v3", {"target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"]}),
         ("llama4", {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
         ("llama4", {"target_modules": "all-linear"}),
+        ("qwen3-next", {"target_modules": "all-linear"}),
+        ("qwen3.5", {"target_modules": "all-linear"}),
         ("granite-moe-shared", {"target_modules": [], "target_parameters": ["experts.down_proj", "router.weight"]}),
         ("qwen2-moe", {"target_modules": "all-linear"}),
         ("glm4-moe", {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),

@@ -129,7 +129,8 @@ def test_states_cross_beside_coarse_caches(folder: Path, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("giving", "taking"), [((1, 2), (2, 1)), ((2, 2), (1, 1))])
 def test_states_of_mamba_layers_cross_too(tmp_path: Path, giving: tuple[int, int], taking: tuple[int, int]) -> None:
-    check_grids(write_checkpoint("granite4-hybrid", tmp_path), giving, taking)
+    for family in ("granite4-hybrid", "falcon-h1"):
+        check_grids(write_checkpoint(family, tmp_path / family), giving, taking)
 
 
 def test_a_rank_that_shares_no_memory_sends_its_part_of_a_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

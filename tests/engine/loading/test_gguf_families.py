@@ -53,6 +53,7 @@ ARCHITECTURES = {
     "glm4-moe-groups": "glm4moe",
     "llama4": "llama4",
 }
+SLOW = {"glm4-moe-groups"}
 ELSEWHERE = {
     "deepseek-v2-lite": "deepseek2",
     "deepseek-v3": "deepseek2",
@@ -251,7 +252,9 @@ def test_every_family_is_converted() -> None:
     assert set(architectures.values()) == read
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in ARCHITECTURES]
+)
 def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the format does not say, converters leave to the reader: the usual scale and pattern of windows.
     name, overrides = tiny.FAMILIES[family]
@@ -271,6 +274,7 @@ def test_a_converted_model_gives_the_same_tokens(family: str, tmp_path: Path, mo
     assert generate(make_engine(convert(folder, ARCHITECTURES[family])), greedy("a", prompt, 16)) == expected
 
 
+@pytest.mark.slow
 def test_the_drafting_layer_of_a_converted_model(tmp_path: Path) -> None:
     """Counted with the others and named apart: it is no part of the decoder, and drafts with `speculation: mtp`."""
     folder = write_mtp("glm4-moe", tmp_path)

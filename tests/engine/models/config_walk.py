@@ -42,6 +42,10 @@ HYBRID = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 3,
     "full_attention_interval": 2,
 }  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "hidden_act": "silu", "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 3,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
 LATENT: dict[str, Any] = {
     "hidden_act": "silu", "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8,
     "v_head_dim": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -82,7 +86,12 @@ BASES: dict[str, dict[str, Any]] = {
     "granitemoe": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoeshared": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
     "granitemoehybrid": {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
-                         "layer_types": [FULL] * 4, "mamba_n_heads": 8, "position_embedding_type": "rope"},
+                         "layer_types": ["linear_attention", FULL] * 2, **MAMBA, "position_embedding_type": "rope"},
+    "bamba": {**MAMBA, "attn_layer_indices": [1], "attention_bias": True},
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 48, "embedding_multiplier": 2.0, "lm_head_multiplier": 0.6,
+                  "mlp_multipliers": [0.7, 1.3], "key_multiplier": 0.6, "attention_in_multiplier": 0.9,
+                  "attention_out_multiplier": 1.2, "ssm_in_multiplier": 0.8, "ssm_out_multiplier": 0.7,
+                  "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mamba_rms_norm": True},
     "ministral3": {"hidden_act": "silu", "head_dim": 12, "rope_theta": ABSENT,
                    "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "mscale": 1.0,
                                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 24,
@@ -277,8 +286,10 @@ def reference_scores(config: dict[str, Any], folder: Path) -> torch.Tensor:
             model = write_weights(config, folder)
             output = model(torch.tensor([PROMPT[:PREFILL]]), use_cache=True)
             logits = [output.logits[0]]
-            for token in PROMPT[PREFILL:-1]:
-                output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+            for at, token in enumerate(PROMPT[PREFILL:-1], PREFILL):
+                # Positions are given as `generate` gives them: Bamba counts from zero otherwise.
+                cached = {"past_key_values": output.past_key_values, "position_ids": torch.tensor([[at]])}
+                output = model(torch.tensor([[token]]), **cached, use_cache=True)
                 logits.append(output.logits[0])
             scores = torch.cat(logits).log_softmax(-1).gather(1, torch.tensor(PROMPT[1:]).unsqueeze(1)).squeeze(1)
     except Exception as error:

@@ -16,10 +16,11 @@ from penstock.engine.kv.cache import CacheShape
 from penstock.engine.kv.kinds import PagedLatent
 from penstock.engine.models.families import read_config
 from penstock.engine.request import Request
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError
 from tests.engine.adapters.files import merge, write_adapter
 from tests.engine.harness import assert_idle, carry, collect, drain, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
+from tests.engine.test_determinism import WATCHED, bits, others_in_batch, run
 from tests.engine.tiny import Reference, write_checkpoint
 
 slow = pytest.mark.slow
@@ -149,9 +150,34 @@ def test_keys_of_published_files() -> None:
     assert scaled.attention_scale == pytest.approx(24**-0.5 * 1.3688879454113936**2)
 
 
-def test_deterministic_mode_is_refused(folders: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="latents"):
-        make_engine(folders["deepseek-v3"], deterministic=True)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("deepseek-v3", {}),
+        pytest.param("deepseek-v2-lite", {}, marks=slow),
+        pytest.param("deepseek-v3", {"kv_dtype": "int8"}, marks=slow),
+        pytest.param("deepseek-v3", {"weights": "int8"}, marks=slow),
+    ],
+)
+def test_the_same_bits_in_any_batch_in_deterministic_mode(
+    folders: dict[str, Path], family: str, settings: dict[str, Any]
+) -> None:
+    fixed = {"deterministic": True, "num_blocks": 400, **settings}
+    alone = make_engine(folders[family], **fixed)
+    expected = {request.request_id: bits(run(alone, [request]), request.request_id) for request in WATCHED}
+    again = {request.request_id: bits(run(alone, [request]), request.request_id) for request in WATCHED}
+    assert again == expected, "with the prompt found in the cache"
+    for budget, others in ((64, 5), (7, 2)):
+        engine = make_engine(folders[family], **fixed, token_budget=budget)
+        deltas = run(engine, others_in_batch(others) + WATCHED)
+        for name, wanted in expected.items():
+            assert bits(deltas, name) == wanted, (name, budget, others)
+
+
+def test_deterministic_mode_is_close_to_the_usual_engine(folders: dict[str, Path]) -> None:
+    request = requests(1)[0]
+    usual = generate(make_engine(folders["deepseek-v3"]), request)
+    assert generate(make_engine(folders["deepseek-v3"], deterministic=True), request) == usual
 
 
 def test_a_prefill_engine_hands_latents_over(folders: dict[str, Path]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from penstock.engine.adapters.spec import AdapterSpec
 from tests.engine.adapters.expert_files import write_expert_adapter
 from tests.engine.adapters.files import ALL, write_adapter
+from tests.engine.adapters.test_experts import DELTA
 from tests.engine.harness import assert_idle, generate, make_engine
 from tests.engine.parallel.test_adapters import requests
 from tests.engine.parallel.threads import threaded_engine
@@ -32,6 +33,8 @@ GRIDS: list[Any] = [
             ("llama4", 2, 2, {}),
             ("granite-moe-shared", 2, 1, WHOLE),
             ("qwen2-moe", 2, 1, {}),
+            ("qwen3-next", 2, 2, {}),
+            ("qwen3.5", 2, 1, {}),
         )
     ),
 ]
@@ -44,7 +47,9 @@ def test_adapters_of_experts_give_the_tokens_of_one_device(
     base = write_checkpoint(family, tmp_path / "base")
     model = Reference(base).model
     folders = [
-        write_expert_adapter(tmp_path / "every", model, rank=8, seed=1, targets=(*STACKS, "gate", "router", "up_proj")),
+        write_expert_adapter(
+            tmp_path / "every", model, rank=8, seed=1, targets=(*STACKS, "gate", "router", "up_proj", *DELTA)
+        ),
         write_expert_adapter(tmp_path / "down", model, rank=3, seed=2, targets=("down_proj", "shared_expert_gate")),
         write_adapter(tmp_path / "attention", base, rank=5, targets=ALL[:4], seed=3),
     ]

@@ -19,7 +19,9 @@ from penstock.engine.parallel.layout import Place
 from penstock.engine.parallel.plain import NotPlain, decode, encode
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
-values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner))
+values = st.recursive(
+    leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner), max_leaves=12
+)
 
 
 @given(values)

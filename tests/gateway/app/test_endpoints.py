@@ -127,7 +127,7 @@ async def test_liveness_fails_when_an_engine_is_stuck(
 ) -> None:
     class Stuck(ScriptedEngine):
         def step(self) -> None:
-            return None  # busy, and not one step completed
+            time.sleep(0.01)  # busy, and not one step completed
 
     monkeypatch.setattr("penstock.gateway.api.operations.health.STUCK_S", 0.2)
     async with serving(Stuck(text)) as gateway:

@@ -52,6 +52,10 @@ class AttentionArgs(ctypes.Structure):
     _fields_ = _STRUCTS["AttentionArgs"]
 
 
+class LatentArgs(ctypes.Structure):
+    _fields_ = _STRUCTS["LatentArgs"]
+
+
 class LinearArgs(ctypes.Structure):
     _fields_ = _STRUCTS["LinearArgs"]
 
@@ -89,7 +93,7 @@ class DecodeArgs(ctypes.Structure):
 
 
 STRUCTS: Final = (
-    RopeArgs, AttentionArgs, LinearArgs, DenseArgs, Float8Args, Mxfp4Args, LoraStep, LoraArgs,
+    RopeArgs, AttentionArgs, LatentArgs, LinearArgs, DenseArgs, Float8Args, Mxfp4Args, LoraStep, LoraArgs,
     RecordedCall, CountPatch, DecodeArgs,
 )  # fmt: skip
 
@@ -109,6 +113,7 @@ PROTOTYPES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "pk_rope_and_cache": (c_int, (c_void_p, POINTER(RopeArgs))),
     "pk_attention_has_bytes": (c_int, ()),
     "pk_attention": (None, (c_void_p, POINTER(AttentionArgs))),
+    "pk_latent_attention": (c_int, (c_void_p, POINTER(LatentArgs))),
     "pk_linear": (None, (c_void_p, POINTER(LinearArgs))),
     "pk_linear_sample": (None, (c_void_p, POINTER(LinearArgs), *[c_void_p] * 3)),
     "pk_dense": (None, (c_void_p, POINTER(DenseArgs))),

@@ -7,6 +7,7 @@ Inputs must be contiguous: a wrong layout is refused, never copied silently. `ro
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from ctypes import byref
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cpu.native import AttentionArgs, Handle, RopeArgs
+from penstock.engine.backends.cpu.native import AttentionArgs, Handle, LatentArgs, RopeArgs
 from penstock.engine.backends.cpu.recorder import NotRecordableError
 from penstock.engine.backends.interface import (
     FP8,
@@ -26,6 +27,8 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
+    LatentLayout,
+    LatentWeights,
     MambaLayout,
     MambaWeights,
     OverRanks,
@@ -371,6 +374,77 @@ class CpuOps(PlainMixers):
         args.block_tables, args.table_stride, args.sequences = view.block_tables, view.table_stride, view.sequences
         self._lib.pk_attention(self._ctx, byref(args))
         return out
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None = None,
+    ) -> Tensor:
+        """Decodes natively. Prompts in PyTorch, whose matrix products suit them."""
+        decodes, tokens = batch.num_decodes, q.shape[0]
+        if not decodes:
+            return super().latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
+        out = torch.empty((tokens, layout.heads * layout.value), dtype=q.dtype)
+        self._decode_latents(q[:decodes], kv[:decodes], layout, weights, cos_sin, batch, cache, scales, out)
+        if decodes < tokens:
+            prompts = dataclasses.replace(
+                batch, positions=batch.positions[decodes:], slots=batch.slots[decodes:], rows=batch.rows[decodes:],
+                query_starts=batch.query_starts[decodes:] - decodes, context_lens=batch.context_lens[decodes:],
+                num_decodes=0,
+            )  # fmt: skip
+            some = q[decodes:], kv[decodes:]
+            out[decodes:] = super().latent_attention(*some, layout, weights, cos_sin, prompts, cache, scales)
+        return out
+
+    def _decode_latents(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layout: LatentLayout,
+        weights: LatentWeights,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        cache: Tensor,
+        scales: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        view, code = self._batch_view(batch), dtype_code(q, "q")
+        need_contiguous(cache, "cache")
+        need_contiguous(weights.norm, "norm")
+        _need(cos_sin, "cos_sin", torch.float32)
+        _need(weights.up, "up", q.dtype)
+        if (scales is not None) != (cache.dtype in (INT8, FP8)):
+            raise LayoutError(f"a cache of {cache.dtype} {'needs' if scales is None else 'has no'} scales")
+        if scales is not None:
+            _need(scales, "scales", SCALE_DTYPE if cache.dtype == INT8 else torch.float32)
+        if q.stride(1) != 1 or kv.stride(1) != 1 or kv.dtype is not q.dtype:
+            raise LayoutError(f"queries {q.dtype} {q.stride()} and latents {kv.dtype} {kv.stride()} must be dense rows")
+        if q.shape[1] != layout.heads * layout.query or cache.shape[2] != layout.cached:
+            raise LayoutError(f"q is {tuple(q.shape)} and the cache {tuple(cache.shape)}, which do not fit {layout}")
+        args = LatentArgs(
+            q=q.data_ptr(), kv=kv.data_ptr(), norm=weights.norm.data_ptr(), up=weights.up.data_ptr(),
+            out=out.data_ptr(), cache=cache.data_ptr(), scales=None if scales is None else scales.data_ptr(),
+            cos_sin=cos_sin.data_ptr(), positions=view.positions, slots=view.slots, context_lens=view.context_lens,
+            rows=view.rows, block_tables=view.block_tables, tokens=q.shape[0], q_stride=q.stride(0),
+            kv_stride=kv.stride(0), table_stride=view.table_stride, max_positions=cos_sin.shape[0],
+            num_slots=cache.shape[0] * cache.shape[1], heads=layout.heads, latent=layout.latent, plain=layout.plain,
+            rotary=layout.rotary, value=layout.value, block_size=cache.shape[1], interleaved=layout.interleaved,
+            dtype=code, cache_dtype=_CACHE_CODES[cache.dtype], norm_dtype=dtype_code(weights.norm, "norm"),
+            scale=layout.scale, eps=weights.eps,
+        )  # fmt: skip
+        problem = self._lib.pk_latent_attention(self._ctx, byref(args))
+        if problem:
+            raise LayoutError(
+                f"a position is outside the rotary table of {cos_sin.shape[0]} rows"
+                if problem == 1
+                else f"a slot is outside the cache of {cache.shape[0]} blocks"
+            )
 
     def _batch_view(self, batch: AttentionBatch) -> _BatchView:
         """Checked once per step: every layer of a step hands over the same tensors."""

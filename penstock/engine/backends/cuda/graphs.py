@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES, GraphLora
-from penstock.engine.adapters.runtime import is_narrow, slots_of, touches_experts
+from penstock.engine.adapters.runtime import is_narrow, slots_of, touches_further
 from penstock.engine.backends.cuda.capture import record
 from penstock.engine.backends.cuda.deferred import Deferred
 from penstock.engine.backends.cuda.draw_chains import DrawChains
@@ -66,8 +66,8 @@ class Kind(IntEnum):
     NARROW = 2
     """The same with narrow adapters only; see `LoadedAdapter`."""
     PROMPTS = 3
-    EXPERTS = 4
-    """Decodes of which some use an adapter that touches routers or experts."""
+    FURTHER = 4
+    """Decodes of which some use an adapter that touches linears that few do; see `Site`."""
 
 
 class GraphExecutor(EagerExecutor):
@@ -105,14 +105,18 @@ class GraphExecutor(EagerExecutor):
         """For steps in which some sequence uses an adapter."""
         self.narrow_graphs: DecodeGraphs | None = None
         """For steps in which all adapters are narrow; see `LoadedAdapter`."""
-        self.expert_graphs: DecodeGraphs | None = None
-        """For steps in which some adapter touches routers or experts."""
+        self._expects_experts = False
+        """Whether slots have room for experts, so that such adapters are to come; else steps are captured when they
+        occur."""
+        self.further_graphs: DecodeGraphs | None = None
+        """For steps in which some adapter touches linears that few do."""
         adapters = resources.adapters
         if adapters is not None and isinstance(adapters.kernel, GraphLora):
             self.adapted_graphs = self.graphs.with_adapters(adapters.decoder.captured(), adapters.kernel, Kind.ADAPTED)
-            if adapters.experts is not None:
-                experts = adapters.experts.captured()
-                self.expert_graphs = self.graphs.with_adapters(experts, adapters.kernel, Kind.EXPERTS)
+            if adapters.further is not None:
+                further = adapters.further.captured()
+                self._expects_experts = any(site.experts for site in adapters.layout.sites)
+                self.further_graphs = self.graphs.with_adapters(further, adapters.kernel, Kind.FURTHER)
             if adapters.narrow is not None:
                 narrow = adapters.narrow.captured()
                 self.narrow_graphs = self.graphs.with_adapters(narrow, adapters.kernel, Kind.NARROW)
@@ -155,7 +159,8 @@ class GraphExecutor(EagerExecutor):
 
     def prepare(self, token_budget: int) -> None:
         for graphs in self._all():
-            graphs.capture_all()
+            if graphs is not self.further_graphs or self._expects_experts:
+                graphs.capture_all()
         if self.chains is not None:
             self.chains.capture_all()
         if self.prompt_graphs is not None:
@@ -186,7 +191,7 @@ class GraphExecutor(EagerExecutor):
         return capture_again
 
     def _all(self) -> list[DecodeGraphs]:
-        found = (self.graphs, self.adapted_graphs, self.narrow_graphs, self.expert_graphs)
+        found = (self.graphs, self.adapted_graphs, self.narrow_graphs, self.further_graphs)
         return [graphs for graphs in found if graphs is not None]
 
     def _graphs_for(self, batch: Batch) -> DecodeGraphs | None:
@@ -195,8 +200,8 @@ class GraphExecutor(EagerExecutor):
             return None
         if self._adapters is None or all(chunk.seq.slot < 0 for chunk in batch.chunks):
             return self.graphs
-        if self.expert_graphs is not None and touches_experts(batch):
-            return self.expert_graphs
+        if self.further_graphs is not None and touches_further(batch):
+            return self.further_graphs
         return self.narrow_graphs if self.narrow_graphs is not None and is_narrow(batch) else self.adapted_graphs
 
 
@@ -213,7 +218,7 @@ class GraphFollower(Follower):
             kinds = (
                 (Kind.ADAPTED, resources.adapted),
                 (Kind.NARROW, resources.narrow),
-                (Kind.EXPERTS, resources.experts),
+                (Kind.FURTHER, resources.further),
             )
             for kind, decoder in kinds:
                 if decoder is not None:

@@ -2,13 +2,13 @@
 
 Up to `gemv.MAX_BATCH` tokens a linear is bound by reading its weights once, and a Triton kernel that does only that
 beats cuBLAS; it can also take the norm before it, the gate behind it and the residual addition into the same launch.
-Above, cuBLAS wins. FP8 weights have one scale per output; activations are rounded to FP8
-per token, unless there are few, when the weights are widened in the kernel and activations stay as they are.
+Above, cuBLAS wins, except where it leaves the device idle (`stream`). FP8 weights have one scale per output;
+activations are rounded to FP8 per token, unless there are few, when the weights are widened in the kernel and
+activations stay as they are.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,6 @@ from torch.nn import functional as F
 from penstock.engine.backends.cuda.kernels import activation, gemv, stream
 from penstock.engine.backends.cuda.kernels.inline_lora import InlineLora
 from penstock.engine.backends.interface import FP8, FP8_MAX
-
-_STREAMS = os.environ.get("PENSTOCK_TRIAL") == "1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,8 @@ class CudaLinear:
             return F.linear(x, self.weight, self.bias)
         if isinstance(x, Tensor):
             x = ScaledTensor(*activation.quantize_fp8(x))
-        if _STREAMS and x.data.shape[0] <= stream.MOST:
-            return stream.linear(x.data, self.weight, bias=self.bias, weight_scale=self.scale, x_scale=x.scale)
+        if stream.wins(self.weight, x.data.shape[0]):
+            return stream.linear(x.data, x.scale, self.weight, self.scale, self.bias, pdl=self.pdl)
         return torch._scaled_mm(
             x.data,
             self.weight.t(),

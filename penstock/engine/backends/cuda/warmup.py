@@ -23,6 +23,7 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.mixer import TokenMixer
+from penstock.engine.models.layers.side_by_side import SideBySide
 
 
 @torch.inference_mode()
@@ -44,9 +45,10 @@ def compile_kernels(
 
 
 def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
-    """Linears are alike in all layers, but for those of experts: of these the last layer has some."""
-    first, experts = adapters.decoder, adapters.experts
-    layers = [first.layers[0]] if experts is None else [first.layers[0], experts.layers[0], experts.layers[-1]]
+    """Linears are alike in all layers, but for those of experts and delta nets: the first and the last layer have
+    what there is."""
+    first, further = adapters.decoder, adapters.further
+    layers = [first.layers[0]] if further is None else [first.layers[0], further.layers[0], further.layers[-1]]
     return [dataclasses.replace(first, layers=[layer]) for layer in layers]
 
 
@@ -91,6 +93,8 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) ->
     if not isinstance(mixer, Attention):
         for decodes in buckets_up_to(limits.max_rows):
             _forward(decoder, kv, tables, limits, decodes, [2])
+    if isinstance(mixer, SideBySide):
+        mixer, cache = mixer.attention, cache[0]
     if not isinstance(mixer, Attention):
         return
     heads = mixer.heads

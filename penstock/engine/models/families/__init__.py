@@ -5,11 +5,13 @@ from __future__ import annotations
 from functools import cache
 
 from penstock.engine.loading.keys import KeyRules
+from penstock.engine.models.families.bamba import BAMBA
 from penstock.engine.models.families.cohere import COHERE
 from penstock.engine.models.families.cohere2 import COHERE2
 from penstock.engine.models.families.config_keys import INERT
 from penstock.engine.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from penstock.engine.models.families.exaone4 import EXAONE4
+from penstock.engine.models.families.falcon_h1 import FALCON_H1
 from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
@@ -100,6 +102,8 @@ FAMILIES: dict[str, Family] = {
         GRANITE_MOE,
         GRANITE_MOE_SHARED,
         GRANITE_MOE_HYBRID,
+        BAMBA,
+        FALCON_H1,
         SMOLLM3,
         COHERE,
         COHERE2,

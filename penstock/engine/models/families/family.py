@@ -61,6 +61,7 @@ class ConfigFields(TypedDict, total=False):
     logit_softcap: float | None
     mamba: MambaConfig
     mlp_bias: bool
+    mlp_scales: tuple[float, float]
     moe: MoeConfig | None
     num_kv_heads: int
     output_bias: bool

@@ -27,13 +27,14 @@ def hybrid_architecture() -> Architecture:
     return MAMBA_HYBRID
 
 
-def mamba_config(raw: HFConfig, layers: tuple[bool, ...]) -> MambaConfig:
-    """From keys as Granite 4 and Bamba have them."""
-    inner, heads = integer(raw, "mamba_expand") * integer(raw, "hidden_size"), integer(raw, "mamba_n_heads")
+def mamba_config(raw: HFConfig, layers: tuple[bool, ...], inner: int | None = None) -> MambaConfig:
+    """From keys as Granite 4 and Bamba have them. `inner`: the width of the layers, where it is not the usual one."""
+    inner = inner or integer(raw, "mamba_expand") * integer(raw, "hidden_size")
+    heads = integer(raw, "mamba_n_heads")
     head_dim = inner // heads if raw["mamba_d_head"] == "auto" else integer(raw, "mamba_d_head")
     if heads * head_dim != inner:
         raise CheckpointError(
-            f"{heads} Mamba heads (mamba_n_heads) of {head_dim} are not mamba_expand * hidden_size = {inner}"
+            f"{heads} Mamba heads (mamba_n_heads) of {head_dim} do not make up the width of the layers, {inner}"
         )
     return MambaConfig(
         layers=layers,
@@ -43,7 +44,8 @@ def mamba_config(raw: HFConfig, layers: tuple[bool, ...]) -> MambaConfig:
         state=integer(raw, "mamba_d_state"),
         conv=integer(raw, "mamba_d_conv"),
         conv_bias=flag(raw, "mamba_conv_bias"),
-        proj_bias=flag(raw, "mamba_proj_bias"),
+        in_bias=flag(raw, "mamba_proj_bias"),
+        out_bias=flag(raw, "mamba_proj_bias"),
         norm_groups=1,
         norm_eps=number(raw, "rms_norm_eps"),
         dt_range=time_step_range(raw),

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class TensorNames:
     """Names in a safetensors checkpoint, below `layers.N.`."""
 
+    final_norm: str = "norm"
+    """Behind the last layer."""
     mixer_norm: str = "input_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
     mixer_out_norm: str = ""

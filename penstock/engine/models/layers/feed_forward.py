@@ -74,6 +74,19 @@ class GatedMlp:
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class ScaledMlp(GatedMlp):
+    """The same with factors: scale * down(act(gate_scale * gate(x)) * up(x))."""
+
+    gate_scale: float
+    scale: float
+
+    def forward(self, x: Any) -> Tensor:
+        gate_up = self.gate_up(x)
+        gate_up[:, : gate_up.shape[1] // 2].mul_(self.gate_scale)
+        return self.down(gated(self.ops, self.activation, gate_up)).mul_(self.scale)
+
+
 def gated(ops: ActivationOps, activation: Activation, gate_up: Tensor) -> Any:
     """act(gate) * up of [T, 2 * ffn], in the form that the linears of `ops` read."""
     if isinstance(activation, ClampedSwiglu):

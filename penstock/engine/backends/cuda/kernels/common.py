@@ -115,7 +115,7 @@ def widen(x: tl.tensor, like: tl.tensor) -> tl.tensor:
     return x.to(like.dtype)
 
 
-MOST_OVERLAPPED = 2048
+MOST_OVERLAPPED = 4096
 """Waiting costs each program a little: of a grid that depends on the weights alone and is larger than this, starting
 early gains less than it pays. Other grids must not decide by their size: a kernel would have two forms, of which only
 one is built in advance."""

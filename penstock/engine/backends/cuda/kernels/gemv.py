@@ -5,13 +5,12 @@ with many independent wide loads in flight. `tiles`, for more: ordinary arithmet
 are the tall side of a tensor-core product whose narrow side is the batch, fed by an asynchronous copy pipeline.
 
 What follows the linear in a decoder layer can be folded in, which saves launches: adapters, the residual, and the SiLU
-gate. The RMS norm before it is a launch of its own: folded in, every program would read the gains and square the input
-again, which costs more than the launch.
+gate. So can the RMS norm before small weights of one token. Elsewhere that is a launch of its own: folded in, every
+program reads the gains and squares the input again, which costs more than the launch.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import torch
@@ -24,7 +23,7 @@ from penstock.engine.backends.cuda.kernels import common
 from penstock.engine.backends.cuda.kernels.activation import silu_mul, to_half
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, launch_successor, wait_for_inputs
 from penstock.engine.backends.cuda.kernels.epilogue import epilogue
-from penstock.engine.backends.cuda.kernels.gemv_shapes import GemvConfig, choose, vendor_wins
+from penstock.engine.backends.cuda.kernels.gemv_shapes import GemvConfig, choose, folds_norm, vendor_wins
 from penstock.engine.backends.cuda.kernels.inline_lora import (
     COPIES,
     TILE_ROWS,
@@ -42,7 +41,6 @@ from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink
 
 MAX_BATCH = 8
 """Above this cuBLAS is the better choice."""
-FOLDS_NORM = os.environ.get("PENSTOCK_TRIAL") == "1"
 
 
 @triton.jit
@@ -314,7 +312,7 @@ def linear(
 ) -> Tensor:
     """`x` [B, K] times the transpose of `weight` [N, K], for B up to `MAX_BATCH`.
 
-    `weight_scale`: float32 [N], with an e4m3 weight. `norm`, `eps`: x is RMS-normalized first (one more launch).
+    `weight_scale`: float32 [N], with an e4m3 weight. `norm`, `eps`: x is RMS-normalized first (mostly one more launch).
     `gated`: the weight is [2 * N, K], gate rows then up rows, and the result is silu(gate) * up. `residual` [B, N] is
     added last. `out` may be `residual`, never `x`. `lora`: each token's adapter is added in the same launches.
     """
@@ -332,7 +330,7 @@ def linear(
     half = batch > 1 and weight.dtype == torch.float8_e4m3fn
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     shape = config or choose(n, k, batch, weight.element_size(), gated, lora is not None)
-    folds = norm is not None and lora is None and shape.kernel == "rows" and FOLDS_NORM
+    folds = norm is not None and lora is None and shape.kernel == "rows" and folds_norm(n, k, weight.element_size())
     gain = norm
     if folds:
         norm = None

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
 from penstock.engine.backends.cuda.kernels.common import next_power_of_2
-
-TRIAL = os.environ.get("PENSTOCK_TRIAL") == "1"
 
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
     """Shape of the launch: weight rows per program, columns per step.
 
-    `rows` takes 1, 2 or 4 rows, and `block_k` = 8 elements per thread: then x and every weight row are laid out over
-    the threads alike, and nothing moves between threads until the final sum.
+    `rows` takes 1, 2 or 4 rows, and `block_k` = 8 elements per thread, or 16 of one byte: then x and every weight row
+    are laid out over the threads alike, and nothing moves between threads until the final sum.
     """
 
     kernel: Literal["rows", "tiles"]
@@ -29,6 +26,12 @@ class GemvConfig:
 def vendor_wins(rows: int, batch: int, weight_size: int) -> bool:
     """Several tokens and a middling number of rows: cuBLAS is a little ahead (measured on an H200)."""
     return batch > 1 and weight_size > 1 and 5000 <= rows <= 65536
+
+
+def folds_norm(n: int, k: int, weight_size: int) -> bool:
+    """Whether the norm before a linear of one token is worth no launch of its own: where every program multiplies few
+    weights by few inputs, squaring these and reading the gains again costs less (measured for 16 bits on an H200)."""
+    return weight_size > 1 and n * k < 8 << 20
 
 
 def choose(n: int, k: int, batch: int, weight_size: int, gated: bool, adapted: bool = False) -> GemvConfig:
@@ -44,9 +47,8 @@ def choose(n: int, k: int, batch: int, weight_size: int, gated: bool, adapted: b
 
 def _choose_rows(n: int, k: int, weight_size: int, gated: bool, adapted: bool) -> GemvConfig:
     fit = max(1, next_power_of_2(k) // 256)
-    if weight_size == 1 and TRIAL:
-        warps = max(1, min(4, fit // 2))
-        return GemvConfig("rows", 2, warps * 512, warps, 1)
+    if weight_size == 1 and 8192 < k <= 16384 and not gated and not adapted:
+        return GemvConfig("rows", 2, 8 * 512, 8, 1)
     if weight_size == 1:
         # Loads are half as wide, so more rows make up for it; small weights want more programs instead.
         warps, rows = (4, 2) if n * k < 8 << 20 else (2, 2) if k > 8192 else (2, 4)

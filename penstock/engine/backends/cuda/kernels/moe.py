@@ -226,7 +226,7 @@ def _grouped_kernel(
         route = tl.load(route_ptr + pair, mask=in_m, other=0.0)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = _outputs(
-        x_ptr, pair // TOP_K if GATED else m, in_m, route, weight_ptr, scale_ptr, bias_ptr,
+        x_ptr, pair // TOP_K if GATED else tl.where(in_m, m, 0), in_m, route, weight_ptr, scale_ptr, bias_ptr,
         expert.to(tl.int64) * (2 * N if GATED else N), n, N, K, BLOCK_M, BLOCK_N, BLOCK_K,
         GATED, WEIGHTED, GATE, ALPHA, LIMIT, SCALED, TILE_ROWS, TILE_COLUMNS, BIASED, PRECISION,
     )  # fmt: skip

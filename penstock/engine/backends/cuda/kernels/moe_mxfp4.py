@@ -251,7 +251,7 @@ def _mxfp4_kernel(
         present, expert, m, in_m, pair = planned_tile(order_ptr, starts_ptr, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
     if not present:
         return
-    source = pair // TOP_K if GATED else m
+    source = pair // TOP_K if GATED else tl.where(in_m, m, 0)
     j = tl.arange(0, 16)
     x_rows = x_ptr + source.to(tl.int64)[:, None] * K + j[None, :]
     if WEIGHTED:

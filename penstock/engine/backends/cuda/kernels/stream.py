@@ -1,17 +1,18 @@
-"""Products of a medium number of tokens, y = x W^T: bound by reading the weights once, on tensor cores (Hopper).
+"""FP8 products of a medium number of tokens with few outputs and many inputs, y = x W^T, as in the last matrix of a
+feed-forward.
 
-The weights are cut into units, a tile of outputs times a slice of inputs, and every program takes as many successive
-ones as any other, so that all multiprocessors read to the end. A tile that several programs share is added up by the
-last of them to finish, in the order of the programs: the same bits in every run. Weight rows are the tall side of the
-product and tokens the narrow one. Before a program waits for its inputs it asks for its first weights, which are then
-in the L2 cache.
+The vendor's product has one program for 128 outputs, which leaves most multiprocessors idle there. Here the weights are
+cut into units, a tile of outputs times a slice of inputs, and every program takes as many successive ones as any other,
+so that all multiprocessors read to the end. A tile that several programs share is added up by the last of them to
+finish, in the order of the programs: the same bits in every run. Weight rows are the tall side of the product and
+tokens the narrow one. Before a program waits for its inputs it asks for its first weights, which are then in the L2
+cache. With more outputs, or fewer inputs, adding up costs more than it gains (measured on an H200).
 
 Invariant: the counters are all zero between launches. One stream at a time may use them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -29,18 +30,12 @@ from penstock.engine.backends.cuda.kernels.common import (
     wait_for_inputs,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class StreamConfig:
-    """Shape of the launch: outputs and bytes of inputs per unit, programs per multiprocessor."""
-
-    block_n: int
-    block_bytes: int
-    per_processor: int
-    num_warps: int
-    num_stages: int
-    ahead: int
-    """Units that are asked for before the inputs are there."""
+_MOST_TOKENS = 64
+_LEAST_INPUTS = 8192
+_BLOCK_N, _BLOCK_K = 64, 128
+"""Outputs and inputs of a unit."""
+_AHEAD = 8
+"""Units that are asked for before the inputs are there."""
 
 
 @triton.jit
@@ -61,14 +56,12 @@ def _finish(
     BATCH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
 ) -> None:
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     b = tl.arange(0, BATCH)
     in_n, in_b = n < N, b < batch
-    if SCALED:
-        acc *= tl.load(weight_scale_ptr + n, mask=in_n, other=0.0)[:, None]
-        acc *= tl.load(x_scale_ptr + b, mask=in_b, other=0.0)[None, :]
+    acc *= tl.load(weight_scale_ptr + n, mask=in_n, other=0.0)[:, None]
+    acc *= tl.load(x_scale_ptr + b, mask=in_b, other=0.0)[None, :]
     if BIAS:
         acc += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     mask = in_n[:, None] & in_b[None, :]
@@ -95,7 +88,6 @@ def _stream_kernel(
     PROGRAMS: tl.constexpr,
     AHEAD: tl.constexpr,
     BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -104,11 +96,10 @@ def _stream_kernel(
     begin = program * UNITS // PROGRAMS
     end = (program + 1) * UNITS // PROGRAMS
     launch_successor(PDL)
-    if PDL and AHEAD > 0:
+    if PDL:
         row = begin // CHUNKS * BLOCK_N + tl.arange(0, BLOCK_N)
         first = tl.minimum(begin % CHUNKS * BLOCK_K, max(0, K - AHEAD * BLOCK_K))
-        at = weight_ptr + tl.minimum(row, N - 1).to(tl.int64) * K + first
-        ask_for(at, min(AHEAD * BLOCK_K, K) * weight_ptr.dtype.element_ty.primitive_bitwidth // 8, PDL)
+        ask_for(weight_ptr + tl.minimum(row, N - 1).to(tl.int64) * K + first, min(AHEAD * BLOCK_K, K), PDL)
     wait_for_inputs(PDL)
     inside = tl.arange(0, BLOCK_N)[:, None] * BATCH + tl.arange(0, BATCH)[None, :]
     present = (tl.arange(0, BATCH) < batch)[None, :] & (tl.arange(0, BLOCK_N) >= 0)[:, None]
@@ -123,8 +114,7 @@ def _stream_kernel(
             acc = tl.dot(w, x.T, acc)
         if to_chunk - from_chunk == CHUNKS:
             _finish(
-                acc, tile, batch, out_ptr, bias_ptr, weight_scale_ptr, x_scale_ptr,
-                N, BATCH, BLOCK_N, BIAS, SCALED,
+                acc, tile, batch, out_ptr, bias_ptr, weight_scale_ptr, x_scale_ptr, N, BATCH, BLOCK_N, BIAS
             )  # fmt: skip
         else:
             # The first program of a tile leaves its sums in its second place, all others in their first.
@@ -143,29 +133,14 @@ def _stream_kernel(
                     part = partial_ptr + theirs.to(tl.int64) * (BLOCK_N * BATCH) + inside
                     total += tl.load(part, mask=present, other=0.0, cache_modifier=".cg")
                 _finish(
-                    total, tile, batch, out_ptr, bias_ptr, weight_scale_ptr, x_scale_ptr,
-                    N, BATCH, BLOCK_N, BIAS, SCALED,
+                    total, tile, batch, out_ptr, bias_ptr, weight_scale_ptr, x_scale_ptr, N, BATCH, BLOCK_N, BIAS
                 )  # fmt: skip
-
-
-MOST = 128
-"""Tokens."""
-_SHARED = 220_000
-"""Bytes of shared memory for weights and inputs on their way."""
-
-
-def choose(batch: int) -> StreamConfig:
-    """Launch shape (measured on an H200)."""
-    wide = max(16, next_power_of_2(batch))
-    if wide <= 64:
-        return StreamConfig(128, 128, 2, 8, 4, 4)
-    return StreamConfig(128, 128, 1, 8, min(8, _SHARED // (128 * (128 + wide))), 8)
 
 
 @cache
 def _counters(device: torch.device) -> Tensor:
-    """Kept for good: captured graphs hold their address."""
-    return torch.zeros(65536, dtype=torch.int32, device=device)
+    """One for each tile of outputs. Kept for good: captured graphs hold their address."""
+    return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
 @cache
@@ -173,52 +148,57 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
+def wins(weight: Tensor, tokens: int) -> bool:
+    """Whether this is faster than the vendor's product: where that has programs for less than half of the
+    multiprocessors, and a program many inputs. Hopper only: tensor cores and copies of its kind."""
+    outputs, inputs = weight.shape
+    return (
+        tokens <= _MOST_TOKENS
+        and inputs >= _LEAST_INPUTS
+        and 2 * ceil_div(outputs, 128) <= _processors(weight.device)
+        and _is_hopper(weight.device)
+    )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    config: StreamConfig | None = None,
-    processors: int | None = None,
-    pdl: bool = False,
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *, pdl: bool = False
 ) -> Tensor:
-    """`x` [B, K] times the transpose of `weight` [N, K], both of 16 bits, or both e4m3 with `weight_scale` [N] and
-    `x_scale` [B, 1]; then bfloat16. Rows are multiples of 16 bytes, and B is at most `MOST`."""
+    """`x` [B, K] times the transpose of `weight` [N, K], both e4m3, with scales [B, 1] and [N], in bfloat16. K is a
+    multiple of 16, and B at most `_MOST_TOKENS`."""
     batch, k = x.shape
     n = weight.shape[0]
     wide = max(16, next_power_of_2(batch))
-    config, processors = config or choose(batch), processors or _processors(x.device)
-    block_k = config.block_bytes // weight.element_size()
-    programs = min(processors * config.per_processor, ceil_div(n, config.block_n) * ceil_div(k, block_k))
-    out = torch.empty((batch, n), dtype=torch.bfloat16 if weight_scale is not None else x.dtype, device=x.device)
-    partial = torch.empty((2 * programs, config.block_n, wide), dtype=torch.float32, device=x.device)
+    programs = min(2 * _processors(x.device), ceil_div(n, _BLOCK_N) * ceil_div(k, _BLOCK_K))
+    out = torch.empty((batch, n), dtype=torch.bfloat16, device=x.device)
+    partial = torch.empty((2 * programs, _BLOCK_N, wide), dtype=torch.float32, device=x.device)
     launch(
         _stream_kernel,
         (programs,),
-        TensorDescriptor.from_tensor(weight, [config.block_n, block_k]),
-        TensorDescriptor.from_tensor(x, [wide, block_k]),
+        TensorDescriptor.from_tensor(weight, [_BLOCK_N, _BLOCK_K]),
+        TensorDescriptor.from_tensor(x, [wide, _BLOCK_K]),
         weight,
         out,
         out if bias is None else bias,
-        partial if weight_scale is None else weight_scale,
-        partial if x_scale is None else x_scale,
+        weight_scale,
+        x_scale,
         partial,
         _counters(x.device),
         batch,
         N=n,
         K=k,
         BATCH=wide,
-        BLOCK_N=config.block_n,
-        BLOCK_K=block_k,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=_BLOCK_K,
         PROGRAMS=programs,
-        AHEAD=config.ahead,
+        AHEAD=_AHEAD,
         BIAS=bias is not None,
-        SCALED=weight_scale is not None,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        maxnreg=min(255, 65536 // (32 * config.num_warps * config.per_processor)),
+        num_warps=4,
+        num_stages=6,
         pdl=pdl,
     )
     return out

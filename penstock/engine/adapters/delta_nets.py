@@ -1,0 +1,50 @@
+"""Adapters on the projections of gated delta nets.
+
+What a delta net reads may be one matrix with the gates of its state behind the rest, or two: see `GatedDeltaNet`. In
+either case adapters know two linears, so what they add to the one matrix is computed apart, and added to its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from penstock.engine.adapters.kernel import AdaptedLinear, LoraKernel
+from penstock.engine.adapters.layout import DELTA_GATES, DELTA_MIX, DELTA_OUTPUT, PlacedSite
+from penstock.engine.models.layers.delta_net import GatedDeltaNet
+from penstock.engine.models.layers.linear import Linear
+
+
+class _AdaptedColumns:
+    """A linear whose columns are the outputs of several sites, one behind the other."""
+
+    def __init__(self, base: Linear, kernel: LoraKernel, *sites: PlacedSite) -> None:
+        self.base = base
+        self.weight_bytes = base.weight_bytes
+        self._kernel = kernel
+        self._sites = sites
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y, begin = self.base(x), 0
+        for placed in self._sites:
+            end = begin + placed.site.outputs
+            added = y.new_zeros(len(y), end - begin)
+            self._kernel.add(x, added, placed)
+            y[:, begin:end] += added
+            begin = end
+        return y
+
+
+def adapted_linears(mixer: GatedDeltaNet, kernel: LoraKernel, placed: Mapping[str, PlacedSite]) -> dict[str, Any]:
+    """The linears of a delta net with the adapters of `placed`, sites by attribute; none where it has none."""
+    if DELTA_MIX not in placed:
+        return {}
+    found: dict[str, Any] = {"output": AdaptedLinear(mixer.output, kernel, placed[DELTA_OUTPUT])}
+    if mixer.gates is None:
+        found["mix"] = _AdaptedColumns(mixer.mix, kernel, placed[DELTA_MIX], placed[DELTA_GATES])
+    else:
+        found["mix"] = AdaptedLinear(mixer.mix, kernel, placed[DELTA_MIX])
+        found["gates"] = AdaptedLinear(mixer.gates, kernel, placed[DELTA_GATES])
+    return found
