@@ -286,8 +286,10 @@ def reference_scores(config: dict[str, Any], folder: Path) -> torch.Tensor:
             model = write_weights(config, folder)
             output = model(torch.tensor([PROMPT[:PREFILL]]), use_cache=True)
             logits = [output.logits[0]]
-            for token in PROMPT[PREFILL:-1]:
-                output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
+            for at, token in enumerate(PROMPT[PREFILL:-1], PREFILL):
+                # Positions are given as `generate` gives them: Bamba counts from zero otherwise.
+                cached = {"past_key_values": output.past_key_values, "position_ids": torch.tensor([[at]])}
+                output = model(torch.tensor([[token]]), **cached, use_cache=True)
                 logits.append(output.logits[0])
             scores = torch.cat(logits).log_softmax(-1).gather(1, torch.tensor(PROMPT[1:]).unsqueeze(1)).squeeze(1)
     except Exception as error:

@@ -23,6 +23,7 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.mixer import TokenMixer
+from penstock.engine.models.layers.side_by_side import SideBySide
 
 
 @torch.inference_mode()
@@ -92,6 +93,8 @@ def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) ->
     if not isinstance(mixer, Attention):
         for decodes in buckets_up_to(limits.max_rows):
             _forward(decoder, kv, tables, limits, decodes, [2])
+    if isinstance(mixer, SideBySide):
+        mixer, cache = mixer.attention, cache[0]
     if not isinstance(mixer, Attention):
         return
     heads = mixer.heads

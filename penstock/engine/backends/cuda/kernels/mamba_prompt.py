@@ -24,7 +24,7 @@ from penstock.engine.backends.cuda.kernels.mamba_layout import as_delta, biased,
 from penstock.engine.backends.interface import AttentionBatch, MambaLayout, MambaWeights, StateBatch
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def _conv_kernel(
     x_ptr: tl.tensor,
     ring_ptr: tl.tensor,
@@ -55,7 +55,7 @@ def _conv_kernel(
     tl.store(at, mixed.to(mixed_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def _scan_kernel(
     mixed_ptr: tl.tensor,
     dt_ptr: tl.tensor,
@@ -93,8 +93,8 @@ def _scan_kernel(
     dt_bias = tl.load(dt_bias_ptr + head)
     skip = tl.load(skip_ptr + head)
     wait_for_inputs(PDL)
-    start = tl.load(starts_ptr + seq)
-    end = tl.load(starts_ptr + seq + 1)
+    start = tl.load(starts_ptr + begin + seq)
+    end = tl.load(starts_ptr + begin + seq + 1)
     if start < end:
         read = tl.load(reads_ptr + start)
         write = tl.load(writes_ptr + end - 1)
@@ -168,7 +168,7 @@ def prompts(
     rows = min(block_p, 32 if exact or block_n > 128 else 64)
     launch(
         _scan_kernel, (sequences, layout.heads, ceil_div(layout.head_dim, rows)),
-        mixed, dt, weights.decay, weights.dt_bias, weights.skip, state_cache, out, batch.query_starts[begin:],
+        mixed, dt, weights.decay, weights.dt_bias, weights.skip, state_cache, out, batch.query_starts,
         states.reads, states.writes, begin, projected.stride(0), *weights.dt_range, weights.dt_scale,
         **head_shape(layout), CHUNK=32 if exact or block_n > 128 else 64, BLOCK_P=rows, BLOCK_N=block_n,
         PRECISION="ieee" if exact else "tf32", num_warps=8, num_stages=2, pdl=pdl,
