@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.text.byte_tokenizer import write_tokenizer
 from tests.e2e.conftest import Server, free_port
 from tests.e2e.test_parallel import ranks
+from tests.engine.harness import generate, greedy, make_engine
+from tests.engine.tiny import write_checkpoint
 from tests.engine_host.client import eventually
 
 pytestmark = pytest.mark.slow
@@ -112,6 +116,27 @@ def test_replicas_of_different_grids_hand_over(default_model: Path, tmp_path: Pa
         lines = {len(ranks(pid)): _command(pid) for pid in server.children("engine")}
         assert "prefill" in lines[2] and "decode" in lines[1]
         assert ask(server, story(1))["choices"][0]["text"] == found
+
+
+def test_the_state_of_recurrent_layers_goes_with_the_blocks(tmp_path: Path) -> None:
+    """Pools of a model with delta nets, on different grids; the answers are those of an engine alone."""
+    (tmp_path / "text").mkdir()
+    tokens = write_tokenizer(tmp_path / "text")
+    sizes = {"vocab_size": tokens.get_vocab_size(), "max_position_embeddings": 4096}
+    folder = write_checkpoint("qwen3-next", tmp_path / "hybrid", spread=0.3, **sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "text" / name, folder / name)
+    with serving(folder, tmp_path, ", dtype: float32, replica_grids: [1x1, 2x1], watchdog_s: 120") as server:
+        answers = [ask(server, story(number)) for number in (1, 2)]
+        assert eventually(lambda: server.metric("penstock_handovers_total") == 2, 30)
+        assert server.metric("penstock_handover_fallbacks_total") == 0
+        assert ask(server, story(1))["choices"] == answers[0]["choices"]
+    alone = make_engine(folder, max_model_len=2048)
+    for number, answer in zip((1, 2), answers, strict=True):
+        prompt = tokens.encode(story(number)).ids
+        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        expected = generate(alone, greedy("r", prompt, 12))["r"]
+        assert answer["choices"][0]["text"] == tokens.decode(expected)
 
 
 def _command(pid: int) -> list[str]:

@@ -199,6 +199,54 @@ def mend_interpreter() -> None:
     interpreter._patch_lang_tensor = patch
 
 
+@contextlib.contextmanager
+def checked_addresses(*modules: Any) -> Iterator[None]:
+    """In the interpreter every address that kernels launched by `modules` read or write must be inside a tensor that
+    the launch was given: on a GPU what lies behind is often mapped, and such a read goes unseen."""
+    if MODE != "interpret":
+        yield
+        return
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder as Builder
+
+    ranges: list[tuple[int, int]] = []
+    masked_load, masked_store, launches = Builder.create_masked_load, Builder.create_masked_store, {}
+
+    def check_inside(what: str, at: Any, mask: Any) -> None:
+        wanted = at.data[np.broadcast_to(mask.data.astype(bool), at.data.shape)].astype(np.uint64)
+        inside = np.zeros(wanted.shape, bool)
+        for first, last in ranges:
+            inside |= (wanted >= first) & (wanted < last)
+        assert inside.all(), f"{what}: {int((~inside).sum())} of {wanted.size} addresses are outside every tensor"
+
+    def load(self: Any, at: Any, mask: Any, *rest: Any) -> Any:
+        check_inside("load", at, mask)
+        return masked_load(self, at, mask, *rest)
+
+    def store(self: Any, at: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check_inside("store", at, mask)
+        return masked_store(self, at, value, mask, *rest)
+
+    def observed(launch: Callable[..., None]) -> Callable[..., None]:
+        def run(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+            storages = [arg.untyped_storage() for arg in args if isinstance(arg, Tensor)]
+            ranges[:] = [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]
+            launch(kernel, grid, *args, **options)
+
+        return run
+
+    Builder.create_masked_load, Builder.create_masked_store = load, store
+    for module in modules:
+        launches[module] = module.launch
+        module.launch = observed(module.launch)
+    try:
+        yield
+    finally:
+        Builder.create_masked_load, Builder.create_masked_store = masked_load, masked_store
+        for module, launch in launches.items():
+            module.launch = launch
+
+
 if MODE == "interpret":
     mend_interpreter()
 

@@ -7,13 +7,25 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, check_equal, poisoned_outputs, rand, time_us
+from gpu_harness import (
+    DEVICE,
+    MODE,
+    QUICK,
+    Row,
+    bandwidth,
+    check,
+    check_equal,
+    checked_addresses,
+    poisoned_outputs,
+    rand,
+    time_us,
+)
 from test_triton_moe import block_fp8, make_moe, moe64, wide
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.backends.cuda.experts import FusedSharedAndRouted, group, with_shared
-from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_route
+from penstock.engine.backends.cuda.experts import FusedSharedAndRouted, Stack, group, with_shared
+from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_plan, moe_route
 from penstock.engine.backends.cuda.kernels.moe import GroupedConfig
 from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Config, Mxfp4Matrix
 from penstock.engine.backends.cuda.kernels.moe_plan import FEW, FewPairs, Plan, plan
@@ -105,6 +117,37 @@ def test_few_tokens_on_weights_in_fp8_tiles() -> None:
         check("tiles", got, want.double(), 2e-2)
 
 
+def test_no_launch_shape_reads_or_writes_outside_its_tensors() -> None:
+    """In the interpreter; on a device it only runs."""
+    experts, top_k, hidden, ffn, tokens = 3, 2, 96, 64, 5
+    dense = group(make_moe(experts, top_k, hidden, ffn, BF16))
+    assert dense is not None and isinstance(dense.gate_up, Stack) and isinstance(dense.down, Stack)
+    packed = [_random_mxfp4(experts, n, k) for n, k in ((2 * ffn, hidden), (hidden, ffn))]
+    x, weights = rand(tokens, hidden, dtype=BF16), rand(tokens, top_k).abs()
+    chosen = torch.tensor([[0, 2], [2, 0], [2, 1], [0, 2], [1, 2]], dtype=torch.int32, device=DEVICE)
+    with checked_addresses(moe, moe_mxfp4, moe_plan, moe_route):
+        dense.forward(x)
+        for pairs, few in ((0, True), (4, False), (60, False), (600, False)):
+            order = FewPairs(chosen) if few else plan(chosen, experts)
+            for stacks in ((dense.gate_up.weight, dense.down.weight), packed):
+                inner = x
+                for gated, stack in ((True, stacks[0]), (False, stacks[1])):
+                    options = {"gated": gated, "route_weights": None if gated else weights, "counters": counters()}
+                    if isinstance(stack, Tensor):
+                        tile = moe.choose(pairs, experts, gated, 2, few)
+                        inner = moe.grouped_linear(inner, stack, order, top_k, config=tile, **options)  # type: ignore[arg-type]
+                    else:
+                        shape = moe_mxfp4.choose(pairs, experts, gated, 2, tokens if few else 0)
+                        inner = moe_mxfp4.grouped_linear(inner, stack, None, order, top_k, config=shape, **options)  # type: ignore[arg-type]
+
+
+def _random_mxfp4(experts: int, n: int, k: int) -> Mxfp4Matrix:
+    steps = -(-k // 128)
+    words = torch.randint(-(2**31), 2**31 - 1, (experts, steps, n, 16), dtype=torch.int32, device=DEVICE)
+    exponents = torch.full((experts, steps, n), 0x78787878, dtype=torch.int32, device=DEVICE)
+    return Mxfp4Matrix(words, exponents, torch.ones(experts, n, device=DEVICE), k)
+
+
 def test_a_shared_expert_in_the_launches_of_the_others() -> None:
     """With and without a gate of its own, wider and narrower than the others; in FP8 too."""
     for dtype, width, gated in ((torch.float32, 80, True), (BF16, 32, False), (FP8, 80, True)):
@@ -186,10 +229,7 @@ def _tuned(name: str, tokens: int, dense: bool, configs: list[tuple[int, ...]]) 
             stack = rand(experts, n, k, dtype=BF16, scale=0.02)
             size, call = 2.0 * n * k, partial(moe.grouped_linear, x, stack)
         else:
-            steps = -(-k // 128)
-            words = torch.randint(-(2**31), 2**31 - 1, (experts, steps, n, 16), dtype=torch.int32, device=DEVICE)
-            exponents = torch.full((experts, steps, n), 0x78787878, dtype=torch.int32, device=DEVICE)
-            packed = Mxfp4Matrix(words, exponents, torch.ones(experts, n, device=DEVICE), k)
+            packed = _random_mxfp4(experts, n, k)
             size, call = n * k * 17 / 32, partial(moe_mxfp4.grouped_linear, x, packed, empty(experts, n, dtype=BF16))
         for shape in configs:
             if gated and shape[-1] == 2 and len(shape) == 5 and not dense:

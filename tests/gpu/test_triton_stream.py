@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, check_equal, poisoned_outputs, rand, time_us
+from gpu_harness import MODE, QUICK, Row, bandwidth, check, check_equal, poisoned_outputs, rand, time_us
 from test_triton_gemv import linear64
 from torch import Tensor
 
@@ -26,6 +26,7 @@ def make(n: int, k: int) -> tuple[Tensor, Tensor]:
 def test_stream_in_any_batch() -> None:
     for n, k in SHAPES:
         weight, scale = make(n, k)
+        counters = stream.make_counters(weight)
         for batch in (24,) if QUICK else (9, 16, 48, 64):
             x, x_scale = quantize_fp8(rand(batch, k, dtype=torch.bfloat16))
             bias = rand(n, dtype=torch.bfloat16) if batch % 16 == 8 else None
@@ -33,10 +34,9 @@ def test_stream_in_any_batch() -> None:
             for pdl in (False, True) if MODE != "interpret" else (False,):
                 name = f"stream {batch} x {k} -> {n} {pdl}"
                 with poisoned_outputs():
-                    results = [stream.linear(x, x_scale, weight, scale, bias, pdl=pdl) for _ in range(2)]
+                    results = [stream.linear(x, x_scale, weight, scale, counters, bias, pdl=pdl) for _ in range(2)]
                 check(name, results[0], linear64(exact, weight, bias, scale))
                 check_equal(name, results[1], results[0])
-                counters = stream._counters(DEVICE)
                 check_equal(f"{name}: counters", counters, torch.zeros_like(counters))
 
 
@@ -55,5 +55,6 @@ def bench_stream() -> Iterator[Row]:
                 )  # fmt: skip
 
             yield bandwidth(f"fp8 b{batch} {n}x{k} vendor", time_us([partial(vendor, *w) for w in weights]), n * k)
-        us = time_us([partial(stream.linear, x, x_scale, *w, pdl=True) for w in weights])
+        counters = stream.make_counters(weights[0][0])
+        us = time_us([partial(stream.linear, x, x_scale, *w, counters, pdl=True) for w in weights])
         yield bandwidth(f"fp8 b{batch} {n}x{k} stream", us, n * k)

@@ -177,7 +177,7 @@ def test_states_behind_draft_tokens_on_every_rank(
 ) -> None:
     """A target with recurrent layers: rejected draft tokens leave no trace in any rank's states."""
     hybrid = write_mtp("qwen3-next", tmp_path)
-    if kind == "mtp" and (more or pipeline > 1):
+    if kind == "mtp" and more:
         return  # refused for every model
     requests = [greedy(f"r{n}", [i * 7 % 199 for i in range(n)] * 2, 24) for n in (3, 40, 64)]
     expected = generate(make_engine(hybrid), *requests)

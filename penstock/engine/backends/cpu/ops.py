@@ -32,8 +32,9 @@ from penstock.engine.backends.interface import (
     MambaLayout,
     MambaWeights,
     OverRanks,
+    StateBatch,
 )
-from penstock.engine.backends.reference import filters
+from penstock.engine.backends.reference import delta, filters
 from penstock.engine.backends.reference.mixers import PlainMixers
 from penstock.engine.backends.reference.ops import mean_squares
 from penstock.errors import PenstockError
@@ -477,7 +478,19 @@ class CpuOps(PlainMixers):
     ) -> Tensor:
         if batch.states is None:
             raise NotRecordableError("gated delta nets are not recorded")
-        return super().delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache)
+        return delta.delta_net(projected, gates, layout, weights, batch, conv_cache, state_cache, self._delta_step)
+
+    def _delta_step(self, heads: delta.Heads, at: Tensor, states: StateBatch, cache: Tensor, out: Tensor) -> None:
+        """See `delta.Step`."""
+        _need(cache, "states", torch.float32)
+        q, k, v, g, beta = (part[at].contiguous() for part in heads)
+        decay, reads, writes = g.exp(), states.reads[at].long(), states.writes[at].long()
+        mixed = torch.empty_like(v)
+        tensors = (q, k, v, decay, beta, cache, reads, writes, mixed)
+        self._lib.pk_delta_step(
+            self._ctx, *(tensor.data_ptr() for tensor in tensors), len(at), q.shape[1], q.shape[2], v.shape[2]
+        )
+        out[at] = mixed
 
     def mamba(
         self,

@@ -40,6 +40,7 @@ class CudaLinear:
         self.bias = bias
         self.scale = scale
         self.weight_bytes = weight.numel() * weight.element_size()
+        self._counters = None if scale is None else stream.counters_for(weight)
 
     @classmethod
     def fp8(cls, weight: Tensor, bias: Tensor | None, peaks: Tensor | None = None) -> CudaLinear:
@@ -57,8 +58,8 @@ class CudaLinear:
             return F.linear(x, self.weight, self.bias)
         if isinstance(x, Tensor):
             x = ScaledTensor(*activation.quantize_fp8(x))
-        if stream.wins(self.weight, x.data.shape[0]):
-            return stream.linear(x.data, x.scale, self.weight, self.scale, self.bias, pdl=self.pdl)
+        if self._counters is not None and x.data.shape[0] <= stream.MOST_TOKENS:
+            return stream.linear(x.data, x.scale, self.weight, self.scale, self._counters, self.bias, pdl=self.pdl)
         return torch._scaled_mm(
             x.data,
             self.weight.t(),

@@ -7,6 +7,7 @@ products. Both forms compute the same sums in another order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,10 @@ class Heads(NamedTuple):
         return Heads(*(part[begin:end] for part in self))
 
 
+Step = Callable[[Heads, Tensor, StateBatch, Tensor, Tensor], None]
+"""One token of each of many sequences: what it reads, which tokens, their states, the cache, and what it gives."""
+
+
 def delta_net(
     projected: Tensor,
     gates: Tensor,
@@ -45,8 +50,9 @@ def delta_net(
     batch: AttentionBatch,
     conv_cache: Tensor,
     state_cache: Tensor,
+    step: Step | None = None,
 ) -> Tensor:
-    """See `Ops.delta_net`."""
+    """See `Ops.delta_net`. `step`: in place of `_step`."""
     states = batch.states
     assert states is not None, "a recurrent layer needs to know where its states are"
     tokens = len(projected)
@@ -57,7 +63,7 @@ def delta_net(
     first, last = states.first.tolist(), states.last.tolist()
     single = [t for t in range(tokens) if first[t] == last[t] == t]
     if single:
-        _step(heads, torch.tensor(single, device=out.device), states, state_cache, out)
+        (step or _step)(heads, torch.tensor(single, device=out.device), states, state_cache, out)
     writes = states.writes.tolist()
     begin = 0
     while begin < tokens:

@@ -8,7 +8,7 @@ finish, in the order of the programs: the same bits in every run. Weight rows ar
 tokens the narrow one. Before a program waits for its inputs it asks for its first weights, which are then in the L2
 cache. With more outputs, or fewer inputs, adding up costs more than it gains (measured on an H200).
 
-Invariant: the counters are all zero between launches. One stream at a time may use them.
+Invariant: a matrix's counters are all zero between launches. One stream at a time may use them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.engine.backends.cuda.kernels.common import (
     wait_for_inputs,
 )
 
-_MOST_TOKENS = 64
+MOST_TOKENS = 64
 _LEAST_INPUTS = 8192
 _BLOCK_N, _BLOCK_K = 64, 128
 """Outputs and inputs of a unit."""
@@ -138,22 +138,26 @@ def _stream_kernel(
 
 
 @cache
-def _counters(device: torch.device) -> Tensor:
-    """One for each tile of outputs. Kept for good: captured graphs hold their address."""
-    return torch.zeros(4096, dtype=torch.int32, device=device)
-
-
-@cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
-def wins(weight: Tensor, tokens: int) -> bool:
-    """Whether this is faster than the vendor's product: where that has programs for less than half of the
-    multiprocessors, and a program many inputs. Hopper only: tensor cores and copies of its kind."""
+def counters_for(weight: Tensor) -> Tensor | None:
+    """Zeros for the launches of a matrix, if they are faster than the vendor's product: where that has programs for
+    less than half of the multiprocessors, and a program many inputs."""
+    return make_counters(weight) if _suits(weight) else None
+
+
+def make_counters(weight: Tensor) -> Tensor:
+    """One for each tile of outputs."""
+    return torch.zeros(ceil_div(weight.shape[0], _BLOCK_N), dtype=torch.int32, device=weight.device)
+
+
+def _suits(weight: Tensor) -> bool:
+    """Hopper only: tensor cores and copies of its kind."""
     outputs, inputs = weight.shape
     return (
-        tokens <= _MOST_TOKENS
+        weight.dtype == torch.float8_e4m3fn
         and inputs >= _LEAST_INPUTS
         and 2 * ceil_div(outputs, 128) <= _processors(weight.device)
         and _is_hopper(weight.device)
@@ -166,10 +170,17 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def linear(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *, pdl: bool = False
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    counters: Tensor,
+    bias: Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """`x` [B, K] times the transpose of `weight` [N, K], both e4m3, with scales [B, 1] and [N], in bfloat16. K is a
-    multiple of 16, and B at most `_MOST_TOKENS`."""
+    multiple of 16, and B at most `MOST_TOKENS`."""
     batch, k = x.shape
     n = weight.shape[0]
     wide = max(16, next_power_of_2(batch))
@@ -187,7 +198,7 @@ def linear(
         weight_scale,
         x_scale,
         partial,
-        _counters(x.device),
+        counters,
         batch,
         N=n,
         K=k,
