@@ -42,6 +42,11 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
     recurrent = part.model.recurrent or not part.kv.shape.blocks_suffice
     slots, states = count_host_blocks(config, part.kv.shape, recurrent)
     places = config.disk_memory // part.kv.shape.block_bytes if part.kv.shape.block_bytes else 0
+    if config.disk_memory and not part.kv.shape.block_bytes:
+        raise ConfigError(
+            "disk_memory keeps blocks of keys and values, and this model has none; leave it out: host_memory keeps its "
+            "states"
+        )
     if config.disk_memory and not places:
         raise ConfigError(f"disk_memory is less than one KV block of {part.kv.shape.block_bytes} bytes")
     if member is not None:
