@@ -68,6 +68,10 @@ def test_every_shape_runs_with_random_weights(name: str) -> None:
     config |= {key: 8 for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)}
     if "mamba_n_heads" in config:
         config |= {"mamba_n_heads": 8, "mamba_d_head": 16, "layer_types": ["mamba", "attention"]}
+    if config["model_type"] == "nemotron_h":
+        config |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "layers_block_type": ["mamba", "attention", "mlp"]}
+    if config["model_type"] == "mamba2":
+        config["num_heads"] = 8
     if "kv_lora_rank" in config:  # all heads share one latent
         config |= {"num_key_value_heads": config["num_attention_heads"], "head_dim": None}
     config |= {key: min(config[key], 4) for key in ("num_experts_per_tok",) if key in config}
