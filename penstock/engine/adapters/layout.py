@@ -216,12 +216,10 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
         recurrent = (False,) * config.num_layers if mamba is None else mamba.layers
         attended = tuple(part == "mixer" and not own for part, own in zip(config.only, recurrent, strict=True))
     fused = names.fused_qkv and names.attention + names.fused_qkv
-    attention: tuple[Site, ...] = (
+    attention = (
         Site("qkv", qkv, (q_rows, kv_size, kv_size), hidden, fused, of_attention=True, layers=attended),
         Site("output", (names.attention + names.output,), (hidden,), q_size, of_attention=True, layers=attended),
     )
-    if attended is not None and not any(attended):
-        attention = ()
     if delta is not None:
         return *attention, *_delta_sites(delta, hidden)
     if mamba is None:
@@ -261,8 +259,6 @@ def _dense_sites(config: ModelConfig) -> tuple[Site, ...]:
     layers: tuple[bool, ...] | None
     if config.only:
         layers = tuple(part == "feed_forward" for part in config.only)
-        if not any(layers):
-            return ()
         up, down = names.mlp + names.gate_up[1], names.mlp + names.down
         ffn, hidden = config.ffn_size, config.hidden_size
         return Site("up", (up,), (ffn,), hidden, layers=layers), Site("down", (down,), (hidden,), ffn, layers=layers)

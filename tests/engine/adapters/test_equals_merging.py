@@ -12,6 +12,7 @@ from penstock.engine.backends.cpu.executor import RecordedExecutor
 from penstock.engine.request import Request, SamplingParams
 from tests.engine.adapters.files import merge, write_adapter
 from tests.engine.harness import assert_idle, generate, make_engine
+from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 TIE = 2e-2
@@ -55,6 +56,21 @@ def test_an_adapter_equals_merging_it(tmp_path: Path, family: str, settings: dic
         assert (merged if name else plain).agrees(prompt, got[id], TIE), id
         assert not (plain if name else merged).agrees(prompt, got[id], TIE), "the adapter makes no difference"
     assert_idle(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("family", ["mamba2", "nemotron-h"])
+def test_ranks_with_layers_of_one_part_give_the_same(tmp_path: Path, family: str, grid: tuple[int, int]) -> None:
+    """A stage may have none of the layers that some sites are for."""
+    base = write_checkpoint(family, tmp_path / "base")
+    targets = ("in_proj", "out_proj") if family == "mamba2" else ("q_proj", "o_proj", "out_proj", "up_proj")
+    adapter = write_adapter(tmp_path / "adapter", base, rank=4, targets=targets, size=0.6)
+    specs = (AdapterSpec("tuned", str(adapter)),)
+    requests = [ask(f"r{i}", prompt, "tuned" if i % 2 else "") for i, prompt in enumerate(prompts(6))]
+    alone = generate(make_engine(base, adapters=specs), *requests)
+    with threaded_engine(base, *grid, adapters=specs, token_budget=40) as ranks:
+        assert generate(ranks, *requests) == alone
 
 
 def test_a_batch_of_several_adapters_and_base_equals_each_alone(tmp_path: Path) -> None:

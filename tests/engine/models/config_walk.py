@@ -155,6 +155,9 @@ SPECIAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ACTIVATIONS,
     "hidden_activation": ACTIVATIONS,
     "layer_types": LAYER_TYPES,
+    # A bound that does not bind: the reference's one-token step has none, its pass over whole sequences does.
+    "time_step_min": (0.0, 1e-4, None, "x"),
+    "mamba_dt_min": (0.0, 1e-4, None, "x"),
     "rope_parameters": ROPES,
     "rope_scaling": ROPES,
     "sliding_window": (None, 0, 1, 7, 1000, "7", -3),
@@ -293,7 +296,9 @@ def reference_scores(config: dict[str, Any], folder: Path) -> torch.Tensor:
             logits = [output.logits[0]]
             for at, token in enumerate(PROMPT[PREFILL:-1], PREFILL):
                 # Positions are given as `generate` gives them: Bamba counts from zero otherwise.
-                cached = {"past_key_values": output.past_key_values, "position_ids": torch.tensor([[at]])}
+                cached = {"past_key_values": output.get("past_key_values"), "position_ids": torch.tensor([[at]])}
+                if cached["past_key_values"] is None:  # Mamba-2 has another name for it, and no positions
+                    cached = {"cache_params": output.cache_params}
                 output = model(torch.tensor([[token]]), **cached, use_cache=True)
                 logits.append(output.logits[0])
             scores = torch.cat(logits).log_softmax(-1).gather(1, torch.tensor(PROMPT[1:]).unsqueeze(1)).squeeze(1)
