@@ -95,6 +95,21 @@ def count_host_blocks(config: EngineConfig, shape: CacheShape, recurrent: bool =
     return slots, states
 
 
+def count_disk_places(config: EngineConfig, shape: CacheShape, recurrent: bool = False) -> tuple[int, int]:
+    """KV blocks and states that `disk_memory` holds, divided as `host_memory` is."""
+    if not config.disk_memory:
+        return 0, 0
+    memory = config.disk_memory // 2 if recurrent else config.disk_memory
+    places = memory // shape.block_bytes if shape.block_bytes else _UNBOUNDED
+    states = memory // shape.state_bytes if shape.state_bytes else _UNBOUNDED
+    if places < 1:
+        half = "half of it, the other is for states, " if recurrent else ""
+        raise ConfigError(f"disk_memory: {half or 'it '}is less than one KV block of {shape.block_bytes} bytes")
+    if recurrent and states < 1:
+        raise ConfigError(f"disk_memory: half of it is for states, and one needs {_gib(shape.state_bytes)}")
+    return places, states if recurrent else 0
+
+
 def _gib(size: float) -> str:
     """A size in bytes for a person: GiB, or KiB where that would be nothing."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**10:,.0f} KiB"
