@@ -65,7 +65,8 @@ class EngineConfig:
     host_idle_s: float = 30.0
     """Blocks unused for this long are copied to the host before their place is needed."""
     disk_memory: int = 0
-    """Bytes of files for blocks and states that leave host memory; they return when a prompt begins with them. 0: none."""
+    """Bytes of files for blocks and states that leave host memory; they return when a prompt begins with them. 0:
+    none."""
     disk_path: str = ""
     """Folder of these files, on a fast disk."""
     prefix_cache: bool = True

@@ -40,10 +40,10 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return find
 
 
-def alone(folder: Path, **settings: Any) -> tuple[Tokens, int, int]:
+def alone(folder: Path, count: int = CONVERSATIONS, **settings: Any) -> tuple[Tokens, int, int]:
     """What an engine with room for everything says, and the bytes of a block and of a state."""
     engine = make_engine(folder, prefix_cache=False, **settings)
-    found = generate(engine, *(greedy(f"{number}", text(number), 3) for number in range(CONVERSATIONS)))
+    found = generate(engine, *(greedy(f"{number}", text(number), 3) for number in range(count)))
     shape = engine.runner.kv.shape
     return {int(name): tokens for name, tokens in found.items()}, shape.block_bytes, shape.state_bytes
 
@@ -80,7 +80,7 @@ def settle(engine: Engine) -> None:
 def converse(engine: Engine, expected: Tokens, name: str) -> list[int]:
     """All conversations, one after the other; how many tokens of each were found."""
     cached: list[int] = []
-    for number in range(CONVERSATIONS):
+    for number in expected:
         engine.submit(greedy(f"{name}.{number}", text(number), 3))
         deltas = drain(engine)
         assert list(collect(deltas).values()) == [expected[number]]
@@ -91,13 +91,13 @@ def converse(engine: Engine, expected: Tokens, name: str) -> list[int]:
 
 def test_conversations_come_back_from_disk(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     folder = folder_of("qwen3-next-dense")
-    expected, block, state = alone(folder)
+    expected, block, state = alone(folder, count=7)
     settings = small(tmp_path, block, state)
     engine = make_engine(folder, **settings)
-    assert converse(engine, expected, "first") == [0] * CONVERSATIONS
-    assert converse(engine, expected, "again") == [96] * CONVERSATIONS
+    assert converse(engine, expected, "first") == [0] * 7
+    assert converse(engine, expected, "again") == [96] * 7
     load = engine.load_snapshot()
-    assert load.disk_read_states > 2 and load.disk_read_blocks > 2 and load.disk_failures == 0
+    assert load.disk_read_states > 0 and load.disk_read_blocks > 0 and load.disk_failures == 0
     assert load.disk_written_states >= load.disk_states > 0
     assert load.total_disk_blocks * block + load.total_disk_states * state <= settings["disk_memory"]
     assert os.listdir(tmp_path) == [], "the files have no names"
