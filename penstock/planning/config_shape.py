@@ -75,6 +75,7 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
         gated_attention=model.gated_attention,
         delta=None if model.delta is None else _delta(model.delta),
         mamba=None if model.mamba is None else _mamba(model.mamba),
+        only=model.only,
     )
 
 

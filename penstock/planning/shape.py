@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from penstock.planning.numbers import WeightFormat
 
@@ -187,6 +188,8 @@ class ModelShape:
     mla: Mla | None = None
     delta: Delta | None = None
     mamba: Mamba | None = None
+    only: tuple[Literal["mixer", "feed_forward"], ...] = ()
+    """The one part that each layer has; such a feed-forward has no gate. Empty: every layer has both."""
     stored: WeightFormat | None = None
     """How a checkpoint in few bits holds its matrices; None: dense."""
     served: bool = True
@@ -200,16 +203,20 @@ class ModelShape:
         """The parameters of one layer."""
         return self._parts(*self._kind(index))
 
-    def _kind(self, index: int) -> tuple[bool, bool]:
-        """Whether a layer has experts, and whether it is recurrent."""
+    def _kind(self, index: int) -> tuple[bool, bool, str]:
+        """Whether a layer has experts, whether it is recurrent, and its one part, where it has only one."""
         routed = self.moe is not None and self.moe.layers[index]
         recurrent = self.recurrent
-        return routed, recurrent is not None and recurrent.layers[index]
+        part = self.only[index] if self.only else ""
+        return routed, recurrent is not None and recurrent.layers[index], part
 
-    def _parts(self, routed: bool, recurrent: bool) -> LayerParts:
+    def _parts(self, routed: bool, recurrent: bool, part: str = "") -> LayerParts:
         """The parameters of one layer, with or without experts, recurrent or not."""
         hidden = self.hidden
-        norms = 4 if self.sandwich_norms else 1 if self.one_norm else 2
+        if part == "feed_forward":
+            biases = self.ffn + hidden if self.mlp_bias else 0
+            return LayerParts(0, 0, 0, 2 * hidden * self.ffn, 0, 0, hidden + biases)
+        norms = 4 if self.sandwich_norms else 1 if self.one_norm or part else 2
         small = hidden * norms + (self.heads if self.sinks else 0)
         mla = self.mla
         if mla is not None:
@@ -246,6 +253,8 @@ class ModelShape:
             if recurrent and self.mamba is not None:
                 query_output += self.mamba.matrices(hidden)
                 small += self.mamba.others(hidden)
+        if part:
+            return LayerParts(query_output, key_value, latent, 0, 0, 0, small)
         moe = self.moe
         if moe is None or not routed:
             small += 2 * self.ffn + hidden if self.mlp_bias else 0
@@ -338,6 +347,8 @@ class ModelShape:
         return sum(self._attended(index) for index in range(first, last))
 
     def _attended(self, index: int) -> bool:
+        if self.only and self.only[index] == "feed_forward":
+            return False
         beside = self.mamba is not None and self.mamba.beside
         return beside or self.recurrent is None or not self.recurrent.layers[index]
 

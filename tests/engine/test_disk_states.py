@@ -114,7 +114,7 @@ def test_conversations_come_back_from_disk(folder_of: Callable[[str], Path], tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
-@pytest.mark.parametrize("family", ["granite4-hybrid", "bamba", "falcon-h1", "qwen3-next"])
+@pytest.mark.parametrize("family", ["granite4-hybrid", "bamba", "falcon-h1", "qwen3-next", "nemotron-h", "mamba2"])
 def test_every_kind_of_state(folder_of: Callable[[str], Path], tmp_path: Path, family: str, kv_dtype: str) -> None:
     folder = folder_of(family)
     expected, block, state = alone(folder, kv_dtype=kv_dtype)
@@ -130,7 +130,7 @@ def test_every_kind_of_state(folder_of: Callable[[str], Path], tmp_path: Path, f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("family", ["qwen3-next", "falcon-h1"])
+@pytest.mark.parametrize("family", ["qwen3-next", "nemotron-h"])
 def test_every_rank_has_its_part_on_disk(
     folder_of: Callable[[str], Path], tmp_path: Path, family: str, tensor: int, pipeline: int
 ) -> None:
@@ -170,7 +170,7 @@ def test_what_was_cut_off_is_computed_and_counted(
 def test_settings_that_cannot_work_are_refused(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     folder = folder_of("qwen3-next-dense")
     for wrong, why in (
-        ({"disk_memory": 2 * 16400}, "half of it is for states"),
+        ({"disk_memory": 2 * 16400}, "half of disk_memory is less than one state"),
         ({"disk_memory": 100}, "less than one KV block"),
         ({"disk_memory": 1 << 60}, "no file of"),
     ):

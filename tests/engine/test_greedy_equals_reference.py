@@ -16,7 +16,8 @@ VARIANTS = {
     "llama-linear-rope", "llama-mha-bias", "qwen2-window", "qwen3-moe-some-dense", "qwen3-next-dense", "qwen3.5",
     "qwen3.5-moe", "deepseek-v2-groups", "deepseek-v3-halves", "granite-moe-shared", "granite4-experts-nope",
     "cohere-qknorm", "exaone4-full", "llama4-plain", "glm4-moe-groups", "phi3-half-rotated",
-    "granite4-hybrid-dense", "falcon-h1-biased", "falcon-h1-norm-first", "bamba",
+    "granite4-hybrid-dense", "falcon-h1-biased", "falcon-h1-norm-first", "bamba", "nemotron-h-biased",
+    "mamba2-biased",
 }  # fmt: skip
 """Further shapes of families that have another: they are compared in the slow suite."""
 CASES = [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in FAMILIES]

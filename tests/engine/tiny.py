@@ -97,6 +97,14 @@ FALCON_H1: dict[str, Any] = {
     "key_multiplier": 0.6, "attention_in_multiplier": 0.9, "attention_out_multiplier": 1.2, "ssm_in_multiplier": 0.8,
     "ssm_out_multiplier": 0.7, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
 }  # fmt: skip
+MAMBA2: dict[str, Any] = {
+    "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24, "conv_kernel": 3, "chunk_size": 24,
+    "layer_norm_epsilon": 1e-4,
+}  # fmt: skip
+NEMOTRON_H: dict[str, Any] = {
+    "layers_block_type": [MAMBA, "mlp", ATTENTION, MAMBA], "head_dim": 20, "mamba_num_heads": 6, "mamba_head_dim": 12,
+    "n_groups": 2, "ssm_state_size": 24, "conv_kernel": 3, "chunk_size": 24, "num_hidden_layers": 4,
+}  # fmt: skip
 QWEN2_MOE = {
     "num_experts": 12,
     "num_experts_per_tok": 3,
@@ -193,6 +201,36 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "falcon-h1-norm-first": ("FalconH1Config", {**FALCON_H1, "mamba_rms_norm": True}),
+    "nemotron-h": ("NemotronHConfig", NEMOTRON_H),
+    "nemotron-h-biased": (
+        "NemotronHConfig",
+        {
+            **NEMOTRON_H,
+            "layers_block_type": ["mlp", "mlp", MAMBA, ATTENTION],
+            "n_groups": 3,
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+            "tie_word_embeddings": True,
+            "time_step_min": 0.3,
+            "layer_norm_epsilon": 1e-4,
+        },
+    ),
+    "mamba2": ("Mamba2Config", MAMBA2),
+    "mamba2-biased": (
+        "Mamba2Config",
+        {
+            **MAMBA2,
+            "expand": 3,
+            "num_heads": 12,
+            "n_groups": 1,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "tie_word_embeddings": True,
+            "residual_in_fp32": False,
+            "time_step_limit": (0.2, 0.9),
+        },
+    ),
     "qwen2-moe": ("Qwen2MoeConfig", {**QWEN2_MOE, "mlp_only_layers": [1]}),
     "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3}),
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2}),

@@ -35,7 +35,8 @@ LATENT = {
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 80}
 GRANITE4 = {"layer_types": ["full_attention"] * 3, **EXPERTS}
 MAMBA = {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 24}
-NAMED = ("mixtral", "qwen3_moe", "gemma", "granitemoehybrid", *OVER_LATENTS)
+MAMBA2 = {"num_heads": 2 * TINY["hidden_size"] // 8, "head_dim": 8, "n_groups": 2}
+NAMED = ("mamba2", "nemotron_h", "mixtral", "qwen3_moe", "gemma", "granitemoehybrid", *OVER_LATENTS)
 """Families that are not counted in their default form alone."""
 
 
@@ -72,6 +73,10 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("granitemoehybrid", **GRANITE4 | {"num_local_experts": 0}),
         of("granitemoehybrid", **GRANITE4 | MAMBA),
         of("granitemoehybrid", **GRANITE4 | MAMBA | {"mamba_proj_bias": True, "mamba_conv_bias": False}),
+        of("mamba2", **MAMBA2),
+        of("mamba2", **MAMBA2, use_bias=True, use_conv_bias=False, tie_word_embeddings=True),
+        of("nemotron_h", hybrid_override_pattern="M-*M", mlp_bias=True),
+        of("nemotron_h", layers_block_type=["mlp", "full_attention", "linear_attention"], use_bias=True),
         of("qwen3_next", attention_bias=True, num_hidden_layers=4),
         *(of(family) for family in FAMILIES if family not in NAMED),
     ],

@@ -20,12 +20,14 @@ from penstock.engine.adapters.kernel import AdaptedLinear
 from penstock.engine.adapters.kernel import LoraKernel as LoraKernel
 from penstock.engine.adapters.layout import ROUTER, AdapterLayout, PlacedSite
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.absent import NoMixer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import InlineLinear, Linear
 from penstock.engine.models.layers.mamba import Mamba2
+from penstock.engine.models.layers.plain_mlp import PlainMlp
 from penstock.engine.models.layers.side_by_side import SideBySide
 
 
@@ -104,7 +106,7 @@ def adapt(
     for number, layer in enumerate(decoder.layers):
         recurrent = isinstance(layer.mixer, GatedDeltaNet | Mamba2)
         both = isinstance(layer.mixer, SideBySide)
-        assert recurrent or both or isinstance(layer.mixer, Attention | LatentAttention)
+        assert recurrent or both or isinstance(layer.mixer, Attention | LatentAttention | NoMixer)
         mixer: dict[str, Any] = {"ops": decoder.ops}
         feed_forward: dict[str, Any] = {}
         others: dict[str, PlacedSite] = {}
@@ -131,8 +133,8 @@ def adapt(
         new_mixer: Any = _replaced(layer.mixer, mixer)
         changed = dataclasses.replace(layer, mixer=new_mixer)
         if feed_forward:
-            assert isinstance(layer.feed_forward, GatedMlp)
-            adapted = dataclasses.replace(layer.feed_forward, ops=decoder.ops, **feed_forward)
+            assert isinstance(layer.feed_forward, GatedMlp | PlainMlp)
+            adapted: Any = dataclasses.replace(layer.feed_forward, ops=decoder.ops, **feed_forward)
             changed = dataclasses.replace(changed, feed_forward=adapted)
         elif ROUTER in others:
             adapted_experts = adapt_experts(layer.feed_forward, kernel, others, decoder.ops)

@@ -210,21 +210,28 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
         return Site("inputs", *made, hidden), *up, output
     qkv = tuple(names.attention + part for part in names.qkv)
     q_rows = 2 * q_size if config.gated_attention else q_size
-    attention = (
-        Site("qkv", qkv, (q_rows, kv_size, kv_size), hidden, names.attention + names.fused_qkv, of_attention=True),
-        Site("output", (names.attention + names.output,), (hidden,), q_size, of_attention=True),
+    delta, mamba = config.delta, config.mamba
+    attended = recurrent = None
+    if config.only:
+        recurrent = (False,) * config.num_layers if mamba is None else mamba.layers
+        attended = tuple(part == "mixer" and not own for part, own in zip(config.only, recurrent, strict=True))
+    fused = names.fused_qkv and names.attention + names.fused_qkv
+    attention: tuple[Site, ...] = (
+        Site("qkv", qkv, (q_rows, kv_size, kv_size), hidden, fused, of_attention=True, layers=attended),
+        Site("output", (names.attention + names.output,), (hidden,), q_size, of_attention=True, layers=attended),
     )
-    delta = config.delta
+    if attended is not None and not any(attended):
+        attention = ()
     if delta is not None:
         return *attention, *_delta_sites(delta, hidden)
-    mamba = config.mamba
     if mamba is None:
         return attention
     width = mamba.inner + mamba.channels + mamba.heads
+    of_mamba: dict[str, Any] = {"of_recurrent": True, "layers": recurrent}
     return (
         *attention,
-        Site("in_proj", (f"{names.mamba}in_proj",), (width,), hidden, of_recurrent=True),
-        Site("out_proj", (f"{names.mamba}out_proj",), (hidden,), mamba.inner, of_recurrent=True),
+        Site("in_proj", (f"{names.mamba}in_proj",), (width,), hidden, **of_mamba),
+        Site("out_proj", (f"{names.mamba}out_proj",), (hidden,), mamba.inner, **of_mamba),
     )
 
 
@@ -251,6 +258,14 @@ def _delta_sites(delta: DeltaConfig, hidden: int) -> tuple[Site, ...]:
 
 def _dense_sites(config: ModelConfig) -> tuple[Site, ...]:
     moe, names = config.moe, family_of(config.family).names
+    layers: tuple[bool, ...] | None
+    if config.only:
+        layers = tuple(part == "feed_forward" for part in config.only)
+        if not any(layers):
+            return ()
+        up, down = names.mlp + names.gate_up[1], names.mlp + names.down
+        ffn, hidden = config.ffn_size, config.hidden_size
+        return Site("up", (up,), (ffn,), hidden, layers=layers), Site("down", (down,), (hidden,), ffn, layers=layers)
     layers = None if moe is None else tuple(not has_experts for has_experts in moe.layers)
     return _gated(config, "", names.mlp, config.ffn_size, layers=layers)
 

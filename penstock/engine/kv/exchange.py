@@ -84,7 +84,7 @@ class BlockExchange:
         self._pool = pool = allocator.pool
         self._version = version
         blocks = Spread(kv.shape.block_bytes, partial(backend.block_mover, kv)) if spread is None else spread.blocks
-        self.num_slots = max(1, min(2 * allocator.blocks_for(step_tokens), MOST_BYTES // blocks.piece_bytes))
+        self.num_slots = max(1, min(2 * allocator.blocks_for(step_tokens), MOST_BYTES // max(1, blocks.piece_bytes)))
         self.at_once = max(1, backend.exchange_step_bytes // max(1, kv.shape.block_bytes))
         """Blocks to take in between two steps, at most."""
         self.blocks = Transit(
@@ -152,9 +152,9 @@ class BlockExchange:
         return slot >= self.num_slots
 
     def memory(self, slot: int) -> list[memoryview]:
-        """A slot's bytes: one piece for each tensor of the cache."""
+        """A slot's bytes: one piece for each tensor of the cache. None of a block where nothing is kept per token."""
         transit, at = self._at(slot)
-        return transit.memory(at)
+        return [piece for piece in transit.memory(at) if len(piece)]
 
     def is_idle(self, slot: int) -> bool:
         """Whether no copy from or to the slot is under way."""

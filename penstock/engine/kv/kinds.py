@@ -4,7 +4,7 @@ A kind names the bytes that a block of tokens and a running sequence need in one
 before it exists, and allocates the tensors. `PagedKV`: keys and values in blocks that sequences may share.
 `PagedLatent`: one vector per token in such blocks (MLA).
 `RecurrentState`: nothing per token, and a state in a slot, which `StateBatch` names; slots also hold the states that
-were kept at the ends of blocks (`kv.states`).
+were kept at the ends of blocks (`kv.states`). `NothingKept`: of a layer that is a feed-forward alone.
 """
 
 from __future__ import annotations
@@ -139,6 +139,25 @@ class RecurrentState:
         conv = zeros((layers, 1, num_states, self.width, self.channels), self.dtype, device)
         found = zip(conv[:, 0], state[:, 0], strict=True)
         return CacheTensors([RecurrentCache(*parts) for parts in found], states=[state, conv])
+
+
+@dataclass(frozen=True, slots=True)
+class NothingKept:
+    """Of a layer that has no mixer."""
+
+    def __str__(self) -> str:
+        return "nothing"
+
+    @property
+    def block_bytes(self) -> int:
+        return 0
+
+    @property
+    def state_bytes(self) -> int:
+        return 0
+
+    def allocate(self, layers: int, num_blocks: int, num_states: int, device: torch.device) -> CacheTensors:
+        return CacheTensors([None] * layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ class RandomCheckpoint:
         self.shapes = reader.shapes
         self._norms = dict.fromkeys(reader.norms, 1.0 - model.norm_offset)
         self._norms |= dict.fromkeys(reader.unshifted_norms, 1.0)
+        self._embedding = f"model.{family_of(model.family).names.embedding}.weight"
         self._pools: dict[torch.device, Tensor] = {}
 
     def names(self) -> Collection[str]:
@@ -68,7 +69,7 @@ class RandomCheckpoint:
         if name in self._norms:
             return torch.full(shape, self._norms[name], dtype=self.dtype, device=where)
         scale = 0.02 if len(shape) == 1 else 1 / math.sqrt(shape[-1])
-        if name == "model.embed_tokens.weight":
+        if name == self._embedding:
             scale = self.embedding_scale
         start, size = zlib.crc32(name.encode()) % POOL, math.prod(shape)
         numbers = self._pool(where).repeat(-(-(start + size) // POOL))[start : start + size]

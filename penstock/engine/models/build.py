@@ -10,6 +10,7 @@ from penstock.engine.backends.interface import ActivationOps
 from penstock.engine.models.architecture import LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
+from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.layers.factory import LayerFactory
 from penstock.engine.models.layers.linear import Linear, shaped
 from penstock.engine.models.layers.mixer import FusedMixer
@@ -19,8 +20,9 @@ from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
 from penstock.errors import CheckpointError
 
-_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.")
-"""Of the decoder's tensor names: the usual one, that of a model without head, and those of multimodal models."""
+_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.", "backbone.")
+"""Of the decoder's tensor names: the usual one, that of a model without head, those of multimodal models, and that
+of Mamba and what is like it."""
 _HEADS = ("lm_head", "language_model.lm_head")
 
 
@@ -70,10 +72,12 @@ def compose_decoder(
     """See `build_decoder`. Asks `read` for every tensor that the family has, and for no other."""
     backend, family = read.backend, family_of(config.family)
     architecture = LLAMA_LIKE if family.architecture is None else family.architecture()
-    prefix = prefix_of(read)
+    prefix = prefix_of(read, family.names)
     hidden, vocab = config.hidden_size, config.vocab_size
     has_ends = head_rows != 0
-    embedding = read.get(f"{prefix}embed_tokens.weight", vocab, hidden) if has_ends else read.zeros(1, hidden)
+    embedding = (
+        read.get(f"{prefix}{family.names.embedding}.weight", vocab, hidden) if has_ends else read.zeros(1, hidden)
+    )
     if config.embedding_scale != 1.0:
         embedding = embedding * config.embedding_scale
     ropes = {rope: cos_sin_table(rope, config.rotary_dim, max_positions, backend.device) for rope in config.ropes}
@@ -109,9 +113,9 @@ def compose_decoder(
     return decoder
 
 
-def prefix_of(read: WeightReader) -> str:
+def prefix_of(read: WeightReader, names: TensorNames) -> str:
     """What the names of the decoder's tensors begin with."""
-    return next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in read.names), _PREFIXES[0])
+    return next((p for p in _PREFIXES if f"{p}{names.embedding}.weight" in read.names), _PREFIXES[0])
 
 
 def compose_head(read: WeightReader, config: ModelConfig, rows: int) -> Linear:
@@ -122,7 +126,9 @@ def compose_head(read: WeightReader, config: ModelConfig, rows: int) -> Linear:
             f"the checkpoint has no {_HEADS[0]}.weight, and tie_word_embeddings is false; "
             f"fetch the whole model, or set tie_word_embeddings if its head is the embedding"
         )
-    return read.linear("", {heads[0] if heads else f"{prefix_of(read)}embed_tokens": rows}, config.hidden_size)
+    names = family_of(config.family).names
+    tied = f"{prefix_of(read, names)}{names.embedding}"
+    return read.linear("", {heads[0] if heads else tied: rows}, config.hidden_size)
 
 
 def compose_one(

@@ -16,6 +16,7 @@ LayerTable = tuple[tuple[int, ...], ...]
 """Which expert each slot of each shard holds: [shard][slot]. Every expert is somewhere, on a shard at most once."""
 
 
+LayerPart = Literal["mixer", "feed_forward"]
 Scoring = Literal["softmax", "sigmoid"]
 """How a router's logits become scores: over all experts, or of each by itself."""
 GroupScore = Literal["best", "best_two"]
@@ -217,6 +218,8 @@ class ModelConfig:
     moe: MoeConfig | None = None
     delta: DeltaConfig | None = None
     mamba: MambaConfig | None = None
+    only: tuple[LayerPart, ...] = ()
+    """The one part that each layer has; empty: every layer has both."""
     gated_attention: bool = False
     """Whether the query projection also gives a gate for each head's output."""
     sandwich_norms: bool = False
@@ -261,4 +264,4 @@ class ModelConfig:
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
         plain = self.moe is None and not self.recurrent and not self.gated_attention and not self.parallel
-        return plain and not self.sandwich_norms and self.activation == "silu"
+        return plain and not self.only and not self.sandwich_norms and self.activation == "silu"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from copy import copy
 from typing import Any, Protocol
 
@@ -32,6 +32,11 @@ class Quantizer(Protocol):
     """Makes one linear layer of the named matrices in few bits, or None when it cannot."""
 
     def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None: ...
+
+
+def of_ends(names: Iterable[str]) -> bool:
+    """Whether these matrices are a head, which may be the embedding."""
+    return any("lm_head" in name or "embed_tokens" in name or "embeddings." in f"{name}." for name in names)
 
 
 class WeightReader:

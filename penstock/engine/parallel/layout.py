@@ -172,5 +172,6 @@ def local_config(model: ModelConfig, place: Place) -> ModelConfig:
         moe=moe,
         delta=delta,
         mamba=mamba,
+        only=model.only[first:last],
         tied_embeddings=False,  # the head is cut, the embedding is not
     )

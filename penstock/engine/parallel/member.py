@@ -19,6 +19,7 @@ from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.interface import OverRanks
 from penstock.engine.backends.select import rank_device
 from penstock.engine.models.decoder import Decoder, DecoderLayer
+from penstock.engine.models.layers.absent import NoFeedForward, NoMixer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.experts import SharedAndRouted
@@ -170,7 +171,11 @@ def _norm_over(group: Group, shards: int) -> OverRanks:
 
 def _summed(layer: DecoderLayer, group: Group, norm_shards: int = 1) -> DecoderLayer:
     """`norm_shards`: see `MambaConfig`."""
-    feed_forward = SummedFeedForward(layer.feed_forward, group)
+    feed_forward: FeedForward = SummedFeedForward(layer.feed_forward, group)
+    if isinstance(layer.feed_forward, NoFeedForward):
+        feed_forward = layer.feed_forward
+    if isinstance(layer.mixer, NoMixer):
+        return dataclasses.replace(layer, feed_forward=feed_forward)
     if isinstance(layer.mixer, LatentAttention | GatedDeltaNet):
         other: Any = layer.mixer
         mixed = dataclasses.replace(other, ops=summing(other.ops, group), output=SummedLinear(other.output, group))

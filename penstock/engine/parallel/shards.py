@@ -127,7 +127,7 @@ class Cuts:
                 self._names[f"{found[1]}{int(found[2]) - self.layers[0]}{found[3]}"] = name
         stored = [self._names.pop(name) for name in (HEAD, f"language_model.{HEAD}") if name in self._names]
         if not stored and model.tied_embeddings:
-            stored = [name for name in self._names if name.endswith("embed_tokens.weight")]
+            stored = [name for name in self._names if name.endswith(f"{tensors.embedding}.weight")]
         if stored:
             self._names[HEAD] = stored[0]
 

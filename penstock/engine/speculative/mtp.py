@@ -131,7 +131,7 @@ def load_mtp(
 ) -> MtpHead:
     """Read the MTP layer of the target's checkpoint; its weights have the target's form."""
     read = WeightReader(weights, backend, dtype, plan.quantize, target.norm_offset)
-    layout = find_mtp(read.names, prefix_of(read), target.num_layers)
+    layout = find_mtp(read.names, prefix_of(read, family_of(target.family).names), target.num_layers)
     if layout is None:
         raise CheckpointError(f"the checkpoint of this {target.family} model has no MTP layer")
     hidden, config = target.hidden_size, _one_layer(target, layout, read.names)

@@ -96,17 +96,18 @@ def count_host_blocks(config: EngineConfig, shape: CacheShape, recurrent: bool =
 
 
 def count_disk_places(config: EngineConfig, shape: CacheShape, recurrent: bool = False) -> tuple[int, int]:
-    """KV blocks and states that `disk_memory` holds, divided as `host_memory` is."""
+    """KV blocks and states that `disk_memory` holds; where there are both, half of it is for each."""
     if not config.disk_memory:
         return 0, 0
-    memory = config.disk_memory // 2 if recurrent else config.disk_memory
+    divided = recurrent and shape.block_bytes and shape.state_bytes
+    memory = config.disk_memory // 2 if divided else config.disk_memory
     places = memory // shape.block_bytes if shape.block_bytes else _UNBOUNDED
     states = memory // shape.state_bytes if shape.state_bytes else _UNBOUNDED
+    share = "half of disk_memory" if divided else "disk_memory"
     if places < 1:
-        half = "half of it, the other is for states, " if recurrent else ""
-        raise ConfigError(f"disk_memory: {half or 'it '}is less than one KV block of {shape.block_bytes} bytes")
+        raise ConfigError(f"{share} is less than one KV block of {shape.block_bytes} bytes")
     if recurrent and states < 1:
-        raise ConfigError(f"disk_memory: half of it is for states, and one needs {_gib(shape.state_bytes)}")
+        raise ConfigError(f"{share} is less than one state of {shape.state_bytes} bytes")
     return places, states if recurrent else 0
 
 

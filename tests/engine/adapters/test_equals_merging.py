@@ -40,6 +40,8 @@ def prompts(count: int, seed: int = 1, longest: int = 60) -> list[list[int]]:
         ("qwen3-next", {"rank": 8, "targets": ("q_proj", "k_proj", "v_proj", "o_proj"), "size": 0.6}),
         ("falcon-h1", {"rank": 4, "targets": ("q_proj", "v_proj", "in_proj", "out_proj", "up_proj"), "size": 0.6}),
         ("granite4-hybrid-dense", {"rank": 4, "targets": ("q_proj", "o_proj", "in_proj", "out_proj"), "size": 0.6}),
+        ("mamba2", {"rank": 4, "targets": ("in_proj", "out_proj"), "size": 0.6}),
+        ("nemotron-h", {"rank": 4, "targets": ("k_proj", "o_proj", "in_proj", "out_proj", "up_proj", "down_proj")}),
     ],
 )
 def test_an_adapter_equals_merging_it(tmp_path: Path, family: str, settings: dict[str, object]) -> None:

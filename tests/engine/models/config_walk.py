@@ -46,6 +46,7 @@ MAMBA: dict[str, Any] = {
     "hidden_act": "silu", "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 3,
     "mamba_chunk_size": 16,
 }  # fmt: skip
+MAMBA_ALONE: dict[str, Any] = {"n_groups": 2, "conv_kernel": 3, "chunk_size": 16, "layer_norm_epsilon": 1e-4}
 LATENT: dict[str, Any] = {
     "hidden_act": "silu", "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8,
     "v_head_dim": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -92,6 +93,10 @@ BASES: dict[str, dict[str, Any]] = {
                   "mlp_multipliers": [0.7, 1.3], "key_multiplier": 0.6, "attention_in_multiplier": 0.9,
                   "attention_out_multiplier": 1.2, "ssm_in_multiplier": 0.8, "ssm_out_multiplier": 0.7,
                   "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mamba_rms_norm": True},
+    "nemotron_h": {**MAMBA_ALONE, "layers_block_type": ["linear_attention", "mlp", FULL, "linear_attention"],
+                   "mamba_num_heads": 6, "mamba_head_dim": 8, "ssm_state_size": 12, "mlp_hidden_act": "relu2",
+                   "head_dim": 12, "num_hidden_layers": ABSENT},
+    "mamba2": {**MAMBA_ALONE, "num_heads": 8, "head_dim": 8, "state_size": 12},
     "ministral3": {"hidden_act": "silu", "head_dim": 12, "rope_theta": ABSENT,
                    "rope_parameters": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "mscale": 1.0,
                                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 24,

@@ -125,6 +125,7 @@ def test_other_models_are_refused(keys: dict[str, Any], reason: str, tmp_path: P
 
 def test_a_state_that_only_the_comparison_shows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer attends, and has a recurrent part beside that."""
+    monkeypatch.delitem(FAMILIES, "falcon_h1")  # as if it were not run natively
     sizes = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
     torch.manual_seed(0)
     config = transformers.FalconH1Config(**COMMON, **sizes)

@@ -9,7 +9,7 @@ from penstock.engine.backends.cpu.float8_linear import Float8Linear
 from penstock.engine.backends.cpu.native import Handle
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.weights import Quantizer, Weights
+from penstock.engine.models.weights import Quantizer, Weights, of_ends
 from penstock.engine.quantization.stored import row_peaks
 
 
@@ -40,7 +40,7 @@ class Float8Quantizer:
             if len(found) == len(parts) and len(groups) == 1 and inputs % (4 * groups.pop()) == 0:
                 weight, scale = (torch.cat(tensors) for tensors in zip(*found, strict=True))
                 return Float8Linear(self._handle, weight, scale, bias)
-        if not self._rounding or any("embed_tokens" in name or "lm_head" in name for name in names):
+        if not self._rounding or of_ends(names):
             return None
         dense = torch.cat([weights.tensor(name).float() for name in names])
         return Float8Linear.from_float(self._handle, dense, bias, row_peaks(weights, names, "cpu"))

@@ -225,7 +225,9 @@ class CpuOps(PlainMixers):
             raise LayoutError("a row is outside the table")
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-        x = x.contiguous()
+        if x.stride(-1) == 1:
+            x = x.contiguous()  # rows of a wider matrix, as latents beside queries are
+        need_contiguous(x, "x")
         out = torch.empty_like(x, dtype=dtype)
         self._lib.pk_rms_norm(
             self._ctx, x.data_ptr(), None if weight is None else weight.data_ptr(), out.data_ptr(),

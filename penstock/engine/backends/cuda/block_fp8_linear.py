@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.engine.backends.cuda.kernels import block_fp8
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.weights import Weights
+from penstock.engine.models.weights import Weights, of_ends
 
 LEAST_INPUTS = 16
 """That the kernels take to share a scale."""
@@ -49,7 +49,7 @@ class BlockFp8Quantizer:
         self.device = device
 
     def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
-        if not isinstance(weights, Fp8Checkpoint) or any("embed_tokens" in n or "lm_head" in n for n in names):
+        if not isinstance(weights, Fp8Checkpoint) or of_ends(names):
             return None
         parts = [part for part in (weights.grouped(name, self.device) for name in names) if part is not None]
         if len(parts) != len(names) or len({scale.shape[1] for _, scale in parts}) > 1:

@@ -9,7 +9,7 @@ from penstock.engine.backends.cuda.kernels import activation, norm
 from penstock.engine.backends.cuda.linear import CudaLinear, ScaledTensor
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.weights import Weights
+from penstock.engine.models.weights import Weights, of_ends
 from penstock.engine.quantization.stored import row_peaks
 
 
@@ -21,7 +21,7 @@ class Fp8Quantizer:
         self.dtype = dtype
 
     def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
-        if inputs % 16 or sum(names.values()) % 16 or any("embed_tokens" in n or "lm_head" in n for n in names):
+        if inputs % 16 or sum(names.values()) % 16 or of_ends(names):
             return None
         if isinstance(weights, Fp8Checkpoint):
             stored = [weights.stored(name, self.device) for name in names]

@@ -11,7 +11,7 @@ from penstock.engine.config import ActivationForm, WeightForm
 from penstock.engine.loading.groups import IntGroups, stack
 from penstock.engine.models.layers.composed import PermutedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear
-from penstock.engine.models.weights import Weights
+from penstock.engine.models.weights import Weights, of_ends
 from penstock.engine.quantization.grids import pick_group, round_int4, round_int8
 from penstock.engine.quantization.stored import stored_groups
 
@@ -50,7 +50,7 @@ class GroupQuantizer:
         if group is None:
             return None
         # The head's rounding goes straight into the logits: it gets 8 bits in any case.
-        head = any("embed_tokens" in name or "lm_head" in name for name in names)
+        head = of_ends(names)
         found = []
         for name in names:
             dense = weights.tensor(name, self.device)

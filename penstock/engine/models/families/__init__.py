@@ -34,10 +34,12 @@ from penstock.engine.models.families.granite import GRANITE
 from penstock.engine.models.families.granite_moe import GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
 from penstock.engine.models.families.llama import LLAMA
 from penstock.engine.models.families.llama4 import LLAMA4
+from penstock.engine.models.families.mamba2 import MAMBA2
 from penstock.engine.models.families.ministral import MINISTRAL
 from penstock.engine.models.families.ministral3 import MINISTRAL3
 from penstock.engine.models.families.mistral import MISTRAL
 from penstock.engine.models.families.mixtral import MIXTRAL
+from penstock.engine.models.families.nemotron_h import NEMOTRON_H
 from penstock.engine.models.families.olmo2 import OLMO2
 from penstock.engine.models.families.olmo3 import OLMO3
 from penstock.engine.models.families.olmoe import OLMOE
@@ -104,6 +106,8 @@ FAMILIES: dict[str, Family] = {
         GRANITE_MOE_HYBRID,
         BAMBA,
         FALCON_H1,
+        NEMOTRON_H,
+        MAMBA2,
         SMOLLM3,
         COHERE,
         COHERE2,
@@ -160,9 +164,9 @@ def read_config(raw: HFConfig) -> ModelConfig:
     family = family_of(model_type)
     raw = family.checked(raw)
     fields = family.fields(raw)
-    heads = integer(raw, "num_attention_heads")
     hidden = integer(raw, "hidden_size")
-    layers = layer_count(raw)
+    layers = fields["num_layers"] = fields.get("num_layers") or layer_count(raw)
+    heads = fields["num_heads"] = fields.get("num_heads") or integer(raw, "num_attention_heads")
     kv_heads = fields.setdefault("num_kv_heads", integer(raw, "num_key_value_heads", heads))
     head_dim = fields.setdefault("head_dim", integer(raw, "head_dim", hidden // heads))
     if heads % kv_heads or (head_dim % 2 and "latent" not in fields) or head_dim > 1 << 16:
@@ -176,6 +180,8 @@ def read_config(raw: HFConfig) -> ModelConfig:
     if "ffn_size" not in fields:
         moe = fields.get("moe")
         fields["ffn_size"] = integer(raw, "intermediate_size", None if moe is None else moe.ffn_size)
+    if "max_positions" not in fields:
+        fields["max_positions"] = integer(raw, "max_position_embeddings")
     if "rms_eps" not in fields:
         fields["rms_eps"] = number(raw, "rms_norm_eps")
     if "rope" not in fields:
@@ -183,10 +189,7 @@ def read_config(raw: HFConfig) -> ModelConfig:
     return ModelConfig(
         family=family.model_type,
         hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
         vocab_size=integer(raw, "vocab_size"),
-        max_positions=integer(raw, "max_position_embeddings"),
         tied_embeddings=flag(raw, "tie_word_embeddings"),
         sandwich_norms=bool(family.names.mixer_out_norm),
         norm_offset=family.norm_offset,

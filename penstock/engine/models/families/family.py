@@ -17,7 +17,14 @@ import numpy as np
 from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
-from penstock.engine.models.model_config import DeltaConfig, LatentConfig, MambaConfig, MoeConfig, QueryGrowth
+from penstock.engine.models.model_config import (
+    DeltaConfig,
+    LatentConfig,
+    LayerPart,
+    MambaConfig,
+    MoeConfig,
+    QueryGrowth,
+)
 from penstock.engine.models.rope import RopeConfig
 from penstock.errors import CheckpointError
 
@@ -62,8 +69,12 @@ class ConfigFields(TypedDict, total=False):
     mamba: MambaConfig
     mlp_bias: bool
     mlp_scales: tuple[float, float]
+    max_positions: int
     moe: MoeConfig | None
+    num_heads: int
     num_kv_heads: int
+    num_layers: int
+    only: tuple[LayerPart, ...]
     output_bias: bool
     qk_norm: bool
     query_growth: QueryGrowth | None

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class TensorNames:
     """Names in a safetensors checkpoint, below `layers.N.`."""
 
+    embedding: str = "embed_tokens"
+    """In front of the first layer; not below it."""
     final_norm: str = "norm"
     """Behind the last layer."""
     mixer_norm: str = "input_layernorm"
@@ -23,6 +25,7 @@ class TensorNames:
     """Further matrices of a layer, for a model file that composes attention of another kind."""
     mlp: str = "mlp."
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    """Where a feed-forward has no gate, the second."""
     down: str = "down_proj"
     fused_qkv: str = "qkv_proj"
     fused_gate_up: str = "gate_up_proj"

@@ -1,0 +1,124 @@
+"""Nemotron-H: each layer is a Mamba-2 mixer, attention without rotary embedding, or a feed-forward of squared ReLUs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from penstock.engine.models.families.family import (
+    MOST_LAYERS,
+    SILU,
+    ConfigFields,
+    Family,
+    GGUFFormat,
+    HFConfig,
+    flag,
+    integer,
+    number,
+)
+from penstock.engine.models.families.mamba2 import NAMES, UNUSED, one_part_architecture
+from penstock.engine.models.model_config import LayerPart, MambaConfig
+from penstock.engine.models.rope import NO_ROPE
+from penstock.errors import CheckpointError
+
+_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_NEWER = {"linear_attention": "mamba", "full_attention": "attention"}
+_EXPERTS = frozenset({
+    "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size",
+    "moe_latent_size", "moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor", "n_group",
+    "topk_group", "norm_topk_prob",
+})  # fmt: skip
+"""Of layers of experts, which are refused."""
+_OLDER = {
+    "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min",
+    "mamba_conv_bias": "use_conv_bias",
+}  # fmt: skip
+"""Keys of older files, which the reference prefers where a file has both."""
+_IGNORED = frozenset({
+    "mamba_expand", "mamba_dt_max", "mamba_dt_limit", "mamba_dt_init_floor", "mamba_chunk_size", "time_step_limit",
+    "mamba_proj_bias", "mamba_ssm_cache_dtype", "use_mamba_kernels", "num_logits_to_keep", "num_nextn_predict_layers",
+    "mtp_layers_block_type", "mtp_hybrid_override_pattern",
+})  # fmt: skip
+"""Keys that the reference has no use for when it runs the layers; states are float32 here."""
+
+
+def _fields(raw: HFConfig) -> ConfigFields:
+    raw = {**raw, **{new: raw[old] for old, new in _OLDER.items() if raw.get(old) is not None}}
+    kinds = _layers(raw)
+    bias, eps = flag(raw, "use_bias"), number(raw, "layer_norm_epsilon")
+    only: tuple[LayerPart, ...] = tuple("feed_forward" if kind == "mlp" else "mixer" for kind in kinds)
+    fields: ConfigFields = {
+        "num_layers": len(kinds),
+        "only": only,
+        "mlp_bias": flag(raw, "mlp_bias"),
+        "rms_eps": eps,
+        "rope": NO_ROPE,
+    }
+    if "mlp" not in kinds:
+        fields["ffn_size"] = 0
+    if "mamba" in kinds:
+        groups = integer(raw, "n_groups")
+        fields["mamba"] = MambaConfig(
+            layers=tuple(kind == "mamba" for kind in kinds),
+            heads=integer(raw, "mamba_num_heads"),
+            head_dim=integer(raw, "mamba_head_dim"),
+            groups=groups,
+            state=integer(raw, "ssm_state_size"),
+            conv=integer(raw, "conv_kernel"),
+            conv_bias=flag(raw, "use_conv_bias"),
+            in_bias=bias,
+            out_bias=bias,
+            norm_groups=groups,
+            norm_eps=eps,
+            dt_range=(max(0.0, number(raw, "time_step_min")), math.inf),
+        )
+    return fields
+
+
+def _layers(raw: HFConfig) -> Sequence[str]:
+    """What each layer is, by a list of names or a pattern of letters."""
+    found = next((raw[key] for key in ("layers_block_type", "layer_types") if raw.get(key) is not None), None)
+    if found is None:
+        pattern = raw.get("hybrid_override_pattern")
+        if not isinstance(pattern, str):
+            raise CheckpointError("layers_block_type or hybrid_override_pattern must say what each layer is")
+        found = [_PATTERN.get(letter, letter) for letter in pattern]
+    if not isinstance(found, list | tuple) or not 0 < len(found) <= MOST_LAYERS:
+        raise CheckpointError(f"config key 'layers_block_type' must name each layer, found {found!r:.80}")
+    kinds = [_NEWER.get(kind, kind) for kind in map(str, found)]
+    if "moe" in kinds:
+        raise CheckpointError(
+            "this Nemotron-H model has layers of experts (E), which are not supported: its experts have no gate"
+        )
+    unknown = set(kinds) - set(_PATTERN.values())
+    if unknown:
+        raise CheckpointError(f"layers of a Nemotron-H model cannot be {', '.join(sorted(unknown)):.80}")
+    return kinds
+
+
+NEMOTRON_H = Family(
+    model_type="nemotron_h",
+    class_name="NemotronHForCausalLM",
+    fields=_fields,
+    reads=UNUSED
+    | _EXPERTS
+    | _IGNORED
+    | _OLDER.keys()
+    | {
+        "layers_block_type",
+        "hybrid_override_pattern",
+        "mamba_num_heads",
+        "mamba_head_dim",
+        "n_groups",
+        "ssm_state_size",
+        "conv_kernel",
+        "use_bias",
+        "use_conv_bias",
+        "layer_norm_epsilon",
+        "mlp_bias",
+    },
+    limits={"mamba_hidden_act": SILU, "mlp_hidden_act": ("relu2",)},
+    names=NAMES,
+    gguf=GGUFFormat(architectures=()),
+    architecture=one_part_architecture,
+)
