@@ -162,9 +162,9 @@ class ModelConfig:
         30.0, doc="Seconds after which an unused KV block is offloaded to host_memory ahead of its eviction.", least=0
     )
     disk_memory: int = setting(
-        0, doc="File for KV blocks that leave host_memory, per device; 0: none.", least=0, size=True,
+        0, doc="Files for KV blocks and states that leave host_memory, per device; 0: none.", least=0, size=True,
     )  # fmt: skip
-    disk_path: str = setting("", doc="Folder of that file, on a fast disk.", example="/var/cache/penstock")
+    disk_path: str = setting("", doc="Folder of these files, on a fast disk.", example="/var/cache/penstock")
     prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts with a common prefix.")
     state_interval: int = setting(
         1024, doc="Of models with recurrent layers: tokens between two states that are kept for later prompts, a "

@@ -65,9 +65,10 @@ class EngineConfig:
     host_idle_s: float = 30.0
     """Blocks unused for this long are copied to the host before their place is needed."""
     disk_memory: int = 0
-    """Bytes of a file for blocks that leave host memory; they return when a prompt begins with them. 0: none."""
+    """Bytes of files for blocks and states that leave host memory; they return when a prompt begins with them. 0:
+    none."""
     disk_path: str = ""
-    """Folder of that file, on a fast disk."""
+    """Folder of these files, on a fast disk."""
     prefix_cache: bool = True
     state_interval: int = 1024
     """Of models with recurrent layers: a state is kept for later prompts every so many tokens, a multiple of the block

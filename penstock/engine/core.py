@@ -158,9 +158,10 @@ class Engine:
     def close(self) -> None:
         """Stop the other ranks, the meter and the grammar compiler. The engine cannot be used afterwards."""
         self._constraints.close()
-        host = self.scheduler.allocator.pool.host
-        if host is not None and host.disk is not None:
-            host.disk.close()
+        allocator = self.scheduler.allocator
+        for host in (allocator.pool.host, None if allocator.states is None else allocator.states.pool.host):
+            if host is not None and host.disk is not None:
+                host.disk.close()
         if self.meter is not None:
             self.meter.close()
         if self.ranks is not None:
@@ -283,7 +284,7 @@ class Engine:
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
             devices=None if self.meter is None else self.meter.latest,
         )
-        for part in (pool.host, self.speculation, self.exchange, self.balancer):
+        for part in (pool.host, scheduler.allocator.states, self.speculation, self.exchange, self.balancer):
             if part is not None:
                 part.report(load)
         return load

@@ -282,6 +282,14 @@ class EngineLoad:
     """Of experts over ranks: what the most loaded device carries over the mean of all, in the worst layer; 0: none."""
     moved_experts: int = 0
     """Experts that came to another device because of that."""
+    disk_states: int = 0
+    """States of recurrent layers on disk, and how many fit."""
+    total_disk_states: int = 0
+    disk_written_states: int = 0
+    """States copied from the host to disk, and back."""
+    disk_read_states: int = 0
+    disk_failures: int = 0
+    """Blocks and states that could not be written to disk or read from it."""
 
 
 @dataclass(slots=True)

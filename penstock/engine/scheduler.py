@@ -189,7 +189,7 @@ class Scheduler:
         if self._suspects:
             return self._schedule_suspect(now)
         if self._waiting.recalling:
-            self.resume(self._waiting.recalled(self.allocator.pool.host, now))
+            self.resume(self._waiting.recalled(self.allocator.is_coming, now))
         if self.adapters is not None:
             self.resume(self.adapters.returning(now))
         chunks, budget = self._continue_running(drafts or {})

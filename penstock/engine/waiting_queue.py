@@ -7,10 +7,9 @@ behind it may go before it meanwhile. Its key says where it returns to.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from penstock.engine.kv.host import HostTier
 from penstock.engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -86,12 +85,10 @@ class WaitingQueue:
         seq.recalled = True
         self._recalls[seq] = (names, now)
 
-    def recalled(self, host: HostTier | None, now: float) -> list[Sequence]:
-        """Sequences whose blocks have been read from disk, or take too long."""
-        assert host is not None
-        back = [
-            seq for seq, (names, since) in self._recalls.items() if now - since > RECALL_S or not host.is_coming(names)
-        ]
+    def recalled(self, is_coming: Callable[[list[bytes]], bool], now: float) -> list[Sequence]:
+        """Sequences whose blocks have been read from disk, or take too long. `is_coming`: whether some are still being
+        read."""
+        back = [seq for seq, (names, since) in self._recalls.items() if now - since > RECALL_S or not is_coming(names)]
         for seq in back:
             del self._recalls[seq]
         return back

@@ -126,6 +126,31 @@ _LOADS: tuple[tuple[str, str, str, Callable[[EngineLoad], float]], ...] = (
         "KV blocks read back from disk.",
         lambda load: load.disk_read_blocks,
     ),
+    ("gauge", "penstock_kv_disk_states_used", "Recurrent states on disk.", lambda load: load.disk_states),
+    (
+        "gauge",
+        "penstock_kv_disk_states",
+        "Capacity of the disk tier in recurrent states.",
+        lambda load: load.total_disk_states,
+    ),
+    (
+        "counter",
+        "penstock_kv_disk_states_written_total",
+        "Recurrent states written to disk.",
+        lambda load: load.disk_written_states,
+    ),
+    (
+        "counter",
+        "penstock_kv_disk_states_read_total",
+        "Recurrent states read back from disk.",
+        lambda load: load.disk_read_states,
+    ),
+    (
+        "counter",
+        "penstock_kv_disk_failures_total",
+        "KV blocks and recurrent states that could not be written to disk or read from it.",
+        lambda load: load.disk_failures,
+    ),
     ("counter", "penstock_engine_steps_total", "Engine steps.", lambda load: load.steps),
 )
 

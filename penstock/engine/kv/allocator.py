@@ -82,7 +82,11 @@ class BlockAllocator:
                 break
             found.append(Found(name, block))
         if self.states is not None:
-            del found[self.states.usable(seq, [name for name, _ in found]) :]
+            known = len(found)
+            if host is not None and host.disk is not None:
+                while known < limit and (find(name := self._name(seq, known)) is not None or host.has(name)):
+                    known += 1
+            del found[self.states.usable(seq, [name for name, _ in found], known) :]
         return found
 
     def recall(self, seq: Sequence) -> list[bytes]:
@@ -94,12 +98,26 @@ class BlockAllocator:
         names = list[bytes]()
         for index in range(0 if self.window is None else self._first_visible(limit * self.block_size), limit):
             name = self._name(seq, index)
-            if self.pool.find(name) is not None:
-                continue
-            if not host.has(name):
+            if self.pool.find(name) is None and not host.has(name):
                 break
             names.append(name)
-        return names if names and host.recall(names) else []
+        if self.states is not None:
+            del names[self._last_state(self.states, names) :]
+        if not names:
+            return []
+        blocks = [name for name in names if self.pool.find(name) is None]
+        coming = bool(blocks) and host.recall(blocks)
+        if self.states is not None:
+            coming |= self.states.recall(names[-1])
+            blocks.append(names[-1])
+        return blocks if coming else []
+
+    def is_coming(self, names: list[bytes]) -> bool:
+        """Whether some of these blocks, or states at their ends, are being read from disk."""
+        host = self.pool.host
+        return (host is not None and host.is_coming(names)) or (
+            self.states is not None and self.states.is_coming(names)
+        )
 
     def free_for(self, seq: Sequence) -> int:
         """Blocks that `seq` could be given."""
@@ -201,6 +219,19 @@ class BlockAllocator:
     def take_transfers(self) -> Transfers | None:
         """Copies between device and host that the step scheduled last depends on."""
         return None if self.pool.host is None else self.pool.host.take()
+
+    def _last_state(self, states: StateStore, names: list[bytes]) -> int:
+        """Behind how many of these leading blocks, some of them on disk, a sequence could start once they are read."""
+        host = self.pool.host
+        assert host is not None
+        count = reads = 0
+        for end, name in enumerate(names, start=1):
+            reads += self.pool.find(name) is None and name not in host
+            if reads > host.most_read:
+                break
+            if states.has(name):
+                count = end
+        return count
 
     def _find(self, seq: Sequence, index: int) -> Found | None:
         name = self._name(seq, index)

@@ -2,6 +2,9 @@
 
 A file holds what tenants said, so nobody else can open it: it has no name (on filesystems that cannot do that, it
 loses its name at once), and is gone when the process is, however that ended.
+
+Invariant: what is read is what was written. The sum of every block is kept in memory; a block that comes back with
+another one, from a damaged or truncated file, counts as not read.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
 
 from penstock.engine.kv.mover import BlockMover
 from penstock.errors import ConfigError
@@ -30,23 +35,36 @@ class BlockFile:
         self._mover = mover
         self._block_bytes = sum(map(len, mover.memory(0)))
         self._file = _open(folder, places * self._block_bytes)
+        self._sums: dict[int, int] = {}
+        """By place: of what was written there last."""
         self._writer, self._reader = (ThreadPoolExecutor(1, f"kv file {name}") for name in ("writer", "reader"))
 
     def write(self, pairs: Pairs) -> Future[list[bool]]:
         """Copy slots to their places; whether each was."""
-        return self._writer.submit(self._copy_all, os.pwritev, pairs)
+        return self._writer.submit(self._write_all, pairs)
 
     def read(self, pairs: Pairs) -> Future[list[bool]]:
         """Copy places to their slots; whether each was."""
-        return self._reader.submit(self._copy_all, os.preadv, pairs)
+        return self._reader.submit(self._read_all, pairs)
 
     def close(self) -> None:
         for threads in (self._writer, self._reader):
             threads.shutdown(cancel_futures=True)
         os.close(self._file)
 
-    def _copy_all(self, copy: Callable[[int, list[memoryview], int], int], pairs: Pairs) -> list[bool]:
-        return [self._copy(copy, slot, place * self._block_bytes) for slot, place in pairs]
+    def _write_all(self, pairs: Pairs) -> list[bool]:
+        made: list[bool] = []
+        for slot, place in pairs:
+            made.append(self._copy(os.pwritev, slot, place * self._block_bytes))
+            self._sums[place] = _sum(self._mover.memory(slot))
+        return made
+
+    def _read_all(self, pairs: Pairs) -> list[bool]:
+        return [
+            self._copy(os.preadv, slot, place * self._block_bytes)
+            and _sum(self._mover.memory(slot)) == self._sums[place]
+            for slot, place in pairs
+        ]
 
     def _copy(self, copy: Callable[[int, list[memoryview], int], int], slot: int, at: int) -> bool:
         self._mover.wait([slot])
@@ -80,6 +98,15 @@ class OneFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _sum(pieces: list[memoryview]) -> int:
+    """Of the words of a block, and of the bytes behind the last of them. A CRC would take longer than the copy."""
+    total = 0
+    for piece in pieces:
+        words = len(piece) // 8 * 8
+        total += int(np.frombuffer(piece[:words], np.uint64).sum()) + sum(piece[words:])
+    return total
 
 
 def _open(folder: Path, size: int) -> int:

@@ -1,4 +1,5 @@
-"""The third tier: blocks that leave host memory, in a file on every rank.
+"""The third tier: blocks that leave host memory, in a file on every rank. States of recurrent layers have a tier of
+their own, and are blocks here.
 
 Only names and places are kept here; a `BlockStore` makes the copies beside the steps, and what has become of them is
 asked for between steps (`poll`). Invariant: a place that is being read or written is not given to another name, and a
@@ -60,6 +61,8 @@ class DiskTier:
         self.capacity = num_places
         self.written = 0
         self.read = 0
+        self.failed = 0
+        """Copies that some rank could not make."""
         self._store = store
         self._free = list(range(num_places - 1, -1, -1))
         self._places: OrderedDict[bytes, int] = OrderedDict()
@@ -126,6 +129,7 @@ class DiskTier:
             answers = [_outcome(answer, len(job.blocks)) for answer in job.answers]
             for (name, slot, place), *made in zip(job.blocks, *answers, strict=True):
                 made_everywhere = all(made) and not job.void
+                self.failed += not all(made)
                 if job.reads:
                     self._end_read(name, place, made_everywhere, job.void)
                 else:
@@ -149,6 +153,13 @@ class DiskTier:
     def report(self, load: EngineLoad) -> None:
         load.disk_blocks, load.total_disk_blocks = self.used, self.capacity
         load.disk_written_blocks, load.disk_read_blocks = self.written, self.read
+        load.disk_failures += self.failed
+
+    def report_states(self, load: EngineLoad) -> None:
+        """As `report`, of a tier that holds states."""
+        load.disk_states, load.total_disk_states = self.used, self.capacity
+        load.disk_written_states, load.disk_read_states = self.written, self.read
+        load.disk_failures += self.failed
 
     def check(self) -> None:
         """Assert the invariant; used by tests."""

@@ -60,6 +60,11 @@ class HostTier:
     def used(self) -> int:
         return len(self._resting) + len(self._moving)
 
+    @property
+    def most_read(self) -> int:
+        """Blocks that one `recall` reads, at most; as many slots are kept ready to be given away."""
+        return -(-self.capacity // 2)
+
     def __contains__(self, name: bytes) -> bool:
         return name in self._resting or name in self._moving
 
@@ -124,7 +129,7 @@ class HostTier:
             else:
                 self._empty.append(slot)
         ready = len(self._empty) + len(self._written) + self.disk.writing
-        lacking = min(self.capacity // 2 - ready, self.disk.capacity - len(self._written), self.disk.room)
+        lacking = min(self.most_read - ready, self.disk.capacity - len(self._written), self.disk.room)
         if lacking > 0 and self._unwritten:
             oldest = islice(self._unwritten, lacking)
             blocks = [(name, self._resting[name]) for name in oldest if name in self._resting]
@@ -149,7 +154,7 @@ class HostTier:
             elif name not in self._moving and name in self.disk:
                 wanted.append(name)
         blocks, spared = list[tuple[bytes, int]](), set(names)
-        for name in wanted[: self.capacity // 2]:
+        for name in wanted[: self.most_read]:
             slot = self._take_slot(spared)
             if slot is None:
                 break

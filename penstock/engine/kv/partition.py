@@ -48,6 +48,7 @@ class PartitionedStates(StateStore):
 
     def __init__(self, parts: list[StateStore]) -> None:
         self.parts = parts
+        self.pool = PartitionedPool([part.pool for part in parts])
 
     @property
     def spare(self) -> int:

@@ -15,8 +15,11 @@ A slot that a step reads is not given away before the next step is scheduled.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from penstock.engine.kv.host import Transfers
 from penstock.engine.kv.pool import BlockPool
+from penstock.engine.request import EngineLoad
 from penstock.engine.sequence import Sequence
 
 NO_STATE = 0
@@ -44,6 +47,7 @@ class StateStore:
         host = self.pool.host
         if host is not None:
             host.now = now
+            host.write_ahead()
             host.copy_idle()
         self._release()
 
@@ -62,14 +66,23 @@ class StateStore:
         return self.pool.free - (self._rows - self._running)
 
     def has(self, name: bytes) -> bool:
-        """Whether there is a state at the end of that block."""
-        return self._find(name) is not None
+        """Whether there is a state at the end of that block, be it on disk."""
+        return self.pool.find(name) is not None or (self.pool.host is not None and self.pool.host.has(name))
 
-    def usable(self, seq: Sequence, names: list[bytes]) -> int:
+    def recall(self, name: bytes) -> bool:
+        """Begin to read the state at the end of that block, if it is on disk only. Whether it is on its way."""
+        host = self.pool.host
+        return host is not None and self.pool.find(name) is None and host.recall([name])
+
+    def is_coming(self, names: Collection[bytes]) -> bool:
+        """Whether states at the ends of these blocks are being read from disk."""
+        return self.pool.host is not None and self.pool.host.is_coming(names)
+
+    def usable(self, seq: Sequence, names: list[bytes], known: int) -> int:
         """How many of the leading blocks that were found (`names`) a sequence can start behind. Remembers where it
-        leaves what came before, so that a state is kept there."""
+        leaves what came before, so that a state is kept there: behind `known` blocks, of which some may be on disk."""
         count = next((n for n in range(len(names), 0, -1) if self._find(names[n - 1]) is not None), 0)
-        seq.branch = len(names) * self.block_size if count < len(names) else 0
+        seq.branch = known * self.block_size if count < known else 0
         if count:
             slot = self.pool.find(names[count - 1])
             # Its own slot and the one it reads, where nobody holds that one.
@@ -146,6 +159,11 @@ class StateStore:
                 self.pool.name(slot, seq.block_names[end // self.block_size - 1])
             self.pool.release(slot)
 
+    def report(self, load: EngineLoad) -> None:
+        host = self.pool.host
+        if host is not None and host.disk is not None:
+            host.disk.report_states(load)
+
     def check_idle(self) -> None:
         """Assert that nothing is held though nothing runs."""
         self._release()
@@ -160,7 +178,7 @@ class StateStore:
         return end % self._interval == 0 or end in ((seq.prompt_len - 1) // size * size, seq.branch)
 
     def _find(self, name: bytes) -> int | bool | None:
-        """Whether there is a state of that name; None: there is none."""
+        """Whether there is a state of that name in memory; None: there is none."""
         slot = self.pool.find(name)
         if slot is None and self.pool.host is not None and name in self.pool.host:
             return True

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
 
 BLOCKS, STATES = "blocks", "states"
-"""What slots are for; calls to other ranks are named after it."""
+"""What slots and files are for; calls to other ranks are named after it."""
 _MARK_BYTES = mmap.PAGESIZE
 """At the beginning of shared memory: by the mark written there a rank knows that it has opened the right one."""
 _OPEN_S = 60.0
@@ -65,15 +65,17 @@ class LeadMover(BlockMover):
 class LeadFiles:
     """The `BlockStore` of several ranks: each has a file with its part of every block, at the same places."""
 
-    def __init__(self, own: BlockFile, ranks: Ranks) -> None:
+    def __init__(self, own: BlockFile, ranks: Ranks, kind: str = BLOCKS) -> None:
+        """`kind`: what lies in the files."""
         self._own = own
         self._ranks = ranks
+        self._kind = kind
 
     def write(self, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
-        return [*self._ranks.call("write_blocks", pairs), self._own.write(pairs)]
+        return [*self._ranks.call(f"write_{self._kind}", pairs), self._own.write(pairs)]
 
     def read(self, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
-        return [*self._ranks.call("read_blocks", pairs), self._own.read(pairs)]
+        return [*self._ranks.call(f"read_{self._kind}", pairs), self._own.read(pairs)]
 
     def close(self) -> None:
         self._own.close()

@@ -32,7 +32,7 @@ from penstock.engine.kv.mover import BlockMover
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
-from penstock.engine.parallel.blocks import rank_slots
+from penstock.engine.parallel.blocks import BLOCKS, STATES, rank_slots
 from penstock.engine.parallel.cache_parts import cache_parts
 from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, receive
 from penstock.engine.parallel.data import shares_of
@@ -306,8 +306,9 @@ def run(connection: Connection, link: Connection | None = None, find_adapter: Ca
         server.member = member if setup.config.rank_restarts else None
         if tiers is not None:
             server.mover, server.state_mover = tiers.mover, tiers.state_mover
-            if tiers.file is not None:
-                server.handlers |= {"write_blocks": tiers.file.write, "read_blocks": tiers.file.read}
+            for kind, file in ((BLOCKS, tiers.file), (STATES, tiers.state_file)):
+                if file is not None:
+                    server.handlers |= {f"write_{kind}": file.write, f"read_{kind}": file.read}
         for slots in rank_slots(cache_parts(part), setup.place, part.kv, part.backend.block_mover):
             server.handlers |= slots.handlers()
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers
@@ -316,8 +317,8 @@ def run(connection: Connection, link: Connection | None = None, find_adapter: Ca
         try:
             server.serve()
         finally:
-            if tiers is not None and tiers.file is not None:
-                tiers.file.close()
+            if tiers is not None:
+                tiers.close()
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:

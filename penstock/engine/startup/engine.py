@@ -16,8 +16,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Balancer, Engine
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
-from penstock.engine.kv.block_file import OneFile
-from penstock.engine.kv.disk import DiskTier
+from penstock.engine.kv.block_file import BlockFile, OneFile
+from penstock.engine.kv.disk import BlockStore, DiskTier
 from penstock.engine.kv.exchange import BlockExchange, SpreadCache
 from penstock.engine.kv.format import kv_format
 from penstock.engine.kv.host import HostTier
@@ -279,17 +279,32 @@ def _behind(config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phase
         tiers = open_tiers(config, part, ranks)
     if tiers is None:
         return Behind()
-    states = None if tiers.state_mover is None else HostTier(tiers.states, config.host_idle_s)
-    if ranks is None:
-        disk = None if tiers.file is None else DiskTier(tiers.places, OneFile(tiers.file))
-        host = HostTier(tiers.slots, config.host_idle_s, disk)
-        return Behind(host, tiers.mover, states, tiers.state_mover)
-    from penstock.engine.parallel.blocks import LeadFiles, LeadMover
-
-    disk = None if tiers.file is None else DiskTier(tiers.places, LeadFiles(tiers.file, ranks))
+    disk = None if tiers.file is None else DiskTier(tiers.places, _store(tiers.file, ranks))
     host = HostTier(tiers.slots, config.host_idle_s, disk)
-    state_mover = None if tiers.state_mover is None else LeadMover(tiers.state_mover, ranks, states=True)
-    return Behind(host, LeadMover(tiers.mover, ranks), states, state_mover)
+    mover = _leading(tiers.mover, ranks)
+    if tiers.state_mover is None:
+        return Behind(host, mover)
+    disk = (
+        None if tiers.state_file is None else DiskTier(tiers.state_places, _store(tiers.state_file, ranks, states=True))
+    )
+    states = HostTier(tiers.states, config.host_idle_s, disk)
+    return Behind(host, mover, states, _leading(tiers.state_mover, ranks, states=True))
+
+
+def _store(file: BlockFile, ranks: Ranks | None, *, states: bool = False) -> BlockStore:
+    if ranks is None:
+        return OneFile(file)
+    from penstock.engine.parallel.blocks import BLOCKS, STATES, LeadFiles
+
+    return LeadFiles(file, ranks, STATES if states else BLOCKS)
+
+
+def _leading(mover: BlockMover, ranks: Ranks | None, *, states: bool = False) -> BlockMover:
+    if ranks is None:
+        return mover
+    from penstock.engine.parallel.blocks import LeadMover
+
+    return LeadMover(mover, ranks, states=states)
 
 
 def _warm_up(engine: Engine) -> None:

@@ -95,6 +95,22 @@ def count_host_blocks(config: EngineConfig, shape: CacheShape, recurrent: bool =
     return slots, states
 
 
+def count_disk_places(config: EngineConfig, shape: CacheShape, recurrent: bool = False) -> tuple[int, int]:
+    """KV blocks and states that `disk_memory` holds; where there are both, half of it is for each."""
+    if not config.disk_memory:
+        return 0, 0
+    divided = recurrent and shape.block_bytes and shape.state_bytes
+    memory = config.disk_memory // 2 if divided else config.disk_memory
+    places = memory // shape.block_bytes if shape.block_bytes else _UNBOUNDED
+    states = memory // shape.state_bytes if shape.state_bytes else _UNBOUNDED
+    share = "half of disk_memory" if divided else "disk_memory"
+    if places < 1:
+        raise ConfigError(f"{share} is less than one KV block of {shape.block_bytes} bytes")
+    if recurrent and states < 1:
+        raise ConfigError(f"{share} is less than one state of {shape.state_bytes} bytes")
+    return places, states if recurrent else 0
+
+
 def _gib(size: float) -> str:
     """A size in bytes for a person: GiB, or KiB where that would be nothing."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 10 else f"{size / 2**10:,.0f} KiB"

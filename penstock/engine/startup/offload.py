@@ -10,7 +10,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.kv.block_file import BlockFile
 from penstock.engine.kv.cache import StateBlocks
 from penstock.engine.kv.mover import BlockMover
-from penstock.engine.startup.memory import count_host_blocks
+from penstock.engine.startup.memory import count_disk_places, count_host_blocks
 from penstock.engine.startup.part import Part
 from penstock.errors import ConfigError
 
@@ -30,6 +30,13 @@ class Tiers:
     state_mover: BlockMover | None = None
     places: int = 0
     file: BlockFile | None = None
+    state_places: int = 0
+    state_file: BlockFile | None = None
+
+    def close(self) -> None:
+        for file in (self.file, self.state_file):
+            if file is not None:
+                file.close()
 
 
 def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -> Tiers | None:
@@ -41,24 +48,25 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
         return None
     recurrent = part.model.recurrent or not part.kv.shape.blocks_suffice
     slots, states = count_host_blocks(config, part.kv.shape, recurrent)
-    places = config.disk_memory // part.kv.shape.block_bytes if part.kv.shape.block_bytes else 0
-    if config.disk_memory and not part.kv.shape.block_bytes:
-        raise ConfigError(
-            "disk_memory keeps blocks of keys and values, and this model has none; leave it out: host_memory keeps its "
-            "states"
-        )
-    if config.disk_memory and not places:
-        raise ConfigError(f"disk_memory is less than one KV block of {part.kv.shape.block_bytes} bytes")
+    places, state_places = count_disk_places(config, part.kv.shape, recurrent)
     if member is not None:
         slots, places = member.least(slots, "host slots"), member.least(places, "disk places")
         states = member.least(states, "host slots of states")
+        state_places = member.least(state_places, "disk places of states")
     mover = part.backend.block_mover(part.kv, slots)
     state_mover = part.backend.block_mover(StateBlocks(part.kv), states) if recurrent else None
     tiers = Tiers(slots, mover, states, state_mover)
     if places:
         if not config.disk_path:
             raise ConfigError("disk_memory needs disk_path, a folder for it on a fast disk")
-        tiers = Tiers(slots, mover, states, state_mover, places, BlockFile(Path(config.disk_path), places, tiers.mover))
+        folder = Path(config.disk_path)
+        file = BlockFile(folder, places, mover)
+        try:
+            state_file = None if state_mover is None else BlockFile(folder, state_places, state_mover)
+        except ConfigError:
+            file.close()
+            raise
+        tiers = Tiers(slots, mover, states, state_mover, places, file, state_places, state_file)
     if member is not None:
         member.least(slots, "host slots")  # a rank that cannot have that memory says so before anything runs
     return tiers

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
 
+from penstock.engine.kv.allocator import BlockAllocator
+from penstock.engine.kv.block_file import BlockFile
 from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.kv.disk import DiskTier
 from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.mover import HostBlockMover
 from penstock.engine.kv.pool import BlockPool
+from penstock.engine.kv.states import StateStore
+from penstock.engine.sequence import Sequence
+from tests.engine.harness import greedy
 
 SHAPE = CacheShape.of_paged_kv(layers=2, kv_heads=1, head_dim=4, block_size=2, dtype=torch.int8)
 
@@ -117,7 +124,7 @@ def test_contents_survive_the_way_to_the_disk_and_back(seed: int) -> None:
             world.pool.forget_all()
             assert world.disk.used == 0 and world.host.used == 0
         world.pool.check()
-    assert world.disk.written > 30 and world.disk.read > 10 and world.host.restored > 10
+    assert world.disk.written > 30 and world.disk.read > 10 and world.host.restored > 10 and world.disk.failed > 0
     while world.store.pending:
         world.disk_works()
     world.host.write_ahead()
@@ -138,3 +145,88 @@ def test_a_small_disk_is_not_written_over_and_over() -> None:
             world.store.work(0, True)
     assert world.host.disk is not None and world.host.disk.written == 2
     world.pool.check()
+
+
+def test_a_damaged_file_is_not_read(tmp_path: Path) -> None:
+    kv = KVCache(SHAPE, 4, torch.device("cpu"))
+    mover = HostBlockMover(kv, 3)
+    file = BlockFile(tmp_path, 3, mover)
+    size = sum(map(len, mover.memory(0)))
+    for slot in range(3):
+        for piece in mover.memory(slot):
+            piece[:] = bytes((7 * slot + at) % 251 for at in range(len(piece)))
+    pairs = [(slot, 2 - slot) for slot in range(3)]
+    assert file.write(pairs).result(10) == file.read(pairs).result(10) == [True] * 3
+    os.pwrite(file._file, b"\xff", size + size // 2)
+    assert file.read(pairs).result(10) == [True, False, True]
+    os.ftruncate(file._file, 0)
+    os.ftruncate(file._file, 3 * size)
+    assert file.read(pairs).result(10) == [False] * 3, "zeros"
+    assert file.write([(0, 1)]).result(10) == file.read([(2, 1)]).result(10) == [True]
+    assert mover.memory(2) == mover.memory(0)
+    file.close()
+
+
+class States:
+    """A cache of blocks of two tokens, and of states behind some of them, all of which are on disk."""
+
+    def __init__(self, slots: int, states_behind: list[int]) -> None:
+        self.seq = Sequence(greedy("a", list(range(13)), 1), 0.0, (0.0, 0))
+        self.stores: list[FakeDisk] = []
+        tiers = [self._tier(slots), self._tier(1)]
+        pools = [BlockPool(20, tiers[0]), BlockPool(4, tiers[1])]
+        states = StateStore(pools[1], rows=1, block_size=2, interval=4)
+        self.allocator = BlockAllocator(pools[0], 2, states=states)
+        names = [self.allocator._name(self.seq, index) for index in range(6)]
+        self.names = names
+        for tier, held in zip(tiers, (names, [names[end - 1] for end in states_behind]), strict=True):
+            assert tier.disk is not None
+            for name in held:
+                tier.disk.begin_write([(name, 0)])
+                self.stores[tiers.index(tier)].pending.pop()[2].set_result([True])
+                tier.disk.poll()
+
+    def _tier(self, slots: int) -> HostTier:
+        self.stores.append(FakeDisk(HostBlockMover(KVCache(SHAPE, 2, torch.device("cpu")), slots)))
+        return HostTier(slots, idle_s=3.0, disk=DiskTier(9, self.stores[-1]))
+
+    def read(self) -> list[int]:
+        """How many blocks and states are being read."""
+        return [sum(len(pairs) for _, pairs, _ in store.pending) for store in self.stores]
+
+    def arrive(self, *fine: bool) -> None:
+        for store, each in zip(self.stores, fine, strict=True):
+            for reads, pairs, answer in store.pending:
+                assert reads
+                answer.set_result([each] * len(pairs))
+            store.pending.clear()
+        self.allocator.tick(0.0)
+
+
+@pytest.mark.parametrize(
+    ("slots", "behind", "blocks"), [(12, [2, 4], 4), (12, [6, 2], 6), (12, [], 0), (6, [2, 4], 2), (7, [2, 4], 4)]
+)
+def test_blocks_are_read_up_to_the_last_state(slots: int, behind: list[int], blocks: int) -> None:
+    """What is behind it would be computed again; what the host has no room for is not read at all."""
+    world = States(slots, behind)
+    assert world.allocator.match(world.seq) == []
+    names = world.allocator.recall(world.seq)
+    assert world.read() == [blocks, int(blocks > 0)]
+    if not blocks:
+        assert names == []
+        return
+    assert world.allocator.is_coming(names)
+    world.arrive(True, True)
+    assert not world.allocator.is_coming(names)
+    assert [found.name for found in world.allocator.match(world.seq)] == world.names[:blocks]
+    assert world.seq.branch == (12 if blocks < 6 else 0), "a state is kept where known blocks end"
+
+
+@pytest.mark.parametrize("fine", [(True, False), (False, True)])
+def test_blocks_without_their_state_are_of_no_use(fine: tuple[bool, bool]) -> None:
+    world = States(12, [4])
+    world.allocator.recall(world.seq)
+    world.arrive(*fine)
+    assert world.allocator.match(world.seq) == [] and world.allocator.pool.host is not None
+    disks = [pool.host.disk for pool in (world.allocator.pool, world.allocator.states.pool)]  # type: ignore[union-attr]
+    assert [disk.failed for disk in disks] == [0 if fine[0] else 4, 0 if fine[1] else 1]  # type: ignore[union-attr]
