@@ -211,7 +211,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bias": True,
             "mlp_bias": True,
             "use_conv_bias": False,
-            "tie_word_embeddings": True,
             "time_step_min": 0.3,
             "layer_norm_epsilon": 1e-4,
         },

@@ -52,7 +52,8 @@ class RandomCheckpoint:
         self.shapes = reader.shapes
         self._norms = dict.fromkeys(reader.norms, 1.0 - model.norm_offset)
         self._norms |= dict.fromkeys(reader.unshifted_norms, 1.0)
-        self._embedding = f"model.{family_of(model.family).names.embedding}.weight"
+        names = family_of(model.family).names
+        self._embedding = f"{names.prefix}{names.embedding}.weight"
         self._pools: dict[torch.device, Tensor] = {}
 
     def names(self) -> Collection[str]:

@@ -20,9 +20,8 @@ from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
 from penstock.errors import CheckpointError
 
-_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.", "backbone.")
-"""Of the decoder's tensor names: the usual one, that of a model without head, those of multimodal models, and that
-of Mamba and what is like it."""
+_PREFIXES = ("", "language_model.model.", "model.language_model.")
+"""Of the decoder's tensor names where they have not the family's own: of a model without head, of multimodal models."""
 _HEADS = ("lm_head", "language_model.lm_head")
 
 
@@ -115,7 +114,8 @@ def compose_decoder(
 
 def prefix_of(read: WeightReader, names: TensorNames) -> str:
     """What the names of the decoder's tensors begin with."""
-    return next((p for p in _PREFIXES if f"{p}{names.embedding}.weight" in read.names), _PREFIXES[0])
+    known = (names.prefix, *_PREFIXES)
+    return next((prefix for prefix in known if f"{prefix}{names.embedding}.weight" in read.names), names.prefix)
 
 
 def compose_head(read: WeightReader, config: ModelConfig, rows: int) -> Linear:

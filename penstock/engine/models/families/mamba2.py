@@ -33,6 +33,7 @@ UNUSED = frozenset({
 """Used to draw new weights, or to say how sums are rounded. The residual stream has the form that the backend gives it
 for every family."""
 NAMES = TensorNames(
+    prefix="backbone.",
     embedding="embeddings",
     final_norm="norm_f",
     mixer_norm="norm",

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 class TensorNames:
     """Names in a safetensors checkpoint, below `layers.N.`."""
 
+    prefix: str = "model."
+    """What all of them begin with, but that of the head."""
     embedding: str = "embed_tokens"
     """In front of the first layer; not below it."""
     final_norm: str = "norm"
