@@ -44,7 +44,9 @@ def hybrid_fields(raw: HFConfig, *, grouped: bool) -> ConfigFields:
     if isinstance(rope, dict):
         # Axes of images; those of text are all the position.
         rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
-    rotated = {"partial_rotary_factor": _ROTATED, **{key: value for key, value in raw.items() if value is not None}}
+    rotated = {key: value for key, value in raw.items() if value is not None}
+    if "partial_rotary_factor" not in raw:  # null means all of it, as in the reference
+        rotated["partial_rotary_factor"] = _ROTATED
     return {
         "qkv_bias": bias,
         "output_bias": bias,
