@@ -330,4 +330,5 @@ def verdict(case: Case, folder: Path) -> str:
     except Exception as error:
         return f"CRASHED: {type(error).__name__}: {error}"
     worst = float((found - expected).abs().max())
-    return "equal" if worst < 2e-3 else f"DIFFERENT by {worst:.4f}"
+    # Sums in another order move these scores by up to 0.0022; a key that is ignored, by far more.
+    return "equal" if worst < 4e-3 else f"DIFFERENT by {worst:.4f}"
