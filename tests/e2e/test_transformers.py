@@ -76,7 +76,12 @@ def test_the_sdk_gets_the_librarys_tokens(server: Server, folder: Path) -> None:
             "type": "json_schema",
             "json_schema": {
                 "name": "n",
-                "schema": {"type": "object", "properties": {"n": {"const": 7}}, "required": ["n"]},
+                "schema": {
+                    "type": "object",
+                    "properties": {"n": {"const": 7}},
+                    "required": ["n"],
+                    "additionalProperties": False,
+                },
             },
         },
     )
