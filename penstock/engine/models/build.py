@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -71,7 +71,7 @@ def compose_decoder(
     """See `build_decoder`. Asks `read` for every tensor that the family has, and for no other."""
     backend, family = read.backend, family_of(config.family)
     architecture = LLAMA_LIKE if family.architecture is None else family.architecture()
-    prefix = prefix_of(read, family.names)
+    prefix = prefix_of(read.names, family.names)
     hidden, vocab = config.hidden_size, config.vocab_size
     has_ends = head_rows != 0
     embedding = (
@@ -112,10 +112,10 @@ def compose_decoder(
     return decoder
 
 
-def prefix_of(read: WeightReader, names: TensorNames) -> str:
+def prefix_of(stored: Collection[str], names: TensorNames) -> str:
     """What the names of the decoder's tensors begin with."""
     known = (names.prefix, *_PREFIXES)
-    return next((prefix for prefix in known if f"{prefix}{names.embedding}.weight" in read.names), names.prefix)
+    return next((prefix for prefix in known if f"{prefix}{names.embedding}.weight" in stored), names.prefix)
 
 
 def compose_head(read: WeightReader, config: ModelConfig, rows: int) -> Linear:
@@ -127,7 +127,7 @@ def compose_head(read: WeightReader, config: ModelConfig, rows: int) -> Linear:
             f"fetch the whole model, or set tie_word_embeddings if its head is the embedding"
         )
     names = family_of(config.family).names
-    tied = f"{prefix_of(read, names)}{names.embedding}"
+    tied = f"{prefix_of(read.names, names)}{names.embedding}"
     return read.linear("", {heads[0] if heads else tied: rows}, config.hidden_size)
 
 

@@ -57,8 +57,7 @@ def find_mtp(names: Collection[str], prefix: str, layers: int) -> MtpLayout | No
 
 def has_mtp(weights: Weights, model: ModelConfig) -> bool:
     names = weights.names()
-    prefixes = ("model.", "", "language_model.model.", "model.language_model.")
-    return any(find_mtp(names, prefix, model.num_layers) is not None for prefix in prefixes)
+    return find_mtp(names, prefix_of(names, family_of(model.family).names), model.num_layers) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +130,7 @@ def load_mtp(
 ) -> MtpHead:
     """Read the MTP layer of the target's checkpoint; its weights have the target's form."""
     read = WeightReader(weights, backend, dtype, plan.quantize, target.norm_offset)
-    layout = find_mtp(read.names, prefix_of(read, family_of(target.family).names), target.num_layers)
+    layout = find_mtp(read.names, prefix_of(read.names, family_of(target.family).names), target.num_layers)
     if layout is None:
         raise CheckpointError(f"the checkpoint of this {target.family} model has no MTP layer")
     hidden, config = target.hidden_size, _one_layer(target, layout, read.names)
