@@ -108,6 +108,7 @@ class EngineServer:
         self._handovers = HandoverEndpoint(self._poller, listener.socket, listener.secret_key)
         self._tally = Tally()
         self._placements = Placements()
+        self._announce_found()
         self._sleeper = sleeper
         self._state: EngineState = state
         self._watchdog = watchdog
@@ -183,6 +184,12 @@ class EngineServer:
         if (left := self._idle_since + QUIET_S - now) > 0:
             return min(left, patience)
         return 0.0 if self._improve() else patience
+
+    def _announce_found(self) -> None:
+        """Blocks found on disk count as sent to the engine: gateways then send prompts that begin with them here."""
+        persistence = getattr(self._engine, "persistence", None)
+        if persistence is not None:
+            self._placements.add_found(persistence.names, self._engine.info.num_blocks)
 
     def _settle(self) -> bool:
         """Use a moment without work for saving; see `Engine.settle`."""
@@ -478,6 +485,7 @@ class EngineServer:
             try:
                 self._engine = self._sleeper.wake(self._engine)
                 self._improves = True
+                self._announce_found()
             except Exception as error:
                 log.exception("the engine could not be woken")
                 self._become("sleeping", f"it could not be woken: {error}")

@@ -54,6 +54,8 @@ class BlockIndex:
         not; with another one, nothing that was kept is found."""
         self.problem = ""
         """Why nothing was found in a file that was there."""
+        self.epoch = 0
+        """Of the records."""
         self._digest = blake2b(block_format.encode(), digest_size=32).digest()
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -132,7 +134,6 @@ class BlockIndex:
         size = os.fstat(self._fd).st_size
         header = os.pread(self._fd, _HEADER.size + _HEADER_CHECK, 0)
         fields, check = header[: _HEADER.size], header[_HEADER.size :]
-        self.epoch = 0
         if len(fields) < _HEADER.size or check != _check(fields):
             self.problem = "its index is damaged" if size else ""
         else:

@@ -356,7 +356,12 @@ def open_shared(path: str, mark: str, size: int) -> memoryview | None:
 
 def file_handlers(file: BlockFile, kind: str) -> dict[str, Callable[..., Any]]:
     """A worker rank's answers to calls about its file."""
-    calls = {"write": file.write, "read": file.read, "confirm": file.confirm, "forget": file.forget}
+    calls: dict[str, Callable[..., Any]] = {
+        "write": file.write,
+        "read": file.read,
+        "confirm": file.confirm,
+        "forget": file.forget,
+    }
     return {f"{name}_{kind}": handler for name, handler in calls.items()}
 
 
