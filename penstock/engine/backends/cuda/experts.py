@@ -1,8 +1,9 @@
 """Experts on CUDA: the weights of a layer's experts as one stack, computed together by `kernels.moe`.
 
 Six launches whatever the number of experts and tokens, and none waits for the device: scores, routing, sorting, the two
-products, the sum. With few tokens they are three: scores and routing, gate and up, down with the sum. FP8 and MXFP4
-weights are widened in the kernels; activations stay as they are.
+products, the sum. With few tokens they are three: scores and routing, gate and up, down with the sum. With one token
+these have kernels of their own (`kernels.moe_one`), which also take the norm before and the residual addition behind.
+FP8 and MXFP4 weights are widened in the kernels; activations stay as they are.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
-from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4
+from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_one
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.moe import SharedPart
 from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Matrix
+from penstock.engine.backends.cuda.kernels.moe_one import Matrices, Visits
 from penstock.engine.backends.cuda.kernels.moe_plan import FEW, FewPairs, Plan, plan
 from penstock.engine.backends.cuda.kernels.moe_route import Choice, route, score_and_route
 from penstock.engine.backends.cuda.linear import CudaLinear
@@ -175,7 +177,25 @@ class GroupedExpertMlp:
     def weight_bytes(self) -> int:
         return self.router.linear.weight_bytes + self.gate_up.weight_bytes + self.down.weight_bytes
 
+    @property
+    def fuses(self) -> bool:
+        """See `FusedFeedForward`."""
+        return self.takes_one and _is_dense(self.router.linear)
+
+    @property
+    def takes_one(self) -> bool:
+        """Whether `moe_one` reads these weights."""
+        stacks = (self.gate_up, self.down)
+        plain = all(isinstance(one, Stack) and one.tile is None and one.bias is None for one in stacks)
+        return plain and self.slots is None and not self.ops.batch_invariant
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """See `FusedFeedForward`; for one token."""
+        return _one_token(self, residual, norm=norm, eps=eps)
+
     def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1 and self.fuses:
+            return _one_token(self, x)
         weights, chosen = self.choose(x)
         if self.slots is not None:
             return self.apply(x, weights, self.slots.here(chosen))
@@ -281,8 +301,20 @@ class FusedSharedAndRouted(SharedAndRouted):
     joined: bool = False
     """Whether it is in the form of the others, so that it can be computed in their launches."""
 
+    @property
+    def fuses(self) -> bool:
+        """See `FusedFeedForward`."""
+        return self.joined and isinstance(self.routed, GroupedExpertMlp) and self.routed.fuses
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """See `FusedFeedForward`; for one token."""
+        routed: Any = self.routed
+        return _one_token(routed, residual, self.shared, self.gate, norm=norm, eps=eps)
+
     def forward(self, x: Tensor) -> Tensor:
         routed: Any = self.routed
+        if len(x) == 1 and self.fuses:
+            return _one_token(routed, x, self.shared, self.gate)
         if self.joined and isinstance(routed, GroupedExpertMlp) and routed.takes_few(x):
             return self._together(x, routed)
         if x.shape[0] > MAX_BATCH or self.gate is not None:
@@ -313,6 +345,40 @@ class FusedSharedAndRouted(SharedAndRouted):
         )  # fmt: skip
 
 
+def _one_token(
+    routed: GroupedExpertMlp,
+    x: Tensor,
+    shared: GatedMlp | None = None,
+    shared_gate: Linear | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """The experts of one token, in three launches; with `norm`, of the residual stream, to which it adds in place."""
+    router: Any = routed.router.linear
+    gate: Any = shared_gate
+    normed = x if norm is None else torch.empty_like(x)
+    weights, chosen, gates = score_and_route(
+        x, router.weight, router.bias, routed.choice, routed.counters,
+        shared=None if gate is None else gate.weight, norm=norm, eps=eps, normed=normed,
+    )  # fmt: skip
+    visits = Visits(chosen, weights, routed.router.weight_inputs)
+    up, down = (_matrices(*pair) for pair in _pairs(routed, shared))
+    inner = moe_one.gate_up(normed, up, visits, routed.activation)
+    return moe_one.down(inner, down, visits, shared_gate=gates, residual=None if norm is None else x)
+
+
+def _pairs(routed: GroupedExpertMlp, shared: GatedMlp | None) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
+    return (routed.gate_up, gate_up), (routed.down, down)
+
+
+def _matrices(stack: Stack, linear: CudaLinear | None) -> Matrices:
+    if linear is None:
+        return Matrices(stack.weight, stack.scale)
+    return Matrices(stack.weight, stack.scale, linear.weight, linear.scale)
+
+
 def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
     """See `LayerFactory`."""
     if not all(isinstance(one, CudaLinear) for one in shared.linears) or shared.activation != "silu":
@@ -324,9 +390,6 @@ def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> F
 
 
 def _can_join(routed: GroupedExpertMlp, shared: GatedMlp, gate: Linear | None) -> bool:
-    def dense(linear: Linear | None) -> bool:
-        return isinstance(linear, CudaLinear) and linear.scale is None
-
     def alike(stack: Stack | PackedStack, linear: Any) -> bool:
         return (
             isinstance(stack, Stack)
@@ -336,6 +399,10 @@ def _can_join(routed: GroupedExpertMlp, shared: GatedMlp, gate: Linear | None) -
             and (linear.scale is None) == (stack.scale is None)
         )
 
-    gated = gate is None or (dense(gate) and getattr(gate, "bias", None) is None)
+    gated = gate is None or (_is_dense(gate) and getattr(gate, "bias", None) is None)
     both = alike(routed.gate_up, shared.gate_up) and alike(routed.down, shared.down)
-    return gated and both and dense(routed.router.linear) and routed.activation == shared.activation
+    return gated and both and _is_dense(routed.router.linear) and routed.activation == shared.activation
+
+
+def _is_dense(linear: Linear | None) -> bool:
+    return isinstance(linear, CudaLinear) and linear.scale is None
