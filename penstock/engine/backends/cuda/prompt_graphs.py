@@ -17,9 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cuda.capture import record
+from penstock.engine.backends.cuda.capture import record, watched
 from penstock.engine.backends.cuda.deferred import Deferred
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
+from penstock.engine.backends.cuda.rehearsal import Short
 from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch
 from penstock.engine.batch import Batch
 from penstock.engine.kv.cache import KVCache
@@ -169,6 +170,7 @@ class PromptGraphs:
         self._captured: dict[Shape, _Captured] = {}
         self._later = Deferred[Shape](WANTED)
         self._pool: Any = None
+        self._short = Short(decoder, kv)
         # A state per sequence would be advanced by the padding too.
         self._applies = all(isinstance(layer.mixer, Attention | LatentAttention) for layer in decoder.layers)
 
@@ -242,24 +244,32 @@ class PromptGraphs:
         shapes = [shape for shape in shapes if shape not in self._later]
         self._captured.clear()
         self._pool = None
+        self._short.forget()
         return shapes
 
     def capture(self, shape: Shape) -> _Captured:
-        """Capture one shape. Runs it once before, so that kernels are compiled outside the graph."""
+        """Capture one shape."""
         if self.followers is not None:
             self.followers.capture(self.kind, (shape.decodes, shape.tokens))
         device = self.kv.device
         inputs = PackedInputs(shape.fields(), device)
         inputs.send(arrange(_nothing(self.kv.block_size), shape, self.scratch_row), self._padding)
-        recording = record(device, lambda: self.step(inputs, shape), self._pool)
+        recording = record(
+            device,
+            lambda: self.step(inputs, shape),
+            self._pool,
+            lambda: self.step(inputs, shape, *self._short.parts),
+        )
         self._pool = self._pool or recording.graph.pool()
         captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[shape] = captured
         self._later.done(shape)
         return captured
 
-    def step(self, inputs: PackedInputs, shape: Shape) -> tuple[Tensor, Tensor]:
-        """The work of a step, on fixed addresses."""
+    def step(
+        self, inputs: PackedInputs, shape: Shape, decoder: Decoder | None = None, kv: KVCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The work of a step, on fixed addresses. `decoder`, `kv`: with other layers."""
         rows = self.rows
         ids = rows.known_tokens(inputs.view("ids", torch.int64), inputs.view("token_rows", torch.int64))
         batch = AttentionBatch(
@@ -273,7 +283,7 @@ class PromptGraphs:
             max_query=shape.tokens,
             max_context=rows.max_context,
         )
-        hidden = self.decoder.forward(ids, batch, self.kv)
+        hidden = (decoder or self.decoder).forward(ids, batch, watched(kv or self.kv))
         logits = self.decoder.head(hidden[inputs.view("sample_at", torch.int64)])
         if isinstance(rows, BlockTables):
             return logits, logits  # rank 0 samples
