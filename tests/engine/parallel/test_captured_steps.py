@@ -109,7 +109,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, tuple[
     yield replayed
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma2"])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma2", pytest.param("qwen3-next-dense", marks=pytest.mark.slow)])
 def test_ranks_replay_the_steps_that_rank_0_replays(
     tmp_path: Path, family: str, captured: list[tuple[int, tuple[int, int]]]
 ) -> None:

@@ -29,7 +29,8 @@ from penstock.engine.backends.cuda.draw_chains import DrawChains
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs, Shape
 from penstock.engine.backends.cuda.rehearsal import Short
-from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch, StateBatch
+from penstock.engine.backends.cuda.state_fields import STATE_FIELDS, View, by_name, state_batch, steps_have_states
+from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch
 from penstock.engine.batch import Batch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
@@ -43,14 +44,11 @@ from penstock.engine.sequence import Sequence
 
 _FIELDS = (("ids", np.int64), ("positions", np.int64), ("slots", np.int64), ("keys", np.int64),
            ("rows64", np.int64), ("stores", np.int64), ("rows", np.int32), ("contexts", np.int32))  # fmt: skip
-_STATE_FIELDS = tuple((f"state_{name}", np.int32) for name in ("first", "last", "reads", "writes"))
 _ALL_UP_TO = 8
 """Numbers of rows up to which every graph is captured at the start; above, powers of two."""
 _WANTED = 64
 """Steps with a few padding rows that are as long as capturing one of the right size."""
 _LORA_FIELDS = tuple((name, np.int32) for name in TABLES)
-View = Callable[[str, torch.dtype], Tensor]
-"""Finds an input of a step by name."""
 
 
 def buckets_up_to(limit: int) -> list[int]:
@@ -284,10 +282,9 @@ class DecodeGraphs:
         self.decoder = decoder
         self.lora = lora
         self.fields: tuple[tuple[str, Any], ...] = _FIELDS if lora is None else _FIELDS + _LORA_FIELDS
-        self._stateful = decoder.config.recurrent or not kv.shape.blocks_suffice
-        """Whether steps come with states: on every rank, also on one that has no recurrent layer."""
+        self._stateful = steps_have_states(decoder, kv)
         if self._stateful:
-            self.fields += _STATE_FIELDS
+            self.fields += STATE_FIELDS
         self.kv = kv
         self.rows = rows
         self.scratch_row = max_rows
@@ -348,7 +345,7 @@ class DecodeGraphs:
         if self.lora is not None:
             values |= self.lora.tables(slots_of(batch), bucket)
         if (states := states_of(batch)) is not None:
-            values |= {name: array for (name, _), array in zip(_STATE_FIELDS, states, strict=True)}
+            values |= by_name(states)
         packed = captured.inputs.fill(values, self.padding)
         if self.followers is not None:
             host = HostBatch(ids, positions, slots, positions, positions + 1, rows, self.rows.host_tables, size)
@@ -437,7 +434,7 @@ class DecodeGraphs:
             max_context=self.rows.max_context,
         )
         if self._stateful:
-            batch.states = StateBatch(*(view(name, torch.int32) for name, _ in _STATE_FIELDS))
+            batch.states = state_batch(view)
         if self.lora is not None:
             self.lora.use({name: view(name, torch.int32) for name in TABLES}, bucket)
         hidden = (decoder or self.decoder).forward(ids, batch, watched(kv or self.kv))
