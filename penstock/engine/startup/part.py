@@ -258,10 +258,10 @@ def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Wei
     for name, is_set in refused.items():
         if is_set:
             raise ConfigError(f"{name}: not available for {model.family} models, which run through transformers")
-    if not isinstance(weights, SafetensorsCheckpoint):
+    if getattr(weights, "folder", None) is None:
         raise CheckpointError(
-            f"{model.family} models run through transformers, which needs a folder of weights that are not quantized; "
-            "weights: int8 or int4 rounds them when they are loaded"
+            f"{model.family} models run through transformers, which needs a folder of safetensors; GGUF files are read "
+            "for families that we have"
         )
 
 
@@ -280,15 +280,16 @@ def _by_transformers(
         return None
     from penstock.engine.models.transformers.load import load_decoder
 
-    assert isinstance(weights, SafetensorsCheckpoint)
+    plain = isinstance(weights, SafetensorsCheckpoint)
     return load_decoder(
-        weights.folder,
+        weights.folder,  # type: ignore[attr-defined]  # checked before
         model,
         weights.config,
         backend,
         dtype=dtype,
         max_positions=max_positions,
         quantize=plan.quantize,
+        stored=None if plain else weights,
         custom_code=config.trust_remote_code,
         progress=lambda fraction: phases.report("weights", fraction),
     )
