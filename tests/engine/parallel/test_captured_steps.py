@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.bench.soak.engines import verify_everything
 from penstock.engine.backends import cpu
 from penstock.engine.backends.cuda import graphs, prompt_graphs
-from penstock.engine.backends.cuda.capture import Recording
+from penstock.engine.backends.cuda.capture import Recording, Work
 from penstock.engine.backends.cuda.graphs import GraphExecutor, GraphFollower
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.backends.reference.linear import DenseLinear
@@ -53,7 +53,7 @@ class CalledAgain:
         return None
 
 
-def record(device: torch.device, work: Callable[[], tuple[Tensor, Tensor]], pool: Any) -> Recording:
+def record(device: torch.device, work: Work, pool: Any, rehearse: Work) -> Recording:
     with torch.inference_mode():
         graph: Any = CalledAgain(work)
     return Recording(graph, graph.results)

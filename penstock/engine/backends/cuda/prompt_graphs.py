@@ -18,9 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cuda.capture import record
+from penstock.engine.backends.cuda.capture import record, watched
 from penstock.engine.backends.cuda.deferred import Deferred
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
+from penstock.engine.backends.cuda.rehearsal import Short
 from penstock.engine.backends.cuda.state_fields import STATE_FIELDS, by_name, state_batch, steps_have_states
 from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch
 from penstock.engine.batch import Batch
@@ -186,6 +187,7 @@ class PromptGraphs:
         self._captured: dict[Shape, _Captured] = {}
         self._later = Deferred[Shape](WANTED)
         self._pool: Any = None
+        self._short = Short(decoder, kv)
         self.stateful = steps_have_states(decoder, kv)
         self._applies = all(isinstance(layer.mixer, _MIXERS) for layer in decoder.layers)
 
@@ -259,25 +261,33 @@ class PromptGraphs:
         shapes = [shape for shape in shapes if shape not in self._later]
         self._captured.clear()
         self._pool = None
+        self._short.forget()
         return shapes
 
     def capture(self, shape: Shape) -> _Captured:
-        """Capture one shape. Runs it once before, so that kernels are compiled outside the graph."""
+        """Capture one shape."""
         if self.followers is not None:
             self.followers.capture(self.kind, (shape.decodes, shape.tokens))
         device = self.kv.device
         inputs = PackedInputs(shape.fields(states=self.stateful), device)
         nothing = _nothing(self.kv.block_size, states=self.stateful)
         inputs.send(arrange(nothing, shape, self.scratch_row), self._padding)
-        recording = record(device, lambda: self.step(inputs, shape), self._pool)
+        recording = record(
+            device,
+            lambda: self.step(inputs, shape),
+            self._pool,
+            lambda: self.step(inputs, shape, *self._short.parts),
+        )
         self._pool = self._pool or recording.graph.pool()
         captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[shape] = captured
         self._later.done(shape)
         return captured
 
-    def step(self, inputs: PackedInputs, shape: Shape) -> tuple[Tensor, Tensor]:
-        """The work of a step, on fixed addresses."""
+    def step(
+        self, inputs: PackedInputs, shape: Shape, decoder: Decoder | None = None, kv: KVCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The work of a step, on fixed addresses. `decoder`, `kv`: with other layers."""
         rows = self.rows
         ids = rows.known_tokens(inputs.view("ids", torch.int64), inputs.view("token_rows", torch.int64))
         batch = AttentionBatch(
@@ -293,7 +303,7 @@ class PromptGraphs:
         )
         if self.stateful:
             batch.states = state_batch(inputs.view)
-        hidden = self.decoder.forward(ids, batch, self.kv)
+        hidden = (decoder or self.decoder).forward(ids, batch, watched(kv or self.kv))
         logits = self.decoder.head(hidden[inputs.view("sample_at", torch.int64)])
         if isinstance(rows, BlockTables):
             return logits, logits  # rank 0 samples
