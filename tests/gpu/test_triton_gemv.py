@@ -185,7 +185,7 @@ def bench_vendor() -> Iterator[Row]:
 
 
 def tune_vendor() -> Iterator[Row]:
-    """What the vendor's libraries offer at many tokens: both of them in 16 bits, scales per row and per tensor in FP8."""
+    """The vendor's libraries at many tokens: both of them in 16 bits, scales per row and per tensor in FP8."""
     if MODE != "device":
         return
     scaled = torch._scaled_mm
