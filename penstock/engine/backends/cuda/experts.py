@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.activation import has_gate
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
@@ -175,8 +176,9 @@ class GroupedExpertMlp:
     def weight_bytes(self) -> int:
         return self.router.linear.weight_bytes + self.gate_up.weight_bytes + self.down.weight_bytes
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
         weights, chosen = self.choose(x)
+        x = x if inputs is None else inputs
         if self.slots is not None:
             return self.apply(x, weights, self.slots.here(chosen))
         if self.takes_few(x):
@@ -235,6 +237,8 @@ def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
     down = _stack([expert.down for expert in mlp.experts])
     if gate_up is None or down is None:
         return None
+    if isinstance(gate_up, PackedStack) and not has_gate(mlp.experts[0].activation):
+        return None
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=gate_up.device)
     activation, choice = mlp.experts[0].activation, choice_of(mlp.router)
     return GroupedExpertMlp(mlp.ops, mlp.router, activation, gate_up, down, mlp.source, choice, counters, mlp.slots)
@@ -285,7 +289,7 @@ class FusedSharedAndRouted(SharedAndRouted):
         routed: Any = self.routed
         if self.joined and isinstance(routed, GroupedExpertMlp) and routed.takes_few(x):
             return self._together(x, routed)
-        if x.shape[0] > MAX_BATCH or self.gate is not None:
+        if x.shape[0] > MAX_BATCH or self.gate is not None or self.shared.activation != "silu":
             return SharedAndRouted.forward(self, x)
         gate_up: Any = self.shared.gate_up
         down: Any = self.shared.down
@@ -315,10 +319,10 @@ class FusedSharedAndRouted(SharedAndRouted):
 
 def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
     """See `LayerFactory`."""
-    if not all(isinstance(one, CudaLinear) for one in shared.linears) or shared.activation != "silu":
+    if not all(isinstance(one, CudaLinear) for one in shared.linears):
         return SharedAndRouted(routed, shared, gate)
     joined = isinstance(routed, GroupedExpertMlp) and _can_join(routed, shared, gate)
-    if gate is not None and not joined:
+    if (gate is not None or shared.activation != "silu") and not joined:
         return SharedAndRouted(routed, shared, gate)
     return FusedSharedAndRouted(routed, shared, gate, joined)
 
