@@ -7,7 +7,7 @@ The residual stream is one tensor updated in place; the residual addition and th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ from penstock.engine.models.weights import WeightReader
 @dataclass(frozen=True, slots=True)
 class LlamaDecoder(Decoder):
     """See `Decoder`. Mixers and feed-forwards may be of any kind."""
+
+    uniform: ClassVar[bool] = True
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         if residual.shape[0] <= self.fused_up_to:

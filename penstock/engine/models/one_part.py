@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ from penstock.engine.models.mamba_hybrid import compose_mixer
 @dataclass(frozen=True, slots=True)
 class OnePartDecoder(Decoder):
     """See `Decoder`."""
+
+    uniform: ClassVar[bool] = True
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         eps = self.config.rms_eps

@@ -118,7 +118,7 @@ def load_part(
     with phases("kernels"):
         backend = backend or pick_backend(device, threads)
         if config.deterministic:
-            check_deterministic(config, model, backend)
+            check_deterministic(config, backend)
             backend.ops.batch_invariant = True
         plan = backend.plan_weights(config, dtype, weights)
         kv_dtype = backend.kv_dtype(config, model, dtype)
@@ -238,18 +238,14 @@ def _together(member: Member, decoder: Decoder) -> Forward:
     return Stage(member.connect(decoder), member.groups).whole
 
 
-def check_deterministic(config: EngineConfig, model: ModelConfig, backend: Backend) -> None:
+def check_deterministic(config: EngineConfig, backend: Backend) -> None:
     """Refuse what has no batch-invariant kernels yet."""
     if config.expert_parallel and (config.expert_copies or config.expert_rebalance_s):
         raise ConfigError(
             "deterministic: true with expert_parallel needs expert_copies: 0 and expert_rebalance_s: 0, because sums "
             "depend on which shard has an expert"
         )
-    if backend.all_invariant:
-        return
-    if model.moe is not None:
-        raise ConfigError("deterministic: true is not available for mixture-of-experts models on this device")
-    if config.adapters or config.adapter_slots:
+    if (config.adapters or config.adapter_slots) and not backend.invariant_adapters:
         raise ConfigError("deterministic: true is not available with adapters on this device")
 
 
@@ -262,10 +258,10 @@ def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Wei
     for name, is_set in refused.items():
         if is_set:
             raise ConfigError(f"{name}: not available for {model.family} models, which run through transformers")
-    if not isinstance(weights, SafetensorsCheckpoint):
+    if getattr(weights, "folder", None) is None:
         raise CheckpointError(
-            f"{model.family} models run through transformers, which needs a folder of weights that are not quantized; "
-            "weights: int8 or int4 rounds them when they are loaded"
+            f"{model.family} models run through transformers, which needs a folder of safetensors; GGUF files are read "
+            "for families that we have"
         )
 
 
@@ -284,15 +280,16 @@ def _by_transformers(
         return None
     from penstock.engine.models.transformers.load import load_decoder
 
-    assert isinstance(weights, SafetensorsCheckpoint)
+    plain = isinstance(weights, SafetensorsCheckpoint)
     return load_decoder(
-        weights.folder,
+        weights.folder,  # type: ignore[attr-defined]  # checked before
         model,
         weights.config,
         backend,
         dtype=dtype,
         max_positions=max_positions,
         quantize=plan.quantize,
+        stored=None if plain else weights,
         custom_code=config.trust_remote_code,
         progress=lambda fraction: phases.report("weights", fraction),
     )
