@@ -1,9 +1,10 @@
 """Experts on CUDA: the weights of a layer's experts as one stack, computed together by `kernels.moe`.
 
 Six launches whatever the number of experts and tokens, and none waits for the device: scores, routing, sorting, the two
-products, the sum. With few tokens they are three: scores and routing, gate and up, down with the sum. Weights in few
-bits (FP8, MXFP4, integers in groups) are widened in the kernels; activations stay as they are. In deterministic mode
-it is six for any number of tokens, with one launch shape.
+products, the sum. With few tokens they are three: scores and routing, gate and up, down with the sum. With one token
+these have kernels of their own (`kernels.moe_one`), which also take the norm before and the residual addition behind.
+Weights in few bits (FP8, MXFP4, integers in groups) are widened in the kernels; activations stay as they are. In
+deterministic mode it is six for any number of tokens, with one launch shape.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.activation import has_gate
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.expert_integers import IntegerStack, integer_stack
 from penstock.engine.backends.cuda.grouped_linear import Int8Linear
-from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4
+from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_one
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.kernels.moe import SharedPart
 from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Matrix
+from penstock.engine.backends.cuda.kernels.moe_one import Matrices, Visits
 from penstock.engine.backends.cuda.kernels.moe_plan import FEW, FewPairs, Plan, plan
 from penstock.engine.backends.cuda.kernels.moe_route import Choice, route, score_and_route
 from penstock.engine.backends.cuda.linear import CudaLinear
@@ -201,8 +204,27 @@ class GroupedExpertMlp:
         """Layers of one file may have experts in different bits."""
         return *self.gate_up.form, *self.down.form
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def fuses(self) -> bool:
+        """See `FusedFeedForward`."""
+        return self.takes_one and _is_dense(self.router.linear)
+
+    @property
+    def takes_one(self) -> bool:
+        """Whether `moe_one` reads these weights."""
+        stacks = (self.gate_up, self.down)
+        plain = all(isinstance(one, Stack) and one.tile is None and one.bias is None for one in stacks)
+        return plain and has_gate(self.activation) and self.slots is None and not self.ops.batch_invariant
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """See `FusedFeedForward`; for one token."""
+        return _one_token(self, residual, norm=norm, eps=eps)
+
+    def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
+        if inputs is None and len(x) == 1 and self.fuses:
+            return _one_token(self, x)
         weights, chosen = self.choose(x)
+        x = x if inputs is None else inputs
         if self.slots is not None:
             return self.apply(x, weights, self.slots.here(chosen))
         if self.takes_few(x):
@@ -265,6 +287,8 @@ def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
     down = _stack([expert.down for expert in mlp.experts])
     if gate_up is None or down is None:
         return None
+    if not isinstance(gate_up, Stack) and not has_gate(mlp.experts[0].activation):
+        return None
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=gate_up.device)
     activation, choice = mlp.experts[0].activation, choice_of(mlp.router)
     return GroupedExpertMlp(mlp.ops, mlp.router, activation, gate_up, down, mlp.source, choice, counters, mlp.slots)
@@ -324,11 +348,23 @@ class FusedSharedAndRouted(SharedAndRouted):
     joined: bool = False
     """Whether it is in the form of the others, so that it can be computed in their launches."""
 
+    @property
+    def fuses(self) -> bool:
+        """See `FusedFeedForward`."""
+        return self.joined and isinstance(self.routed, GroupedExpertMlp) and self.routed.fuses
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """See `FusedFeedForward`; for one token."""
+        routed: Any = self.routed
+        return _one_token(routed, residual, self.shared, self.gate, norm=norm, eps=eps)
+
     def forward(self, x: Tensor) -> Tensor:
         routed: Any = self.routed
+        if len(x) == 1 and self.fuses:
+            return _one_token(routed, x, self.shared, self.gate)
         if self.joined and isinstance(routed, GroupedExpertMlp) and routed.takes_few(x):
             return self._together(x, routed)
-        if x.shape[0] > MAX_BATCH or self.gate is not None:
+        if x.shape[0] > MAX_BATCH or self.gate is not None or self.shared.activation != "silu":
             return SharedAndRouted.forward(self, x)
         gate_up: Any = self.shared.gate_up
         down: Any = self.shared.down
@@ -356,20 +392,51 @@ class FusedSharedAndRouted(SharedAndRouted):
         )  # fmt: skip
 
 
+def _one_token(
+    routed: GroupedExpertMlp,
+    x: Tensor,
+    shared: GatedMlp | None = None,
+    shared_gate: Linear | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """The experts of one token, in three launches; with `norm`, of the residual stream, to which it adds in place."""
+    router: Any = routed.router.linear
+    gate: Any = shared_gate
+    normed = x if norm is None else torch.empty_like(x)
+    weights, chosen, gates = score_and_route(
+        x, router.weight, router.bias, routed.choice, routed.counters,
+        shared=None if gate is None else gate.weight, norm=norm, eps=eps, normed=normed,
+    )  # fmt: skip
+    visits = Visits(chosen, weights, routed.router.weight_inputs)
+    up, down = (_matrices(*pair) for pair in _pairs(routed, shared))
+    inner = moe_one.gate_up(normed, up, visits, routed.activation)
+    return moe_one.down(inner, down, visits, shared_gate=gates, residual=None if norm is None else x)
+
+
+def _pairs(routed: GroupedExpertMlp, shared: GatedMlp | None) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
+    return (routed.gate_up, gate_up), (routed.down, down)
+
+
+def _matrices(stack: Stack, linear: CudaLinear | None) -> Matrices:
+    if linear is None:
+        return Matrices(stack.weight, stack.scale)
+    return Matrices(stack.weight, stack.scale, linear.weight, linear.scale)
+
+
 def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
     """See `LayerFactory`."""
-    if not all(isinstance(one, CudaLinear) for one in shared.linears) or shared.activation != "silu":
+    if not all(isinstance(one, CudaLinear) for one in shared.linears):
         return SharedAndRouted(routed, shared, gate)
     joined = isinstance(routed, GroupedExpertMlp) and _can_join(routed, shared, gate)
-    if gate is not None and not joined:
+    if (gate is not None or shared.activation != "silu") and not joined:
         return SharedAndRouted(routed, shared, gate)
     return FusedSharedAndRouted(routed, shared, gate, joined)
 
 
 def _can_join(routed: GroupedExpertMlp, shared: GatedMlp, gate: Linear | None) -> bool:
-    def dense(linear: Linear | None) -> bool:
-        return isinstance(linear, CudaLinear) and linear.scale is None
-
     def alike(stack: AnyStack, linear: Any) -> bool:
         return (
             isinstance(stack, Stack)
@@ -379,6 +446,10 @@ def _can_join(routed: GroupedExpertMlp, shared: GatedMlp, gate: Linear | None) -
             and (linear.scale is None) == (stack.scale is None)
         )
 
-    gated = gate is None or (dense(gate) and getattr(gate, "bias", None) is None)
+    gated = gate is None or (_is_dense(gate) and getattr(gate, "bias", None) is None)
     both = alike(routed.gate_up, shared.gate_up) and alike(routed.down, shared.down)
-    return gated and both and dense(routed.router.linear) and routed.activation == shared.activation
+    return gated and both and _is_dense(routed.router.linear) and routed.activation == shared.activation
+
+
+def _is_dense(linear: Linear | None) -> bool:
+    return isinstance(linear, CudaLinear) and linear.scale is None
