@@ -112,8 +112,8 @@ class Backend(DeviceAccess, LayerFactory, ABC):
     """KV blocks from other engines taken in between two steps, at most, in bytes."""
     adapters_by_output: bool
     """See `AdapterLayout`."""
-    all_invariant: bool = False
-    """Whether experts and adapters have batch-invariant kernels too (`deterministic`)."""
+    invariant_adapters: bool = False
+    """Whether adapters have batch-invariant kernels too (`deterministic`)."""
     attends_varlen: bool
     """Whether PyTorch has attention over packed texts of different lengths on the device."""
     native: NativeLibrary | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -12,7 +13,8 @@ from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.layers.factory import LayerFactory
-from penstock.engine.models.layers.linear import Linear, shaped
+from penstock.engine.models.layers.feed_forward import FusedFeedForward
+from penstock.engine.models.layers.linear import InlineLinear, Linear, shaped
 from penstock.engine.models.layers.mixer import FusedMixer
 from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.engine.models.llama import LLAMA_LIKE
@@ -88,7 +90,6 @@ def compose_decoder(
     final_norm = read.norm(f"{prefix}{family.names.final_norm}", hidden)
 
     def decoder_of(layers: list[DecoderLayer]) -> Decoder:
-        can_fuse = config.plain_layers and all(isinstance(layer.mixer, FusedMixer) for layer in layers)
         return architecture.decoder(
             config=config,
             ops=backend.ops,
@@ -97,7 +98,7 @@ def compose_decoder(
             final_norm=final_norm,
             head=head,
             max_positions=max_positions,
-            fused_up_to=fused_up_to if can_fuse else 0,
+            fused_up_to=min(fused_up_to, most_fused(config, layers)),
         )
 
     layers: list[DecoderLayer] = []
@@ -120,6 +121,22 @@ def compose_decoder(
     if progress is not None:
         progress(1.0)
     return decoder_of(layers)
+
+
+def most_fused(config: ModelConfig, layers: Sequence[DecoderLayer]) -> int:
+    """Tokens that the layers can take in their fused form, if the backend has one. Experts take one."""
+    if not all(isinstance(layer.mixer, FusedMixer) for layer in layers):
+        return 0
+    if config.plain_layers:
+        return sys.maxsize
+    experts = config.plain_but_experts and all(_fuses_one(layer) for layer in layers)
+    return 1 if experts else 0
+
+
+def _fuses_one(layer: DecoderLayer) -> bool:
+    feed_forward, mixer = layer.feed_forward, layer.mixer
+    fuses = isinstance(feed_forward, FusedFeedForward) and feed_forward.fuses
+    return fuses and all(isinstance(linear, InlineLinear) for linear in mixer.linears)
 
 
 def prefix_of(stored: Collection[str], names: TensorNames) -> str:

@@ -263,5 +263,10 @@ class ModelConfig:
     @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
-        plain = self.moe is None and not self.recurrent and not self.gated_attention and not self.parallel
+        return self.moe is None and self.plain_but_experts
+
+    @property
+    def plain_but_experts(self) -> bool:
+        """The same, but that feed-forwards may be of experts."""
+        plain = not self.recurrent and not self.gated_attention and not self.parallel
         return plain and not self.only and not self.sandwich_norms and self.activation == "silu"

@@ -119,7 +119,7 @@ def load_part(
     with phases("kernels"):
         backend = backend or pick_backend(device, threads)
         if config.deterministic:
-            check_deterministic(config, model, backend)
+            check_deterministic(config, backend)
             backend.ops.batch_invariant = True
         plan = backend.plan_weights(config, dtype, weights)
         kv_dtype = backend.kv_dtype(config, model, dtype)
@@ -240,18 +240,14 @@ def _together(member: Member, decoder: Decoder) -> Forward:
     return Stage(member.connect(decoder), member.groups).whole
 
 
-def check_deterministic(config: EngineConfig, model: ModelConfig, backend: Backend) -> None:
+def check_deterministic(config: EngineConfig, backend: Backend) -> None:
     """Refuse what has no batch-invariant kernels yet."""
     if config.expert_parallel and (config.expert_copies or config.expert_rebalance_s):
         raise ConfigError(
             "deterministic: true with expert_parallel needs expert_copies: 0 and expert_rebalance_s: 0, because sums "
             "depend on which shard has an expert"
         )
-    if backend.all_invariant:
-        return
-    if model.moe is not None:
-        raise ConfigError("deterministic: true is not available for mixture-of-experts models on this device")
-    if config.adapters or config.adapter_slots:
+    if (config.adapters or config.adapter_slots) and not backend.invariant_adapters:
         raise ConfigError("deterministic: true is not available with adapters on this device")
 
 

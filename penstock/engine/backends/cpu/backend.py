@@ -53,7 +53,7 @@ def has_bfloat16() -> bool:
 class CpuBackend(ReferenceBackend):
     """See `Backend`. One per engine, or shared by an engine and its draft model: `ops` own the thread pool."""
 
-    all_invariant = True
+    invariant_adapters = True
 
     def __init__(self, ops: CpuOps) -> None:
         super().__init__()

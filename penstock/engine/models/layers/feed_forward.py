@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSwiglu
-from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.linear import InlineLinear, Linear
 
 
 class FeedForward(Protocol):
@@ -33,8 +33,14 @@ class FeedForward(Protocol):
     def forward(self, x: Any) -> Tensor: ...
 
 
+@runtime_checkable
 class FusedFeedForward(FeedForward, Protocol):
     """One whose linears take the norm, the gate and the residual addition into their launches."""
+
+    @property
+    def fuses(self) -> bool:
+        """Whether they are of a form that does, for one token at least."""
+        ...
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """`residual` plus the feed-forward of the normalized `residual`; may update it in place."""
@@ -66,6 +72,10 @@ class GatedMlp:
             return self.down(in_place(x, self.activation))
         return self.down(gated(self.ops, self.activation, self.gate_up(x)))
 
+    @property
+    def fuses(self) -> bool:
+        return self.activation == "silu" and all(isinstance(linear, InlineLinear) for linear in self.linears)
+
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """See `FusedFeedForward`; for linears that are `FusedLinear` and a gate that is SiLU."""
         gate_up: Any = self.gate_up
@@ -80,6 +90,10 @@ class ScaledMlp(GatedMlp):
 
     gate_scale: float
     scale: float
+
+    @property
+    def fuses(self) -> bool:
+        return False
 
     def forward(self, x: Any) -> Tensor:
         gate_up = self.gate_up(x)

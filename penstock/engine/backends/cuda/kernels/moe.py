@@ -21,6 +21,7 @@ from penstock.engine.backends.cuda.kernels.common import (
     launch_successor,
     next_power_of_2,
     wait_for_inputs,
+    widen,
 )
 from penstock.engine.backends.cuda.kernels.moe_plan import (
     FEW,
@@ -114,20 +115,20 @@ def _outputs(
             x = (x.to(tl.float32) * route[:, None]).to(x.dtype)
         if TILE_COLUMNS:
             # One scale for a tile of the weights: sums over its inputs are scaled before they are added up.
-            part = tl.dot(x, tl.trans(w.to(x.dtype)), input_precision=PRECISION)
+            part = tl.dot(x, tl.trans(widen(w, x)), input_precision=PRECISION)
             acc += part * tl.load(scale_ptr + tiled + start // TILE_COLUMNS)[None, :]
         else:
-            acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision=PRECISION)
+            acc = tl.dot(x, tl.trans(widen(w, x)), acc, input_precision=PRECISION)
         if GATED:
             if K % BLOCK_K != 0:
                 u = tl.load(weights + N * K + start, mask=(start + k < K)[None, :], other=0.0)
             else:
                 u = tl.load(weights + N * K + start)
             if TILE_COLUMNS:
-                part = tl.dot(x, tl.trans(u.to(x.dtype)), input_precision=PRECISION)
+                part = tl.dot(x, tl.trans(widen(u, x)), input_precision=PRECISION)
                 up += part * tl.load(scale_ptr + up_tiled + start // TILE_COLUMNS)[None, :]
             else:
-                up = tl.dot(x, tl.trans(u.to(x.dtype)), up, input_precision=PRECISION)
+                up = tl.dot(x, tl.trans(widen(u, x)), up, input_precision=PRECISION)
     if SCALED and not TILE_COLUMNS:
         acc *= tl.load(scale_ptr + at)[None, :]
         if GATED:
@@ -283,6 +284,13 @@ def choose(pairs: int, experts: int, gated: bool, element_size: int, few: bool =
     return GroupedConfig(block_m=128, block_n=64 if gated else 128, block_k=64, num_warps=8, num_stages=3)
 
 
+def fixed(gated: bool, element_size: int) -> GroupedConfig:
+    """The one launch shape of deterministic mode: how the inputs of a row are added up depends on nothing else."""
+    if element_size == 4:
+        return GroupedConfig(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
+    return GroupedConfig(block_m=64, block_n=32 if gated else 64, block_k=64, num_warps=4, num_stages=4)
+
+
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
@@ -306,7 +314,7 @@ def grouped_linear(
     the order of the schedule. Otherwise `x` [pairs, K] in that order, `weight` [experts, N, K], the result [pairs, N]
     by pair; with `FewPairs` their sums [T, N], for which `counters` is int32, zero, one for every 16 columns.
     `route_weights` (float32 [T, top_k]) meet the inputs of a gated product and the outputs of another.
-    `weight_scale`: float32, one per row of an e4m3 weight, or, with `scale_tile`, one for every so many rows and
+    `weight_scale`: float32, one per row of an e4m3 or int8 weight, or, with `scale_tile`, one for so many rows and
     inputs: [experts, rows / tile, K / tile]. `bias`: one per row of `weight`, added before gate and route weights.
     `shared`: with `FewPairs`, computed in the same launch and part of the sums.
     """
@@ -347,9 +355,7 @@ def grouped_linear(
         GROUP=GROUP,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
-        BLOCK_K=max(
-            16, min(shape.block_k if scale_tile is None else scale_tile[1], shape.block_k, next_power_of_2(depth))
-        ),
+        BLOCK_K=max(16, min(shape.block_k, _power_in(scale_tile), next_power_of_2(depth))),
         GATED=gated,
         WEIGHTED=route_weights is not None,
         **gate_options(activation),
@@ -365,6 +371,11 @@ def grouped_linear(
         pdl=pdl,
     )
     return out
+
+
+def _power_in(tile: tuple[int, int] | None) -> int:
+    """The largest power of two that divides the inputs of a tile."""
+    return 1 << 30 if tile is None else tile[1] & -tile[1]
 
 
 def _pointers(shared: SharedPart) -> tuple[Tensor, Tensor, Tensor, Tensor]:
