@@ -257,10 +257,10 @@ class Engine:
         for seq in self.scheduler.expired(now):
             self._finish(seq, "timeout")
 
-    def improve(self) -> bool:
-        """Use a moment without work for what makes later steps faster, for a tenth of a second or so; False when there
-        is nothing left to do."""
-        return not self.has_work and self.runner.executor.improve()
+    def improve(self, urgent: Callable[[], bool] = lambda: False) -> bool:
+        """Use a moment without work for what makes later steps faster, for a twentieth of a second or so; False when
+        there is nothing left to do. `urgent`: whether to break off, asked about every millisecond."""
+        return not self.has_work and self.runner.executor.improve(urgent)
 
     def spare_s(self) -> float:
         """How long the caller may wait for further requests before it asks for the next step: until shortly before the
@@ -274,7 +274,16 @@ class Engine:
 
     def settle(self) -> bool:
         """Use a moment without work to save what outlives the engine; False when there is nothing left to do."""
-        return self.persistence is not None and not self.has_work and self.persistence.advance(self.clock())
+        if self.persistence is None or self.has_work:
+            return False
+        try:
+            return self.persistence.advance(self.clock())
+        except ReplicaLost:
+            raise
+        except Exception:
+            log.exception("KV blocks could not be copied to host memory; all that is cached is forgotten")
+            self.forget_caches()
+            return False
 
     def save(self, limit_s: float = SAVE_S, hurry: Callable[[], bool] = lambda: False) -> None:
         """Save what outlives the engine, within a limit and until `hurry` says so. Whatever still runs is aborted."""
