@@ -23,6 +23,7 @@ from penstock.engine.grammar.interface import words_for
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.mixer import TokenMixer
 from penstock.engine.models.layers.side_by_side import SideBySide
 
@@ -40,7 +41,7 @@ def compile_kernels(
     width = -(-limits.max_context // limits.block_size)
     tables = torch.zeros(limits.max_rows + 1, width, dtype=torch.int32, device=device)
     fused = decoder.fused_up_to
-    kinds = {(_kind_of(layer.mixer), type(layer.feed_forward), fused): layer for layer in decoder.layers}
+    kinds = {(_kind_of(layer.mixer), _form_of(layer.feed_forward), fused): layer for layer in decoder.layers}
     with building_kernels():
         for kind, layer in kinds.items():
             if kind not in done:
@@ -63,6 +64,12 @@ def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
 def _kind_of(mixer: TokenMixer) -> object:
     """Equal for mixers that launch the same kernels."""
     return mixer.heads if isinstance(mixer, Attention) else type(mixer)
+
+
+def _form_of(feed_forward: FeedForward) -> tuple[object, ...]:
+    """The same of feed-forwards."""
+    routed = getattr(feed_forward, "feed_forward", feed_forward)
+    return type(feed_forward), getattr(routed, "form", None)
 
 
 def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCache:
