@@ -56,6 +56,8 @@ class MoeConfig:
     """Width of the expert that every token visits; 0: there is none."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by the sigmoid of one number of the token."""
+    latent: int = 0
+    """Numbers of a token that the experts read and give, between two matrices; 0: all of them."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:

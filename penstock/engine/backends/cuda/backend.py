@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.weights import Quantizer
 from penstock.engine.quantization.batch_invariant import BatchInvariantLinears
+from penstock.engine.quantization.stored import stores_groups
 from penstock.engine.runner.executor import Executor
 from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.runner.resources import RunnerResources
@@ -67,8 +68,10 @@ class CudaBackend(TorchCudaBackend):
             return WeightPlan(BatchInvariantLinears(BatchInvariantLinear, few_bits, self.device, dtype))
         if form == "fp8" and config.weights == "auto" and _stays_in_tiles(weights):
             return WeightPlan(BlockFp8Quantizer(self.device))
+        if form == "auto" and not stores_groups(weights):
+            form = "dense"
         plan = self._plan(form, config, dtype)
-        if has_mxfp4(weights) and form != "dense":
+        if has_mxfp4(weights) and config.weights != "dense":
             return dataclasses.replace(plan, quantize=Mxfp4Quantizer(self.device, plan.quantize))
         return plan
 
@@ -127,9 +130,15 @@ class CudaBackend(TorchCudaBackend):
         return CudaPeerGroup.meet(store, rank, size, self.device, timeout.total_seconds())
 
     def compile(
-        self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None
-    ) -> None:
-        compile_kernels(decoder, kv_dtype, limits, adapters)
+        self,
+        decoder: Decoder,
+        kv_dtype: torch.dtype,
+        limits: StepLimits,
+        adapters: AdaptedModel | None,
+        done: Collection[object] = (),
+    ) -> Collection[object]:
+        torch.cuda.set_device(self.device)  # a thread begins with the first one
+        return compile_kernels(decoder, kv_dtype, limits, adapters, done)
 
 
 def _stays_in_tiles(weights: Weights) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.activation import has_gate
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.expert_integers import IntegerStack, integer_stack
 from penstock.engine.backends.cuda.grouped_linear import Int8Linear
@@ -54,6 +55,11 @@ class Stack:
     bias: Tensor | None
     tile: tuple[int, int] | None = None
     """Outputs and inputs that share a scale: these are [experts, out / tile, in / tile] then."""
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Equal for stacks of equal shapes that launch the same kernels."""
+        return self.weight.dtype, self.tile
 
     @property
     def experts(self) -> int:
@@ -115,6 +121,10 @@ class PackedStack:
 
     stack: Mxfp4Matrix
     bias: Tensor | None
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        return ("mxfp4",)
 
     @property
     def experts(self) -> int:
@@ -190,6 +200,11 @@ class GroupedExpertMlp:
         return self.router.linear.weight_bytes + self.gate_up.weight_bytes + self.down.weight_bytes
 
     @property
+    def form(self) -> tuple[object, ...]:
+        """Layers of one file may have experts in different bits."""
+        return *self.gate_up.form, *self.down.form
+
+    @property
     def fuses(self) -> bool:
         """See `FusedFeedForward`."""
         return self.takes_one and _is_dense(self.router.linear)
@@ -199,16 +214,17 @@ class GroupedExpertMlp:
         """Whether `moe_one` reads these weights."""
         stacks = (self.gate_up, self.down)
         plain = all(isinstance(one, Stack) and one.tile is None and one.bias is None for one in stacks)
-        return plain and self.slots is None and not self.ops.batch_invariant
+        return plain and has_gate(self.activation) and self.slots is None and not self.ops.batch_invariant
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """See `FusedFeedForward`; for one token."""
         return _one_token(self, residual, norm=norm, eps=eps)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) == 1 and self.fuses:
+    def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
+        if inputs is None and len(x) == 1 and self.fuses:
             return _one_token(self, x)
         weights, chosen = self.choose(x)
+        x = x if inputs is None else inputs
         if self.slots is not None:
             return self.apply(x, weights, self.slots.here(chosen))
         if self.takes_few(x):
@@ -270,6 +286,8 @@ def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
     gate_up = _stack([expert.gate_up for expert in mlp.experts])
     down = _stack([expert.down for expert in mlp.experts])
     if gate_up is None or down is None:
+        return None
+    if isinstance(gate_up, PackedStack) and not has_gate(mlp.experts[0].activation):
         return None
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=gate_up.device)
     activation, choice = mlp.experts[0].activation, choice_of(mlp.router)
@@ -346,7 +364,7 @@ class FusedSharedAndRouted(SharedAndRouted):
             return _one_token(routed, x, self.shared, self.gate)
         if self.joined and isinstance(routed, GroupedExpertMlp) and routed.takes_few(x):
             return self._together(x, routed)
-        if x.shape[0] > MAX_BATCH or self.gate is not None:
+        if x.shape[0] > MAX_BATCH or self.gate is not None or self.shared.activation != "silu":
             return SharedAndRouted.forward(self, x)
         gate_up: Any = self.shared.gate_up
         down: Any = self.shared.down
@@ -410,10 +428,10 @@ def _matrices(stack: Stack, linear: CudaLinear | None) -> Matrices:
 
 def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
     """See `LayerFactory`."""
-    if not all(isinstance(one, CudaLinear) for one in shared.linears) or shared.activation != "silu":
+    if not all(isinstance(one, CudaLinear) for one in shared.linears):
         return SharedAndRouted(routed, shared, gate)
     joined = isinstance(routed, GroupedExpertMlp) and _can_join(routed, shared, gate)
-    if gate is not None and not joined:
+    if (gate is not None or shared.activation != "silu") and not joined:
         return SharedAndRouted(routed, shared, gate)
     return FusedSharedAndRouted(routed, shared, gate, joined)
 

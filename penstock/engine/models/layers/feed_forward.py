@@ -49,7 +49,7 @@ class FusedFeedForward(FeedForward, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(act(gate(x)) * up(x)), with gate and up as one matrix."""
+    """down(act(gate(x)) * up(x)), with gate and up as one matrix; down(act(up(x))) where the activation has no gate."""
 
     ops: ActivationOps
     activation: Activation
@@ -66,10 +66,8 @@ class GatedMlp:
 
     def forward(self, x: Any) -> Tensor:
         in_place: Callable[[Any, Activation], Any] | None = getattr(self.gate_up, "gated", None)
-        if in_place is not None and isinstance(
-            self.activation, str
-        ):  # a linear that gates its outputs before it writes them
-            return self.down(in_place(x, self.activation))
+        if in_place is not None and self.activation in ("silu", "gelu_tanh"):
+            return self.down(in_place(x, self.activation))  # a linear that gates its outputs before it writes them
         return self.down(gated(self.ops, self.activation, self.gate_up(x)))
 
     @property
@@ -102,7 +100,10 @@ class ScaledMlp(GatedMlp):
 
 
 def gated(ops: ActivationOps, activation: Activation, gate_up: Tensor) -> Any:
-    """act(gate) * up of [T, 2 * ffn], in the form that the linears of `ops` read."""
+    """act(gate) * up of [T, 2 * ffn], or act(up) of [T, ffn], in a form that the linears of `ops` read. May write over
+    its input."""
+    if activation == "relu2":
+        return gate_up.relu_().square_()
     if isinstance(activation, ClampedSwiglu):
         return ops.clamped_swiglu(gate_up, activation.alpha, activation.limit)
     return ops.silu_mul(gate_up) if activation == "silu" else ops.gelu_mul(gate_up)
