@@ -250,10 +250,10 @@ class Engine:
         for seq in self.scheduler.expired(now):
             self._finish(seq, "timeout")
 
-    def improve(self) -> bool:
-        """Use a moment without work for what makes later steps faster, for a tenth of a second or so; False when there
-        is nothing left to do."""
-        return not self.has_work and self.runner.executor.improve()
+    def improve(self, urgent: Callable[[], bool] = lambda: False) -> bool:
+        """Use a moment without work for what makes later steps faster, for a twentieth of a second or so; False when
+        there is nothing left to do. `urgent`: whether to break off, asked about every millisecond."""
+        return not self.has_work and self.runner.executor.improve(urgent)
 
     def spare_s(self) -> float:
         """How long the caller may wait for further requests before it asks for the next step: until shortly before the

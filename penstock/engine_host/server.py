@@ -75,7 +75,7 @@ STARVED_S = 0.001
 asynchronous device never has results yet.)"""
 
 QUIET_S = 0.2
-"""Without work for so long, the engine may prepare further steps: one takes a tenth of a second."""
+"""Without work for so long, the engine may prepare further steps; a message ends that within milliseconds."""
 LOOK_S = 0.001
 """How often to see whether a step is over, while the next one can wait."""
 
@@ -182,11 +182,17 @@ class EngineServer:
         if improve is None or not self._improves:
             return False
         try:
-            self._improves = bool(improve())
+            self._improves = bool(improve(self._is_wanted))
         except Exception:
             log.exception("the engine could not prepare further steps; it goes on without them")
             self._improves = False
         return self._improves
+
+    def _is_wanted(self) -> bool:
+        """Whether a message has come, or a signal."""
+        if self._stop_reason is not None or self._drain_until is not None:
+            return True
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _ARRIVED)
 
     def _linger(self) -> None:
         """Take in what comes until the next step must be launched; see `Engine.spare_s`, which is asked again and

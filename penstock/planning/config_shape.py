@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.families import FAMILIES, family_of, read_config, text_config
 from penstock.engine.models.families.family import integer, layer_count
 from penstock.engine.models.model_config import DeltaConfig, MambaConfig, ModelConfig
@@ -44,6 +45,8 @@ def shape_of_model(model: ModelConfig, name: str) -> ModelShape:
             shared_ffn=model.moe.shared_ffn_size,
             shared_gate=model.moe.shared_gate,
             router_bias=model.moe.router_bias or model.moe.correction_bias,
+            gate=has_gate(model.activation),
+            latent=model.moe.latent,
         )
     names = family_of(model.family).names
     mla, latent = None, model.latent

@@ -160,8 +160,6 @@ class Deployment:
         if held.dense_bytes < dense.dense_bytes:
             head = max(held.head_bytes, dense.head_bytes) if held.head_bytes >= 2 else held.head_bytes
             held = replace(held, dense_bytes=dense.dense_bytes, head_bytes=head)
-        if self.device.kind == "gpu" and self.shape.moe is not None and self.shape.served and held.widened_experts:
-            return replace(held, expert_bytes=dense.matrix_bytes)
         return held
 
     @property

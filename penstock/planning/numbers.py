@@ -44,11 +44,6 @@ class WeightFormat:
     """Of one weight of a routed expert, where it is not `matrix_bytes`."""
 
     @property
-    def widened_experts(self) -> bool:
-        """Whether GPUs hold routed experts dense: the grouped kernels read dense, FP8 and MXFP4 weights only."""
-        return self.name.startswith(("int", "gguf"))
-
-    @property
     def further(self) -> float:
         return self.matrix_bytes if self.expert_bytes is None else self.expert_bytes
 

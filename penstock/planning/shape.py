@@ -31,6 +31,10 @@ class Moe:
     """Whether a router of one output weighs the shared experts."""
     router_bias: bool = False
     """Whether a router has a bias per expert."""
+    gate: bool = True
+    """Whether experts have a gate, the shared one too."""
+    latent: int = 0
+    """Numbers of a token that experts read, between two matrices; 0: all of them."""
 
     @property
     def count(self) -> int:
@@ -213,7 +217,7 @@ class ModelShape:
     def _parts(self, routed: bool, recurrent: bool, part: str = "") -> LayerParts:
         """The parameters of one layer, with or without experts, recurrent or not."""
         hidden = self.hidden
-        if part == "feed_forward":
+        if part == "feed_forward" and not routed:
             biases = self.ffn + hidden if self.mlp_bias else 0
             return LayerParts(0, 0, 0, 2 * hidden * self.ffn, 0, 0, hidden + biases)
         norms = 4 if self.sandwich_norms else 1 if self.one_norm or part else 2
@@ -253,23 +257,29 @@ class ModelShape:
             if recurrent and self.mamba is not None:
                 query_output += self.mamba.matrices(hidden)
                 small += self.mamba.others(hidden)
-        if part:
+        if part == "mixer":
             return LayerParts(query_output, key_value, latent, 0, 0, 0, small)
+        if part:
+            query_output = key_value = latent = 0
+            small = hidden
         moe = self.moe
         if moe is None or not routed:
             small += 2 * self.ffn + hidden if self.mlp_bias else 0
             return LayerParts(query_output, key_value, latent, 3 * hidden * self.ffn, 0, 0, small)
+        ups = 2 if moe.gate else 1
         if moe.bias:
-            small += moe.experts * (2 * moe.ffn + hidden)
+            small += moe.experts * (ups * moe.ffn + hidden)
         if self.mlp_bias and moe.shared_ffn:
-            small += 2 * moe.shared_ffn + hidden
+            small += ups * moe.shared_ffn + hidden
         small += moe.experts if moe.router_bias else 0
+        if moe.latent:
+            small += moe.latent + hidden if self.mlp_bias else 0
         return LayerParts(
             query_output,
             key_value,
             latent,
-            3 * hidden * moe.shared_ffn,
-            moe.experts * 3 * hidden * moe.ffn,
+            (ups + 1) * hidden * moe.shared_ffn + 2 * hidden * moe.latent,
+            moe.experts * self._expert,
             hidden * (moe.experts + (1 if moe.shared_gate else 0)),
             small,
         )
@@ -279,6 +289,12 @@ class ModelShape:
         end = self.layers if last is None else last
         kinds = Counter(self._kind(index) for index in range(first, end))
         return [(self._parts(*kind), count) for kind, count in sorted(kinds.items())]
+
+    @property
+    def _expert(self) -> int:
+        """Parameters of one routed expert of a layer."""
+        moe = self.moe
+        return 0 if moe is None else (3 if moe.gate else 2) * (moe.latent or self.hidden) * moe.ffn
 
     @property
     def embedding_parameters(self) -> int:
@@ -297,7 +313,7 @@ class ModelShape:
     @property
     def expert_parameters(self) -> int:
         """Of one routed expert, over all layers that have them."""
-        return 0 if self.moe is None else self.moe.count * 3 * self.hidden * self.moe.ffn
+        return 0 if self.moe is None else self.moe.count * self._expert
 
     @property
     def parameters(self) -> int:

@@ -22,7 +22,7 @@ PROMPTS = {f"r{n}": [random.Random(n).randrange(199) for _ in range(n)] for n in
 COUNT = 24
 
 
-OTHERS = ("granite4-hybrid", "granite4-hybrid-dense", "falcon-h1", "nemotron-h", "mamba2")
+OTHERS = ("granite4-hybrid", "granite4-hybrid-dense", "falcon-h1", "nemotron-h", "nemotron-h-experts", "mamba2")
 
 
 @pytest.fixture(scope="module", params=["qwen3-next", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])

@@ -105,6 +105,11 @@ NEMOTRON_H: dict[str, Any] = {
     "layers_block_type": [MAMBA, "mlp", ATTENTION, MAMBA], "head_dim": 20, "mamba_num_heads": 6, "mamba_head_dim": 12,
     "n_groups": 2, "ssm_state_size": 24, "conv_kernel": 3, "chunk_size": 24, "num_hidden_layers": 4,
 }  # fmt: skip
+NEMOTRON_H_MOE: dict[str, Any] = {
+    **NEMOTRON_H, "layers_block_type": [MAMBA, "moe", ATTENTION, "moe"], "n_routed_experts": 12,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 36, "moe_shared_expert_intermediate_size": 52,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
 QWEN2_MOE = {
     "num_experts": 12,
     "num_experts_per_tok": 3,
@@ -213,6 +218,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_conv_bias": False,
             "time_step_min": 0.3,
             "layer_norm_epsilon": 1e-4,
+        },
+    ),
+    "nemotron-h-experts": ("NemotronHConfig", NEMOTRON_H_MOE),
+    "nemotron-h-narrow-experts": (
+        "NemotronHConfig",
+        {
+            **NEMOTRON_H_MOE,
+            "layers_block_type": ["moe", "mlp", ATTENTION, MAMBA],
+            "moe_latent_size": 40,
+            "mlp_bias": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "n_shared_experts": 3,
         },
     ),
     "mamba2": ("Mamba2Config", MAMBA2),

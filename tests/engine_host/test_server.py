@@ -1,6 +1,7 @@
 """The engine behind its socket: streams reach their gateway, and no gateway can hurt the engine or another one."""
 
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
@@ -105,7 +106,7 @@ def test_an_engine_prepares_further_steps_when_it_has_been_quiet_for_a_moment(mo
     engine = ScriptedEngine()
     prepared: list[int] = []
 
-    def improve() -> bool:
+    def improve(urgent: Callable[[], bool]) -> bool:
         prepared.append(engine.steps)
         return len(prepared) < 5
 
@@ -120,6 +121,29 @@ def test_an_engine_prepares_further_steps_when_it_has_been_quiet_for_a_moment(mo
         assert set(prepared) <= {0, steps}
         time.sleep(0.05)
         assert len(prepared) == 5, "there was nothing left"
+
+
+def test_a_request_does_not_wait_for_what_is_being_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "QUIET_S", 0.02)
+    engine = ScriptedEngine()
+    begun: list[float] = []
+
+    def improve(urgent: Callable[[], bool]) -> bool:
+        begun.append(time.monotonic())
+        while not urgent() and time.monotonic() - begun[-1] < 5.0:
+            time.sleep(0.001)  # a layer
+        return True
+
+    engine.improve = improve  # type: ignore[attr-defined]
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        for number in range(3):
+            assert eventually(lambda at=number: len(begun) > at)  # type: ignore[misc]
+            began = time.monotonic()
+            client.submit(f"r{number}", tokens=2)
+            client.finish(f"r{number}")
+            assert time.monotonic() - began < 1.0
+            begun.append(begun[-1])
 
 
 def test_two_gateways_hear_only_of_their_own_requests() -> None:

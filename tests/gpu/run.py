@@ -5,7 +5,8 @@
     python tests/gpu/run.py --compile           # build every kernel for an H200 without a GPU; registers and spills
 
 `--only WORD` selects modules, tests and benchmarks by name; `--no-bench`, `--no-test` leave a part out; `--tune` adds
-the launch-shape sweeps; `--jobs N` runs the tests in N processes beside each other, benchmarks after them.
+the launch-shape sweeps; `--jobs N` runs the tests in N processes beside each other, benchmarks after them. They
+build what they launch as they go, into one cache: building it first would keep the device idle and take longer in all.
 """
 
 from __future__ import annotations
@@ -26,7 +27,18 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 90
 """A test that takes longer hangs: say where, and stop. Several processes have this times their number."""
-LONGEST = ("parallel.", "engine.", "delta.", "speculation.", "soak.")
+LONGEST = (
+    "parallel.",
+    "engine.",
+    "delta.",
+    "speculation.",
+    "soak.",
+    "int4.",
+    "gemv.",
+    "attention.",
+    "lora.",
+    "latent.",
+)
 """Modules whose tests are begun first when several processes share them."""
 
 
@@ -101,7 +113,7 @@ def share_tests(options: argparse.Namespace, labels: list[str], seed: int) -> li
         ]
         for word in options.only:
             command += ["--only", word]
-        environment = dict(os.environ, OMP_NUM_THREADS="2", PENSTOCK_SEED=str(seed))
+        environment = dict(os.environ, OMP_NUM_THREADS="1", PENSTOCK_SEED=str(seed))
         workers = [subprocess.Popen(command, env=environment) for _ in range(options.jobs)]
         for worker in workers:
             worker.wait()
@@ -123,14 +135,16 @@ def main() -> int:
     print(f"mode {harness.MODE}, seed {harness.seed()}", flush=True)
     if harness.MODE == "compile":
         harness.install_compile_mode(*map(int, options.shard.split("/")))
-    elif harness.MODE == "device" and not options.no_build:
+    elif harness.MODE == "device" and not options.no_build and (options.jobs == 1 or options.no_test):
         build_in_parallel(options, harness.seed())
 
     failures = []
     tests = [] if options.no_test else functions(("test_",), options.only)
     shared = options.jobs > 1 and harness.MODE == "device"
     if shared:
-        tests.sort(key=lambda test: not test[0].startswith(LONGEST))
+        tests.sort(
+            key=lambda test: next((i for i, word in enumerate(LONGEST) if test[0].startswith(word)), len(LONGEST))
+        )
     if shared and options.claims is None:
         failures = share_tests(options, [label for label, _ in tests], harness.seed())
     for label, function in [] if shared and options.claims is None else tests:

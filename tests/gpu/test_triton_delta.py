@@ -24,10 +24,14 @@ from gpu_harness import (
     rand,
     time_us,
 )
+from graph_watch import watched_prompts
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels import delta
 from penstock.engine.backends.cuda.kernels.delta_decode import DecodeShape
+from penstock.engine.backends.cuda.kernels.gemv import linear
+from penstock.engine.backends.cuda.kernels.gemv_shapes import GemvConfig
+from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, DeltaWeights, StateBatch
 from penstock.engine.backends.reference.delta import delta_net as plain
 from penstock.engine.backends.reference.delta import split_gate
@@ -249,10 +253,16 @@ def test_engines_with_states_equal_the_cpu() -> None:
     expected = {name: generate(alone, greedy(name, prompt, 40))[name] for name, prompt in prompts.items()}
     for label, settings in _engines():
         here = engine("cuda", **settings)
-        for turn in range(2):
-            got = generate(here, *(greedy(f"{name}-{turn}", prompt, 40) for name, prompt in prompts.items()))
-            for name, tokens in expected.items():
-                assert got[f"{name}-{turn}"] == tokens, (label, name)
+        with watched_prompts() as shapes:
+            for turn in range(2):
+                got = generate(here, *(greedy(f"{name}-{turn}", prompt, 40) for name, prompt in prompts.items()))
+                for name, tokens in expected.items():
+                    assert got[f"{name}-{turn}"] == tokens, (label, name)
+            for name, prompt in prompts.items():
+                got = generate(here, greedy(f"{name} alone", prompt, 40))
+                assert got[f"{name} alone"] == expected[name], (label, name)
+        kinds = {bool(shape.decodes) for shape in shapes}
+        assert kinds == (set() if "deterministic" in settings else {False, True}), (label, shapes)
         assert here.load_snapshot().prefix_hit_tokens > 0, label
         here.check_idle()
         here.close()
@@ -277,6 +287,32 @@ def bench_delta_parts() -> Iterator[Row]:
                 )
     finally:
         delta.choose = chosen
+
+
+def bench_mixer() -> Iterator[Row]:
+    """A whole mixer of Qwen3-Next at one token (norm, projections, delta net, output), kernels starting early: which
+    launch shape of the projections is fastest (rows and warps of a program)."""
+    hidden, wide = 2048, REAL.width + 2 * REAL.v_heads
+    early = TritonOps(DEVICE, pdl=True)
+    cases = [build(REAL, [Run(9, 1, 1, (1,), True)], torch.bfloat16, slots=2) for _ in range(4)]
+    mixes = [rand(wide, hidden, dtype=torch.bfloat16, scale=0.02) for _ in cases]
+    outputs = [rand(hidden, REAL.v_heads * REAL.v_dim, dtype=torch.bfloat16, scale=0.02) for _ in cases]
+    gains, x = rand(hidden, dtype=torch.bfloat16), rand(1, hidden, dtype=torch.bfloat16)
+
+    def mixer(case: Case, mix: Tensor, output: Tensor, config: GemvConfig | None) -> Tensor:
+        normed = early.rms_norm(x, gains, 1e-6)
+        projected = linear(normed, mix, config=config, pdl=True)
+        rows, gates = projected[:, : REAL.width], projected[:, REAL.width :]
+        mixed = early.delta_net(rows, gates, REAL, case.weights, case.batch, case.conv, case.state)
+        return linear(mixed, output, residual=x, out=x, pdl=True)
+
+    moved = (
+        sum(t.numel() * t.element_size() for t in (mixes[0], outputs[0])) + 8 * REAL.v_heads * REAL.k_dim * REAL.v_dim
+    )
+    for rows, warps in ((0, 0), (1, 8), (2, 8), (4, 8), (2, 4), (4, 4), (4, 2)):
+        config = GemvConfig("rows", rows, warps * 256, warps, 1) if rows else None
+        calls = [lambda a=args, c=config: mixer(*a, c) for args in zip(cases, mixes, outputs, strict=True)]
+        yield bandwidth(f"delta mixer b1, projections {rows} rows {warps} warps", time_us(calls), moved)
 
 
 def bench_gates() -> Iterator[Row]:

@@ -14,17 +14,22 @@ from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, integers, po
 from torch import Tensor
 
 from penstock.bench.bounds import probe
+from penstock.bench.shapes import named
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
+from penstock.engine.backends.cuda.experts import group, with_shared
 from penstock.engine.backends.cuda.kernels import common, latent_decode, latent_query, latent_values
 from penstock.engine.backends.cuda.kernels.latent_tile import LatentConfig as LatentTile
+from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import FP8, INT8, SCALE_DTYPE, AttentionBatch, LatentLayout, LatentWeights
 from penstock.engine.backends.reference.ops import ReferenceOps
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
+from penstock.engine.kv.cache import KVCache
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
-from penstock.engine.models.families import is_linear
+from penstock.engine.models.build import build_decoder
+from penstock.engine.models.families import is_linear, read_config
 from penstock.engine.request import Request, SamplingParams
 from tests.engine.harness import drain, generate, greedy
 
@@ -159,7 +164,63 @@ def test_engines_give_the_tokens_of_the_reference() -> None:
             requests = [greedy(f"r{i}", prompt, 24) for i, prompt in enumerate(wanted)]
             found.append(generate(engine, *requests))
             assert generate(engine, *requests) == found[-1], (name, device)
+            # Alone, steps of one token fold norms and sums into their products.
+            alone = {key: tokens for one in requests for key, tokens in generate(engine, one).items()}
+            assert alone == found[-1], (name, device)
         assert found[0] == found[1], name
+
+
+class OnTriton:
+    """See `LayerFactory`: what the CUDA backend makes, wherever the kernels run."""
+
+    device = DEVICE
+
+    def __init__(self) -> None:
+        self.ops = ops
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> CudaLinear:
+        return CudaLinear(weight, bias)
+
+    def as_head(self, linear: Any) -> Any:
+        return linear
+
+    def experts(self, stored: Callable[[], Any], widened: Callable[[], Any]) -> Any:
+        return group(stored())
+
+    def with_shared(self, **parts: Any) -> Any:
+        return with_shared(**parts)
+
+
+def test_a_step_of_one_token_in_fused_launches() -> None:
+    """Norms, residual additions, routing and the shared expert inside of products; the same numbers as apart."""
+    if MODE == "compile":
+        return
+    qwen = {
+        "model_type": "qwen3_moe", "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 32, "max_position_embeddings": 64,
+        "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [],
+    }  # fmt: skip
+    configs = [{**CONFIG, **MODELS["v2 lite"], "num_hidden_layers": 2}, qwen]
+    configs += [] if QUICK else [{**CONFIG, **MODELS["v3"]}]
+    for config in configs:
+        weights = OnHost(RandomCheckpoint(config, seed=5, dtype=torch.float32, embedding_scale=1.0))
+        decoder = build_decoder(
+            weights, read_config(weights.config), OnTriton(), dtype=torch.float32, max_positions=64, fused_up_to=8
+        )
+        assert decoder.fused_up_to == 1
+        apart = dataclasses.replace(decoder, fused_up_to=0)
+        batch, blocks = make_batch([20], [])
+        found = []
+        for one in (decoder, apart):
+            kv = KVCache(one.cache_shape(BLOCK, torch.float32), blocks, DEVICE)
+            for index, layer in enumerate(kv.layers):
+                filled = torch.Generator(device=DEVICE).manual_seed(index)
+                for part in ("latents", "k", "v"):
+                    if hasattr(layer, part):
+                        getattr(layer, part).normal_(generator=filled)
+            found.append(one.forward(integers([7], torch.int64), batch, kv))
+        check(config["model_type"], found[0], found[1].double(), 1e-4)
 
 
 class InTiles:
@@ -246,12 +307,10 @@ def test_results_do_not_depend_on_the_batch() -> None:
 
 
 def test_an_engine_in_deterministic_mode() -> None:
-    """All layers dense: experts have no batch-invariant kernels here."""
     if MODE != "device":
         return
-    dense = {**CONFIG, **MODELS["v3"], "first_k_dense_replace": 3}
     for dtype in ("float32", "bfloat16"):
-        weights = RandomCheckpoint(dense, seed=5, dtype=getattr(torch, dtype), embedding_scale=1.0)
+        weights = RandomCheckpoint({**CONFIG, **MODELS["v3"]}, seed=5, dtype=getattr(torch, dtype), embedding_scale=1.0)
         settings = EngineConfig(
             model="random", device="cuda", dtype=dtype, deterministic=True, max_running=16, num_blocks=400
         )
@@ -341,6 +400,45 @@ def bench_parts_of_a_decode_over_latents() -> Iterator[Row]:
         yield bandwidth(f"latents: queries and cache, 1 x {context}", time_us(queries), 16 * 128 * 512 * 2)
         size = context * 576 * 2 + 16 * 128 * 512 * 2
         yield bandwidth(f"latents: shares and merge, 1 x {context}", time_us(attended), size)
+
+
+def bench_a_layer_of_one_token() -> Iterator[Row]:
+    """A layer of experts of DeepSeek V2 Lite from end to end, after 300 tokens, and its two parts; kernels start early.
+    Several layers in turns, of which the cache holds nothing."""
+    if MODE != "device":
+        return
+    config = {**named("deepseek-v2-lite"), "num_hidden_layers": 6, "vocab_size": 4096}
+    weights = RandomCheckpoint(config, dtype=BF16, device=DEVICE)
+    decoder = build_decoder(
+        weights, read_config(config), OnTriton(), dtype=BF16, max_positions=4096, fused_up_to=8
+    )  # fmt: skip
+    batch, blocks = make_batch([300], [])
+    kv = KVCache(decoder.cache_shape(BLOCK, BF16), blocks, DEVICE)
+    bound = probe(DEVICE, BF16).read_gbps
+    residual, eps = rand(1, decoder.config.hidden_size, dtype=BF16), decoder.config.rms_eps
+    mixers: list[Callable[[], Tensor]] = []
+    feed_forwards: list[Callable[[], Tensor]] = []
+    for layer, cache in list(zip(decoder.layers, kv.layers, strict=True))[1:]:
+        mixer: Any = layer.mixer
+        feed_forward: Any = layer.feed_forward
+        mixers.append(partial(mixer.fused, residual, layer.mixer_norm, eps, batch, cache))
+        feed_forwards.append(partial(feed_forward.fused, residual, layer.feed_forward_norm, eps))
+    both = [call for pair in zip(mixers, feed_forwards, strict=True) for call in pair]
+    apart = dataclasses.replace(decoder, layers=decoder.layers[1:], fused_up_to=0)
+    rest = kv.of_layers(1, len(decoder.layers))
+    read = {"attention": 27.5e6, "experts": 138.7e6, "whole": 166.2e6}
+    common.overlap_launches(True)
+    try:
+        for name, calls, part, count in (
+            ("attention", mixers, "attention", 1),
+            ("experts", feed_forwards, "experts", 1),
+            ("whole", both, "whole", 2),
+            ("whole, norms and sums apart", [partial(apart.run, residual, batch, rest)], "whole", 0.2),
+        ):
+            us = time_us(calls) * count
+            yield f"one token, {name}", us, f"{read[part] / bound / us / 10:.0f}% of the read bound"
+    finally:
+        common.overlap_launches(False)
 
 
 def tune_decode_over_latents() -> Iterator[Row]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from attention_cases import ops
 from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, integers, poisoned_outputs, rand, time_us
+from graph_watch import watched_prompts
 from torch import Tensor
 
 from penstock.engine.backends.interface import AttentionBatch, MambaLayout, MambaWeights, StateBatch
@@ -210,10 +211,16 @@ def test_engines_with_states_equal_the_cpu() -> None:
     expected = {name: generate(alone, greedy(name, prompt, 40))[name] for name, prompt in prompts.items()}
     for label, settings in _engines():
         here = engine("cuda", **settings)
-        for turn in range(2):
-            got = generate(here, *(greedy(f"{name}-{turn}", prompt, 40) for name, prompt in prompts.items()))
-            for name, tokens in expected.items():
-                assert got[f"{name}-{turn}"] == tokens, (label, name)
+        with watched_prompts() as shapes:
+            for turn in range(2):
+                got = generate(here, *(greedy(f"{name}-{turn}", prompt, 40) for name, prompt in prompts.items()))
+                for name, tokens in expected.items():
+                    assert got[f"{name}-{turn}"] == tokens, (label, name)
+            for name, prompt in prompts.items():
+                got = generate(here, greedy(f"{name} alone", prompt, 40))
+                assert got[f"{name} alone"] == expected[name], (label, name)
+        kinds = {bool(shape.decodes) for shape in shapes}
+        assert kinds == (set() if "deterministic" in settings else {False, True}), (label, shapes)
         assert here.load_snapshot().prefix_hit_tokens > 0, label
         here.check_idle()
         here.close()

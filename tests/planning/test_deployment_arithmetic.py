@@ -133,11 +133,10 @@ def test_weights_are_held_at_least_as_the_device_computes() -> None:
         assert deployed(SMALL.with_stored(stored)).weights == stored
 
 
-def test_experts_in_few_bits_are_widened_on_gpus_that_serve_them() -> None:
+def test_experts_are_held_as_other_matrices() -> None:
     routed = replace(SMALL, moe=MOE)
-    assert deployed(routed, weight_dtype="int8").weights.further == 2
+    assert deployed(routed, weight_dtype="int8").weights.further == 1 + 2 / 128
     assert deployed(routed, weight_dtype="fp8").weights.further == 1
-    assert deployed(replace(routed, served=False), weight_dtype="int8").weights.further == 1 + 2 / 128
     assert deployed(routed, on="cpu-16", weight_dtype="int8").weights.further == 1 + 2 / 32
     assert deployed(SMALL, weight_dtype="int8").weights.expert_bytes is None
 

@@ -77,6 +77,8 @@ def test_known_models_have_the_parameters_that_the_engine_would_load(name: str) 
         of("mamba2", **MAMBA2, use_bias=True, use_conv_bias=False, tie_word_embeddings=True),
         of("nemotron_h", hybrid_override_pattern="M-*M", mlp_bias=True),
         of("nemotron_h", layers_block_type=["mlp", "full_attention", "linear_attention"], use_bias=True),
+        of("nemotron_h", hybrid_override_pattern="ME*E-", mlp_bias=True),
+        of("nemotron_h", hybrid_override_pattern="EM*", mlp_bias=True, moe_latent_size=24),
         of("qwen3_next", attention_bias=True, num_hidden_layers=4),
         *(of(family) for family in FAMILIES if family not in NAMED),
     ],

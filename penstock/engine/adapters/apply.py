@@ -27,7 +27,6 @@ from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.linear import InlineLinear, Linear
 from penstock.engine.models.layers.mamba import Mamba2
-from penstock.engine.models.layers.plain_mlp import PlainMlp
 from penstock.engine.models.layers.side_by_side import SideBySide
 
 
@@ -133,7 +132,7 @@ def adapt(
         new_mixer: Any = _replaced(layer.mixer, mixer)
         changed = dataclasses.replace(layer, mixer=new_mixer)
         if feed_forward:
-            assert isinstance(layer.feed_forward, GatedMlp | PlainMlp)
+            assert isinstance(layer.feed_forward, GatedMlp)
             adapted: Any = dataclasses.replace(layer.feed_forward, ops=decoder.ops, **feed_forward)
             changed = dataclasses.replace(changed, feed_forward=adapted)
         elif ROUTER in others:

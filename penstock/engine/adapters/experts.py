@@ -15,9 +15,18 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.kernel import AdaptedLinear, LoraKernel
-from penstock.engine.adapters.layout import EXPERT_DOWN, EXPERT_GATE_UP, ROUTER, SHARED, SHARED_GATE, PlacedSite
+from penstock.engine.adapters.layout import (
+    EXPERT_DOWN,
+    EXPERT_GATE_UP,
+    LATENT_IN,
+    LATENT_OUT,
+    ROUTER,
+    SHARED,
+    SHARED_GATE,
+    PlacedSite,
+)
 from penstock.engine.backends.interface import Ops
-from penstock.engine.models.layers.experts import ExpertSlots, ExpertSource, Router, SharedAndRouted
+from penstock.engine.models.layers.experts import ExpertSlots, ExpertSource, NarrowExperts, Router, SharedAndRouted
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
 
@@ -89,9 +98,10 @@ class AdaptedExperts:
         """int32 [T]: the slot of each token's adapter, which goes with it where experts are on other ranks."""
         return self.kernel.token_slots
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
         weights, chosen = self.choose(x)
-        return self.apply(x, weights, chosen if self.slots is None else self.slots.here(chosen))
+        chosen = chosen if self.slots is None else self.slots.here(chosen)
+        return self.apply(x if inputs is None else inputs, weights, chosen)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         chosen: tuple[Tensor, Tensor] = self.base.choose(x)
@@ -131,6 +141,12 @@ def adapt_experts(
                 down=linear(shared.down, f"{SHARED}down"),
             ),
             gate=None if feed_forward.gate is None else linear(feed_forward.gate, SHARED_GATE),
+        )
+    if isinstance(feed_forward, NarrowExperts):
+        return NarrowExperts(
+            routed=adapt_experts(feed_forward.routed, kernel, placed, ops),
+            into=linear(feed_forward.into, LATENT_IN),
+            out=linear(feed_forward.out, LATENT_OUT),
         )
     base: Any = feed_forward
     router: Router = base.router

@@ -21,18 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.families import family_of
 from penstock.engine.models.model_config import DeltaConfig, ModelConfig
 
 ROUTER, EXPERT_GATE_UP, EXPERT_DOWN = "router", "expert_gate_up", "expert_down"
 SHARED, SHARED_GATE = "shared_", "shared_gate"
+LATENT_IN, LATENT_OUT = "latent_in", "latent_out"
 """Attributes of sites of a mixture of experts: `adapters.experts` knows where they are."""
 ANY = "#"
 """Stands for the number of an expert in the names of modules."""
 DELTA_MIX, DELTA_GATES, DELTA_OUTPUT = "delta_mix", "delta_gates", "delta_output"
 """Attributes of sites of delta nets: `adapters.delta_nets` knows where they are."""
 _DELTA = "linear_attn."
-_BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.")
+_BLOCKS = ("mlp.", "block_sparse_moe.", "feed_forward.", "mixer.")
 """What the part of a layer with router and experts is called."""
 _WIDE = 8
 """Elements of two bytes in the widest load of a thread."""
@@ -256,23 +258,25 @@ def _delta_sites(delta: DeltaConfig, hidden: int) -> tuple[Site, ...]:
 
 def _dense_sites(config: ModelConfig) -> tuple[Site, ...]:
     moe, names = config.moe, family_of(config.family).names
-    layers: tuple[bool, ...] | None
-    if config.only:
-        layers = tuple(part == "feed_forward" for part in config.only)
-        up, down = names.mlp + names.gate_up[1], names.mlp + names.down
-        ffn, hidden = config.ffn_size, config.hidden_size
-        return Site("up", (up,), (ffn,), hidden, layers=layers), Site("down", (down,), (hidden,), ffn, layers=layers)
     layers = None if moe is None else tuple(not has_experts for has_experts in moe.layers)
+    if config.only:
+        dense = (True,) * config.num_layers if layers is None else layers
+        layers = tuple(part == "feed_forward" and own for part, own in zip(config.only, dense, strict=True))
     return _gated(config, "", names.mlp, config.ffn_size, layers=layers)
 
 
 def _gated(config: ModelConfig, prefix: str, at: str, ffn: int, **more: Any) -> tuple[Site, Site]:
     names, hidden = family_of(config.family).names, config.hidden_size
-    gate_up = tuple(at + part for part in names.gate_up)
+    gate_up = tuple(at + part for part in _parts(config, names.gate_up))
+    fused = names.fused_gate_up and at + names.fused_gate_up
     return (
-        Site(f"{prefix}gate_up", gate_up, (ffn, ffn), hidden, at + names.fused_gate_up, **more),
+        Site(f"{prefix}gate_up", gate_up, (ffn,) * len(gate_up), hidden, fused, **more),
         Site(f"{prefix}down", (at + names.down,), (hidden,), ffn, **more),
     )
+
+
+def _parts(config: ModelConfig, gate_up: tuple[str, str]) -> tuple[str, ...]:
+    return gate_up if has_gate(config.activation) else gate_up[1:]
 
 
 def _expert_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
@@ -287,6 +291,10 @@ def _expert_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
         sites += _gated(config, SHARED, names.moe + names.shared_expert, moe.shared_ffn_size, **at)
     if moe.shared_gate:
         sites.append(Site(SHARED_GATE, (names.moe + names.shared_gate,), (1,), hidden, **at))
+    outer = moe.latent or hidden
+    if moe.latent:
+        into, out = (names.moe + name for name in names.expert_latents)
+        sites += Site(LATENT_IN, (into,), (outer,), hidden, **at), Site(LATENT_OUT, (out,), (hidden,), outer, **at)
     if experts:
         at["experts"] = moe.experts
         stored = names.expert_stacks or ("", "")
@@ -295,14 +303,14 @@ def _expert_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
         up, down = (
             Stack((*(f"{block}experts.{name}" for block in _BLOCKS), f"{own}.weight"), interleaved, turned)
             for name, own, interleaved in (
-                ("gate_up_proj", stored[0], names.interleaved_gate_up),
+                ("gate_up_proj" if has_gate(config.activation) else "up_proj", stored[0], names.interleaved_gate_up),
                 ("down_proj", stored[1], False),
             )
         )
         one = f"{names.moe}experts.{ANY}."
-        gate_up = tuple(one + part for part in names.expert_gate_up)
+        gate_up = tuple(one + part for part in _parts(config, names.expert_gate_up))
         sites += (
-            Site(EXPERT_GATE_UP, gate_up, (moe.ffn_size, moe.ffn_size), hidden, stack=up, **at),
-            Site(EXPERT_DOWN, (one + names.expert_down,), (hidden,), moe.ffn_size, stack=down, **at),
+            Site(EXPERT_GATE_UP, gate_up, (moe.ffn_size,) * len(gate_up), outer, stack=up, **at),
+            Site(EXPERT_DOWN, (one + names.expert_down,), (outer,), moe.ffn_size, stack=down, **at),
         )
     return tuple(sites)

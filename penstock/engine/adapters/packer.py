@@ -173,18 +173,40 @@ class Packer:
         shapes = {side: tuple(tensors.get_slice(key).get_shape()) for side, key in pair.items()}
         ins = shapes["A"][-1] if "A" in shapes else None
         outs = shapes["B"][0] if "B" in shapes else None
-        for index in self._stacks[inner]:
+        fitting: list[tuple[bool, int, bool]] = []
+        for place, index in enumerate(self._stacks[inner]):
             site = self.cut.whole.sites[index]
             assert site.stack is not None
             straight = ins in (None, site.inputs) and outs in (None, site.outputs)
             turned = ins in (None, site.outputs) and outs in (None, site.inputs)
             if straight or turned:
                 either = site.stack.reversed if straight and turned else turned
-                return _Target(layer, module, "", index, range(len(site.sizes)), stacked=True, turned=either)
-        site = self.cut.whole.sites[self._stacks[inner][0]]
+                fitting.append((either is not site.stack.reversed, place if module != inner else -place, either))
+        if fitting:
+            # Without a gate the two stacks of a module may be as wide as they are high. PEFT has then wrapped the first
+            # of them before the other, if it has wrapped both.
+            _, place, either = min(self._wrapped(inner, fitting))
+            index = self._stacks[inner][abs(place)]
+            parts = range(len(self.cut.whole.sites[index].sizes))
+            return _Target(layer, module, "", index, parts, stacked=True, turned=either)
         raise CheckpointError(
             f"{self.file}: the matrices of layer {layer} {module} are {shapes}, and fit no experts here"
         )
+
+    def _wrapped(self, inner: str, fitting: list[tuple[bool, int, bool]]) -> list[tuple[bool, int, bool]]:
+        """Those of the stacks that the configuration names, if it names some."""
+
+        def named(place: int) -> bool:
+            stack = self.cut.whole.sites[self._stacks[inner][abs(place)]].stack
+            assert stack is not None
+            return any(
+                f".{one}".endswith(f".{name}")
+                for one in stack.paths
+                if one.rpartition(".")[0] == inner
+                for name in self.config.parameters
+            )
+
+        return [one for one in fitting if named(one[1])] or fitting
 
     def _put(self, target: _Target, a: Tensor, b: Tensor, *, key: str) -> None:
         whole, rank = self.cut.whole.sites[target.index], target.rank

@@ -1,4 +1,4 @@
-"""The gates of feed-forwards. Nothing here needs torch: family descriptors name them."""
+"""The activations of feed-forwards. Nothing here needs torch: family descriptors name them."""
 
 from __future__ import annotations
 
@@ -15,5 +15,10 @@ class ClampedSwiglu:
     limit: float = 7.0
 
 
-Activation = Literal["silu", "gelu_tanh"] | ClampedSwiglu
-"""Of the gate; gelu in its tanh form."""
+Activation = Literal["silu", "gelu_tanh", "relu2"] | ClampedSwiglu
+"""Of the gate; gelu in its tanh form. With `relu2`, the square of a ReLU, there is no gate."""
+
+
+def has_gate(activation: Activation) -> bool:
+    """Whether a feed-forward multiplies what its up matrix gives by the activated output of another."""
+    return activation != "relu2"

@@ -1,7 +1,7 @@
 """Checkpoints that store a layer's experts as two stacks of ordinary matrices, under the names of ordinary experts.
 
 The stacks are [experts, 2 * ffn, hidden], gate above up, and [experts, hidden, ffn]; `TensorNames.expert_stacks` has
-their names. A part of a stack is a view of the file.
+their names. Where experts have no gate, the first is [experts, ffn, hidden]. A part of a stack is a view of the file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class ExpertStacks:
                 if stack == down:
                     self._parts[f"{at}{expert}.{names.expert_down}.weight"] = name, expert, None
                 else:
-                    for half, part in enumerate(names.expert_gate_up):
+                    gate, up = names.expert_gate_up
+                    halves = {gate: 0, up: 1} if gate else {up: None}
+                    for part, half in halves.items():
                         self._parts[f"{at}{expert}.{part}.weight"] = name, expert, half
 
     def names(self) -> Collection[str]:
@@ -49,7 +51,7 @@ class ExpertStacks:
             return found
         stack, expert, half = part
         whole: Tensor = self.inner.tensor(stack)
-        if whole.dim() != 3 or expert >= len(whole) or whole.shape[1] % 2:
+        if whole.dim() != 3 or expert >= len(whole) or (half is not None and whole.shape[1] % 2):
             raise CheckpointError(f"tensor {stack!r} has shape {tuple(whole.shape)}, not that of a stack of experts")
         matrix = whole[expert]
         if half is not None:
@@ -66,7 +68,9 @@ def stacks_among(stored: Collection[str], names: TensorNames) -> list[str]:
 def with_stacks(checkpoint: Any, names: TensorNames) -> Any:
     """`checkpoint` under the names of single experts, where it has stacks."""
     config = checkpoint.config.get("text_config") or checkpoint.config
-    experts = config.get("num_local_experts", config.get("num_experts"))
+    experts = next(
+        (config[key] for key in ("num_local_experts", "num_experts", "n_routed_experts") if key in config), 0
+    )
     if names.expert_stacks is None or not isinstance(experts, int) or not stacks_among(checkpoint.names(), names):
         return checkpoint
     return ExpertStacks(checkpoint, names, experts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,11 @@ class Fp8Checkpoint:
         self.config: dict[str, Any] = {k: v for k, v in inner.config.items() if k != "quantization_config"}
         self._names = set(inner.names())
         self._tile = _tile(inner.config.get("quantization_config") or {})
+
+    @property
+    def folder(self) -> Path | None:
+        """Of its files; None where it has none."""
+        return getattr(self.inner, "folder", None)
 
     def names(self) -> Collection[str]:
         return {name for name in self._names if not name.endswith(_SUFFIXES)}

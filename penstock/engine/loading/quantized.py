@@ -7,6 +7,7 @@ dequantizes a weight; `groups` returns its integers, which kernels run on.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -253,9 +254,19 @@ class QuantizedCheckpoint:
             if name.endswith(marker) and f"{name.removesuffix(marker)}{sign}" in self._names
         }
 
+    @property
+    def folder(self) -> Path | None:
+        """Of its files; None where it has none."""
+        return getattr(self._inner, "folder", None)
+
+    @property
+    def integer_matrices(self) -> Collection[str]:
+        """The tensors that are stored as integers, each [out, in]."""
+        return {f"{base}weight" for base in self._bases}
+
     def names(self) -> Collection[str]:
         hidden = {f"{base}{extra}" for base in self._bases for extra in (self._layout.marker, *self._layout.extras)}
-        return (self._names - hidden) | {f"{base}weight" for base in self._bases}
+        return (self._names - hidden) | set(self.integer_matrices)
 
     def groups(self, name: str, device: str | torch.device = "cpu") -> IntGroups | None:
         """The integers of a quantized matrix, None for any other tensor."""

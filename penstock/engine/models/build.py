@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import sys
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -12,7 +13,8 @@ from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.layers.factory import LayerFactory
-from penstock.engine.models.layers.linear import Linear, shaped
+from penstock.engine.models.layers.feed_forward import FusedFeedForward
+from penstock.engine.models.layers.linear import InlineLinear, Linear, shaped
 from penstock.engine.models.layers.mixer import FusedMixer
 from penstock.engine.models.layers.rotary import cos_sin_table
 from penstock.engine.models.llama import LLAMA_LIKE
@@ -38,11 +40,12 @@ def build_decoder(
     fp8_cache: bool = False,
     head_rows: int | None = None,
     progress: Callable[[float], None] | None = None,
+    begun: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """Read every weight once, fuse and pack it. Peak memory is the model plus one layer.
 
     `head_rows`: how many of the head's rows this process has, when it is one of several; with none it has no embedding
-    either.
+    either. `begun`: called with the decoder as it is with its first layer alone, before the others are read.
     """
     read = WeightReader(weights, backend, dtype, quantize, config.norm_offset)
     return compose_decoder(
@@ -54,6 +57,7 @@ def build_decoder(
         fp8_cache=fp8_cache,
         head_rows=head_rows,
         progress=progress,
+        begun=begun,
     )
 
 
@@ -67,6 +71,7 @@ def compose_decoder(
     fp8_cache: bool = False,
     head_rows: int | None = None,
     progress: Callable[[float], None] | None = None,
+    begun: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """See `build_decoder`. Asks `read` for every tensor that the family has, and for no other."""
     backend, family = read.backend, family_of(config.family)
@@ -80,6 +85,22 @@ def compose_decoder(
     if config.embedding_scale != 1.0:
         embedding = embedding * config.embedding_scale
     ropes = {rope: cos_sin_table(rope, config.rotary_dim, max_positions, backend.device) for rope in config.ropes}
+    head = compose_head(read, config, head_rows or vocab) if has_ends else backend.linear(read.zeros(16, hidden))
+    head = shaped(backend.as_head(head), config.logit_scale, config.logit_softcap)
+    final_norm = read.norm(f"{prefix}{family.names.final_norm}", hidden)
+
+    def decoder_of(layers: list[DecoderLayer]) -> Decoder:
+        return architecture.decoder(
+            config=config,
+            ops=backend.ops,
+            embedding=embedding,
+            layers=layers,
+            final_norm=final_norm,
+            head=head,
+            max_positions=max_positions,
+            fused_up_to=min(fused_up_to, most_fused(config, layers)),
+        )
+
     layers: list[DecoderLayer] = []
     for index, rope in enumerate(config.ropes):
         context = LayerContext(
@@ -93,23 +114,29 @@ def compose_decoder(
             fp8_cache=fp8_cache,
         )
         layers.append(architecture.compose_layer(context))
+        if begun is not None and index == 0:
+            begun(decoder_of(layers[:]))
         if progress is not None:
             progress((index + 1) / (config.num_layers + 1))
-    head = compose_head(read, config, head_rows or vocab) if has_ends else backend.linear(read.zeros(16, hidden))
-    can_fuse = config.plain_layers and all(isinstance(layer.mixer, FusedMixer) for layer in layers)
-    decoder = architecture.decoder(
-        config=config,
-        ops=backend.ops,
-        embedding=embedding,
-        layers=layers,
-        final_norm=read.norm(f"{prefix}{family.names.final_norm}", hidden),
-        head=shaped(backend.as_head(head), config.logit_scale, config.logit_softcap),
-        max_positions=max_positions,
-        fused_up_to=fused_up_to if can_fuse else 0,
-    )
     if progress is not None:
         progress(1.0)
-    return decoder
+    return decoder_of(layers)
+
+
+def most_fused(config: ModelConfig, layers: Sequence[DecoderLayer]) -> int:
+    """Tokens that the layers can take in their fused form, if the backend has one. Experts take one."""
+    if not all(isinstance(layer.mixer, FusedMixer) for layer in layers):
+        return 0
+    if config.plain_layers:
+        return sys.maxsize
+    experts = config.plain_but_experts and all(_fuses_one(layer) for layer in layers)
+    return 1 if experts else 0
+
+
+def _fuses_one(layer: DecoderLayer) -> bool:
+    feed_forward, mixer = layer.feed_forward, layer.mixer
+    fuses = isinstance(feed_forward, FusedFeedForward) and feed_forward.fuses
+    return fuses and all(isinstance(linear, InlineLinear) for linear in mixer.linears)
 
 
 def prefix_of(stored: Collection[str], names: TensorNames) -> str:

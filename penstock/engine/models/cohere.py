@@ -7,7 +7,7 @@ the norms are RMS norms of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,6 +21,8 @@ from penstock.engine.models.llama import compose_attention, compose_feed_forward
 @dataclass(frozen=True, slots=True)
 class ParallelDecoder(Decoder):
     """See `Decoder`."""
+
+    uniform: ClassVar[bool] = True
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         ops, eps, dtype = self.ops, self.config.rms_eps, self.embedding.dtype

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class DecoderLayer:
 class Decoder(ABC):
     """Embedding, layers, final norm and head."""
 
+    uniform: ClassVar[bool] = False
+    """Whether it runs with any of its layers left out, each of the others as before."""
     config: ModelConfig
     ops: Ops
     embedding: Tensor

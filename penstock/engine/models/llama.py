@@ -7,11 +7,12 @@ The residual stream is one tensor updated in place; the residual addition and th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.activation import has_gate
 from penstock.engine.backends.interface import ActivationOps, AttentionBatch, HeadLayout
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
@@ -21,6 +22,7 @@ from penstock.engine.models.layers.experts import (
     ExpertMlp,
     ExpertSlots,
     ExpertSource,
+    NarrowExperts,
     Router,
     held,
 )
@@ -32,6 +34,8 @@ from penstock.engine.models.weights import WeightReader
 @dataclass(frozen=True, slots=True)
 class LlamaDecoder(Decoder):
     """See `Decoder`. Mixers and feed-forwards may be of any kind."""
+
+    uniform: ClassVar[bool] = True
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         if residual.shape[0] <= self.fused_up_to:
@@ -132,13 +136,14 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         bias: bool,
         ops: ActivationOps,
         fused: str = names.fused_gate_up,
+        outer: int = hidden,
     ) -> GatedMlp:
-        parts = dict.fromkeys(gate_up, ffn)
+        parts = dict.fromkeys(gate_up if has_gate(config.activation) else gate_up[1:], ffn)
         return GatedMlp(
             ops=ops,
             activation=config.activation,
-            gate_up=read.linear(prefix, parts, hidden, bias, fused),
-            down=read.linear(prefix, {down: hidden}, ffn, bias),
+            gate_up=read.linear(prefix, parts, outer, bias, fused),
+            down=read.linear(prefix, {down: outer}, ffn, bias),
         )
 
     if moe is None or not moe.layers[context.index]:
@@ -167,7 +172,8 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
     def experts(read: WeightReader) -> ExpertMlp:
         def make(index: int) -> GatedMlp:
             at, bias = f"{block}experts.{index}.", moe.expert_bias
-            return gated(read, at, names.expert_gate_up, names.expert_down, ffn, bias, backend.ops, fused)
+            outer = moe.latent or hidden
+            return gated(read, at, names.expert_gate_up, names.expert_down, ffn, bias, backend.ops, fused, outer)
 
         source = ExpertSource(make, lambda index: read.touch(f"{block}experts.{index}."))
         parts = [make(index) for index in held(table, moe.shard, moe.experts)]
@@ -175,6 +181,13 @@ def compose_feed_forward(context: LayerContext) -> FeedForward:
         return ExpertMlp(backend.ops, router, parts, source, slots)
 
     routed = backend.experts(lambda: experts(read), lambda: experts(read.dense()))
+    if moe.latent:
+        into, out = names.expert_latents
+        routed = NarrowExperts(
+            routed,
+            into=read.linear(block, {into: moe.latent}, hidden, config.mlp_bias),
+            out=read.linear(block, {out: hidden}, moe.latent, config.mlp_bias),
+        )
     if not moe.shared_ffn_size:
         return routed
     at, ffn, bias = block + names.shared_expert, moe.shared_ffn_size, config.mlp_bias

@@ -56,6 +56,8 @@ class MoeConfig:
     """Width of the expert that every token visits; 0: there is none."""
     shared_gate: bool = False
     """Whether the shared expert's output is multiplied by the sigmoid of one number of the token."""
+    latent: int = 0
+    """Numbers of a token that the experts read and give, between two matrices; 0: all of them."""
 
     def __post_init__(self) -> None:
         if self.top_k > self.experts:
@@ -263,5 +265,10 @@ class ModelConfig:
     @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
-        plain = self.moe is None and not self.recurrent and not self.gated_attention and not self.parallel
+        return self.moe is None and self.plain_but_experts
+
+    @property
+    def plain_but_experts(self) -> bool:
+        """The same, but that feed-forwards may be of experts."""
+        plain = not self.recurrent and not self.gated_attention and not self.parallel
         return plain and not self.only and not self.sandwich_norms and self.activation == "silu"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -17,13 +17,15 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.architecture import Architecture, LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.absent import NoFeedForward, NoMixer
-from penstock.engine.models.layers.plain_mlp import PlainMlp
+from penstock.engine.models.llama import compose_feed_forward
 from penstock.engine.models.mamba_hybrid import compose_mixer
 
 
 @dataclass(frozen=True, slots=True)
 class OnePartDecoder(Decoder):
     """See `Decoder`."""
+
+    uniform: ClassVar[bool] = True
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         eps = self.config.rms_eps
@@ -51,17 +53,7 @@ def compose_layer(context: LayerContext) -> DecoderLayer:
     norm, ops = read.norm(context.prefix + names.mixer_norm, config.hidden_size), read.backend.ops
     if config.only[context.index] == "mixer":
         return DecoderLayer(norm, compose_mixer(context), None, NoFeedForward(ops))
-    return DecoderLayer(None, NoMixer(ops), norm, compose_plain_mlp(context))
-
-
-def compose_plain_mlp(context: LayerContext) -> PlainMlp:
-    read, config, names = context.read, context.config, context.names
-    at, hidden, ffn = context.prefix + names.mlp, config.hidden_size, config.ffn_size
-    return PlainMlp(
-        ops=read.backend.ops,
-        up=read.linear(at, {names.gate_up[1]: ffn}, hidden, config.mlp_bias),
-        down=read.linear(at, {names.down: hidden}, ffn, config.mlp_bias),
-    )
+    return DecoderLayer(None, NoMixer(ops), norm, compose_feed_forward(context))
 
 
 ONE_PART = Architecture(OnePartDecoder, compose_layer)

@@ -53,7 +53,7 @@ class WeightReader:
         """`norm_offset`: added to all norm weights."""
         self.names = set(weights.names())
         self.backend = backend
-        self._weights = weights
+        self.weights = weights
         self._dtype = dtype
         self._quantize = quantize
         self._norm_offset = norm_offset
@@ -77,7 +77,7 @@ class WeightReader:
     def get(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         if name not in self.names:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}; it is incomplete or of another family")
-        tensor = self._weights.tensor(name, self.backend.device)
+        tensor = self.weights.tensor(name, self.backend.device)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the configuration says {shape}")
         return tensor.to(device=self.backend.device, dtype=dtype or self._dtype)
@@ -86,7 +86,7 @@ class WeightReader:
         """Read tensors and forget them, so that they are in memory when they are wanted."""
         for name in self.names:
             if name.startswith(prefix):
-                self._weights.tensor(name)
+                self.weights.tensor(name)
 
     def zeros(self, *shape: int) -> Tensor:
         """In place of what this process never uses, so that warm-up needs no special case."""
@@ -120,7 +120,7 @@ class WeightReader:
         stacked_bias = torch.cat(biases) if biases else None
         names = {f"{at}{part}.weight": size for part, size in parts.items()}
         if self._quantize is not None and self.names.issuperset(names):
-            quantized = self._quantize(self._weights, names, inputs, stacked_bias)
+            quantized = self._quantize(self.weights, names, inputs, stacked_bias)
             if quantized is not None:
                 return quantized
         dense = torch.cat([self.get(name, size, inputs) for name, size in names.items()])
@@ -128,7 +128,7 @@ class WeightReader:
 
     def kv_scales(self, attention: str, kv_heads: int) -> KVScales:
         """The checkpoint's own scales for an FP8 cache, or 1: e4m3 reaches 448 and keeps three bits at any size."""
-        checkpoint, device = self._weights, self.backend.device
+        checkpoint, device = self.weights, self.backend.device
         k, v = 1.0, 1.0
         if isinstance(checkpoint, Fp8Checkpoint | QuantizedCheckpoint):
             k, v = checkpoint.kv_scale(attention)

@@ -22,6 +22,8 @@ from penstock.engine.adapters.layout import (
     DELTA_OUTPUT,
     EXPERT_DOWN,
     EXPERT_GATE_UP,
+    LATENT_IN,
+    LATENT_OUT,
     ROUTER,
     SHARED,
     SHARED_GATE,
@@ -31,6 +33,7 @@ from penstock.engine.adapters.layout import (
 )
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.runtime import AdaptedModel
+from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 from penstock.engine.parallel.shards import delta_cuts, mamba_projection, mamba_spans
@@ -46,10 +49,10 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
     heads, kv_heads = head_span(model, place), kv_head_span(model, place)
     q, kv, width = _times(heads, model.head_dim), _times(kv_heads, model.head_dim), even_span(model.ffn_size, place)
     hidden, q_rows = (0, model.hidden_size), _times(q, 2) if model.gated_attention else q
-    inputs = {"qkv": hidden, "output": q, "gate_up": hidden, "up": hidden, "down": width}
+    parts = 2 if has_gate(model.activation) else 1
+    inputs = {"qkv": hidden, "output": q, "gate_up": hidden, "down": width}
     outputs: dict[str, tuple[Rows, ...]] = {
-        "qkv": (q_rows, kv, kv), "output": (hidden,), "gate_up": (width, width), "up": (width,),
-        "down": (hidden,),
+        "qkv": (q_rows, kv, kv), "output": (hidden,), "gate_up": (width,) * parts, "down": (hidden,),
     }  # fmt: skip
     moe = model.moe
     if moe is not None:
@@ -60,11 +63,12 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
             else (0, moe.shared_ffn_size)
         )
         expert = (0, moe.ffn_size) if whole_experts else even_span(moe.ffn_size, place)
-        inputs |= {ROUTER: hidden, SHARED_GATE: hidden, EXPERT_GATE_UP: hidden, EXPERT_DOWN: expert}
-        inputs |= {f"{SHARED}gate_up": hidden, f"{SHARED}down": shared}
-        outputs |= {ROUTER: ((0, moe.experts),), SHARED_GATE: ((0, 1),)}
-        outputs |= {EXPERT_GATE_UP: (expert, expert), EXPERT_DOWN: (hidden,)}
-        outputs |= {f"{SHARED}gate_up": (shared, shared), f"{SHARED}down": (hidden,)}
+        outer = (0, moe.latent or model.hidden_size)
+        inputs |= {ROUTER: hidden, SHARED_GATE: hidden, EXPERT_GATE_UP: outer, EXPERT_DOWN: expert}
+        inputs |= {f"{SHARED}gate_up": hidden, f"{SHARED}down": shared, LATENT_IN: hidden, LATENT_OUT: outer}
+        outputs |= {ROUTER: ((0, moe.experts),), SHARED_GATE: ((0, 1),), LATENT_IN: (outer,), LATENT_OUT: (hidden,)}
+        outputs |= {EXPERT_GATE_UP: (expert,) * parts, EXPERT_DOWN: (outer,)}
+        outputs |= {f"{SHARED}gate_up": (shared,) * parts, f"{SHARED}down": (hidden,)}
     latent = model.latent
     if latent is not None:
         narrow = q if latent.query_rank is None else (0, latent.query_rank)

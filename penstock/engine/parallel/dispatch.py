@@ -43,8 +43,10 @@ class ExchangedExperts:
         assert slots is not None
         return slots
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
+        """`inputs`: see `Experts`."""
         weights, chosen = self.feed_forward.choose(x)
+        x = x if inputs is None else inputs
         slots, size, group = self._slots.of(chosen), self._slots.size, self.group
         # [shards, tokens]: who visits whom, so that the visits below are in order of shards.
         visits = (slots // size).unsqueeze(0) == torch.arange(group.size, device=x.device).view(-1, 1, 1)

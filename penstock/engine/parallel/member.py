@@ -22,7 +22,7 @@ from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.absent import NoFeedForward, NoMixer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.delta_net import GatedDeltaNet
-from penstock.engine.models.layers.experts import SharedAndRouted
+from penstock.engine.models.layers.experts import NarrowExperts, SharedAndRouted
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.latent_attention import LatentAttention
 from penstock.engine.models.layers.mamba import Mamba2
@@ -144,15 +144,13 @@ class DraftMember(Member):
 
 def _exchanged(layer: DecoderLayer, group: Group) -> DecoderLayer:
     """Layers are whole, and each shard has its own tokens: only those for experts elsewhere are exchanged."""
-    found: Any = layer.feed_forward
-    if isinstance(found, SharedAndRouted):  # every shard has the shared expert
-        routed: Any = found.routed
-        changed: FeedForward = dataclasses.replace(found, routed=ExchangedExperts(routed, group))
-    elif hasattr(found, "slots"):
-        changed = ExchangedExperts(found, group)
-    else:
-        return layer
-    return dataclasses.replace(layer, feed_forward=changed)
+
+    def exchanged(found: Any) -> Any:
+        if isinstance(found, SharedAndRouted | NarrowExperts):  # every shard has what all tokens pass
+            return dataclasses.replace(found, routed=exchanged(found.routed))
+        return ExchangedExperts(found, group) if hasattr(found, "slots") else found
+
+    return dataclasses.replace(layer, feed_forward=exchanged(layer.feed_forward))
 
 
 def _norm_over(group: Group, shards: int) -> OverRanks:

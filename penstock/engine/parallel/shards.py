@@ -112,6 +112,9 @@ class Cuts:
         self._shared_prefix = f".{tensors.shared_expert}"
         if model.moe is not None and model.moe.placement:
             self._experts = {}  # whole experts, each on some shards
+        if model.moe is not None and model.moe.latent:
+            # What the experts of a shard add up to is a part of the input: all of the matrix, the bias once.
+            self._dense = {**self._dense, tensors.expert_latents[1]: Cut(inputs=(0, model.moe.latent))}
         if place.data:
             self._attention, self._dense, self._shared = {}, {}, {}
         rows = head_rows(model, place)

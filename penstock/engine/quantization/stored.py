@@ -17,11 +17,16 @@ from penstock.errors import CheckpointError
 _BITS = {"int8": 8, "int4": 4}
 
 
+def stores_groups(weights: Weights) -> bool:
+    """Whether the checkpoint has matrices as groups of integers."""
+    return isinstance(weights, GGUFCheckpoint | QuantizedCheckpoint)
+
+
 def stored_groups(
     weights: Weights, names: dict[str, int], inputs: int, form: WeightForm, device: str | torch.device
 ) -> list[IntGroups] | None:
     """The integers of all the named matrices, when the checkpoint has them in the form that was asked for."""
-    if not isinstance(weights, (GGUFCheckpoint, QuantizedCheckpoint)):
+    if not isinstance(weights, GGUFCheckpoint | QuantizedCheckpoint):
         return None
     found = []
     for name, size in names.items():

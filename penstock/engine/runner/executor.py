@@ -39,8 +39,9 @@ class Executor(Releasable, ABC):
     def prepare(self, token_budget: int) -> None:
         """Record or capture the steps to come, of up to `token_budget` tokens, so that none of them waits for it."""
 
-    def improve(self) -> bool:
-        """Use a moment without work for what makes later steps faster; False when there is nothing left to do."""
+    def improve(self, urgent: Callable[[], bool] = lambda: False) -> bool:
+        """Use a moment without work for what makes later steps faster; False when there is nothing left to do.
+        `urgent`: asked again and again, whether to stop soon and do it another time."""
         return False
 
     @property

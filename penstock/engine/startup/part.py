@@ -32,6 +32,7 @@ from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.tap import StageTap, Tap
 from penstock.engine.models.weights import Weights
 from penstock.engine.startup.adapters import adapt_model, with_experts
+from penstock.engine.startup.kernels import KernelBuild
 from penstock.engine.startup.memory import longest_sequence, size_cache, sliding_window
 from penstock.errors import CheckpointError, ConfigError
 
@@ -118,7 +119,7 @@ def load_part(
     with phases("kernels"):
         backend = backend or pick_backend(device, threads)
         if config.deterministic:
-            check_deterministic(config, model, backend)
+            check_deterministic(config, backend)
             backend.ops.batch_invariant = True
         plan = backend.plan_weights(config, dtype, weights)
         kv_dtype = backend.kv_dtype(config, model, dtype)
@@ -145,6 +146,11 @@ def load_part(
             wanted_len,
             wanted_len,
         )
+    most_decodes = max(max_running, config.max_verified(max_running))
+    limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
+    kernels = KernelBuild(backend, kv_dtype, limits)
+    # With shards, sums stand between linears and residual additions.
+    alone = member is None or member.place.tensor == 1
     with phases("weights"), torch.inference_mode():
         decoder = _by_transformers(config, weights, model, backend, dtype, wanted_len, plan, phases) or build_decoder(
             weights,
@@ -158,6 +164,7 @@ def load_part(
             fp8_cache=kv_dtype == FP8,
             head_rows=head_rows,
             progress=lambda fraction: phases.report("weights", fraction),
+            begun=kernels.begin if backend.compiles and member is None else None,
         )
     if model.by_transformers:
         model = decoder.config  # its windows were found meanwhile
@@ -177,12 +184,7 @@ def load_part(
     adapters = adapt_model(config, backend, decoder, dtype=dtype, cut=cut)
     if backend.compiles and not decoder.launched_eagerly:
         with phases("compile"):
-            most_decodes = max(max_running, config.max_verified(max_running))
-            limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
-            # With shards, sums stand between linears and residual additions.
-            alone = member is None or member.place.tensor == 1
-            unfused = decoder if alone else dataclasses.replace(decoder, fused_up_to=0)
-            backend.compile(unfused, kv_dtype, limits, adapters)
+            kernels.finish(decoder if alone else dataclasses.replace(decoder, fused_up_to=0), adapters)
     stage_tap = _stage_tap(tap, model, member)
     with phases("kv cache"):
         if member is not None and config.ranks_per_device > 1:
@@ -238,18 +240,14 @@ def _together(member: Member, decoder: Decoder) -> Forward:
     return Stage(member.connect(decoder), member.groups).whole
 
 
-def check_deterministic(config: EngineConfig, model: ModelConfig, backend: Backend) -> None:
+def check_deterministic(config: EngineConfig, backend: Backend) -> None:
     """Refuse what has no batch-invariant kernels yet."""
     if config.expert_parallel and (config.expert_copies or config.expert_rebalance_s):
         raise ConfigError(
             "deterministic: true with expert_parallel needs expert_copies: 0 and expert_rebalance_s: 0, because sums "
             "depend on which shard has an expert"
         )
-    if backend.all_invariant:
-        return
-    if model.moe is not None:
-        raise ConfigError("deterministic: true is not available for mixture-of-experts models on this device")
-    if config.adapters or config.adapter_slots:
+    if (config.adapters or config.adapter_slots) and not backend.invariant_adapters:
         raise ConfigError("deterministic: true is not available with adapters on this device")
 
 
@@ -262,10 +260,10 @@ def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Wei
     for name, is_set in refused.items():
         if is_set:
             raise ConfigError(f"{name}: not available for {model.family} models, which run through transformers")
-    if not isinstance(weights, SafetensorsCheckpoint):
+    if getattr(weights, "folder", None) is None:
         raise CheckpointError(
-            f"{model.family} models run through transformers, which needs a folder of weights that are not quantized; "
-            "weights: int8 or int4 rounds them when they are loaded"
+            f"{model.family} models run through transformers, which needs a folder of safetensors; GGUF files are read "
+            "for families that we have"
         )
 
 
@@ -284,15 +282,16 @@ def _by_transformers(
         return None
     from penstock.engine.models.transformers.load import load_decoder
 
-    assert isinstance(weights, SafetensorsCheckpoint)
+    plain = isinstance(weights, SafetensorsCheckpoint)
     return load_decoder(
-        weights.folder,
+        weights.folder,  # type: ignore[attr-defined]  # checked before
         model,
         weights.config,
         backend,
         dtype=dtype,
         max_positions=max_positions,
         quantize=plan.quantize,
+        stored=None if plain else weights,
         custom_code=config.trust_remote_code,
         progress=lambda fraction: phases.report("weights", fraction),
     )

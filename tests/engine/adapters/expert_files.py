@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-STACKS = ("gate_up_proj", "down_proj")
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
 TRANSPOSED = ("GptOssExperts",)
 """Modules that tell PEFT that their matrices are [in, out]."""
 
@@ -64,7 +64,7 @@ def write_expert_adapter(
                 _write_split(tensors, module, leaf, pair, rank, count, inputs, outputs, experts_at)
                 continue
             r = rank * (fused_rank if leaf == "gate_up_proj" else 1)
-            nested = ".base_layer" if leaf == "gate_up_proj" and "down_proj" in targets else ""
+            nested = ".base_layer" if leaf != "down_proj" and "down_proj" in targets else ""
             a, b = pair(inputs, outputs, r, count)
             at = f"base_model.model.{module}{nested}"
             tensors[f"{at}.lora_A.weight"], tensors[f"{at}.lora_B.weight"] = a, b
@@ -97,8 +97,8 @@ def _write_split(
     outputs: int,
     at: str,
 ) -> None:
-    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
-    if at:
+    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+    if at == "block_sparse_moe.":
         parts = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[parts[0]], *(("w3",) if len(parts) > 1 else ())
         module = module.replace(".mlp.experts", f".{at}experts")
     for expert in range(count):
@@ -119,7 +119,7 @@ def merge_experts(model: Any, adapter: Path) -> None:
             continue
         b = lora[key.replace(".lora_A.", ".lora_B.")]
         path = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        single = re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)", path)
+        single = re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe|mixer)\.experts\.(\d+)\.(\w+)", path)
         scale = config["lora_alpha"] / config["r"]
         if f"{path}.weight" in named:  # experts too, in older releases
             named[f"{path}.weight"] += scale * b @ a
@@ -128,9 +128,8 @@ def merge_experts(model: Any, adapter: Path) -> None:
             _merge_one(named, single[1], int(single[2]), single[3], scale * b @ a)
             continue
         module = path.replace(".base_layer", "")
-        leaf = (
-            "gate_up_proj" if path != module or "experts.down_proj" not in config["target_parameters"] else "down_proj"
-        )
+        first = "gate_up_proj" if f"{module}.gate_up_proj" in named else "up_proj"
+        leaf = first if path != module or "experts.down_proj" not in config["target_parameters"] else "down_proj"
         parameter = named[f"{module}.{leaf}"]
         count = len(parameter)
         down, up = a.view(count, -1, a.shape[1]), b.view(b.shape[0], -1, count)
@@ -139,6 +138,9 @@ def merge_experts(model: Any, adapter: Path) -> None:
 
 
 def _merge_one(named: dict[str, Any], layer: str, expert: int, part: str, delta: Tensor) -> None:
+    if f"{layer}.mixer.experts.{part}" in named:  # without gates
+        named[f"{layer}.mixer.experts.{part}"][expert] += delta
+        return
     stack = named[f"{layer}.mlp.experts.{'down_proj' if part in ('down_proj', 'w2') else 'gate_up_proj'}"]
     rows = len(delta)
     first = rows if part in ("up_proj", "w3") else 0

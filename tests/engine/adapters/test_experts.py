@@ -20,6 +20,7 @@ from tests.engine.harness import assert_idle, generate, make_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 STACKS = ("gate_up_proj", "down_proj")
+UP_DOWN = ("up_proj", "down_proj")
 DELTA = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, one by one": ("mixtral", {"split": True, "experts_at": "block_sparse_moe."}),
@@ -33,6 +34,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, shared": ("qwen2-moe", {"targets": ("gate_proj", "up_proj", "down_proj", "shared_expert_gate")}),
     "qwen3-next": ("qwen3-next", {"targets": (*STACKS, "shared_expert_gate", "gate", *DELTA)}),
     "qwen3.5, dense": ("qwen3.5", {"targets": (*DELTA, "q_proj", "up_proj")}),
+    "nemotron": ("nemotron-h-experts", {"targets": ("up_proj", "down_proj", "gate", "in_proj")}),
+    "nemotron, one by one": ("nemotron-h-experts", {"targets": UP_DOWN, "split": True, "experts_at": "mixer."}),
+    "nemotron, narrow": ("nemotron-h-narrow-experts", {"targets": (*UP_DOWN, "fc1_latent_proj", "fc2_latent_proj")}),
     "qwen3.5, experts": ("qwen3.5-moe", {"targets": (*DELTA, "gate")}),
 }
 QUICK = ("mixtral, one by one", "qwen3, stacked", "gpt-oss", "deepseek", "qwen3.5, dense")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.engine.backends import cpu
 from penstock.engine.backends.cuda import graphs, prompt_graphs
-from penstock.engine.backends.cuda.capture import Recording
+from penstock.engine.backends.cuda.capture import Recording, Work
 from penstock.engine.backends.cuda.deferred import Deferred
 from penstock.engine.backends.cuda.graphs import GraphExecutor
 from penstock.engine.backends.reference.backend import ReferenceBackend
@@ -49,8 +49,9 @@ class CalledAgain:
         return None
 
 
-def record(device: torch.device, work: Callable[[], tuple[Tensor, Tensor]], pool: Any) -> Recording:
+def record(device: torch.device, work: Work, pool: Any, rehearse: Work) -> Recording:
     with torch.inference_mode():
+        rehearse()
         graph: Any = CalledAgain(work)
     return Recording(graph, graph.results)
 
@@ -86,4 +87,25 @@ def test_few_steps_are_captured_at_the_start_and_the_rest_when_there_is_no_work(
     assert set(executor.graphs._captured) == {1, 2, 3, 4, 6, 8, 16, 32, 40}, "and the others later again"
     engine.forget_caches()
     assert generate(engine, *requests) == before
+    assert_idle(engine)
+
+
+def test_a_request_ends_the_capture_of_a_step_between_two_layers(engine: Engine) -> None:
+    executor = engine.runner.executor
+    assert isinstance(executor, GraphExecutor)
+    captured = set(executor.graphs._captured)
+    asked = 0
+
+    def comes_later() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 3
+
+    assert engine.improve(comes_later), "there is still something to do"
+    assert asked == 4 and set(executor.graphs._captured) == captured
+    prompt = greedy("r", [3, 1, 4, 1, 5], 6)
+    before = generate(engine, prompt)
+    assert engine.improve()
+    assert len(executor.graphs._captured) == len(captured) + 1, "the same one from its beginning"
+    assert generate(engine, prompt) == before
     assert_idle(engine)

@@ -18,6 +18,7 @@ from penstock.engine.backends.cuda.packed_inputs import PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PROMPTS, WANTED, PromptGraphs, Shape, arrange
 from penstock.engine.batch import Batch
 from penstock.engine.core import Engine
+from penstock.engine.kv.cache import KVCache
 from penstock.engine.request import Request, SamplingParams
 from penstock.engine.runner.eager import EagerExecutor
 from penstock.engine.runner.inputs import sampling_chunks
@@ -51,7 +52,7 @@ class PaddedExecutor(EagerExecutor):
             return super().run(batch)
         self.shapes.append(shape)
         packed = self._inputs.pack(batch)
-        inputs = PackedInputs(shape.fields(), self._kv.device)
+        inputs = PackedInputs(shape.fields(states=self.graphs.stateful), self._kv.device)
         inputs.send(
             arrange(packed, shape, self.graphs.scratch_row),
             dict.fromkeys(("sample_rows", "stores"), self.graphs.scratch_row),
@@ -89,8 +90,9 @@ def test_same_tokens_as_unpadded_steps(tmp_path: Path) -> None:
     assert {shape.decodes for shape in padded.shapes} == {0, 8}, "prompts alone, and prompts beside decodes"
 
 
-def test_same_tokens_with_draft_tokens(tmp_path: Path) -> None:
-    path = write_checkpoint("llama-gqa", tmp_path)
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen3-next-dense"])
+def test_same_tokens_with_draft_tokens(tmp_path: Path, family: str) -> None:
+    path = write_checkpoint(family, tmp_path)
     settings: dict[str, object] = {"token_budget": 96, "speculation": "ngram"}
     repeated = [3, 4, 5, 6] * 20
     requests = [greedy(f"r{i}", [*repeated, i], 16) for i in range(5)]
@@ -98,6 +100,34 @@ def test_same_tokens_with_draft_tokens(tmp_path: Path) -> None:
     engine = _engine(path, **settings)
     engine.runner.executor = PaddedExecutor(engine)
     assert generate(engine, *requests) == plain
+
+
+STATES = ["qwen3-next", "granite4-hybrid"]
+FURTHER_STATES = ["qwen3.5", "bamba", "falcon-h1", "nemotron-h", "mamba2"]
+
+
+@pytest.mark.parametrize("family", [*STATES, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER_STATES)])
+def test_states_are_those_of_unpadded_steps(tmp_path: Path, family: str) -> None:
+    """Chunks that end where a state is kept, prompts that begin behind one, and padding, which keeps none."""
+    path = write_checkpoint(family, tmp_path)
+    settings: dict[str, object] = {"token_budget": 96, "state_interval": 32}
+    unpadded, engine = _engine(path, **settings), _engine(path, **settings)
+    padded = PaddedExecutor(engine)
+    engine.runner.executor = padded
+    for requests in ([greedy("alone", list(range(70)), 3)], *(_requests(random.Random(1)) for _ in range(2))):
+        assert generate(engine, *requests) == generate(unpadded, *requests)
+    assert engine.load_snapshot().prefix_hit_tokens == unpadded.load_snapshot().prefix_hit_tokens > 0
+    assert_idle(engine)
+    assert {shape.decodes for shape in padded.shapes} == {0, 8}
+    for ours, theirs in zip(
+        _states(padded._kv), _states(cast(EagerExecutor, unpadded.runner.executor)._kv), strict=True
+    ):
+        torch.testing.assert_close(ours[1:], theirs[1:], rtol=1e-4, atol=1e-5, msg="kept by nobody, or by padding")
+
+
+def _states(kv: KVCache) -> list[torch.Tensor]:
+    caches = [part for layer in kv.layers for part in (layer if isinstance(layer, tuple) else (layer,))]
+    return [getattr(part, name) for part in caches for name in ("conv", "state") if hasattr(part, name)]
 
 
 def test_a_step_without_a_shape(tmp_path: Path) -> None:

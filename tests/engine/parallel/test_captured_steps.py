@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.bench.soak.engines import verify_everything
 from penstock.engine.backends import cpu
 from penstock.engine.backends.cuda import graphs, prompt_graphs
-from penstock.engine.backends.cuda.capture import Recording
+from penstock.engine.backends.cuda.capture import Recording, Work
 from penstock.engine.backends.cuda.graphs import GraphExecutor, GraphFollower
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.backends.reference.linear import DenseLinear
@@ -53,7 +53,7 @@ class CalledAgain:
         return None
 
 
-def record(device: torch.device, work: Callable[[], tuple[Tensor, Tensor]], pool: Any) -> Recording:
+def record(device: torch.device, work: Work, pool: Any, rehearse: Work) -> Recording:
     with torch.inference_mode():
         graph: Any = CalledAgain(work)
     return Recording(graph, graph.results)
@@ -109,7 +109,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, tuple[
     yield replayed
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma2"])
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma2", pytest.param("qwen3-next-dense", marks=pytest.mark.slow)])
 def test_ranks_replay_the_steps_that_rank_0_replays(
     tmp_path: Path, family: str, captured: list[tuple[int, tuple[int, int]]]
 ) -> None:

@@ -17,6 +17,7 @@ from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import Reference, write_checkpoint
 
 STACKS = ("gate_up_proj", "down_proj")
+LATENTS = ("fc1_latent_proj", "fc2_latent_proj")
 WHOLE = {"expert_parallel": True, "expert_copies": 1}
 GRIDS: list[Any] = [
     ("qwen3-moe", 2, 2, {}),
@@ -35,6 +36,10 @@ GRIDS: list[Any] = [
             ("qwen2-moe", 2, 1, {}),
             ("qwen3-next", 2, 2, {}),
             ("qwen3.5", 2, 1, {}),
+            ("nemotron-h-experts", 2, 2, {}),
+            ("nemotron-h-narrow-experts", 2, 1, {}),
+            ("nemotron-h-narrow-experts", 2, 1, WHOLE),
+            ("nemotron-h-narrow-experts", 2, 1, {**WHOLE, "attention_parallel": "data"}),
         )
     ),
 ]
@@ -48,7 +53,7 @@ def test_adapters_of_experts_give_the_tokens_of_one_device(
     model = Reference(base).model
     folders = [
         write_expert_adapter(
-            tmp_path / "every", model, rank=8, seed=1, targets=(*STACKS, "gate", "router", "up_proj", *DELTA)
+            tmp_path / "every", model, rank=8, seed=1, targets=(*STACKS, "gate", "router", "up_proj", *DELTA, *LATENTS)
         ),
         write_expert_adapter(tmp_path / "down", model, rank=3, seed=2, targets=("down_proj", "shared_expert_gate")),
         write_adapter(tmp_path / "attention", base, rank=5, targets=ALL[:4], seed=3),

@@ -189,7 +189,6 @@ ELSEWHERE = (
     "else run replicas of the model",
     "there the engine restarts as a whole",
     "read a checkpoint of their own",
-    "not available for mixture-of-experts models on this device",
     "not available with adapters on this device",
     "a prompt is handed over with its state",
 )

@@ -213,8 +213,16 @@ def is_linear(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def write(dense: Path, layout: str, folder: Path) -> tuple[Path, Path, dict[str, Array]]:
-    """From a dense checkpoint: one in `layout`, one of the values it stands for, and those values."""
+def write(
+    dense: Path,
+    layout: str,
+    folder: Path,
+    *,
+    is_linear: Callable[[str], bool] = is_linear,
+    turned: Callable[[str], bool] = lambda name: False,
+) -> tuple[Path, Path, dict[str, Array]]:
+    """From a dense checkpoint: one in `layout`, one of the values it stands for, and those values. `turned`: matrices
+    that the dense one has as [in, out]; layouts have all of them as [out, in]."""
     settings, make = LAYOUTS[layout]
     tensors = load_file(dense / "model.safetensors")
     stored: Tensors = {}
@@ -223,8 +231,9 @@ def write(dense: Path, layout: str, folder: Path) -> tuple[Path, Path, dict[str,
         if not is_linear(name):
             stored[name] = value
             continue
-        made = make(value.double().numpy())
-        values[name] = made.dense
+        matrix = value.double().numpy()
+        made = make(matrix.T if turned(name) else matrix)
+        values[name] = made.dense.T if turned(name) else made.dense
         stored |= {name.removesuffix("weight") + suffix: part.contiguous() for suffix, part in made.tensors.items()}
     config = json.loads((dense / "config.json").read_text())
     few, same = folder / layout, folder / f"{layout}-dense"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ def has_bfloat16() -> bool:
 class CpuBackend(ReferenceBackend):
     """See `Backend`. One per engine, or shared by an engine and its draft model: `ops` own the thread pool."""
 
-    all_invariant = True
+    invariant_adapters = True
 
     def __init__(self, ops: CpuOps) -> None:
         super().__init__()
@@ -129,7 +129,10 @@ class CpuBackend(ReferenceBackend):
     def adapter_dtype(self, decoder: Decoder, layout: AdapterLayout, dtype: torch.dtype) -> torch.dtype:
         """float16 beside few-bit weights: far finer than those, and half the bytes of float32 to read."""
         site = layout.sites[0]
-        few_bits = decoder.layers[0].mixer.linears[0].weight_bytes < 2 * site.inputs * site.outputs
+        mixers = [getattr(layer.mixer, "attention", layer.mixer) for layer in decoder.layers]
+        first: Any = next((mixer for mixer in mixers if hasattr(mixer, site.attribute)), None)
+        stored = 0 if first is None else getattr(first, site.attribute).weight_bytes
+        few_bits = 0 < stored < 2 * site.inputs * site.outputs
         return torch.float16 if few_bits and dtype == torch.float32 else dtype
 
     def executor(self, resources: RunnerResources) -> Executor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from penstock.engine.backends.backend import Backend, PeerGroup, WeightPlan
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Quantizer
 from penstock.engine.backends.cuda.device import TorchCudaBackend
 from penstock.engine.backends.cuda.experts import group, with_shared
-from penstock.engine.backends.cuda.fp8_quantizer import Fp8Activations, Fp8Quantizer
+from penstock.engine.backends.cuda.fp8_quantizer import Fp8Activations, Fp8Quantizer, InvariantFp8
 from penstock.engine.backends.cuda.graphs import GraphExecutor, GraphFollower
 from penstock.engine.backends.cuda.group_quantizer import GroupQuantizer
 from penstock.engine.backends.cuda.kernels.common import overlap_launches
@@ -38,7 +38,9 @@ from penstock.engine.models.families import read_config
 from penstock.engine.models.layers.experts import ExpertMlp
 from penstock.engine.models.layers.feed_forward import FeedForward, GatedMlp
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.weights import Quantizer
 from penstock.engine.quantization.batch_invariant import BatchInvariantLinears
+from penstock.engine.quantization.stored import stores_groups
 from penstock.engine.runner.executor import Executor
 from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.runner.resources import RunnerResources
@@ -60,15 +62,16 @@ class CudaBackend(TorchCudaBackend):
         return TritonOps(self.device)
 
     def plan_weights(self, config: EngineConfig, dtype: torch.dtype, weights: Weights) -> WeightPlan:
-        if config.deterministic:
-            if config.weights not in ("auto", "dense"):
-                raise ConfigError("deterministic: true on CUDA needs weights: dense")
-            return WeightPlan(BatchInvariantLinears(BatchInvariantLinear, None, self.device, dtype))
         form = self._weight_form(config, dtype, weights)
+        if config.deterministic:
+            few_bits = self._invariant(form, config, dtype, weights)
+            return WeightPlan(BatchInvariantLinears(BatchInvariantLinear, few_bits, self.device, dtype))
         if form == "fp8" and config.weights == "auto" and _stays_in_tiles(weights):
             return WeightPlan(BlockFp8Quantizer(self.device))
+        if form == "auto" and not stores_groups(weights):
+            form = "dense"
         plan = self._plan(form, config, dtype)
-        if has_mxfp4(weights) and form != "dense":
+        if has_mxfp4(weights) and config.weights != "dense":
             return dataclasses.replace(plan, quantize=Mxfp4Quantizer(self.device, plan.quantize))
         return plan
 
@@ -82,11 +85,29 @@ class CudaBackend(TorchCudaBackend):
             raise ConfigError("weights: fp8 needs dtype: bfloat16")
         return WeightPlan(Fp8Quantizer(self.device, dtype), Fp8Activations(), MAX_BATCH)
 
+    def _invariant(
+        self, form: WeightForm, config: EngineConfig, dtype: torch.dtype, weights: Weights
+    ) -> Quantizer | None:
+        """Of deterministic mode: the same weights, and activations as they are."""
+        if config.activations == "int8":
+            raise ConfigError("deterministic: true on CUDA leaves activations as they are: remove activations: int8")
+        few_bits: Quantizer | None = None
+        if form == "fp8":
+            if dtype != torch.bfloat16:
+                raise ConfigError("weights: fp8 needs dtype: bfloat16")
+            tiled = config.weights == "auto" and isinstance(weights, Fp8Checkpoint) and weights.tiled
+            few_bits = InvariantFp8(BlockFp8Quantizer(self.device) if tiled else Fp8Quantizer(self.device, dtype))
+        elif form != "dense":
+            few_bits = GroupQuantizer(self.device, dtype, form, fixed=True)
+        if has_mxfp4(weights) and form != "dense":
+            few_bits = Mxfp4Quantizer(self.device, few_bits, fixed=True)
+        return few_bits
+
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return CudaLinear(weight, bias)
 
     def experts(self, stored: Callable[[], ExpertMlp], widened: Callable[[], ExpertMlp]) -> FeedForward:
-        """The grouped kernels read dense, FP8 and MXFP4 weights; others in few bits are widened."""
+        """The grouped kernels read what is alike for all experts of a layer; what is not is widened."""
         return group(stored()) or group(widened()) or stored()
 
     def with_shared(self, routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
@@ -109,9 +130,15 @@ class CudaBackend(TorchCudaBackend):
         return CudaPeerGroup.meet(store, rank, size, self.device, timeout.total_seconds())
 
     def compile(
-        self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None
-    ) -> None:
-        compile_kernels(decoder, kv_dtype, limits, adapters)
+        self,
+        decoder: Decoder,
+        kv_dtype: torch.dtype,
+        limits: StepLimits,
+        adapters: AdaptedModel | None,
+        done: Collection[object] = (),
+    ) -> Collection[object]:
+        torch.cuda.set_device(self.device)  # a thread begins with the first one
+        return compile_kernels(decoder, kv_dtype, limits, adapters, done)
 
 
 def _stays_in_tiles(weights: Weights) -> bool:

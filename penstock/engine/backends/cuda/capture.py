@@ -1,14 +1,26 @@
-"""Capturing work as a CUDA graph."""
+"""Capturing work as a CUDA graph, and stopping in the middle of it when a request comes.
+
+Capturing a step launches each of its kernels from Python once, which takes about as long as ten steps. It can end
+between two layers, where no stream is open but the one that is captured: whatever it had until then is dropped, and the
+same step is captured from its beginning another time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+
+from penstock.engine.kv.cache import KVCache
+
+Work = Callable[[], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,19 +31,23 @@ class Recording:
     results: tuple[Tensor, Tensor]
 
 
+class Interrupted(Exception):
+    """There is something more urgent than the step that was being captured."""
+
+
 @cache
 def _capture_stream(device: torch.device) -> Any:
     """One for all captures: cuBLAS keeps a workspace of tens of megabytes for every stream it was ever used on."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def record(device: torch.device, work: Callable[[], tuple[Tensor, Tensor]], pool: Any) -> Recording:
-    """Capture `work` with memory from `pool` (None: a new one). It runs once before, so that kernels are compiled
-    outside the graph."""
+def record(device: torch.device, work: Work, pool: Any, rehearse: Work) -> Recording:
+    """Capture `work` with memory from `pool` (None: a new one). `rehearse` runs before, and launches every kernel that
+    `work` will: outside the graph they may be compiled and loaded."""
     stream = _capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.inference_mode(), torch.cuda.stream(stream):
-        work()
+        rehearse()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.stream(stream):
@@ -43,3 +59,49 @@ def record(device: torch.device, work: Callable[[], tuple[Tensor, Tensor]], pool
         finally:
             graph.capture_end()
     return Recording(graph, results)
+
+
+_urgent: ContextVar[Callable[[], bool] | None] = ContextVar("urgent", default=None)
+
+
+@contextmanager
+def interruptible(urgent: Callable[[], bool]) -> Iterator[None]:
+    """Inside, captures raise `Interrupted` between two layers once `urgent` says so."""
+    token = _urgent.set(urgent)
+    try:
+        yield
+    finally:
+        _urgent.reset(token)
+
+
+def watched(kv: KVCache) -> KVCache:
+    """The cache for a step that is captured: every layer takes its part of it, which is when to look."""
+    urgent = _urgent.get()
+    if urgent is None:
+        return kv
+    found = copy(kv)
+    found.layers = _Watched(kv.layers, urgent)
+    return found
+
+
+class _Watched(list[Any]):
+    """What the layers of a decoder keep, each taken when the layer before it is done."""
+
+    def __init__(self, layers: Iterable[Any], urgent: Callable[[], bool]) -> None:
+        super().__init__(layers)
+        self._is_urgent = urgent
+
+    def __iter__(self) -> Iterator[Any]:
+        for one in super().__iter__():
+            self._look()
+            yield one
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
+        if isinstance(index, slice):
+            return _Watched(super().__getitem__(index), self._is_urgent)
+        self._look()
+        return super().__getitem__(index)
+
+    def _look(self) -> None:
+        if self._is_urgent():
+            raise Interrupted

@@ -111,7 +111,7 @@ class DrawChains:
             tokens = torch.stack([graphs.step(partial(part_of, part), shape.rows)[1] for part in parts])
             return tokens, tokens
 
-        recording = record(device, draw, self._pool)
+        recording = record(device, draw, self._pool, draw)
         self._pool = self._pool or recording.graph.pool()
         captured = self._captured[shape] = _Captured(recording.graph, inputs, recording.results[0])
         return captured

@@ -1,23 +1,30 @@
 """Experts on CUDA: the weights of a layer's experts as one stack, computed together by `kernels.moe`.
 
 Six launches whatever the number of experts and tokens, and none waits for the device: scores, routing, sorting, the two
-products, the sum. With few tokens they are three: scores and routing, gate and up, down with the sum. FP8 and MXFP4
-weights are widened in the kernels; activations stay as they are.
+products, the sum. With few tokens they are three: scores and routing, gate and up, down with the sum. With one token
+these have kernels of their own (`kernels.moe_one`), which also take the norm before and the residual addition behind.
+Weights in few bits (FP8, MXFP4, integers in groups) are widened in the kernels; activations stay as they are. In
+deterministic mode it is six for any number of tokens, with one launch shape.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.activation import has_gate
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
-from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4
+from penstock.engine.backends.cuda.expert_integers import IntegerStack, integer_stack
+from penstock.engine.backends.cuda.grouped_linear import Int8Linear
+from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_one
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
+from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.kernels.moe import SharedPart
 from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Matrix
+from penstock.engine.backends.cuda.kernels.moe_one import Matrices, Visits
 from penstock.engine.backends.cuda.kernels.moe_plan import FEW, FewPairs, Plan, plan
 from penstock.engine.backends.cuda.kernels.moe_route import Choice, route, score_and_route
 from penstock.engine.backends.cuda.linear import CudaLinear
@@ -40,14 +47,19 @@ _COUNTERS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One matrix of every expert [experts, out, in], with scales [experts, out] when it is FP8, and biases [experts,
-    out] where they have them."""
+    """One matrix of every expert [experts, out, in], with scales [experts, out] when it is FP8 or int8, and biases
+    [experts, out] where they have them."""
 
     weight: Tensor
     scale: Tensor | None
     bias: Tensor | None
     tile: tuple[int, int] | None = None
     """Outputs and inputs that share a scale: these are [experts, out / tile, in / tile] then."""
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Equal for stacks of equal shapes that launch the same kernels."""
+        return self.weight.dtype, self.tile
 
     @property
     def experts(self) -> int:
@@ -73,9 +85,10 @@ class Stack:
         gate: Activation | None,
         route_weights: Tensor | None,
         counters: Tensor,
+        fixed: bool = False,
         shared: SharedPart | None = None,
     ) -> Tensor:
-        """See `moe.grouped_linear`."""
+        """See `moe.grouped_linear`. `fixed`: in the one launch shape of deterministic mode."""
         return moe.grouped_linear(
             x,
             self.weight,
@@ -89,13 +102,15 @@ class Stack:
             activation=gate or "silu",
             counters=counters,
             shared=shared,
+            config=moe.fixed(gate is not None, x.element_size()) if fixed else None,
         )
 
     def put(self, index: int, linear: Linear) -> None:
         """Another expert's matrix, of the same form."""
-        assert isinstance(linear, CudaLinear | BlockFp8Linear)
-        self.weight.view(torch.uint8)[index].copy_(linear.weight.view(torch.uint8))
-        for ours, theirs in ((self.scale, linear.scale), (self.bias, linear.bias)):
+        plain = _plain(linear)
+        assert plain is not None
+        self.weight.view(torch.uint8)[index].copy_(plain.weight.view(torch.uint8))
+        for ours, theirs in ((self.scale, plain.scale), (self.bias, plain.bias)):
             if ours is not None and theirs is not None:
                 ours[index].copy_(theirs)
 
@@ -106,6 +121,10 @@ class PackedStack:
 
     stack: Mxfp4Matrix
     bias: Tensor | None
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        return ("mxfp4",)
 
     @property
     def experts(self) -> int:
@@ -131,6 +150,7 @@ class PackedStack:
         gate: Activation | None,
         route_weights: Tensor | None,
         counters: Tensor,
+        fixed: bool = False,
     ) -> Tensor:
         return moe_mxfp4.grouped_linear(
             x,
@@ -142,6 +162,7 @@ class PackedStack:
             route_weights=route_weights,
             activation=gate or "silu",
             counters=counters,
+            config=moe_mxfp4.fixed(gate is not None, x.element_size()) if fixed else None,
         )
 
     def put(self, index: int, linear: Linear) -> None:
@@ -151,6 +172,9 @@ class PackedStack:
             self.bias[index].copy_(linear.bias)
 
 
+AnyStack: TypeAlias = Stack | PackedStack | IntegerStack
+
+
 @dataclass(frozen=True, slots=True)
 class GroupedExpertMlp:
     """As `ExpertMlp`, all experts at once."""
@@ -158,8 +182,8 @@ class GroupedExpertMlp:
     ops: Ops
     router: Router
     activation: Activation
-    gate_up: Stack | PackedStack
-    down: Stack | PackedStack
+    gate_up: AnyStack
+    down: AnyStack
     source: ExpertSource
     choice: Choice
     """What the router does with its scores."""
@@ -175,8 +199,32 @@ class GroupedExpertMlp:
     def weight_bytes(self) -> int:
         return self.router.linear.weight_bytes + self.gate_up.weight_bytes + self.down.weight_bytes
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Layers of one file may have experts in different bits."""
+        return *self.gate_up.form, *self.down.form
+
+    @property
+    def fuses(self) -> bool:
+        """See `FusedFeedForward`."""
+        return self.takes_one and _is_dense(self.router.linear)
+
+    @property
+    def takes_one(self) -> bool:
+        """Whether `moe_one` reads these weights."""
+        stacks = (self.gate_up, self.down)
+        plain = all(isinstance(one, Stack) and one.tile is None and one.bias is None for one in stacks)
+        return plain and has_gate(self.activation) and self.slots is None and not self.ops.batch_invariant
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """See `FusedFeedForward`; for one token."""
+        return _one_token(self, residual, norm=norm, eps=eps)
+
+    def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
+        if inputs is None and len(x) == 1 and self.fuses:
+            return _one_token(self, x)
         weights, chosen = self.choose(x)
+        x = x if inputs is None else inputs
         if self.slots is not None:
             return self.apply(x, weights, self.slots.here(chosen))
         if self.takes_few(x):
@@ -185,7 +233,9 @@ class GroupedExpertMlp:
 
     def takes_few(self, x: Tensor) -> bool:
         """Whether the products of `x` need no order of pairs."""
-        return 0 < len(x) <= FEW and self.slots is None and self.down.outputs <= 16 * _COUNTERS
+        if self.ops.batch_invariant or self.slots is not None:
+            return False
+        return 0 < len(x) <= FEW and self.down.outputs <= 16 * _COUNTERS
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         linear = self.router.linear
@@ -205,8 +255,9 @@ class GroupedExpertMlp:
 
     def _products(self, x: Tensor, weights: Tensor, schedule: Plan | FewPairs) -> Tensor:
         top_k, early = weights.shape[1], self.router.weight_inputs
-        inner = self.gate_up.product(x, schedule, top_k, self.activation, weights if early else None, self.counters)
-        return self.down.product(inner, schedule, top_k, None, None if early else weights, self.counters)
+        of = self.counters, self.ops.batch_invariant
+        inner = self.gate_up.product(x, schedule, top_k, self.activation, weights if early else None, *of)
+        return self.down.product(inner, schedule, top_k, None, None if early else weights, *of)
 
     def _with_additions(self, x: Tensor, weights: Tensor, chosen: Tensor, added: Additions) -> Tensor:
         """The same with a row in memory for every pair between the launches, so that something can be added to it."""
@@ -216,10 +267,11 @@ class GroupedExpertMlp:
         each, late = x.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1), weights
         if self.router.weight_inputs:
             each, late = (each * weights.view(-1, 1)).to(x.dtype), torch.ones_like(weights)
-        inner = self.gate_up.product(each[order], schedule, top_k, None, None, self.counters)
+        of = self.counters, self.ops.batch_invariant
+        inner = self.gate_up.product(each[order], schedule, top_k, None, None, *of)
         added.gate_up(each, inner)
         inner = gated(self.ops, self.activation, inner)
-        pairs = self.down.product(inner[order], schedule, top_k, None, late, self.counters)
+        pairs = self.down.product(inner[order], schedule, top_k, None, late, *of)
         added.down(inner, pairs, weights=late)
         return moe.combine(pairs, top_k, chosen=None if self.slots is None else chosen, experts=experts)
 
@@ -234,6 +286,8 @@ def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
     gate_up = _stack([expert.gate_up for expert in mlp.experts])
     down = _stack([expert.down for expert in mlp.experts])
     if gate_up is None or down is None:
+        return None
+    if isinstance(gate_up, PackedStack) and not has_gate(mlp.experts[0].activation):
         return None
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=gate_up.device)
     activation, choice = mlp.experts[0].activation, choice_of(mlp.router)
@@ -253,15 +307,28 @@ def choice_of(router: Router) -> Choice:
     )
 
 
-def _stack(linears: list[Linear]) -> Stack | PackedStack | None:
+_Plain: TypeAlias = CudaLinear | BlockFp8Linear | BatchInvariantLinear
+
+
+def _plain(linear: Linear) -> _Plain | None:
+    """The linear whose weights are read a row at a time; activations of experts are never rounded."""
+    if isinstance(linear, Int8Linear):
+        return linear.few
+    return linear if isinstance(linear, _Plain) else None
+
+
+def _stack(linears: list[Linear]) -> AnyStack | None:
     packed = [linear for linear in linears if isinstance(linear, Mxfp4Linear)]
     if len(packed) == len(linears):
         biases = [linear.bias for linear in packed if linear.bias is not None]
         stack = moe_mxfp4.stacked([moe_mxfp4.pack(linear.weight) for linear in packed])
         return PackedStack(stack, torch.stack(biases) if biases else None)
-    parts = [linear for linear in linears if isinstance(linear, CudaLinear | BlockFp8Linear)]
-    tiles = {part.tile if isinstance(part, BlockFp8Linear) else None for part in parts}
-    if len(tiles) > 1:
+    integers = integer_stack(linears)
+    if integers is not None:
+        return integers
+    parts = [part for part in map(_plain, linears) if part is not None]
+    tiles = {getattr(part, "tile", None) for part in parts}
+    if len(tiles) > 1 or len({part.weight.dtype for part in parts}) > 1:
         return None
     scales = [part.scale for part in parts if part.scale is not None]
     biases = [part.bias for part in parts if part.bias is not None]
@@ -281,11 +348,23 @@ class FusedSharedAndRouted(SharedAndRouted):
     joined: bool = False
     """Whether it is in the form of the others, so that it can be computed in their launches."""
 
+    @property
+    def fuses(self) -> bool:
+        """See `FusedFeedForward`."""
+        return self.joined and isinstance(self.routed, GroupedExpertMlp) and self.routed.fuses
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """See `FusedFeedForward`; for one token."""
+        routed: Any = self.routed
+        return _one_token(routed, residual, self.shared, self.gate, norm=norm, eps=eps)
+
     def forward(self, x: Tensor) -> Tensor:
         routed: Any = self.routed
+        if len(x) == 1 and self.fuses:
+            return _one_token(routed, x, self.shared, self.gate)
         if self.joined and isinstance(routed, GroupedExpertMlp) and routed.takes_few(x):
             return self._together(x, routed)
-        if x.shape[0] > MAX_BATCH or self.gate is not None:
+        if x.shape[0] > MAX_BATCH or self.gate is not None or self.shared.activation != "silu":
             return SharedAndRouted.forward(self, x)
         gate_up: Any = self.shared.gate_up
         down: Any = self.shared.down
@@ -305,29 +384,60 @@ class FusedSharedAndRouted(SharedAndRouted):
         rows = torch.empty((len(x), down.weight.shape[1]), dtype=x.dtype, device=x.device)
         inner = routed.gate_up.product(
             x, schedule, top_k, routed.activation, weights if early else None, routed.counters,
-            SharedPart(gate_up.weight, gate_up.scale, rows, None),
+            shared=SharedPart(gate_up.weight, gate_up.scale, rows, None),
         )  # fmt: skip
         return routed.down.product(
             inner, schedule, top_k, None, None if early else weights, routed.counters,
-            SharedPart(down.weight, down.scale, rows, gates),
+            shared=SharedPart(down.weight, down.scale, rows, gates),
         )  # fmt: skip
+
+
+def _one_token(
+    routed: GroupedExpertMlp,
+    x: Tensor,
+    shared: GatedMlp | None = None,
+    shared_gate: Linear | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """The experts of one token, in three launches; with `norm`, of the residual stream, to which it adds in place."""
+    router: Any = routed.router.linear
+    gate: Any = shared_gate
+    normed = x if norm is None else torch.empty_like(x)
+    weights, chosen, gates = score_and_route(
+        x, router.weight, router.bias, routed.choice, routed.counters,
+        shared=None if gate is None else gate.weight, norm=norm, eps=eps, normed=normed,
+    )  # fmt: skip
+    visits = Visits(chosen, weights, routed.router.weight_inputs)
+    up, down = (_matrices(*pair) for pair in _pairs(routed, shared))
+    inner = moe_one.gate_up(normed, up, visits, routed.activation)
+    return moe_one.down(inner, down, visits, shared_gate=gates, residual=None if norm is None else x)
+
+
+def _pairs(routed: GroupedExpertMlp, shared: GatedMlp | None) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
+    return (routed.gate_up, gate_up), (routed.down, down)
+
+
+def _matrices(stack: Stack, linear: CudaLinear | None) -> Matrices:
+    if linear is None:
+        return Matrices(stack.weight, stack.scale)
+    return Matrices(stack.weight, stack.scale, linear.weight, linear.scale)
 
 
 def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
     """See `LayerFactory`."""
-    if not all(isinstance(one, CudaLinear) for one in shared.linears) or shared.activation != "silu":
+    if not all(isinstance(one, CudaLinear) for one in shared.linears):
         return SharedAndRouted(routed, shared, gate)
     joined = isinstance(routed, GroupedExpertMlp) and _can_join(routed, shared, gate)
-    if gate is not None and not joined:
+    if (gate is not None or shared.activation != "silu") and not joined:
         return SharedAndRouted(routed, shared, gate)
     return FusedSharedAndRouted(routed, shared, gate, joined)
 
 
 def _can_join(routed: GroupedExpertMlp, shared: GatedMlp, gate: Linear | None) -> bool:
-    def dense(linear: Linear | None) -> bool:
-        return isinstance(linear, CudaLinear) and linear.scale is None
-
-    def alike(stack: Stack | PackedStack, linear: Any) -> bool:
+    def alike(stack: AnyStack, linear: Any) -> bool:
         return (
             isinstance(stack, Stack)
             and stack.tile is None
@@ -336,6 +446,10 @@ def _can_join(routed: GroupedExpertMlp, shared: GatedMlp, gate: Linear | None) -
             and (linear.scale is None) == (stack.scale is None)
         )
 
-    gated = gate is None or (dense(gate) and getattr(gate, "bias", None) is None)
+    gated = gate is None or (_is_dense(gate) and getattr(gate, "bias", None) is None)
     both = alike(routed.gate_up, shared.gate_up) and alike(routed.down, shared.down)
-    return gated and both and dense(routed.router.linear) and routed.activation == shared.activation
+    return gated and both and _is_dense(routed.router.linear) and routed.activation == shared.activation
+
+
+def _is_dense(linear: Linear | None) -> bool:
+    return isinstance(linear, CudaLinear) and linear.scale is None

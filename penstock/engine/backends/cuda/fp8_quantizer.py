@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear, BlockFp8Quantizer
 from penstock.engine.backends.cuda.kernels import activation, norm
+from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.linear import CudaLinear, ScaledTensor
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.layers.linear import Linear
@@ -30,6 +32,21 @@ class Fp8Quantizer:
                 return CudaLinear(torch.cat([w for w, _ in parts]), bias, torch.cat([s for _, s in parts]))
         dense = torch.cat([weights.tensor(name, self.device).to(self.dtype) for name in names])
         return CudaLinear.fp8(dense, bias, row_peaks(weights, names, self.device))
+
+
+class InvariantFp8:
+    """See `Quantizer`. What `inner` makes of FP8 weights, as batch-invariant linears: activations are never rounded."""
+
+    def __init__(self, inner: Fp8Quantizer | BlockFp8Quantizer) -> None:
+        self._inner = inner
+
+    def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
+        linear = self._inner(weights, names, inputs, bias)
+        if isinstance(linear, BlockFp8Linear):
+            return BatchInvariantLinear(linear.weight, linear.bias, linear.scale, linear.tile)
+        if isinstance(linear, CudaLinear):
+            return BatchInvariantLinear(linear.weight, linear.bias, linear.scale)
+        return linear
 
 
 class Fp8Activations:

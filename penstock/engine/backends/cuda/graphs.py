@@ -11,6 +11,7 @@ the rows, so the next step can be launched before the host has read them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -22,12 +23,14 @@ from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES, GraphLora
 from penstock.engine.adapters.runtime import is_narrow, slots_of, touches_further
-from penstock.engine.backends.cuda.capture import record
+from penstock.engine.backends.cuda.capture import Interrupted, interruptible, record, watched
 from penstock.engine.backends.cuda.deferred import Deferred
 from penstock.engine.backends.cuda.draw_chains import DrawChains
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
 from penstock.engine.backends.cuda.prompt_graphs import PromptGraphs, Shape
-from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch, StateBatch
+from penstock.engine.backends.cuda.rehearsal import Short
+from penstock.engine.backends.cuda.state_fields import STATE_FIELDS, View, by_name, state_batch, steps_have_states
+from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch
 from penstock.engine.batch import Batch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
@@ -41,14 +44,11 @@ from penstock.engine.sequence import Sequence
 
 _FIELDS = (("ids", np.int64), ("positions", np.int64), ("slots", np.int64), ("keys", np.int64),
            ("rows64", np.int64), ("stores", np.int64), ("rows", np.int32), ("contexts", np.int32))  # fmt: skip
-_STATE_FIELDS = tuple((f"state_{name}", np.int32) for name in ("first", "last", "reads", "writes"))
 _ALL_UP_TO = 8
 """Numbers of rows up to which every graph is captured at the start; above, powers of two."""
 _WANTED = 64
 """Steps with a few padding rows that are as long as capturing one of the right size."""
 _LORA_FIELDS = tuple((name, np.int32) for name in TABLES)
-View = Callable[[str, torch.dtype], Tensor]
-"""Finds an input of a step by name."""
 
 
 def buckets_up_to(limit: int) -> list[int]:
@@ -167,7 +167,15 @@ class GraphExecutor(EagerExecutor):
             self.prompt_graphs.capture_all(token_budget)
 
     @torch.inference_mode()
-    def improve(self) -> bool:
+    def improve(self, urgent: Callable[[], bool] = lambda: False) -> bool:
+        try:
+            # Ranks that follow capture the same step, and are not told that it was broken off.
+            with nullcontext() if self.graphs.followers else interruptible(urgent):
+                return self._capture_next()
+        except Interrupted:
+            return True
+
+    def _capture_next(self) -> bool:
         if any(graphs.capture_next() for graphs in self._all()):
             return True
         return self.prompt_graphs is not None and self.prompt_graphs.capture_next()
@@ -274,10 +282,9 @@ class DecodeGraphs:
         self.decoder = decoder
         self.lora = lora
         self.fields: tuple[tuple[str, Any], ...] = _FIELDS if lora is None else _FIELDS + _LORA_FIELDS
-        self._stateful = decoder.config.recurrent or not kv.shape.blocks_suffice
-        """Whether steps come with states: on every rank, also on one that has no recurrent layer."""
+        self._stateful = steps_have_states(decoder, kv)
         if self._stateful:
-            self.fields += _STATE_FIELDS
+            self.fields += STATE_FIELDS
         self.kv = kv
         self.rows = rows
         self.scratch_row = max_rows
@@ -286,6 +293,7 @@ class DecodeGraphs:
         self._later = Deferred[int](_WANTED)
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None
+        self._short = Short(decoder, kv)
         self._block_size = kv.block_size
 
     def fits(self, batch: Batch) -> bool:
@@ -337,7 +345,7 @@ class DecodeGraphs:
         if self.lora is not None:
             values |= self.lora.tables(slots_of(batch), bucket)
         if (states := states_of(batch)) is not None:
-            values |= {name: array for (name, _), array in zip(_STATE_FIELDS, states, strict=True)}
+            values |= by_name(states)
         packed = captured.inputs.fill(values, self.padding)
         if self.followers is not None:
             host = HostBatch(ids, positions, slots, positions, positions + 1, rows, self.rows.host_tables, size)
@@ -368,6 +376,7 @@ class DecodeGraphs:
         self._later.add(sorted(self._captured.keys() - set(sizes)))
         self._captured.clear()
         self._pool = None
+        self._short.forget()
         return sizes
 
     def capture_all(self) -> None:
@@ -390,20 +399,27 @@ class DecodeGraphs:
         return True
 
     def capture(self, bucket: int) -> _Captured:
-        """Capture the step of `bucket` rows. Runs it once before, so that kernels are compiled outside the graph."""
+        """Capture the step of `bucket` rows."""
         if self.followers is not None:
             self.followers.capture(self.kind, (bucket, 0))
         inputs = PackedInputs([Field(name, kind, bucket) for name, kind in self.fields], self.kv.device)
         inputs.send({name: np.zeros(0, kind) for name, kind in self.fields}, self.padding)
-        recording = record(self.kv.device, lambda: self.step(inputs.view, bucket), self._pool)
+        recording = record(
+            self.kv.device,
+            lambda: self.step(inputs.view, bucket),
+            self._pool,
+            lambda: self.step(inputs.view, bucket, *self._short.parts),
+        )
         self._pool = self._pool or recording.graph.pool()
         captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[bucket] = captured
         self._later.done(bucket)
         return captured
 
-    def step(self, view: View, bucket: int) -> tuple[Tensor, Tensor]:
-        """The work of a decode step, on fixed addresses; its logits and tokens."""
+    def step(
+        self, view: View, bucket: int, decoder: Decoder | None = None, kv: KVCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The work of a decode step, on fixed addresses; its logits and tokens. `decoder`, `kv`: with other layers."""
         rows = view("rows64", torch.int64)
         ids = self.rows.known_tokens(view("ids", torch.int64), rows)
         batch = AttentionBatch(
@@ -418,10 +434,10 @@ class DecodeGraphs:
             max_context=self.rows.max_context,
         )
         if self._stateful:
-            batch.states = StateBatch(*(view(name, torch.int32) for name, _ in _STATE_FIELDS))
+            batch.states = state_batch(view)
         if self.lora is not None:
             self.lora.use({name: view(name, torch.int32) for name in TABLES}, bucket)
-        hidden = self.decoder.forward(ids, batch, self.kv)
+        hidden = (decoder or self.decoder).forward(ids, batch, watched(kv or self.kv))
         logits = self.decoder.head(hidden)
         if isinstance(self.rows, BlockTables):
             return logits, logits  # rank 0 samples

@@ -22,16 +22,24 @@ _LARGEST = 128
 class GroupQuantizer:
     """See `Quantizer`. `form`: `auto` takes over what is stored; `int8` and `int4` round what is not stored so.
 
-    With `activations` of int8, 8-bit weights with one scale per row run on the int8 tensor cores.
+    With `activations` of int8, 8-bit weights with one scale per row run on the int8 tensor cores. `fixed`: linears are
+    batch-invariant.
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, form: WeightForm, activations: ActivationForm = "auto"
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        form: WeightForm,
+        activations: ActivationForm = "auto",
+        *,
+        fixed: bool = False,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.form = form
         self.int8_activations = activations == "int8"
+        self.fixed = fixed
 
     def __call__(self, weights: Weights, names: dict[str, int], inputs: int, bias: Tensor | None) -> Linear | None:
         parts = stored_groups(weights, names, inputs, self.form, self.device)
@@ -66,7 +74,7 @@ class GroupQuantizer:
         if self.int8_activations and by_row and groups.shape[0] % 8 == 0 and groups.shape[1] % 8 == 0:
             linear = Int8Linear(groups.quants, bias, groups.scale.squeeze(1))
         else:
-            linear = GroupedLinear(device_form(groups), bias)
+            linear = GroupedLinear(device_form(groups), bias, fixed=self.fixed)
         return linear if groups.order is None else PermutedLinear(linear, groups.order)
 
 

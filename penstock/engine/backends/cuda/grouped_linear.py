@@ -25,14 +25,16 @@ class GroupedLinear:
     pdl = False
     """See `CudaLinear`."""
 
-    def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None, *, fixed: bool = False) -> None:
+        """`fixed`: one kernel with one order of summation, for any number of tokens."""
+        self.fixed = fixed
         self.weight = weight
         self.bias = bias
         self.weight_bytes = weight.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[0] <= grouped.MAX_TOKENS:
-            return grouped.linear(x, self.weight, bias=self.bias, pdl=self.pdl)
+        if self.fixed or x.shape[0] <= grouped.MAX_TOKENS:
+            return grouped.linear(x, self.weight, bias=self.bias, fixed=self.fixed, pdl=self.pdl)
         rows, inputs = self.weight.shape
         step = max(1, _WIDENED // inputs)
         parts = []
@@ -62,6 +64,7 @@ class GroupedLinear:
             residual=residual,
             gated=gated,
             out=residual,
+            fixed=self.fixed,
             pdl=self.pdl,
         )
 

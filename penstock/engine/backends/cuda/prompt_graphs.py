@@ -4,7 +4,8 @@ running them.
 A graph is captured per shape: places for decoded tokens, followed by places for prompt tokens. A step runs in the
 smallest shape that holds it. Unused places for decodes read the scratch row; unused prompt tokens form a sequence of
 their own in the scratch row, whose keys and values land in block 0, so that every number in the step stays finite. Up
-to `PROMPTS` prompts (or chunks of one) fit into a step; unused ones are sequences without tokens.
+to `PROMPTS` prompts (or chunks of one) fit into a step; unused ones are sequences without tokens. Where layers keep
+states, padding starts from none and keeps none.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.cuda.capture import record
+from penstock.engine.backends.cuda.capture import record, watched
 from penstock.engine.backends.cuda.deferred import Deferred
 from penstock.engine.backends.cuda.packed_inputs import Field, PackedInputs
+from penstock.engine.backends.cuda.rehearsal import Short
+from penstock.engine.backends.cuda.state_fields import STATE_FIELDS, by_name, state_batch, steps_have_states
 from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch
 from penstock.engine.batch import Batch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.absent import NoMixer
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.delta_net import GatedDeltaNet
 from penstock.engine.models.layers.latent_attention import LatentAttention
+from penstock.engine.models.layers.mamba import Mamba2
+from penstock.engine.models.layers.side_by_side import SideBySide
 from penstock.engine.runner.follower import BlockTables
 from penstock.engine.runner.inputs import Packed
 from penstock.engine.runner.rows import FLOATS, Rows
@@ -43,6 +50,8 @@ AT_START, AT_START_BESIDE_DECODES = (64, 128, 256, 512, 1024), (128, 256, 512, 1
 """Of both, those that are captured before the first request: each takes a moment of the start."""
 WANTED = 8
 """Steps with hundreds of padding tokens that are as long as capturing one of the right size."""
+_MIXERS = Attention | LatentAttention | GatedDeltaNet | Mamba2 | SideBySide | NoMixer
+"""Those that leave padding alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +75,10 @@ class Shape:
     def samples(self) -> int:
         return self.decodes + PROMPTS
 
-    def fields(self) -> list[Field]:
+    def fields(self, *, states: bool) -> list[Field]:
+        """Inputs of the step; `states`: also where those of its sequences lie."""
         per_token = [Field(name, np.int64, self.total) for name in ("ids", "token_rows", "positions", "slots")]
+        per_token += [Field(name, kind, self.total) for name, kind in STATE_FIELDS if states]
         per_sample = [Field(name, np.int64, self.samples) for name in ("sample_at", "sample_rows", "keys", "stores")]
         per_sequence = [Field(name, np.int32, self.sequences) for name in ("rows", "contexts")]
         return [*per_token, *per_sample, *per_sequence, Field("starts", np.int32, self.sequences + 1)]
@@ -112,8 +123,8 @@ def arrange(packed: Packed, shape: Shape, scratch_row: int) -> dict[str, np.ndar
     starts[shape.decodes : shape.decodes + prompts + 1] = begins
     starts[-1] = shape.total
     at = packed.sample_at
-    last = np.append(packed.sample_rows[1:] != packed.sample_rows[:-1], True)[: len(at)]
-    return {
+    final = np.append(packed.sample_rows[1:] != packed.sample_rows[:-1], True)[: len(at)]
+    fields = {
         "ids": places(ids, 0, 0),
         "token_rows": places(token_rows, scratch_row, scratch_row),
         "positions": places(host.positions, 0, padding % host.block_size),
@@ -122,17 +133,24 @@ def arrange(packed: Packed, shape: Shape, scratch_row: int) -> dict[str, np.ndar
         "sample_rows": packed.sample_rows,
         "keys": packed.keys(),
         # Of several samples of one row (draft tokens being verified) the last one stays.
-        "stores": np.where(last, packed.sample_rows, scratch_row),
+        "stores": np.where(final, packed.sample_rows, scratch_row),
         "rows": rows,
         "contexts": contexts,
         "starts": starts,
     }
+    if host.states is not None:
+        first, last, reads, writes = host.states
+        moved = np.where(np.arange(len(first)) < decodes, 0, shape.decodes - decodes)
+        runs = (places(first + moved, 0, filled), places(last + moved, 0, shape.total - 1))
+        fields |= by_name((*runs, places(reads, 0, 0), places(writes, 0, 0)))
+    return fields
 
 
-def _nothing(block_size: int) -> Packed:
+def _nothing(block_size: int, *, states: bool) -> Packed:
     """A step without tokens: all padding."""
     none, zero = np.zeros(0, np.int64), np.zeros(1, np.int64)
-    host = HostBatch(none, none, none, zero, none, none, np.zeros((0, 0), np.int32), block_size)
+    nowhere = np.zeros((4, 0), np.int64) if states else None
+    host = HostBatch(none, none, none, zero, none, none, np.zeros((0, 0), np.int32), block_size, nowhere)
     return Packed(host, 0, 0, none, none, np.zeros(0, np.uint16), np.zeros(0, np.uint64), none, none)
 
 
@@ -169,8 +187,9 @@ class PromptGraphs:
         self._captured: dict[Shape, _Captured] = {}
         self._later = Deferred[Shape](WANTED)
         self._pool: Any = None
-        # A state per sequence would be advanced by the padding too.
-        self._applies = all(isinstance(layer.mixer, Attention | LatentAttention) for layer in decoder.layers)
+        self._short = Short(decoder, kv)
+        self.stateful = steps_have_states(decoder, kv)
+        self._applies = all(isinstance(layer.mixer, _MIXERS) for layer in decoder.layers)
 
     def shape_of(self, batch: Batch) -> Shape | None:
         """The smallest shape that holds a step; None when there is none, or the step needs more than samples."""
@@ -242,24 +261,33 @@ class PromptGraphs:
         shapes = [shape for shape in shapes if shape not in self._later]
         self._captured.clear()
         self._pool = None
+        self._short.forget()
         return shapes
 
     def capture(self, shape: Shape) -> _Captured:
-        """Capture one shape. Runs it once before, so that kernels are compiled outside the graph."""
+        """Capture one shape."""
         if self.followers is not None:
             self.followers.capture(self.kind, (shape.decodes, shape.tokens))
         device = self.kv.device
-        inputs = PackedInputs(shape.fields(), device)
-        inputs.send(arrange(_nothing(self.kv.block_size), shape, self.scratch_row), self._padding)
-        recording = record(device, lambda: self.step(inputs, shape), self._pool)
+        inputs = PackedInputs(shape.fields(states=self.stateful), device)
+        nothing = _nothing(self.kv.block_size, states=self.stateful)
+        inputs.send(arrange(nothing, shape, self.scratch_row), self._padding)
+        recording = record(
+            device,
+            lambda: self.step(inputs, shape),
+            self._pool,
+            lambda: self.step(inputs, shape, *self._short.parts),
+        )
         self._pool = self._pool or recording.graph.pool()
         captured = _Captured(recording.graph, inputs, *recording.results)
         self._captured[shape] = captured
         self._later.done(shape)
         return captured
 
-    def step(self, inputs: PackedInputs, shape: Shape) -> tuple[Tensor, Tensor]:
-        """The work of a step, on fixed addresses."""
+    def step(
+        self, inputs: PackedInputs, shape: Shape, decoder: Decoder | None = None, kv: KVCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The work of a step, on fixed addresses. `decoder`, `kv`: with other layers."""
         rows = self.rows
         ids = rows.known_tokens(inputs.view("ids", torch.int64), inputs.view("token_rows", torch.int64))
         batch = AttentionBatch(
@@ -273,7 +301,9 @@ class PromptGraphs:
             max_query=shape.tokens,
             max_context=rows.max_context,
         )
-        hidden = self.decoder.forward(ids, batch, self.kv)
+        if self.stateful:
+            batch.states = state_batch(inputs.view)
+        hidden = (decoder or self.decoder).forward(ids, batch, watched(kv or self.kv))
         logits = self.decoder.head(hidden[inputs.view("sample_at", torch.int64)])
         if isinstance(rows, BlockTables):
             return logits, logits  # rank 0 samples

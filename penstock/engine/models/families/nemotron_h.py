@@ -1,7 +1,9 @@
-"""Nemotron-H: each layer is a Mamba-2 mixer, attention without rotary embedding, or a feed-forward of squared ReLUs."""
+"""Nemotron-H: each layer is a Mamba-2 mixer, attention without rotary embedding, or a feed-forward of squared ReLUs,
+dense or (Nemotron 3) of experts beside one that all tokens visit."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -12,23 +14,26 @@ from penstock.engine.models.families.family import (
     Family,
     GGUFFormat,
     HFConfig,
+    count,
     flag,
     integer,
     number,
 )
 from penstock.engine.models.families.mamba2 import NAMES, UNUSED, one_part_architecture
-from penstock.engine.models.model_config import LayerPart, MambaConfig
+from penstock.engine.models.model_config import LayerPart, MambaConfig, MoeConfig
 from penstock.engine.models.rope import NO_ROPE
 from penstock.errors import CheckpointError
 
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_DEFAULT = "ME*-"
 _NEWER = {"linear_attention": "mamba", "full_attention": "attention"}
 _EXPERTS = frozenset({
-    "n_routed_experts", "n_shared_experts", "moe_intermediate_size", "moe_shared_expert_intermediate_size",
-    "moe_latent_size", "moe_shared_expert_overlap", "num_experts_per_tok", "routed_scaling_factor", "n_group",
-    "topk_group", "norm_topk_prob",
+    "n_routed_experts", "num_local_experts", "n_shared_experts", "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size", "moe_latent_size", "moe_shared_expert_overlap", "num_experts_per_tok",
+    "routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob",
 })  # fmt: skip
-"""Of layers of experts, which are refused."""
+"""Of layers of experts. The reference has one shared expert of the width that is given, whatever their number, and adds
+it in one order, whether or not it is said to overlap with the others."""
 _OLDER = {
     "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min",
     "mamba_conv_bias": "use_conv_bias",
@@ -46,14 +51,17 @@ def _fields(raw: HFConfig) -> ConfigFields:
     raw = {**raw, **{new: raw[old] for old, new in _OLDER.items() if raw.get(old) is not None}}
     kinds = _layers(raw)
     bias, eps = flag(raw, "use_bias"), number(raw, "layer_norm_epsilon")
-    only: tuple[LayerPart, ...] = tuple("feed_forward" if kind == "mlp" else "mixer" for kind in kinds)
+    only: tuple[LayerPart, ...] = tuple("feed_forward" if kind in ("mlp", "moe") else "mixer" for kind in kinds)
     fields: ConfigFields = {
         "num_layers": len(kinds),
         "only": only,
+        "activation": "relu2",
         "mlp_bias": flag(raw, "mlp_bias"),
         "rms_eps": eps,
         "rope": NO_ROPE,
     }
+    if "moe" in kinds:
+        fields["moe"] = _experts(raw, kinds)
     if "mlp" not in kinds:
         fields["ffn_size"] = 0
     if "mamba" in kinds:
@@ -75,27 +83,48 @@ def _fields(raw: HFConfig) -> ConfigFields:
     return fields
 
 
+def _experts(raw: HFConfig, kinds: Sequence[str]) -> MoeConfig:
+    return MoeConfig(
+        experts=integer(raw, "num_local_experts" if "num_local_experts" in raw else "n_routed_experts"),
+        top_k=integer(raw, "num_experts_per_tok"),
+        ffn_size=integer(raw, "moe_intermediate_size"),
+        normalize=flag(raw, "norm_topk_prob"),
+        layers=tuple(kind == "moe" for kind in kinds),
+        scoring="sigmoid",
+        correction_bias=True,
+        groups=integer(raw, "n_group"),
+        top_groups=integer(raw, "topk_group"),
+        group_score="best_two",
+        scale=number(raw, "routed_scaling_factor"),
+        shared_ffn_size=count(raw, "moe_shared_expert_intermediate_size") or integer(raw, "intermediate_size"),
+        latent=0 if raw.get("moe_latent_size") is None else integer(raw, "moe_latent_size"),
+    )
+
+
 def _layers(raw: HFConfig) -> Sequence[str]:
     """What each layer is, by a list of names or a pattern of letters."""
     found = next((raw[key] for key in ("layers_block_type", "layer_types") if raw.get(key) is not None), None)
     if found is None:
-        pattern = raw.get("hybrid_override_pattern")
+        pattern = raw.get("hybrid_override_pattern", _DEFAULT)
         if not isinstance(pattern, str):
-            raise CheckpointError("layers_block_type or hybrid_override_pattern must say what each layer is")
+            raise CheckpointError(f"config key 'hybrid_override_pattern' must be a string, found {pattern!r:.80}")
         found = [_PATTERN.get(letter, letter) for letter in pattern]
     if not isinstance(found, list | tuple) or not 0 < len(found) <= MOST_LAYERS:
         raise CheckpointError(f"config key 'layers_block_type' must name each layer, found {found!r:.80}")
     kinds = [_NEWER.get(kind, kind) for kind in map(str, found)]
-    if "moe" in kinds:
-        raise CheckpointError(
-            "this Nemotron-H model has layers of experts (E), which are not supported: its experts have no gate"
-        )
     unknown = set(kinds) - set(_PATTERN.values())
     if unknown:
         raise CheckpointError(f"layers of a Nemotron-H model cannot be {', '.join(sorted(unknown)):.80}")
     return kinds
 
 
+_NAMES = dataclasses.replace(
+    NAMES,
+    moe="mixer.",
+    expert_gate_up=("", "up_proj"),
+    expert_latents=("fc1_latent_proj", "fc2_latent_proj"),
+    expert_stacks=("mixer.experts.up_proj", "mixer.experts.down_proj"),
+)
 NEMOTRON_H = Family(
     model_type="nemotron_h",
     class_name="NemotronHForCausalLM",
@@ -118,7 +147,7 @@ NEMOTRON_H = Family(
         "mlp_bias",
     },
     limits={"mamba_hidden_act": SILU, "mlp_hidden_act": ("relu2",)},
-    names=NAMES,
+    names=_NAMES,
     gguf=GGUFFormat(architectures=()),
     architecture=one_part_architecture,
 )

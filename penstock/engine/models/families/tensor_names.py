@@ -27,7 +27,7 @@ class TensorNames:
     """Further matrices of a layer, for a model file that composes attention of another kind."""
     mlp: str = "mlp."
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
-    """Where a feed-forward has no gate, the second."""
+    """Where feed-forwards have no gate, the second; of experts too."""
     down: str = "down_proj"
     fused_qkv: str = "qkv_proj"
     fused_gate_up: str = "gate_up_proj"
@@ -44,6 +44,8 @@ class TensorNames:
     """Where every token visits one more expert; its matrices are called as those of a dense feed-forward."""
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    expert_latents: tuple[str, str] = ("", "")
+    """Of a block whose experts read fewer numbers than a token has: the matrices before and behind them."""
     stacked_experts: bool = False
     """Whether the family's checkpoints store the experts of a layer as one tensor; see `loading.stacked_experts`."""
     interleaved_gate_up: bool = False
@@ -60,7 +62,8 @@ class TensorNames:
     def linears(self) -> frozenset[str]:
         """Last parts of the names of all matrices that are quantized: routers, embeddings and heads are not."""
         parts = (*self.qkv, self.output, *self.gate_up, self.down, *self.expert_gate_up, self.expert_down)
-        return frozenset((*parts, *self.more_linears, self.fused_qkv, self.fused_gate_up, *self.recurrent))
+        more = (*self.expert_latents, *self.more_linears)
+        return frozenset((*parts, *more, self.fused_qkv, self.fused_gate_up, *self.recurrent))
 
 
 LLAMA_NAMES = TensorNames()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -156,6 +156,10 @@ class Experts(FeedForward, Protocol):
     @property
     def source(self) -> ExpertSource: ...
 
+    def forward(self, x: Any, inputs: Tensor | None = None) -> Tensor:
+        """`inputs`: what the experts read, where it is not what the router does."""
+        ...
+
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights float32 and experts [T, top_k]."""
         ...
@@ -188,9 +192,10 @@ class ExpertMlp:
     def weight_bytes(self) -> int:
         return self.router.linear.weight_bytes + sum(expert.weight_bytes for expert in self.experts)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
         weights, chosen = self.router(x)
-        return self.apply(x, weights, chosen if self.slots is None else self.slots.here(chosen))
+        chosen = chosen if self.slots is None else self.slots.here(chosen)
+        return self.apply(x if inputs is None else inputs, weights, chosen)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.router(x)
@@ -268,6 +273,40 @@ class SharedAndRouted:
         if self.gate is not None:
             shared = shared * torch.sigmoid(self.gate(x))
         return self.routed.forward(x) + shared
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowExperts:
+    """Experts that read and give fewer numbers than a token has: one matrix before all of them, one behind their sum.
+    The router reads the token itself."""
+
+    routed: Any
+    """`Experts`, perhaps spread over processes."""
+    into: Linear
+    out: Linear
+
+    @property
+    def ops(self) -> ActivationOps:
+        ops: ActivationOps = self.routed.ops
+        return ops
+
+    @property
+    def feed_forward(self) -> FeedForward:
+        """Where those who look for experts go on."""
+        routed: FeedForward = self.routed
+        return routed
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return *self.routed.linears, self.into, self.out
+
+    @property
+    def weight_bytes(self) -> int:
+        size: int = self.routed.weight_bytes
+        return size + self.into.weight_bytes + self.out.weight_bytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.routed.forward(x, self.into(x)))
 
 
 def _sum(x: Tensor) -> Tensor:

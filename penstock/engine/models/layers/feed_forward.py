@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from penstock.engine.backends.interface import Activation, ActivationOps, ClampedSwiglu
-from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.layers.linear import InlineLinear, Linear
 
 
 class FeedForward(Protocol):
@@ -33,8 +33,14 @@ class FeedForward(Protocol):
     def forward(self, x: Any) -> Tensor: ...
 
 
+@runtime_checkable
 class FusedFeedForward(FeedForward, Protocol):
     """One whose linears take the norm, the gate and the residual addition into their launches."""
+
+    @property
+    def fuses(self) -> bool:
+        """Whether they are of a form that does, for one token at least."""
+        ...
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """`residual` plus the feed-forward of the normalized `residual`; may update it in place."""
@@ -43,7 +49,7 @@ class FusedFeedForward(FeedForward, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(act(gate(x)) * up(x)), with gate and up as one matrix."""
+    """down(act(gate(x)) * up(x)), with gate and up as one matrix; down(act(up(x))) where the activation has no gate."""
 
     ops: ActivationOps
     activation: Activation
@@ -60,11 +66,13 @@ class GatedMlp:
 
     def forward(self, x: Any) -> Tensor:
         in_place: Callable[[Any, Activation], Any] | None = getattr(self.gate_up, "gated", None)
-        if in_place is not None and isinstance(
-            self.activation, str
-        ):  # a linear that gates its outputs before it writes them
-            return self.down(in_place(x, self.activation))
+        if in_place is not None and self.activation in ("silu", "gelu_tanh"):
+            return self.down(in_place(x, self.activation))  # a linear that gates its outputs before it writes them
         return self.down(gated(self.ops, self.activation, self.gate_up(x)))
+
+    @property
+    def fuses(self) -> bool:
+        return self.activation == "silu" and all(isinstance(linear, InlineLinear) for linear in self.linears)
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """See `FusedFeedForward`; for linears that are `FusedLinear` and a gate that is SiLU."""
@@ -81,6 +89,10 @@ class ScaledMlp(GatedMlp):
     gate_scale: float
     scale: float
 
+    @property
+    def fuses(self) -> bool:
+        return False
+
     def forward(self, x: Any) -> Tensor:
         gate_up = self.gate_up(x)
         gate_up[:, : gate_up.shape[1] // 2].mul_(self.gate_scale)
@@ -88,7 +100,10 @@ class ScaledMlp(GatedMlp):
 
 
 def gated(ops: ActivationOps, activation: Activation, gate_up: Tensor) -> Any:
-    """act(gate) * up of [T, 2 * ffn], in the form that the linears of `ops` read."""
+    """act(gate) * up of [T, 2 * ffn], or act(up) of [T, ffn], in a form that the linears of `ops` read. May write over
+    its input."""
+    if activation == "relu2":
+        return gate_up.relu_().square_()
     if isinstance(activation, ClampedSwiglu):
         return ops.clamped_swiglu(gate_up, activation.alpha, activation.limit)
     return ops.silu_mul(gate_up) if activation == "silu" else ops.gelu_mul(gate_up)

@@ -55,8 +55,25 @@ class LatentAttention:
         q, kv = made[:, :split], made[:, split:]
         if self.query_up is not None and self.query_norm is not None:
             q = self.query_up(self.ops.rms_norm(q, self.query_norm, self.weights.eps))
+        return self.output(self._attend(q, kv, batch, cache))
+
+    def fused(
+        self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: PagedLatentCache
+    ) -> Tensor:
+        """See `FusedMixer`; for linears that are `FusedLinear`."""
+        inputs: Any = self.inputs
+        query_up: Any = self.query_up
+        output: Any = self.output
+        made: Tensor = inputs.fused(residual, norm=norm, eps=eps)
+        split = made.shape[1] - self.heads.cached
+        q, kv = made[:, :split], made[:, split:]
+        if query_up is not None:
+            q = query_up.fused(q, norm=self.query_norm, eps=self.weights.eps)
+        out: Tensor = output.fused(self._attend(q, kv, batch, cache), residual=residual)
+        return out
+
+    def _attend(self, q: Tensor, kv: Tensor, batch: AttentionBatch, cache: PagedLatentCache) -> Tensor:
         scales = self.cache_scale if cache.scales is None else cache.scales
-        attended = self.attention_ops.latent_attention(
+        return self.attention_ops.latent_attention(
             q, kv, self.heads, self.weights, self.cos_sin, batch, cache.latents, scales
         )
-        return self.output(attended)

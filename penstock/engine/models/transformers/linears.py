@@ -81,14 +81,28 @@ def shape_of(module: Any) -> tuple[int, int]:
     return (columns, rows) if type(module).__name__ == "Conv1D" else (rows, columns)
 
 
-def replace_linears(model: nn.Module, read: WeightReader, weights: ModuleWeights, head: str) -> list[EngineLinear]:
-    """Replace every linear; memory peaks at the model plus one of them. `head`: the name of the output projection."""
+def integer_matrices(weights: object) -> Collection[str]:
+    """The matrices that a checkpoint has in integers, which are [out, in] whatever module they are for."""
+    found: Collection[str] = getattr(weights, "integer_matrices", ())
+    return found
+
+
+def replace_linears(
+    model: nn.Module,
+    read: WeightReader,
+    weights: ModuleWeights,
+    head: str,
+    as_stored: WeightReader | None = None,
+) -> list[EngineLinear]:
+    """Replace every linear; memory peaks at the model plus one of them. `head`: the name of the output projection.
+    `as_stored` reads a checkpoint in few bits: the linears that it has by the name of their module are made of it."""
     made = []
     for name, module in linears_of(model):
         outputs, inputs = shape_of(module)
         above, _, last = name.rpartition(".")
         bias = getattr(module, "bias", None) is not None
-        linear = read.linear(f"{above}." if above else "", {last: outputs}, inputs, bias)
+        reader = as_stored if as_stored is not None and _stores(as_stored, name, module) else read
+        linear = reader.linear(f"{above}." if above else "", {last: outputs}, inputs, bias)
         if name == head:
             linear = read.backend.as_head(linear)
         replaced = EngineLinear(name, linear, inputs, outputs)
@@ -96,3 +110,11 @@ def replace_linears(model: nn.Module, read: WeightReader, weights: ModuleWeights
         weights.release(name)
         made.append(replaced)
     return made
+
+
+def _stores(reader: WeightReader, name: str, module: nn.Module) -> bool:
+    """Whether a checkpoint in few bits has this module as [out, in], by its own name."""
+    weight = f"{name}.weight"
+    turned = type(module).__name__ == "Conv1D" and weight not in integer_matrices(reader.weights)
+    biased = getattr(module, "bias", None) is not None
+    return reader.stores(weight) and not turned and (not biased or reader.stores(f"{name}.bias"))

@@ -34,9 +34,9 @@ from penstock.engine.models.transformers.attention import (
 from penstock.engine.models.transformers.config import check_custom_code
 from penstock.engine.models.transformers.decoder import CachedLayer, ModelHead, TransformersDecoder
 from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass, SequencePass
-from penstock.engine.models.transformers.linears import EngineLinear, ModuleWeights, replace_linears
+from penstock.engine.models.transformers.linears import EngineLinear, ModuleWeights, integer_matrices, replace_linears
 from penstock.engine.models.transformers.survey import TOKENS, Survey
-from penstock.engine.models.weights import Quantizer, WeightReader
+from penstock.engine.models.weights import Quantizer, WeightReader, Weights
 from penstock.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -59,17 +59,19 @@ def load_decoder(
     dtype: torch.dtype,
     max_positions: int,
     quantize: Quantizer | None = None,
+    stored: Weights | None = None,
     custom_code: tuple[str, ...] = (),
     progress: Callable[[float], None] | None = None,
 ) -> TransformersDecoder:
-    """Read every weight once. `custom_code`: the checkpoints whose own code may run."""
+    """Read every weight once. `stored`: the checkpoint where it has weights in few bits; the library gets their values,
+    and linears are made of them as they are stored. `custom_code`: the checkpoints whose own code may run."""
     report = progress or (lambda fraction: None)
     log.warning(
         "%s models have no family here: this one runs through transformers, exactly but slower than a family would",
         config.family,
     )
     trusted = check_custom_code(raw, folder, custom_code)
-    model = _read(folder, config.family, dtype, trusted).to(backend.device)
+    model = _read(folder, config.family, dtype, trusted, stored).to(backend.device)
     report(0.5)
     if getattr(model, "_is_stateful", False):
         raise _refusal(config, "its layers keep a state other than keys and values")
@@ -81,7 +83,10 @@ def load_decoder(
     # Rounded linears change the logits; without them the comparison covers the linears too.
     comparison = _Comparison(model, config, backend.device) if quantize is None else None
     modules = ModuleWeights(model, raw)
-    linears = replace_linears(model, WeightReader(modules, backend, dtype, quantize), modules, head_name)
+    # What the checkpoint has in few bits is read from it; the rest stays as the library has it.
+    reader = WeightReader(modules, backend, dtype, quantize if stored is None else None)
+    as_stored = None if stored is None else WeightReader(stored, backend, dtype, quantize)
+    linears = replace_linears(model, reader, modules, head_name, as_stored)
     comparison = comparison or _Comparison(model, config, backend.device)
     head_linear = next((linear.linear for linear in linears if linear.name == head_name), None)
     head = ModelHead(model, base_name, head_linear)
@@ -108,19 +113,19 @@ def load_decoder(
     )
 
 
-def _read(folder: Path, model_type: str, dtype: torch.dtype, trusted: bool) -> Any:
+def _read(folder: Path, model_type: str, dtype: torch.dtype, trusted: bool, stored: Weights | None) -> Any:
     library: Any = import_module("transformers")
+    options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     with _quiet():
         try:
-            model, found = library.AutoModelForCausalLM.from_pretrained(
-                str(folder),
-                dtype=dtype,
-                attn_implementation="eager",
-                trust_remote_code=trusted,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            if stored is None:
+                model, found = library.AutoModelForCausalLM.from_pretrained(
+                    str(folder), trust_remote_code=trusted, local_files_only=True, use_safetensors=True, **options
+                )
+            else:
+                kind, config = _class_and_config(library, folder, trusted)
+                values = _values(stored, kind, config, dtype)
+                model, found = kind.from_pretrained(None, config=config, state_dict=values, **options)
         except (KeyboardInterrupt, MemoryError):
             raise
         except Exception as error:
@@ -133,6 +138,33 @@ def _read(folder: Path, model_type: str, dtype: torch.dtype, trusted: bool) -> A
     if unused:
         log.warning("%d tensors of the checkpoint are not used by its model, such as %s", len(unused), unused[0])
     return model.eval().requires_grad_(False)
+
+
+def _class_and_config(library: Any, folder: Path, trusted: bool) -> tuple[Any, Any]:
+    """The model's class, and its configuration as if its weights were not stored in few bits."""
+    config = library.AutoConfig.from_pretrained(str(folder), trust_remote_code=trusted, local_files_only=True)
+    for part in (config, config.get_text_config(decoder=True)):
+        vars(part).pop("quantization_config", None)
+    if not trusted:
+        return library.AutoModelForCausalLM._model_mapping[type(config)], config
+    dynamic: Any = import_module("transformers.dynamic_module_utils")
+    reference = config.auto_map["AutoModelForCausalLM"]
+    return dynamic.get_class_from_dynamic_module(reference, str(folder), local_files_only=True), config
+
+
+def _values(stored: Weights, kind: Any, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What the stored numbers stand for, by the names of the checkpoint. Few-bit layouts have matrices as [out, in];
+    the library keeps those of `Conv1D` the other way around."""
+    with torch.device("meta"):
+        turned = [name for name, module in kind(config).named_modules() if type(module).__name__ == "Conv1D"]
+    integers = integer_matrices(stored)
+    values = {}
+    for name in stored.names():
+        value = stored.tensor(name)
+        if name in integers and any(f".{module}.weight".endswith(f".{name}") for module in turned):
+            value = value.t().contiguous()
+        values[name] = value.to(dtype) if value.is_floating_point() else value
+    return values
 
 
 @contextmanager

@@ -24,15 +24,16 @@ from penstock.engine.backends.cuda.kernels.common import (
 )
 from penstock.engine.backends.interface import Activation, ClampedSwiglu
 
-SILU, GELU, CLAMPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Values of GATE."""
+SILU, GELU, CLAMPED, SQUARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""Values of GATE. SQUARED: there is no gate, and what there is becomes the square of its ReLU."""
 
 
 def gate_options(activation: Activation) -> dict[str, Any]:
     """The arguments of `gated`, for a launch."""
     if isinstance(activation, ClampedSwiglu):
         return {"GATE": CLAMPED.value, "ALPHA": activation.alpha, "LIMIT": activation.limit}
-    return {"GATE": GELU.value if activation == "gelu_tanh" else SILU.value, "ALPHA": 1.0, "LIMIT": 0.0}
+    gates = {"silu": SILU, "gelu_tanh": GELU, "relu2": SQUARED}
+    return {"GATE": gates[activation].value, "ALPHA": 1.0, "LIMIT": 0.0}
 
 
 @triton.jit

@@ -34,6 +34,8 @@ MAX_BATCH = 8
 MAX_TOKENS = 256
 """Above, widening the weights once for cuBLAS is cheaper than widening them for every tile."""
 BLOCK = 32
+_FIXED = 32
+"""Tokens of a program in deterministic mode."""
 _HALF = tl.constexpr(16)
 
 
@@ -77,7 +79,7 @@ class GroupedConfig:
 
 
 @triton.jit
-def _split(factors: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def split_factors(factors: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """Scale and minimum, as float32."""
     scale = (factors & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     minimum = (factors >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -126,7 +128,7 @@ def _nibbles(pairs: tl.tensor, HIGH: tl.constexpr, dtype: tl.constexpr) -> tl.te
 
 
 @triton.jit
-def _group_sum(
+def group_sum(
     acc: tl.tensor,
     weights: tl.tensor,
     scale: tl.tensor,
@@ -179,7 +181,7 @@ def _ones(weights: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _totals(
+def input_totals(
     weights: tl.tensor, low: tl.tensor, high: tl.tensor, BITS: tl.constexpr, PRECISION: tl.constexpr
 ) -> tl.tensor:
     """Sums of the inputs of a group [1 or rows, batch]. For few tokens the tensor cores have time to add them up, and
@@ -248,13 +250,13 @@ def _grouped_kernel(
             low = tl.load(inputs + g * GROUP, mask=in_batch, other=0.0)
             high = tl.load(inputs + g * GROUP + _HALF, mask=in_batch, other=0.0) if BITS == 4 else low
             weights = tl.load(rows + g * BYTES)
-            total = _totals(weights, low, high, BITS, PRECISION) if SUMS else acc
-            scale, minimum = _split(tl.load(factor_ptr + g * ROWS + row))
-            acc = _group_sum(acc, weights, scale, minimum, low, high, total, BITS, MINIMUM, PRECISION)
+            total = input_totals(weights, low, high, BITS, PRECISION) if SUMS else acc
+            scale, minimum = split_factors(tl.load(factor_ptr + g * ROWS + row))
+            acc = group_sum(acc, weights, scale, minimum, low, high, total, BITS, MINIMUM, PRECISION)
             if GATED:
-                scale, minimum = _split(tl.load(factor_ptr + g * ROWS + N + row))
+                scale, minimum = split_factors(tl.load(factor_ptr + g * ROWS + N + row))
                 weights = tl.load(rows + N * PITCH + g * BYTES)
-                up = _group_sum(up, weights, scale, minimum, low, high, total, BITS, MINIMUM, PRECISION)
+                up = group_sum(up, weights, scale, minimum, low, high, total, BITS, MINIMUM, PRECISION)
     epilogue(
         tl.trans(acc),
         tl.trans(up),
@@ -294,7 +296,7 @@ def _widen_kernel(
     launch_successor(PDL)
     wait_for_inputs(PDL)
     q = tl.load(weight_ptr + n[:, None] * (K * BITS // 8) + (g * BYTES + j)[None, :])
-    scale, minimum = _split(tl.load(factor_ptr + g * N + n))
+    scale, minimum = split_factors(tl.load(factor_ptr + g * N + n))
     k = j // _HALF * 2 * _HALF + j % _HALF if BITS == 4 else j
     to = out_ptr + local.to(tl.int64)[:, None] * K + (g * GROUP + k)[None, :]
     inside = (first + local < N)[:, None]
@@ -328,9 +330,11 @@ def linear(
     gated: bool = False,
     out: Tensor | None = None,
     config: GroupedConfig | None = None,
+    fixed: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """`x` [T, in] times the transpose of `weight`; what can be folded in is as in `gemv.linear`."""
+    """`x` [T, in] times the transpose of `weight`; what can be folded in is as in `gemv.linear`. `fixed`: in one launch
+    shape for any number of tokens, and so with one order of summation."""
     batch, k = x.shape
     rows, inputs = weight.shape
     if k != inputs:
@@ -340,7 +344,7 @@ def linear(
         x = rms_norm(x, norm, eps, pdl=pdl)
     if out is None:
         out = torch.empty((batch, n), dtype=x.dtype, device=x.device)
-    shape, tokens = choose(n, batch, weight.bits, weight.group, gated)
+    shape, tokens = choose(n, _FIXED if fixed else batch, weight.bits, weight.group, gated)
     if config is not None:
         shape = config
     groups = k // weight.group

@@ -14,13 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels.activation import gate_options, gated
+from penstock.engine.backends.activation import has_gate
+from penstock.engine.backends.cuda.kernels.activation import SQUARED, gate_options, gated
 from penstock.engine.backends.cuda.kernels.common import (
     ceil_div,
     launch,
     launch_successor,
     next_power_of_2,
     wait_for_inputs,
+    widen,
 )
 from penstock.engine.backends.cuda.kernels.moe_plan import (
     FEW,
@@ -51,7 +53,7 @@ class SharedPart:
     """An expert that every token visits, beside those of `FewPairs`; weights of the same form."""
 
     weight: Tensor
-    """Of a gated product [2 * width, K], of another [N, width]."""
+    """Of a gated product [2 * width, K], or [width, K] where there is no gate; of another [N, width]."""
     scale: Tensor | None
     """float32, one per row of an e4m3 weight."""
     rows: Tensor
@@ -92,6 +94,7 @@ def _outputs(
     PRECISION: tl.constexpr,
 ) -> tl.tensor:
     """Rows `source` of x times the rows `n` of a matrix whose first is row `first`; gated, weighted on the inputs."""
+    PAIRED: tl.constexpr = GATED and GATE != SQUARED
     k = tl.arange(0, BLOCK_K)
     rows = x_ptr + source.to(tl.int64)[:, None] * K + k[None, :]
     # Columns past the end read the last row of weights: their sums are not stored.
@@ -114,30 +117,33 @@ def _outputs(
             x = (x.to(tl.float32) * route[:, None]).to(x.dtype)
         if TILE_COLUMNS:
             # One scale for a tile of the weights: sums over its inputs are scaled before they are added up.
-            part = tl.dot(x, tl.trans(w.to(x.dtype)), input_precision=PRECISION)
+            part = tl.dot(x, tl.trans(widen(w, x)), input_precision=PRECISION)
             acc += part * tl.load(scale_ptr + tiled + start // TILE_COLUMNS)[None, :]
         else:
-            acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision=PRECISION)
-        if GATED:
+            acc = tl.dot(x, tl.trans(widen(w, x)), acc, input_precision=PRECISION)
+        if PAIRED:
             if K % BLOCK_K != 0:
                 u = tl.load(weights + N * K + start, mask=(start + k < K)[None, :], other=0.0)
             else:
                 u = tl.load(weights + N * K + start)
             if TILE_COLUMNS:
-                part = tl.dot(x, tl.trans(u.to(x.dtype)), input_precision=PRECISION)
+                part = tl.dot(x, tl.trans(widen(u, x)), input_precision=PRECISION)
                 up += part * tl.load(scale_ptr + up_tiled + start // TILE_COLUMNS)[None, :]
             else:
-                up = tl.dot(x, tl.trans(u.to(x.dtype)), up, input_precision=PRECISION)
+                up = tl.dot(x, tl.trans(widen(u, x)), up, input_precision=PRECISION)
     if SCALED and not TILE_COLUMNS:
         acc *= tl.load(scale_ptr + at)[None, :]
-        if GATED:
+        if PAIRED:
             up *= tl.load(scale_ptr + at + N)[None, :]
     if BIASED:
         acc += tl.load(bias_ptr + at).to(tl.float32)[None, :]
-        if GATED:
+        if PAIRED:
             up += tl.load(bias_ptr + at + N).to(tl.float32)[None, :]
-    if GATED:
+    if PAIRED:
         acc = gated(acc, up, GATE, ALPHA, LIMIT)
+    elif GATED:
+        acc = tl.maximum(acc, 0.0)
+        acc *= acc
     return acc
 
 
@@ -227,7 +233,7 @@ def _grouped_kernel(
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = _outputs(
         x_ptr, pair // TOP_K if GATED else tl.where(in_m, m, 0), in_m, route, weight_ptr, scale_ptr, bias_ptr,
-        expert.to(tl.int64) * (2 * N if GATED else N), n, N, K, BLOCK_M, BLOCK_N, BLOCK_K,
+        expert.to(tl.int64) * (2 * N if GATED and GATE != SQUARED else N), n, N, K, BLOCK_M, BLOCK_N, BLOCK_K,
         GATED, WEIGHTED, GATE, ALPHA, LIMIT, SCALED, TILE_ROWS, TILE_COLUMNS, BIASED, PRECISION,
     )  # fmt: skip
     if WEIGHTED and not GATED:
@@ -283,6 +289,13 @@ def choose(pairs: int, experts: int, gated: bool, element_size: int, few: bool =
     return GroupedConfig(block_m=128, block_n=64 if gated else 128, block_k=64, num_warps=8, num_stages=3)
 
 
+def fixed(gated: bool, element_size: int) -> GroupedConfig:
+    """The one launch shape of deterministic mode: how the inputs of a row are added up depends on nothing else."""
+    if element_size == 4:
+        return GroupedConfig(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
+    return GroupedConfig(block_m=64, block_n=32 if gated else 64, block_k=64, num_warps=4, num_stages=4)
+
+
 def grouped_linear(
     x: Tensor,
     weight: Tensor,
@@ -303,21 +316,23 @@ def grouped_linear(
     """Each pair's row times its expert's matrix, for all pairs in one launch.
 
     `gated`: `x` [T, K], `weight` [experts, 2 * N, K] (gate rows, then up rows), the result act(gate) * up [pairs, N] in
-    the order of the schedule. Otherwise `x` [pairs, K] in that order, `weight` [experts, N, K], the result [pairs, N]
-    by pair; with `FewPairs` their sums [T, N], for which `counters` is int32, zero, one for every 16 columns.
+    the order of the schedule; for an activation without a gate `weight` is [experts, N, K], the result act(up).
+    Otherwise `x` [pairs, K] in that order, `weight` [experts, N, K], the result [pairs, N] by pair; with `FewPairs`
+    their sums [T, N], for which `counters` is int32, zero, one for every 16 columns.
     `route_weights` (float32 [T, top_k]) meet the inputs of a gated product and the outputs of another.
-    `weight_scale`: float32, one per row of an e4m3 weight, or, with `scale_tile`, one for every so many rows and
+    `weight_scale`: float32, one per row of an e4m3 or int8 weight, or, with `scale_tile`, one for so many rows and
     inputs: [experts, rows / tile, K / tile]. `bias`: one per row of `weight`, added before gate and route weights.
     `shared`: with `FewPairs`, computed in the same launch and part of the sums.
     """
     experts, wide, depth = weight.shape
-    n, pairs = wide // 2 if gated else wide, schedule.pairs
+    paired = gated and has_gate(activation)
+    n, pairs = wide // 2 if paired else wide, schedule.pairs
     few = isinstance(schedule, FewPairs)
     summed = few and not gated
     out = torch.empty((pairs // top_k if summed else pairs, n), dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
-    shape = config or choose(pairs, experts, gated, x.element_size(), few)
+    shape = config or choose(pairs, experts, paired, x.element_size(), few)
     tiles = schedule.tiles(shape.block_m)
     programs = tiles * ceil_div(n, shape.block_n)
     rows = pairs
@@ -347,9 +362,7 @@ def grouped_linear(
         GROUP=GROUP,
         BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n,
-        BLOCK_K=max(
-            16, min(shape.block_k if scale_tile is None else scale_tile[1], shape.block_k, next_power_of_2(depth))
-        ),
+        BLOCK_K=max(16, min(shape.block_k, _power_in(scale_tile), next_power_of_2(depth))),
         GATED=gated,
         WEIGHTED=route_weights is not None,
         **gate_options(activation),
@@ -365,6 +378,11 @@ def grouped_linear(
         pdl=pdl,
     )
     return out
+
+
+def _power_in(tile: tuple[int, int] | None) -> int:
+    """The largest power of two that divides the inputs of a tile."""
+    return 1 << 30 if tile is None else tile[1] & -tile[1]
 
 
 def _pointers(shared: SharedPart) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -188,17 +188,46 @@ def route(logits: Tensor, choice: Choice, *, pdl: bool = False) -> tuple[Tensor,
 
 
 @triton.jit
-def _scores(
-    x_ptr: tl.tensor, rows: tl.tensor, HIDDEN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr
+def _load_rows(rows: tl.tensor, HIDDEN: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """The weights at `rows`, step by step."""
+    found = ()
+    for step in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
+        at = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        w = tl.load(rows[:, None] + at[None, :], mask=(at < HIDDEN)[None, :], other=0.0)
+        found = found + (w,)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _inputs(
+    x_ptr: tl.tensor, gains: tl.tensor, eps: tl.tensor, HIDDEN: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr
 ) -> tl.tensor:
-    """One token times the weights at `rows` [BLOCK_E]."""
-    k = tl.arange(0, BLOCK_K)
+    """One token, step by step; with `NORM` normalized, and rounded as the norm's own result would be."""
+    found = ()
+    square = tl.zeros([BLOCK_K], tl.float32)
+    for step in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
+        at = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + at, mask=at < HIDDEN, other=0.0).to(tl.float32)
+        square += x * x
+        found = found + (x,)  # type: ignore[assignment]
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(square, axis=0) / HIDDEN + eps)
+        normed = ()
+        for step in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
+            x = found[step] * inverse * gains[step].to(tl.float32)
+            normed = normed + (x.to(x_ptr.dtype.element_ty).to(tl.float32),)  # type: ignore[assignment]
+        found = normed
+    return found
+
+
+@triton.jit
+def _scores(
+    inputs: tl.tensor, rows: tl.tensor, HIDDEN: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tl.tensor:
+    """One token times rows of weights."""
     sums = tl.zeros([BLOCK_E, BLOCK_K], tl.float32)
     for step in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
-        at = step * BLOCK_K + k
-        x = tl.load(x_ptr + at, mask=at < HIDDEN, other=0.0).to(tl.float32)
-        w = tl.load(rows[:, None] + at[None, :], mask=(at < HIDDEN)[None, :], other=0.0).to(tl.float32)
-        sums += w * x[None, :]
+        sums += rows[step].to(tl.float32) * inputs[step][None, :]
     return tl.sum(sums, axis=1)
 
 
@@ -214,11 +243,15 @@ def _score_kernel(
     experts_ptr: tl.tensor,
     shared_ptr: tl.tensor,
     shared_gate_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    eps: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROUTER_BIAS: tl.constexpr,
     SHARED: tl.constexpr,
+    NORM: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -233,20 +266,37 @@ def _score_kernel(
     SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    PROGRAMS: tl.constexpr = (EXPERTS + BLOCK_E - 1) // BLOCK_E
+    pid = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    mine = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    mine = pid * BLOCK_E + tl.arange(0, BLOCK_E)
     launch_successor(PDL)
+    # Weights are constants: they may be under way before the input is there. Experts past the end read the last row:
+    # their sums are not stored.
+    rows = router_ptr + tl.minimum(mine, EXPERTS - 1) * HIDDEN
+    if SHARED:
+        rows = tl.where(mine < PROGRAMS * BLOCK_E, rows, shared_ptr + mine * 0)
+    weights = _load_rows(rows, HIDDEN, BLOCK_K)
+    gains = ()
+    if NORM:
+        for step in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
+            at = step * BLOCK_K + tl.arange(0, BLOCK_K)
+            gains = gains + (tl.load(norm_ptr + at, mask=at < HIDDEN, other=0.0),)  # type: ignore[assignment]
     wait_for_inputs(PDL)
-    if SHARED:  # noqa: SIM102 - known when compiled; the other is not
-        if tl.program_id(0) == (EXPERTS + BLOCK_E - 1) // BLOCK_E:
-            score = _scores(x_ptr + row * HIDDEN, shared_ptr + tl.zeros([BLOCK_E], tl.int32), HIDDEN, BLOCK_E, BLOCK_K)
-            score = score.to(x_ptr.dtype.element_ty).to(tl.float32)
+    inputs = _inputs(x_ptr + row * HIDDEN, gains, eps, HIDDEN, BLOCK_K, NORM)
+    if NORM:  # noqa: SIM102 - known when compiled; the other is not
+        if pid == 0:
+            for step in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
+                at = step * BLOCK_K + tl.arange(0, BLOCK_K)
+                kept = inputs[step].to(normed_ptr.dtype.element_ty)
+                tl.store(normed_ptr + row * HIDDEN + at, kept, mask=at < HIDDEN)
+    scores = _scores(inputs, weights, HIDDEN, BLOCK_E, BLOCK_K)
+    if SHARED:  # noqa: SIM102
+        if pid == PROGRAMS:
+            score = scores.to(x_ptr.dtype.element_ty).to(tl.float32)
             first = tl.arange(0, BLOCK_E) == 0
             tl.store(shared_gate_ptr + row + tl.zeros([BLOCK_E], tl.int32), 1.0 / (1.0 + tl.exp(-score)), mask=first)
             return
-    # Experts past the end read the last row: their sums are not stored.
-    rows = router_ptr + tl.minimum(mine, EXPERTS - 1) * HIDDEN
-    scores = _scores(x_ptr + row * HIDDEN, rows, HIDDEN, BLOCK_E, BLOCK_K)
     if ROUTER_BIAS:
         scores += tl.load(router_bias_ptr + mine, mask=mine < EXPERTS, other=0.0).to(tl.float32)
     # Rounded as the linear's own result would be.
@@ -255,7 +305,7 @@ def _score_kernel(
     # All threads' stores happen before the barrier, and thread 0's release makes them visible to the chip.
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu")
-    if arrived == (EXPERTS + BLOCK_E - 1) // BLOCK_E - 1:
+    if arrived == PROGRAMS - 1:
         tl.store(counter_ptr + row, 0)
         e = tl.arange(0, BLOCK)
         every = tl.load(logits_ptr + row * EXPERTS + e, mask=e < EXPERTS, other=float("-inf"))
@@ -274,13 +324,20 @@ def score_and_route(
     counters: Tensor,
     *,
     shared: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    normed: Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`route` of `x` [T, hidden] times the transpose of `router` [experts, hidden], in one launch. `counters`: int32,
-    zero, one for every token. With `shared` [1, hidden], the gate of a shared expert, its sigmoids float32 [T] too."""
+    zero, one for every token. With `shared` [1, hidden], the gate of a shared expert, its sigmoids float32 [T] too.
+    `norm`, `eps`: x is RMS-normalized first, and `normed` [T, hidden] is what it then is."""
     (tokens, hidden), experts = x.shape, router.shape[0]
     weights, chosen = choice.outputs(tokens, x.device)
-    block_e = 2 if experts * tokens <= 1024 else 4
+    block_e, warps = 2 if experts * tokens <= 1024 else 4, 4
+    if tokens == 1:
+        # Nothing but latency: a warp alone adds up and chooses without waiting for others. Inputs stay in registers.
+        block_e, warps = 1, min(4, next_power_of_2(ceil_div(hidden, 2048)))
     gates = None if shared is None else torch.empty(tokens, dtype=torch.float32, device=x.device)
     launch(
         _score_kernel,
@@ -295,13 +352,17 @@ def score_and_route(
         chosen,
         x if shared is None else shared,
         weights if gates is None else gates,
+        x if norm is None else norm,
+        x if normed is None else normed,
+        eps,
         HIDDEN=hidden,
         BLOCK_E=block_e,
         BLOCK_K=min(1024, next_power_of_2(hidden)),
         ROUTER_BIAS=router_bias is not None,
         SHARED=shared is not None,
+        NORM=norm is not None,
         **choice.options(experts),
-        num_warps=4,
+        num_warps=warps,
         pdl=pdl,
     )
     return weights, chosen, gates

@@ -1,0 +1,332 @@
+"""The experts of one token: reading the weights of those it visits is all there is, so programs own weight rows.
+
+Two launches, with a shared expert in both. The first gates; it leaves one row with every visit's width, the shared
+expert's last. In the second a program has its outputs of all visits, so it adds them up itself, and the residual.
+Ordinary arithmetic with many wide loads in flight, as in `gemv`. What does not depend on the choice is under way
+before its inputs are there; what does, the second launch asks for while the first still runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.engine.backends.cuda.kernels.activation import gate_options, gated
+from penstock.engine.backends.cuda.kernels.common import (
+    ask_for,
+    ceil_div,
+    launch,
+    launch_successor,
+    next_power_of_2,
+    wait_for_inputs,
+)
+from penstock.engine.backends.interface import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class OneConfig:
+    """Shape of a launch: outputs of a program, and inputs per step, 8 for each thread: then the input and every weight
+    row are laid out over the threads alike, and nothing moves between threads until the final sum."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Visits:
+    """What one token chose."""
+
+    chosen: Tensor
+    """int32 [1, top_k]"""
+    weights: Tensor
+    """float32 [1, top_k]"""
+    on_inputs: bool
+    """Whether the weights meet the inputs of the experts, not their outputs."""
+
+    @property
+    def count(self) -> int:
+        return self.chosen.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """One matrix of every expert, and that of the shared one; scales float32, one per row of e4m3 weights."""
+
+    routed: Tensor
+    scale: Tensor | None
+    shared: Tensor | None = None
+    shared_scale: Tensor | None = None
+
+
+@triton.jit
+def _load_rows(
+    rows: tl.tensor, STEPS: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tl.tensor:
+    """Steps `FIRST` to `STEPS` of the weights at `rows` [BLOCK_N]."""
+    found = ()
+    for step in tl.static_range(FIRST, STEPS):
+        at = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        w = tl.load(rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first")
+        found = found + (w,)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _times(
+    found: tl.tensor, x_ptr: tl.tensor, STEPS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Products of loaded rows and a vector, not added up yet: [BLOCK_N, BLOCK_K]."""
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for step in tl.static_range(STEPS):
+        at = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + at, mask=at < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        acc += found[step].to(tl.float32) * x[None, :]
+    return acc
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
+    route_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    shared_scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SCALED: tl.constexpr,
+    GATE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """`SHARED`: the width of the shared expert, whose programs are the first, or 0."""
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    FIRST: tl.constexpr = (SHARED + BLOCK_N - 1) // BLOCK_N
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    pid = tl.program_id(0)
+    i = tl.arange(0, BLOCK_N)
+    kind = out_ptr.dtype.element_ty
+    if SHARED > 0:  # noqa: SIM102 - known when compiled; the other is not
+        if pid < FIRST:
+            n = pid * BLOCK_N + i
+            # Rows past the end read the last row: their sums are not stored.
+            row = tl.minimum(n, SHARED - 1)
+            # Weights are constants: they may be under way before the input is there.
+            gates = _load_rows(shared_ptr + row * K, STEPS, 0, K, BLOCK_K)
+            ups = _load_rows(shared_ptr + (row + SHARED) * K, STEPS, 0, K, BLOCK_K)
+            wait_for_inputs(PDL)
+            launch_successor(PDL)
+            gate = tl.sum(_times(gates, x_ptr, STEPS, K, BLOCK_N, BLOCK_K), axis=1)
+            up = tl.sum(_times(ups, x_ptr, STEPS, K, BLOCK_N, BLOCK_K), axis=1)
+            if SCALED:
+                gate *= tl.load(shared_scale_ptr + row)
+                up *= tl.load(shared_scale_ptr + row + SHARED)
+            y = gated(gate, up, GATE, ALPHA, LIMIT)
+            tl.store(out_ptr + TOP_K * WIDTH + n, y.to(kind), mask=n < SHARED)
+            return
+    visit = (pid - FIRST) // BLOCKS
+    n = (pid - FIRST) % BLOCKS * BLOCK_N + i
+    wait_for_inputs(PDL)
+    # Only now: what comes next looks the choices up as soon as it starts.
+    launch_successor(PDL)
+    # Scores that are not numbers may choose no expert.
+    expert = tl.minimum(tl.load(chosen_ptr + visit), EXPERTS - 1).to(tl.int64)
+    row = expert * (2 * WIDTH) + tl.minimum(n, WIDTH - 1)
+    gates = _load_rows(weight_ptr + row * K, STEPS, 0, K, BLOCK_K)
+    ups = _load_rows(weight_ptr + (row + WIDTH) * K, STEPS, 0, K, BLOCK_K)
+    gate = tl.sum(_times(gates, x_ptr, STEPS, K, BLOCK_N, BLOCK_K), axis=1)
+    up = tl.sum(_times(ups, x_ptr, STEPS, K, BLOCK_N, BLOCK_K), axis=1)
+    if SCALED:
+        gate *= tl.load(scale_ptr + row)
+        up *= tl.load(scale_ptr + row + WIDTH)
+    if WEIGHTED:
+        weight = tl.load(route_ptr + visit)
+        gate *= weight
+        up *= weight
+    y = gated(gate, up, GATE, ALPHA, LIMIT)
+    tl.store(out_ptr + visit * WIDTH + n, y.to(kind), mask=n < WIDTH)
+
+
+@triton.jit
+def _down_kernel(
+    inner_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
+    route_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    shared_scale_ptr: tl.tensor,
+    shared_gate_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SCALED: tl.constexpr,
+    SHARED_GATE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    STEPS: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
+    SHARED_STEPS: tl.constexpr = (SHARED + BLOCK_K - 1) // BLOCK_K
+    EARLY: tl.constexpr = min(SHARED_STEPS, 8)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, N - 1)
+    launch_successor(PDL)
+    if SHARED > 0:
+        early = _load_rows(shared_ptr + row * SHARED, EARLY, 0, SHARED, BLOCK_K)
+    if PDL:
+        # A hint alone, so it need not be what it will be: the launch before began when the choices were made.
+        t = tl.minimum(tl.arange(0, TOP_BLOCK), TOP_K - 1)
+        likely = tl.load(chosen_ptr + t, cache_modifier=".cg")
+        likely = tl.maximum(tl.minimum(likely, EXPERTS - 1), 0).to(tl.int64)
+        ask_for(weight_ptr + ((likely * N)[:, None] + row[None, :]) * WIDTH, ROW_BYTES, PDL)
+    wait_for_inputs(PDL)
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for visit in tl.static_range(TOP_K):
+        expert = tl.minimum(tl.load(chosen_ptr + visit), EXPERTS - 1).to(tl.int64)
+        found = _load_rows(weight_ptr + (expert * N + row) * WIDTH, STEPS, 0, WIDTH, BLOCK_K)
+        part = _times(found, inner_ptr + visit * WIDTH, STEPS, WIDTH, BLOCK_N, BLOCK_K)
+        if WEIGHTED:
+            part *= tl.load(route_ptr + visit)
+        if SCALED:
+            part *= tl.load(scale_ptr + expert * N + row)[:, None]
+        total += part
+    if SHARED > 0:
+        if EARLY < SHARED_STEPS:
+            early = early + _load_rows(shared_ptr + row * SHARED, SHARED_STEPS, EARLY, SHARED, BLOCK_K)
+        part = _times(early, inner_ptr + TOP_K * WIDTH, SHARED_STEPS, SHARED, BLOCK_N, BLOCK_K)
+        if SHARED_GATE:
+            part *= tl.load(shared_gate_ptr)
+        if SCALED:
+            part *= tl.load(shared_scale_ptr + row)[:, None]
+        total += part
+    y = tl.sum(total, axis=1)
+    if RESIDUAL:
+        y += tl.load(residual_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+def gate_up(
+    x: Tensor,
+    matrices: Matrices,
+    visits: Visits,
+    activation: Activation,
+    *,
+    config: OneConfig | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """act(gate) * up of `x` [1, K] by the experts it visits, then by the shared one: [visits * width + shared width].
+    Matrices are [experts, 2 * width, K] and [2 * shared width, K], gate rows and then up rows."""
+    experts, wide, depth = matrices.routed.shape
+    width, shared = wide // 2, 0 if matrices.shared is None else matrices.shared.shape[0] // 2
+    shape = config or _gate_up_shape(depth)
+    out = torch.empty(visits.count * width + shared, dtype=x.dtype, device=x.device)
+    launch(
+        _gate_up_kernel,
+        (ceil_div(shared, shape.block_n) + visits.count * ceil_div(width, shape.block_n),),
+        x,
+        matrices.routed,
+        x if matrices.scale is None else matrices.scale,
+        visits.chosen,
+        visits.weights,
+        x if matrices.shared is None else matrices.shared,
+        x if matrices.shared_scale is None else matrices.shared_scale,
+        out,
+        K=depth,
+        WIDTH=width,
+        SHARED=shared,
+        EXPERTS=experts,
+        TOP_K=visits.count,
+        BLOCK_N=shape.block_n,
+        BLOCK_K=shape.block_k,
+        WEIGHTED=visits.on_inputs,
+        SCALED=matrices.scale is not None,
+        **gate_options(activation),
+        num_warps=shape.num_warps,
+        pdl=pdl,
+    )
+    return out
+
+
+def down(
+    inner: Tensor,
+    matrices: Matrices,
+    visits: Visits,
+    *,
+    shared_gate: Tensor | None = None,
+    residual: Tensor | None = None,
+    config: OneConfig | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """The sum [1, N] over what `gate_up` left, times matrices [experts, N, width] and [N, shared width]. The shared
+    expert's part is multiplied by `shared_gate` (float32 [1]); `residual` [1, N] is added to in place."""
+    experts, n, width = matrices.routed.shape
+    shared = 0 if matrices.shared is None else matrices.shared.shape[1]
+    shape = config or _down_shape(width)
+    out = residual if residual is not None else torch.empty((1, n), dtype=inner.dtype, device=inner.device)
+    launch(
+        _down_kernel,
+        (ceil_div(n, shape.block_n),),
+        inner,
+        matrices.routed,
+        inner if matrices.scale is None else matrices.scale,
+        visits.chosen,
+        visits.weights,
+        inner if matrices.shared is None else matrices.shared,
+        inner if matrices.shared_scale is None else matrices.shared_scale,
+        inner if shared_gate is None else shared_gate,
+        out,
+        out,
+        N=n,
+        WIDTH=width,
+        SHARED=shared,
+        EXPERTS=experts,
+        TOP_K=visits.count,
+        TOP_BLOCK=next_power_of_2(visits.count),
+        BLOCK_N=shape.block_n,
+        BLOCK_K=shape.block_k,
+        ROW_BYTES=width * matrices.routed.element_size(),
+        WEIGHTED=not visits.on_inputs,
+        SCALED=matrices.scale is not None,
+        SHARED_GATE=shared_gate is not None,
+        RESIDUAL=residual is not None,
+        num_warps=shape.num_warps,
+        pdl=pdl,
+    )
+    return out
+
+
+def _gate_up_shape(depth: int) -> OneConfig:
+    """Four rows of gate and four of up for a program, all of them under way at once."""
+    warps = max(1, min(4, next_power_of_2(depth) // 256))
+    return OneConfig(block_n=4, block_k=warps * 256, num_warps=warps)
+
+
+def _down_shape(width: int) -> OneConfig:
+    """Rows are short and of odd lengths: steps that leave the fewest threads without work, the longest of those."""
+    steps = [256 << i for i in range(3)]
+    block_k = min(reversed(steps), key=lambda step: (ceil_div(width, step) * step * 8 // width, -step))
+    return OneConfig(block_n=2, block_k=block_k, num_warps=block_k // 256)

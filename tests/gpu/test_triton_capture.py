@@ -1,0 +1,69 @@
+"""Graphs that are captured when there is no work: broken off, taken up again, and right in the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from penstock.engine.backends.cuda.graphs import GraphExecutor  # noqa: E402
+from penstock.engine.core import Engine  # noqa: E402
+from penstock.engine.request import Request  # noqa: E402
+from tests.engine.harness import assert_idle, generate, greedy, make_engine  # noqa: E402
+from tests.engine.tiny import Reference, write_checkpoint  # noqa: E402
+
+ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
+TIE = 5e-3
+"""See `test_triton_engine`."""
+
+
+def test_steps_whose_capture_was_broken_off_give_the_same_tokens() -> None:
+    """After each number of layers once, so in the rehearsal, in the capture, and not at all."""
+    if not ON_DEVICE:
+        return
+    requests = [greedy(f"r{i}", [(i * 17 + j * 5) % 190 for j in range(3 + 9 * i)], 12) for i in range(20)]
+    for family in ("llama-gqa", "mixtral"):
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_checkpoint(family, Path(folder), num_hidden_layers=5)
+            engine = make_engine(path, device="cuda", max_running=40, num_blocks=300, max_model_len=256)
+            reference = Reference(path)
+
+            def check(some: list[Request], engine: Engine = engine, reference: Reference = reference) -> None:
+                engine.forget_caches()
+                got = generate(engine, *some)
+                for request in some:
+                    margins = reference.margins(request.prompt, got[request.request_id])
+                    assert len(got[request.request_id]) == 12 and float(margins.max()) < TIE, (request, margins)
+
+            executor = engine.runner.executor
+            assert isinstance(executor, GraphExecutor)
+            check(requests)
+            longest = 0.0
+            for layers in range(1, 14):
+                left, before = layers, len(executor.graphs._captured)
+
+                def urgent() -> bool:
+                    nonlocal left
+                    left -= 1
+                    return left < 0
+
+                assert engine.improve(urgent)
+                if left < 0:
+                    assert len(executor.graphs._captured) == before
+                check(requests[:3])
+            more = True
+            while more:
+                began = time.perf_counter()
+                more = engine.improve()
+                longest = max(longest, time.perf_counter() - began)
+            print(f"    {family}, 5 layers: the longest capture took {1e3 * longest:.1f} ms")
+            assert set(executor.graphs._captured) == set(executor.graphs.buckets)
+            check(requests)
+            assert_idle(engine)
