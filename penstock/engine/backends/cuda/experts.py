@@ -287,7 +287,7 @@ def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
     down = _stack([expert.down for expert in mlp.experts])
     if gate_up is None or down is None:
         return None
-    if not isinstance(gate_up, Stack) and not has_gate(mlp.experts[0].activation):
+    if isinstance(gate_up, PackedStack) and not has_gate(mlp.experts[0].activation):
         return None
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=gate_up.device)
     activation, choice = mlp.experts[0].activation, choice_of(mlp.router)
