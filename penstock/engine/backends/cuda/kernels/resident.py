@@ -10,8 +10,8 @@ cores take a quarter of that, though there is but one token: the threads of a wa
 two weight rows, and the same columns of the input. Four neighbouring threads make up a row of one operand and a column
 of the other, so the sums that are wanted lie on the diagonal of the product, and the rest of it is dropped.
 
-Invariant: inside the loop nothing but weights and their scales is loaded where the compiler may move it in front of the
-wait. Input and gains are loaded under a condition, and loads of the residual are too narrow for asynchronous copies.
+Invariant: inside the loop only constants are loaded where the compiler may move loads in front of the wait. The input
+and the residual are loaded under conditions, which it does not move.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
-from penstock.engine.backends.cuda.kernels.epilogue import epilogue
 
 HALF_PEAK = tl.constexpr(32768.0)
 """Inputs are scaled down to this before they become float16."""
@@ -194,7 +193,6 @@ def _resident_kernel(
     kind: tl.constexpr = tl.float16 if BYTES else dtype
     e = tl.arange(0, BLOCK)
     inside = e < COUNT
-    one = tl.arange(0, 1)
     x = tl.zeros([BLOCK], tl.int64)
     x_high = x
     factor = 1.0
@@ -202,16 +200,24 @@ def _resident_kernel(
         # Rows past the end read the last row: their sums are not stored.
         n = group * STEP + tl.arange(0, PAIRS)
         at = weight_ptr + tl.minimum(n, N - 1).to(tl.int64)[:, None] * COUNT + e[None, :]
+        m = n + (N if GATED else PAIRS)
         if GATED:
             other = at + N * COUNT
         else:
-            other = weight_ptr + tl.minimum(n + PAIRS, N - 1).to(tl.int64)[:, None] * COUNT + e[None, :]
+            other = weight_ptr + tl.minimum(m, N - 1).to(tl.int64)[:, None] * COUNT + e[None, :]
         if BLOCK == COUNT:
             w = tl.load(at)
             u = tl.load(other)
         else:
             w = tl.load(at, mask=inside[None, :], other=0)
             u = tl.load(other, mask=inside[None, :], other=0)
+        LAST: tl.constexpr = 2 * N if GATED else N
+        if SCALED:
+            scale = tl.load(scale_ptr + n, mask=n < N, other=0.0)
+            scale_other = tl.load(scale_ptr + m, mask=m < LAST, other=0.0)
+        if BIAS:
+            bias = tl.load(bias_ptr + n, mask=n < N, other=0.0)
+            bias_other = tl.load(bias_ptr + m, mask=m < LAST, other=0.0)
         if group == program:
             WORDS: tl.constexpr = 2 if BYTES else 1
             if NORM:
@@ -250,14 +256,31 @@ def _resident_kernel(
                     x = _pack(a * small, b * small, c * small, d * small, kind)
                 else:
                     x = _pack(a, b, c, d, kind)
+        if RESIDUAL:
+            held = tl.zeros([PAIRS], dtype)
+            held_other = held
+            if group >= program:  # always; but the compiler does not know it
+                held = tl.load(residual_ptr + n, mask=n < N, other=0.0)
+                if not GATED:
+                    held_other = tl.load(residual_ptr + m, mask=m < N, other=0.0)
         first, second = _products(w, u, x[None, :], x_high[None, :], BYTES, kind)
-        y = (tl.sum(first, axis=1) * factor)[None, :]
-        z = (tl.sum(second, axis=1) * factor)[None, :]
-        epilogue(y, z, n, one, 1, out_ptr, bias_ptr, scale_ptr, residual_ptr, N, BIAS, SCALED, RESIDUAL, GATED)
+        y = tl.sum(first, axis=1) * factor
+        z = tl.sum(second, axis=1) * factor
+        if SCALED:
+            y *= scale
+            z *= scale_other
+        if BIAS:
+            y += bias.to(tl.float32)
+            z += bias_other.to(tl.float32)
+        if GATED:
+            y = y / (1.0 + tl.exp(-y)) * z
+        if RESIDUAL:
+            y += held.to(tl.float32)
+        tl.store(out_ptr + n, y.to(dtype), mask=n < N)
         if not GATED:
-            epilogue(
-                z, z, n + PAIRS, one, 1, out_ptr, bias_ptr, scale_ptr, residual_ptr, N, BIAS, SCALED, RESIDUAL, GATED
-            )  # fmt: skip
+            if RESIDUAL:
+                z += held_other.to(tl.float32)
+            tl.store(out_ptr + m, z.to(dtype), mask=m < N)
 
 
 @cache
