@@ -28,7 +28,7 @@ from penstock.interpreter import module
 
 _START_S = 300.0
 _STOP_S = 45.0
-_PAUSE_S = 0.1
+_PAUSE_S = 0.02
 SETTLE_S = 10.0
 """An engine uses its first idle seconds to prepare further steps; about so long on a GPU."""
 
@@ -45,10 +45,17 @@ class Running:
     """The same until the first token of its first answer had come."""
     phases: dict[str, float] = field(default_factory=dict)
     """Of the engine's start."""
+    moments: dict[str, float] = field(default_factory=dict)
+    """When each process was started and ready, in seconds after the supervisor's."""
 
     @property
     def start(self) -> dict[str, Any]:
-        return {"ready_s": self.ready_s, "first_answer_s": self.first_answer_s, "engine_phases_s": self.phases}
+        return {
+            "ready_s": self.ready_s,
+            "first_answer_s": self.first_answer_s,
+            "engine_phases_s": self.phases,
+            "moments_s": self.moments,
+        }
 
 
 @contextmanager
@@ -67,7 +74,7 @@ def server(
         *("--device", device, "--log-level", "warning", "--set", f"store.url=sqlite:///{folder}/store.db"),
         # A slow machine must be able to finish its requests too.
         *("--set", "generation.time_limit_s=3600", "--set", "admission.wait_s=3600"),
-        *("--set", "server.console=false"),
+        *("--set", "server.console=false", "--set", "logging.format=json"),
         *(word for setting in settings for word in ("--set", setting)),
     ]
     began = time.monotonic()
@@ -85,7 +92,7 @@ def server(
         answered_s = time.monotonic() - began
         device, phases = asyncio.run(_startup(Target.parse(url, None)))
         time.sleep(settle_s if settle_s is not None else SETTLE_S if device.startswith("cuda") else 0.0)
-        yield Running(url, process.pid, ready_s, answered_s, phases)
+        yield Running(url, process.pid, ready_s, answered_s, phases, _moments(log))
     finally:
         process.terminate()
         try:
@@ -113,6 +120,20 @@ async def _becomes_ready(target: Target, process: subprocess.Popen[bytes]) -> bo
         finally:
             await connection.close()
     return False
+
+
+def _moments(log: Path) -> dict[str, float]:
+    """What the supervisor said of its start; empty if it has not yet."""
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith("{") and '"children"' in line:
+            said = msgspec.json.decode(line)
+            moments = {"supervisor: configuration read, models found": said["prepared_s"]}
+            for name, child in said["children"].items():
+                role = name.partition(" ")[0]
+                moments.setdefault(f"{role}: process started", child["spawned_s"])
+                moments[f"{role}: ready"] = child["ready_s"]
+            return moments
+    return {}
 
 
 async def _startup(target: Target) -> tuple[str, dict[str, float]]:

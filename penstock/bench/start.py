@@ -47,8 +47,9 @@ def main(settings: StartBenchSettings, json_file: Path | None, console: Console)
     console.print(f"[bold]{label}[/bold]: {report.machine_line()}")
     console.print(_table(runs))
     console.print(
-        "The phases are those of the engine; the gateway starts meanwhile. What they leave of the time until ready is "
-        "the supervisor and the way to the first probe that succeeds.",
+        "Moments are counted from the beginning of the supervisor's process. Phases are lengths, one after the other "
+        "in the engine's process: start is its interpreter, command line and configuration; kernels are built while "
+        "weights are read, and compile is what is left of that.",
         style="dim",
     )
     if json_file is not None:
@@ -64,7 +65,10 @@ def _table(runs: list[Running]) -> Table:
         report.number(first.first_answer_s, 2),
         report.number(stats.median(r.first_answer_s for r in others), 2),
     )
+    for moment, seconds in first.moments.items():
+        of_others = stats.median(running.moments.get(moment, 0.0) for running in others)
+        rows.add_row(f"{moment}, at", report.number(seconds, 2), report.number(of_others, 2))
     for phase, seconds in first.phases.items():
         of_others = stats.median(running.phases.get(phase, 0.0) for running in others)
-        rows.add_row(f"engine: {phase}", report.number(seconds, 2), report.number(of_others, 2))
+        rows.add_row(f"engine, phase {phase}", report.number(seconds, 2), report.number(of_others, 2))
     return rows

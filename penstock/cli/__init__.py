@@ -10,6 +10,10 @@ import sys
 def main() -> None:
     """Entry point. A `PenstockError` is shown as one red line, and so is a missing extra; any other exception keeps
     its traceback."""
+    if sys.argv[1:2] == ["engine"] and "--supervised" in sys.argv:
+        from penstock.engine_host.head_start import begin_libraries
+
+        begin_libraries()
     from penstock.cli.app import narrowed
     from penstock.errors import EXTRA_OF, PenstockError, needs_extra
 

@@ -1,6 +1,7 @@
-"""What an engine's start can do while Python imports: have the system read the weights, and make the CUDA context.
+"""What an engine's start can do while Python imports: load PyTorch's libraries, have the system read the weights, and
+make the CUDA context.
 
-Both run on threads of their own, outside of Python's lock, and are hints: whatever goes wrong shows when the engine
+All run on threads of their own, outside of Python's lock, and are hints: whatever goes wrong shows when the engine
 does the same in earnest.
 """
 
@@ -10,7 +11,7 @@ import ctypes
 import importlib.util
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,27 @@ def begin(config: EngineConfig) -> None:
     device = cuda_device(config.device) if config.ranks == 1 and not config.devices else None
     if device is not None and torch_has_cuda():
         _on_thread("CUDA context", lambda: make_context(device))
+
+
+def begin_libraries() -> None:
+    """Have PyTorch's libraries loaded and linked, a second's work, before their turn comes. Returns at once."""
+    _on_thread("libraries", lambda: load_libraries(libraries()))
+
+
+def libraries() -> list[Path]:
+    """Those that most of that time goes into and that do not know Python; the first needs the others that there are."""
+    found = importlib.util.find_spec("torch")
+    folders = [] if found is None else found.submodule_search_locations or []
+    names = ("libtorch_cuda.so", "libtorch_cpu.so")
+    return [path for folder in folders for name in names if (path := Path(folder) / "lib" / name).exists()]
+
+
+def load_libraries(paths: Sequence[Path]) -> bool:
+    """Load libraries as importing them will. Not by `ctypes.CDLL`, which holds Python's lock meanwhile."""
+    system = ctypes.CDLL(None)
+    system.dlopen.restype = ctypes.c_void_p
+    system.dlopen.argtypes = ctypes.c_char_p, ctypes.c_int
+    return all(system.dlopen(os.fsencode(path), os.RTLD_NOW) for path in paths)
 
 
 def read_ahead(model: Path) -> int:
@@ -56,9 +78,7 @@ def cuda_device(device: str) -> int | None:
 
 def torch_has_cuda() -> bool:
     """Whether the installed PyTorch can use a GPU; asked without importing it."""
-    found = importlib.util.find_spec("torch")
-    folders = [] if found is None else found.submodule_search_locations or []
-    return any((Path(folder) / "lib" / "libtorch_cuda.so").exists() for folder in folders)
+    return any(path.name == "libtorch_cuda.so" for path in libraries())
 
 
 def make_context(device: int) -> bool:

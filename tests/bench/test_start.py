@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 
 from rich.console import Console
 
 from penstock.bench import start
-from penstock.bench.served import Running
+from penstock.bench.served import Running, _moments
 from penstock.engine.process import age_s
 
 
@@ -17,7 +19,25 @@ def test_the_first_start_is_shown_on_its_own() -> None:
     Console(file=screen, width=120).print(start._table(runs))
     rows = [[cell.strip() for cell in line.strip("│ ").split("│")] for line in screen.getvalue().splitlines()]
     assert ["ready", "30.00", "11.00"] in rows and ["first answer", "31.00", "12.00"] in rows
-    assert ["engine: graphs", "5.00", "24.00"] in rows
+    assert ["engine, phase graphs", "5.00", "24.00"] in rows
+
+
+def test_moments_are_those_that_the_supervisor_logs(tmp_path: Path) -> None:
+    children = {
+        name: {"spawned_s": 1.0, "ready_s": at, "phases": {}} for name, at in (("gateway", 2.0), ("engine m", 4.0))
+    }
+    event = {"message": "start", "prepared_s": 0.9, "ready_s": 4.1, "children": children}
+    log = tmp_path / "log"
+    log.write_text(f"noise\n{json.dumps(event)}\n")
+    assert _moments(log) == {
+        "supervisor: configuration read, models found": 0.9,
+        "gateway: process started": 1.0,
+        "gateway: ready": 2.0,
+        "engine: process started": 1.0,
+        "engine: ready": 4.0,
+    }
+    log.write_text("not yet\n")
+    assert _moments(log) == {}
 
 
 def test_a_process_knows_its_age() -> None:

@@ -39,5 +39,13 @@ def test_a_context_is_made_only_for_an_engine_of_one_gpu(tmp_path: Path, monkeyp
         assert begun == expected
 
 
+def test_libraries_are_loaded_as_an_import_will_load_them(tmp_path: Path) -> None:
+    assert [path.name for path in head_start.libraries()][-1:] == ["libtorch_cpu.so"]
+    import _socket
+
+    assert head_start.load_libraries([Path(_socket.__file__)])
+    assert not head_start.load_libraries([tmp_path / "missing.so"])
+
+
 def test_without_a_driver_or_a_gpu_there_is_no_context() -> None:
     assert not head_start.make_context(1000)

@@ -184,6 +184,43 @@ def bench_vendor() -> Iterator[Row]:
             yield bandwidth(f"vendor bf16 b{batch} {n}x{k}", us, 2 * n * k)
 
 
+def tune_vendor() -> Iterator[Row]:
+    """The vendor's libraries at many tokens: both of them in 16 bits, scales per row and per tensor in FP8."""
+    if MODE != "device":
+        return
+    scaled = torch._scaled_mm
+    for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        wide = [make_weight(n, k, BF16)[0] for _ in range(max(2, min(24, 400_000_000 // (2 * n * k))))]
+        narrow = [make_weight(n, k, FP8) for _ in range(max(2, min(24, 400_000_000 // (n * k))))]
+        for batch in (64, 256):
+            x = rand(batch, k, dtype=BF16)
+            for library in ("cublas", "cublaslt"):
+                torch.backends.cuda.preferred_blas_library(library)
+                us = time_us([lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in wide], repeats=7)
+                yield bandwidth(f"vendor bf16 b{batch} {n}x{k} {library}", us, 2 * n * k)
+            torch.backends.cuda.preferred_blas_library("default")
+            q, row, one = x.to(FP8), rand(batch, 1).abs(), torch.ones((), device=x.device)
+            for fast in (True, False):
+                us = time_us(
+                    [
+                        lambda w=w, s=s, q=q, r=row, f=fast: scaled(
+                            q, w.t(), r, s.unsqueeze(0), out_dtype=BF16, use_fast_accum=f
+                        )
+                        for w, s in narrow
+                    ],
+                    repeats=7,
+                )
+                yield bandwidth(f"vendor fp8 b{batch} {n}x{k} rows fast={fast}", us, n * k)
+            us = time_us(
+                [
+                    lambda w=w, q=q, o=one: scaled(q, w.t(), o, o, out_dtype=BF16, use_fast_accum=True)
+                    for w, _ in narrow
+                ],
+                repeats=7,
+            )
+            yield bandwidth(f"vendor fp8 b{batch} {n}x{k} tensor", us, n * k)
+
+
 Sweep = list[tuple[torch.dtype, int, int, bool, list[tuple[int, ...]]]]
 
 

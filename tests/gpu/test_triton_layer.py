@@ -3,7 +3,7 @@ launch. The bench says what a layer costs from end to end, gaps between kernels 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,14 @@ def make_layer(hidden: int, ffn: int, heads: HeadLayout, dtype: torch.dtype) -> 
     )
 
 
-def run_layer(ops: TritonOps, layer: Layer, residual: Tensor, case: Case, cos_sin: Tensor) -> Tensor:
+def run_layer(
+    ops: TritonOps,
+    layer: Layer,
+    residual: Tensor,
+    case: Case,
+    cos_sin: Tensor,
+    linear: Callable[..., Tensor] = linear,
+) -> Tensor:
     """One layer, fused; `residual` is updated in place."""
     pdl, heads = ops.pdl, case.layout
     qkv = linear(residual, layer.qkv[0], weight_scale=layer.qkv[1], norm=layer.norms[0], eps=EPS, pdl=pdl)

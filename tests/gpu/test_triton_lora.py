@@ -579,3 +579,29 @@ def bench_lora() -> Iterator[Row]:
         yield bandwidth(
             f"lora 8B layer: rank {rank}, {count} adapters, {tokens} tokens", us, 2 * count * rank * LLAMA.unit
         )
+
+
+def bench_adapters_of_experts() -> Iterator[Row]:
+    """A layer of experts as in Qwen3-30B-A3B, alone and with an adapter on every visit."""
+    experts, top_k, hidden, ffn, rank, dtype = 128, 8, 2048, 768, 16, torch.bfloat16
+    layout = AdapterLayout(
+        (
+            Site("expert_gate_up", ("g", "u"), (ffn, ffn), hidden, further=True, experts=experts, layers=(True,)),
+            Site("expert_down", ("d",), (hidden,), ffn, further=True, experts=experts, layers=(True,)),
+        ),
+        1,
+        by_output=True,
+    )
+    grouped = group(make_moe(experts, top_k, hidden, ffn, dtype))
+    assert grouped is not None
+    for tokens, count in ((1, 1), (8, 1), (8, 2), (64, 2), (2048, 2)):
+        ours = TritonLora(layout, count, rank, dtype, DEVICE)
+        for slot in range(count):
+            ours.put(slot, adapter(layout, rank, dtype))
+        ours.begin(np.arange(tokens, dtype=np.int32) % count)
+        adapted = AdaptedExperts(grouped, ours, layout.place(0, 0), layout.place(0, 1))
+        x = rand(tokens, hidden, dtype=dtype)
+        plain = time_us([lambda x=x: grouped.forward(x)])
+        mixed = time_us([lambda x=x, adapted=adapted: adapted.forward(x)])
+        ratio = f"{mixed - plain:+.1f} us, {mixed / plain:.2f}x" if plain else "-"
+        yield f"experts, {tokens} tokens: {count} adapters of rank {rank}", mixed, ratio

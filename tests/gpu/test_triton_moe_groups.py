@@ -28,6 +28,7 @@ from test_triton_moe import SHAPES, block_fp8, make_moe
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.engine.backends.activation import Activation, has_gate
 from penstock.engine.backends.cuda.expert_integers import IntegerStack
 from penstock.engine.backends.cuda.experts import GroupedExpertMlp, Stack, group
 from penstock.engine.backends.cuda.grouped_linear import GroupedLinear, Int8Linear
@@ -65,6 +66,7 @@ def integers(
     minimum: bool = True,
     biased: bool = False,
     ordered: bool = False,
+    activation: Activation = "silu",
 ) -> tuple[ExpertMlp, list[tuple[Tensor, Tensor]]]:
     """Experts, and what their matrices stand for in float64."""
     wide: list[Tensor] = []
@@ -83,7 +85,8 @@ def integers(
         wide.append(back)
         return PermutedLinear(made, order)
 
-    mlps = [GatedMlp(ops, "silu", linear(2 * ffn, hidden), linear(hidden, ffn)) for _ in range(experts)]
+    rows = 2 * ffn if has_gate(activation) else ffn
+    mlps = [GatedMlp(ops, activation, linear(rows, hidden), linear(hidden, ffn)) for _ in range(experts)]
     return mixture(mlps, top_k, hidden, dtype), list(zip(wide[::2], wide[1::2], strict=True))
 
 
@@ -96,8 +99,12 @@ def want64(
             gate_up, down = wide[expert]
             bias = [getattr(getattr(one, "inner", one), "bias", None) for one in mlp.experts[expert].linears]
             y = gate_up @ (x[token].double() * weight if early else x[token].double())
-            gate, up = (y if bias[0] is None else y + bias[0].double()).chunk(2)
-            y = down @ (F.silu(gate) * up)
+            y = y if bias[0] is None else y + bias[0].double()
+            if has_gate(mlp.experts[expert].activation):
+                gate, up = y.chunk(2)
+                y = down @ (F.silu(gate) * up)
+            else:
+                y = down @ F.relu(y).square()
             out[token] += (y if bias[1] is None else y + bias[1].double()) * (1.0 if early else weight)
     return out
 
@@ -156,6 +163,21 @@ def test_integer_experts_equal_one_pair_at_a_time() -> None:
                         check(name, got[keep], want, limit)
                         check(f"few: {name}", few[keep], want, limit)
                         check_equal("counters", ours.counters, torch.zeros_like(ours.counters))
+
+
+def test_integer_experts_without_gates() -> None:
+    experts, top_k, hidden, ffn = (5, 2, 64, 32) if QUICK else (16, 4, 512, 256)
+    for bits in (4, 8):
+        mlp, wide = integers(experts, top_k, hidden, ffn, BF16, bits, 32, activation="relu2")
+        ours = grouped(mlp)
+        assert isinstance(ours.gate_up, IntegerStack)
+        for tokens in (3, 20):
+            x = rand(tokens, hidden, dtype=BF16, scale=0.5)
+            weights, chosen = rand(tokens, top_k).abs(), next(routing(experts, top_k, tokens))
+            with poisoned_outputs():
+                got = ours._products(x, weights, FewPairs(chosen)) if tokens == 3 else ours.apply(x, weights, chosen)
+            if MODE != "compile":
+                check(f"int{bits} of {tokens}", got, want64(mlp, wide, x, weights, chosen), 3e-2)
 
 
 def test_int8_experts_with_a_scale_per_row() -> None:

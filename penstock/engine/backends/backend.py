@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -179,9 +179,16 @@ class Backend(DeviceAccess, LayerFactory, ABC):
         raise NotImplementedError("this backend captures no steps")
 
     def compile(
-        self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None
-    ) -> None:
-        """Compile every kernel that steps may launch."""
+        self,
+        decoder: Decoder,
+        kv_dtype: torch.dtype,
+        limits: StepLimits,
+        adapters: AdaptedModel | None,
+        done: Collection[object] = (),
+    ) -> Collection[object]:
+        """Compile every kernel that steps may launch, on whatever thread. Returns the kinds of layers there were;
+        `done`: kinds that need no more."""
+        return ()
 
     def synchronize(self) -> None:
         """Block until the device has done everything launched so far."""

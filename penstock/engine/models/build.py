@@ -40,11 +40,12 @@ def build_decoder(
     fp8_cache: bool = False,
     head_rows: int | None = None,
     progress: Callable[[float], None] | None = None,
+    begun: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """Read every weight once, fuse and pack it. Peak memory is the model plus one layer.
 
     `head_rows`: how many of the head's rows this process has, when it is one of several; with none it has no embedding
-    either.
+    either. `begun`: called with the decoder as it is with its first layer alone, before the others are read.
     """
     read = WeightReader(weights, backend, dtype, quantize, config.norm_offset)
     return compose_decoder(
@@ -56,6 +57,7 @@ def build_decoder(
         fp8_cache=fp8_cache,
         head_rows=head_rows,
         progress=progress,
+        begun=begun,
     )
 
 
@@ -69,6 +71,7 @@ def compose_decoder(
     fp8_cache: bool = False,
     head_rows: int | None = None,
     progress: Callable[[float], None] | None = None,
+    begun: Callable[[Decoder], None] | None = None,
 ) -> Decoder:
     """See `build_decoder`. Asks `read` for every tensor that the family has, and for no other."""
     backend, family = read.backend, family_of(config.family)
@@ -82,6 +85,22 @@ def compose_decoder(
     if config.embedding_scale != 1.0:
         embedding = embedding * config.embedding_scale
     ropes = {rope: cos_sin_table(rope, config.rotary_dim, max_positions, backend.device) for rope in config.ropes}
+    head = compose_head(read, config, head_rows or vocab) if has_ends else backend.linear(read.zeros(16, hidden))
+    head = shaped(backend.as_head(head), config.logit_scale, config.logit_softcap)
+    final_norm = read.norm(f"{prefix}{family.names.final_norm}", hidden)
+
+    def decoder_of(layers: list[DecoderLayer]) -> Decoder:
+        return architecture.decoder(
+            config=config,
+            ops=backend.ops,
+            embedding=embedding,
+            layers=layers,
+            final_norm=final_norm,
+            head=head,
+            max_positions=max_positions,
+            fused_up_to=min(fused_up_to, most_fused(config, layers)),
+        )
+
     layers: list[DecoderLayer] = []
     for index, rope in enumerate(config.ropes):
         context = LayerContext(
@@ -95,22 +114,13 @@ def compose_decoder(
             fp8_cache=fp8_cache,
         )
         layers.append(architecture.compose_layer(context))
+        if begun is not None and index == 0:
+            begun(decoder_of(layers[:]))
         if progress is not None:
             progress((index + 1) / (config.num_layers + 1))
-    head = compose_head(read, config, head_rows or vocab) if has_ends else backend.linear(read.zeros(16, hidden))
-    decoder = architecture.decoder(
-        config=config,
-        ops=backend.ops,
-        embedding=embedding,
-        layers=layers,
-        final_norm=read.norm(f"{prefix}{family.names.final_norm}", hidden),
-        head=shaped(backend.as_head(head), config.logit_scale, config.logit_softcap),
-        max_positions=max_positions,
-        fused_up_to=min(fused_up_to, most_fused(config, layers)),
-    )
     if progress is not None:
         progress(1.0)
-    return decoder
+    return decoder_of(layers)
 
 
 def most_fused(config: ModelConfig, layers: Sequence[DecoderLayer]) -> int:

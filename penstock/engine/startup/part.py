@@ -32,6 +32,7 @@ from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.tap import StageTap, Tap
 from penstock.engine.models.weights import Weights
 from penstock.engine.startup.adapters import adapt_model, with_experts
+from penstock.engine.startup.kernels import KernelBuild
 from penstock.engine.startup.memory import longest_sequence, size_cache, sliding_window
 from penstock.errors import CheckpointError, ConfigError
 
@@ -115,6 +116,8 @@ def load_part(
             weights, local, head_rows = member.cut(
                 weights, model, config.expert_copies if config.expert_parallel else None
             )
+        elif isinstance(weights, SafetensorsCheckpoint) and not model.by_transformers:
+            weights.begin(device)  # while kernels are imported
     with phases("kernels"):
         backend = backend or pick_backend(device, threads)
         if config.deterministic:
@@ -145,6 +148,11 @@ def load_part(
             wanted_len,
             wanted_len,
         )
+    most_decodes = max(max_running, config.max_verified(max_running))
+    limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
+    kernels = KernelBuild(backend, kv_dtype, limits)
+    # With shards, sums stand between linears and residual additions.
+    alone = member is None or member.place.tensor == 1
     with phases("weights"), torch.inference_mode():
         decoder = _by_transformers(config, weights, model, backend, dtype, wanted_len, plan, phases) or build_decoder(
             weights,
@@ -158,6 +166,7 @@ def load_part(
             fp8_cache=kv_dtype == FP8,
             head_rows=head_rows,
             progress=lambda fraction: phases.report("weights", fraction),
+            begun=kernels.begin if backend.compiles and member is None else None,
         )
     if model.by_transformers:
         model = decoder.config  # its windows were found meanwhile
@@ -177,12 +186,7 @@ def load_part(
     adapters = adapt_model(config, backend, decoder, dtype=dtype, cut=cut)
     if backend.compiles and not decoder.launched_eagerly:
         with phases("compile"):
-            most_decodes = max(max_running, config.max_verified(max_running))
-            limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
-            # With shards, sums stand between linears and residual additions.
-            alone = member is None or member.place.tensor == 1
-            unfused = decoder if alone else dataclasses.replace(decoder, fused_up_to=0)
-            backend.compile(unfused, kv_dtype, limits, adapters)
+            kernels.finish(decoder if alone else dataclasses.replace(decoder, fused_up_to=0), adapters)
     stage_tap = _stage_tap(tap, model, member)
     with phases("kv cache"):
         if member is not None and config.ranks_per_device > 1:

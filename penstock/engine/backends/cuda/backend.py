@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -130,9 +130,15 @@ class CudaBackend(TorchCudaBackend):
         return CudaPeerGroup.meet(store, rank, size, self.device, timeout.total_seconds())
 
     def compile(
-        self, decoder: Decoder, kv_dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None
-    ) -> None:
-        compile_kernels(decoder, kv_dtype, limits, adapters)
+        self,
+        decoder: Decoder,
+        kv_dtype: torch.dtype,
+        limits: StepLimits,
+        adapters: AdaptedModel | None,
+        done: Collection[object] = (),
+    ) -> Collection[object]:
+        torch.cuda.set_device(self.device)  # a thread begins with the first one
+        return compile_kernels(decoder, kv_dtype, limits, adapters, done)
 
 
 def _stays_in_tiles(weights: Weights) -> bool:

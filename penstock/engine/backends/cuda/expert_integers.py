@@ -24,6 +24,12 @@ class IntegerStack:
     bias: Tensor | None
 
     @property
+    def form(self) -> tuple[object, ...]:
+        """See `Stack.form`."""
+        stack = self.stack
+        return stack.bits, stack.group, stack.has_minimum, stack.columns is not None
+
+    @property
     def experts(self) -> int:
         return self.stack.shape[0]
 

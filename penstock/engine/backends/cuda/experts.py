@@ -57,6 +57,11 @@ class Stack:
     """Outputs and inputs that share a scale: these are [experts, out / tile, in / tile] then."""
 
     @property
+    def form(self) -> tuple[object, ...]:
+        """Equal for stacks of equal shapes that launch the same kernels."""
+        return self.weight.dtype, self.tile
+
+    @property
     def experts(self) -> int:
         return self.weight.shape[0]
 
@@ -116,6 +121,10 @@ class PackedStack:
 
     stack: Mxfp4Matrix
     bias: Tensor | None
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        return ("mxfp4",)
 
     @property
     def experts(self) -> int:
@@ -189,6 +198,11 @@ class GroupedExpertMlp:
     @property
     def weight_bytes(self) -> int:
         return self.router.linear.weight_bytes + self.gate_up.weight_bytes + self.down.weight_bytes
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Layers of one file may have experts in different bits."""
+        return *self.gate_up.form, *self.down.form
 
     @property
     def fuses(self) -> bool:
@@ -273,7 +287,7 @@ def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
     down = _stack([expert.down for expert in mlp.experts])
     if gate_up is None or down is None:
         return None
-    if not isinstance(gate_up, Stack) and not has_gate(mlp.experts[0].activation):
+    if isinstance(gate_up, PackedStack) and not has_gate(mlp.experts[0].activation):
         return None
     counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=gate_up.device)
     activation, choice = mlp.experts[0].activation, choice_of(mlp.router)

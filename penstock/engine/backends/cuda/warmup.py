@@ -8,6 +8,7 @@ kernels those are, not contents, so this needs no real cache.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -22,26 +23,34 @@ from penstock.engine.grammar.interface import words_for
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.attention import Attention
+from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.mixer import TokenMixer
 from penstock.engine.models.layers.side_by_side import SideBySide
 
 
 @torch.inference_mode()
 def compile_kernels(
-    decoder: Decoder, dtype: torch.dtype, limits: StepLimits, adapters: AdaptedModel | None = None
-) -> None:
-    """Compile whatever the decoder may launch, with a cache of `dtype`."""
+    decoder: Decoder,
+    dtype: torch.dtype,
+    limits: StepLimits,
+    adapters: AdaptedModel | None = None,
+    done: Collection[object] = (),
+) -> Collection[object]:
+    """Compile whatever the decoder may launch, with a cache of `dtype`; see `Backend.compile`."""
     device = decoder.embedding.device
     width = -(-limits.max_context // limits.block_size)
     tables = torch.zeros(limits.max_rows + 1, width, dtype=torch.int32, device=device)
-    kinds = {(_kind_of(layer.mixer), type(layer.feed_forward)): layer for layer in decoder.layers}
+    fused = decoder.fused_up_to
+    kinds = {(_kind_of(layer.mixer), _form_of(layer.feed_forward), fused): layer for layer in decoder.layers}
     with building_kernels():
-        for layer in kinds.values():
-            alone = dataclasses.replace(decoder, layers=[layer])
-            _visit(alone, _cache_of(alone, dtype, limits), tables, limits)
+        for kind, layer in kinds.items():
+            if kind not in done:
+                alone = dataclasses.replace(decoder, layers=[layer])
+                _visit(alone, _cache_of(alone, dtype, limits), tables, limits)
         if adapters is not None:
             for adapted in _one_layer_each(adapters):
                 _visit_adapted(adapters, adapted, _cache_of(adapted, dtype, limits), tables, limits)
+    return kinds.keys()
 
 
 def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
@@ -55,6 +64,12 @@ def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
 def _kind_of(mixer: TokenMixer) -> object:
     """Equal for mixers that launch the same kernels."""
     return mixer.heads if isinstance(mixer, Attention) else type(mixer)
+
+
+def _form_of(feed_forward: FeedForward) -> tuple[object, ...]:
+    """The same of feed-forwards."""
+    routed = getattr(feed_forward, "feed_forward", feed_forward)
+    return type(feed_forward), getattr(routed, "form", None)
 
 
 def _cache_of(decoder: Decoder, dtype: torch.dtype, limits: StepLimits) -> KVCache:

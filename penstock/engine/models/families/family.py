@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-import numpy as np
-
 from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
@@ -86,6 +84,12 @@ class ConfigFields(TypedDict, total=False):
     windows: Windows
 
 
+def is_array(value: Any) -> bool:
+    """Whether a file's metadata has several numbers here. NumPy is not imported for the question: processes that only
+    read configurations start without it."""
+    return getattr(value, "ndim", 0) > 0
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFKeys:
     """The metadata of a GGUF file, by keys without the architecture that they begin with."""
@@ -96,7 +100,7 @@ class GGUFKeys:
     def __call__(self, name: str, default: Any = None) -> Any:
         """Some writers give one number per layer; it must be the same in all of them."""
         value = self.metadata.get(f"{self.architecture}.{name}", default)
-        if not isinstance(value, np.ndarray):
+        if not is_array(value):
             return value
         unique = set(value.tolist())
         if len(unique) != 1:

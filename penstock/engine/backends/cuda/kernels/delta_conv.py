@@ -20,6 +20,9 @@ from penstock.engine.backends.cuda.kernels.common import (
 from penstock.engine.backends.cuda.kernels.delta_layout import column_of, head_shape
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, StateBatch
 
+_TOKENS, _COLUMNS = 8, 128
+"""What a program convolves of prompts."""
+
 
 @triton.jit
 def conv_input(
@@ -63,7 +66,7 @@ def convolved(
     CONV: tl.constexpr,
 ) -> tl.tensor:
     """Convolution and silu of one token's channels."""
-    total = tl.zeros(channel.shape, tl.float32)
+    total = 0.0
     for back in tl.static_range(CONV):
         weight = tl.load(weight_ptr + channel * CONV + (CONV - 1 - back), mask=mask, other=0.0)
         x = conv_input(
@@ -246,6 +249,47 @@ def _conv_kernel(
                  CONV)  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["begin", "end"])
+def _prompt_conv_kernel(
+    x_ptr: tl.tensor,
+    ring_ptr: tl.tensor,
+    conv_ptr: tl.tensor,
+    mixed_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    first_ptr: tl.tensor,
+    reads_ptr: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    x_stride: tl.tensor,
+    K_HEADS: tl.constexpr,
+    V_HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    CONV: tl.constexpr,
+    GROUPED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """As `_conv_kernel`, for several tokens that share the weights they are multiplied with."""
+    CHANNELS: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
+    channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    column = column_of(channel, K_HEADS, V_HEADS, K_DIM, V_DIM, GROUPED)
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token = begin + row
+    here = token < end
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    first = tl.load(first_ptr + token, mask=here, other=0)[:, None]
+    read = tl.load(reads_ptr + token, mask=here, other=0)[:, None]
+    position = tl.load(positions_ptr + token, mask=here, other=0)[:, None]
+    mask = (channel < CHANNELS) & here[:, None]
+    mixed = convolved(x_ptr, ring_ptr, conv_ptr, column, channel, mask, token[:, None], first, position, read,
+                      x_stride, CHANNELS, CONV)  # fmt: skip
+    at = mixed_ptr + row.to(tl.int64)[:, None] * CHANNELS + channel
+    tl.store(at, mixed.to(mixed_ptr.dtype.element_ty), mask=mask)
+
+
 def keep_inputs(
     projected: Tensor,
     layout: DeltaLayout,
@@ -281,15 +325,21 @@ def convolve(
 ) -> Tensor:
     """[tokens, channels]: convolution and silu of the decodes in float32, or of all tokens behind them. Of decodes also
     keeps the inputs, where `keep_inputs` need not."""
-    begin = 0 if decodes else batch.num_decodes
-    tokens = batch.num_decodes if decodes else projected.shape[0] - begin
-    block = min(1024, next_power_of_2(layout.channels))
-    dtype = torch.float32 if decodes else projected.dtype
-    mixed = torch.empty((tokens, layout.channels), dtype=dtype, device=projected.device)
+    shape = {**head_shape(layout), "CONV": layout.conv, "GROUPED": layout.grouped}
+    if decodes:
+        tokens, block = batch.num_decodes, min(1024, next_power_of_2(layout.channels))
+        mixed = torch.empty((tokens, layout.channels), dtype=torch.float32, device=projected.device)
+        launch(
+            _conv_kernel, (tokens, ceil_div(layout.channels, block)),
+            projected, ring, weight, mixed, batch.positions, states.first, states.reads, states.writes, 0,
+            projected.stride(0), **shape, BLOCK=block, KEEP=True, num_warps=4, pdl=pdl,
+        )  # fmt: skip
+        return mixed
+    begin, end = batch.num_decodes, projected.shape[0]
+    mixed = torch.empty((end - begin, layout.channels), dtype=projected.dtype, device=projected.device)
     launch(
-        _conv_kernel, (tokens, ceil_div(layout.channels, block)),
-        projected, ring, weight, mixed, batch.positions, states.first, states.reads, states.writes, begin,
-        projected.stride(0), **head_shape(layout), CONV=layout.conv, GROUPED=layout.grouped, BLOCK=block, KEEP=decodes,
-        num_warps=4, pdl=pdl,
+        _prompt_conv_kernel, (ceil_div(end - begin, _TOKENS), ceil_div(layout.channels, _COLUMNS)),
+        projected, ring, weight, mixed, batch.positions, states.first, states.reads, begin, end,
+        projected.stride(0), **shape, TOKENS=_TOKENS, BLOCK=_COLUMNS, num_warps=4, pdl=pdl,
     )  # fmt: skip
     return mixed

@@ -57,6 +57,7 @@ def _system_kernel(
 ) -> None:
     """With A[i, j] = beta_i (k_i . k_j) exp(G_i - G_j) below the diagonal, and G the sums of log decays in the chunk:
     u = (I + A)^-1 (beta v), w = (I + A)^-1 (beta exp(G) k)."""
+    TYPE: tl.constexpr = mixed_ptr.dtype.element_ty
     seq = tl.program_id(0)
     chunk = tl.program_id(1)
     head = tl.program_id(2)
@@ -86,7 +87,7 @@ def _system_kernel(
         below = rows[:, None] > rows[None, :]
         # The difference is masked before it is raised: above the diagonal it may be as large as it likes.
         lag = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
-        system = tl.dot(k * beta[:, None], tl.trans(k), input_precision=PRECISION) * lag
+        system = tl.dot((k * beta[:, None]).to(TYPE), tl.trans(k.to(TYPE)), input_precision=PRECISION) * lag
         system = tl.where(below, system, 0.0)
         # Blocks on the diagonal are inverted row by row, all of them at once.
         same = (rows // DIAGONAL)[:, None] == (rows // DIAGONAL)[None, :]
@@ -108,13 +109,14 @@ def _system_kernel(
             inverse = tl.dot(merged, inverse, input_precision=PRECISION)
         out = tokens.to(tl.int64) - begin
         scaled = k * (beta * tl.exp(total))[:, None]
-        w = tl.dot(inverse, scaled, input_precision=PRECISION)
+        solver = inverse.to(TYPE)
+        w = tl.dot(solver, scaled.to(TYPE), input_precision=PRECISION)
         w_at = w_ptr + (out[:, None] * V_HEADS + head) * K_DIM + ks[None, :]
         tl.store(w_at, w.to(w_ptr.dtype.element_ty), mask=valid[:, None] & (ks < K_DIM)[None, :])
         v_at = mixed_ptr + local[:, None] * CHANNELS + (2 * K_HEADS * K_DIM + head * V_DIM + vs)[None, :]
         v_mask = valid[:, None] & (vs < V_DIM)[None, :]
         v = tl.load(v_at, mask=v_mask, other=0.0).to(tl.float32)
-        u = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
+        u = tl.dot(solver, (v * beta[:, None]).to(TYPE), input_precision=PRECISION)
         u_at = u_ptr + (out[:, None] * V_HEADS + head) * V_DIM + vs[None, :]
         tl.store(u_at, u.to(u_ptr.dtype.element_ty), mask=v_mask)
         tl.store(total_ptr + out * V_HEADS + head, total, mask=valid)
@@ -142,7 +144,9 @@ def _scan_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """The chunks of one sequence in order, for some columns of one head's state."""
+    """The chunks of one sequence in order, for some columns of one head's state. Products of the model's type, sums and
+    state in float32."""
+    TYPE: tl.constexpr = mixed_ptr.dtype.element_ty
     seq = tl.program_id(0)
     head = tl.program_id(1)
     CHANNELS: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
@@ -180,16 +184,17 @@ def _scan_kernel(
             k = unit_rows(k)
             w = tl.load(w_ptr + (local[:, None] * V_HEADS + head) * K_DIM + ks[None, :], mask=k_tile, other=0.0)
             u = tl.load(u_ptr + (local[:, None] * V_HEADS + head) * V_DIM + vs[None, :], mask=v_tile, other=0.0)
-            values = u.to(tl.float32) - tl.dot(w.to(tl.float32), state, input_precision=PRECISION)
+            before = state.to(TYPE)
+            values = u.to(tl.float32) - tl.dot(w, before, input_precision=PRECISION)
             lag = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * lag
+            scores = tl.dot(q.to(TYPE), tl.trans(k.to(TYPE)), input_precision=PRECISION) * lag
             scores = tl.where(seen, scores, 0.0)
-            o = tl.dot(q * tl.exp(total)[:, None], state, input_precision=PRECISION)
-            o += tl.dot(scores, values, input_precision=PRECISION)
+            o = tl.dot((q * tl.exp(total)[:, None]).to(TYPE), before, input_precision=PRECISION)
+            o += tl.dot(scores.to(TYPE), values.to(TYPE), input_precision=PRECISION)
             tl.store(out_ptr + ((first + rows).to(tl.int64)[:, None] * V_HEADS + head) * V_DIM + vs[None, :], o,
                      mask=v_tile)  # fmt: skip
             late = tl.where(valid, tl.exp(whole - total), 0.0)
-            update = tl.dot(tl.trans(k * late[:, None]), values, input_precision=PRECISION)
+            update = tl.dot(tl.trans((k * late[:, None]).to(TYPE)), values.to(TYPE), input_precision=PRECISION)
             state = state * tl.exp(whole) + update
         if write > 0:
             tl.store(state_ptr + (write.to(tl.int64) * V_HEADS + head) * SIZE + inside, state, mask=tile)

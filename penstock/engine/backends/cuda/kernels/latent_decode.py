@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.common import (
     LOG2E,
+    ask_for,
     ceil_div,
     launch,
     launch_successor,
@@ -64,6 +65,7 @@ def _decode_kernel(
     SCALED: tl.constexpr,
     HALF: tl.constexpr,
     INT8: tl.constexpr,
+    CACHE_BYTES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -71,9 +73,21 @@ def _decode_kernel(
     split = tl.program_id(2)
     head = tl.program_id(1) * TILE_M + tl.arange(0, TILE_M)
     launch_successor(PDL)
-    wait_for_inputs(PDL)
     context = tl.load(context_ptr + seq)
     row = tl.maximum(tl.load(rows_ptr + seq), 0).to(tl.int64)
+    share, active = _shares(context, min_tiles, BLOCK_N, SPLITS)
+    begin = split * share * BLOCK_N
+    end = tl.minimum(begin + share * BLOCK_N, context)
+    table = table_ptr + row * table_stride
+    if PDL:  # noqa: SIM102 - known when compiled; the other is not
+        if begin < end:
+            # The first tokens of the share may be on their way before the queries are there.
+            CACHED: tl.constexpr = LATENT + ROTARY
+            n = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
+            block = tl.load(table + n // BLOCK_SIZE).to(tl.int64)
+            at = cache_ptr + block * (BLOCK_SIZE * CACHED) + n % BLOCK_SIZE * CACHED
+            ask_for(at, CACHED * CACHE_BYTES, PDL)
+    wait_for_inputs(PDL)
     r = tl.arange(0, LATENT_BLOCK)
     e = tl.arange(0, ROTARY_BLOCK)
     at = (seq * HEADS + head) * (LATENT + ROTARY)
@@ -84,7 +98,6 @@ def _decode_kernel(
         # fp8 widens to float16 in one instruction, exactly.
         q = q.to(tl.float16)
         turned = turned.to(tl.float16)
-    share, active = _shares(context, min_tiles, BLOCK_N, SPLITS)
     if split >= tl.maximum(active, 1):
         return
     scores = scale * LOG2E
@@ -93,8 +106,6 @@ def _decode_kernel(
     peak = tl.full([TILE_M], NEGATIVE, tl.float32)
     total = tl.zeros([TILE_M], tl.float32)
     acc = tl.zeros([TILE_M, LATENT_BLOCK], tl.float32)
-    begin = split * share * BLOCK_N
-    end = tl.minimum(begin + share * BLOCK_N, context)
     acc, peak, total = attend(
         q,
         turned,
@@ -103,7 +114,7 @@ def _decode_kernel(
         total,
         cache_ptr,
         scale_ptr,
-        table_ptr + row * table_stride,
+        table,
         begin,
         end,
         tl.full([TILE_M], 2147483647, tl.int32),
@@ -163,8 +174,8 @@ def _merge_kernel(
         v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
         w_at = up_ptr + ((head.to(tl.int64) * (PLAIN + VALUE) + PLAIN + v) * LATENT)[:, None] + r[None, :]
         w = tl.load(w_at, mask=(v < VALUE)[:, None] & (r < LATENT)[None, :], other=0.0)
-    wait_for_inputs(PDL)
     _, active = _shares(tl.load(context_ptr + seq), min_tiles, BLOCK_N, SPLITS)
+    wait_for_inputs(PDL)
     s = tl.arange(0, CHUNK)
     peak = NEGATIVE + 0.0
     total = 0.0
@@ -264,6 +275,7 @@ def decode(
         SCALED=scales is not None,
         HALF=cache.dtype == torch.float8_e4m3fn and query.dtype != torch.float32,
         INT8=cache.dtype == torch.int8,
+        CACHE_BYTES=cache.element_size(),
         PRECISION=precision(query),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

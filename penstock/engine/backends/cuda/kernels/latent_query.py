@@ -95,13 +95,13 @@ def _turn_and_store(
     r = tl.arange(0, LATENT_BLOCK)
     in_latent = r < LATENT
     gain = tl.load(norm_ptr + r, mask=in_latent, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token)
     i = tl.arange(0, HALF_BLOCK)
     in_half = i < HALF
     cos = tl.load(cos_sin_ptr + position * ROTARY + i, mask=in_half, other=1.0)
     sin = tl.load(cos_sin_ptr + position * ROTARY + HALF + i, mask=in_half, other=0.0)
+    wait_for_inputs(PDL)
     first = 2 * i if INTERLEAVED else i
     second = 2 * i + 1 if INTERLEAVED else HALF + i
 

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels.activation import gate_options, gated
+from penstock.engine.backends.activation import has_gate
+from penstock.engine.backends.cuda.kernels.activation import SQUARED, gate_options, gated
 from penstock.engine.backends.cuda.kernels.common import (
     ceil_div,
     launch,
@@ -157,8 +158,9 @@ def _groups_kernel(
     PDL: tl.constexpr,
 ) -> None:
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    WIDE: tl.constexpr = 2 * N if GATED else N
-    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    PAIRED: tl.constexpr = GATED and GATE != SQUARED
+    WIDE: tl.constexpr = 2 * N if PAIRED else N
+    ROWS: tl.constexpr = 2 * BLOCK_N if PAIRED else BLOCK_N
     BYTES: tl.constexpr = SIZE * BITS // 8
     PITCH: tl.constexpr = K * BITS // 8
     GROUPS: tl.constexpr = K // SIZE
@@ -216,9 +218,12 @@ def _groups_kernel(
     if BIASED:
         bias = tl.load(bias_ptr + expert.to(tl.int64) * WIDE + row).to(tl.float32)
         acc += tl.where(share == 0, bias, 0.0)[:, None]
-    if GATED:
+    if PAIRED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, BLOCK_M]), [1, 2, 0]))
         acc = gated(gate, up, GATE, ALPHA, LIMIT)
+    elif GATED:
+        acc = tl.maximum(acc, 0.0)
+        acc *= acc
     elif WEIGHTED:
         acc *= route[None, :]
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -242,7 +247,7 @@ def choose(pairs: int, experts: int, n: int, wide: bool, element_size: int, few:
         return GroupsConfig(8 if few <= 8 else FEW, 16, num_warps=2 if wide else 1, num_stages=4, split=split)
     share = pairs / experts
     if share <= 16:
-        return GroupsConfig(block_m=16, block_n=32 if wide else 64, num_warps=4, num_stages=4)
+        return GroupsConfig(block_m=16, block_n=32 if wide else 64, num_warps=2, num_stages=4)
     if share <= 64:
         return GroupsConfig(64, 32 if wide else 64, num_warps=4, num_stages=3)
     return GroupsConfig(128, 64 if wide else 128, num_warps=8, num_stages=3)
@@ -271,16 +276,17 @@ def grouped_linear(
 ) -> Tensor:
     """As `moe.grouped_linear`."""
     experts, outputs, depth = stack.shape
-    n, pairs = outputs // 2 if gated else outputs, schedule.pairs
+    paired = gated and has_gate(activation)
+    n, pairs = outputs // 2 if paired else outputs, schedule.pairs
     few = len(schedule.chosen) if isinstance(schedule, FewPairs) else 0
     summed = few > 0 and not gated
     out = torch.empty((pairs // top_k if summed else pairs, n), dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
-    shape = config or choose(pairs, experts, n, gated, x.element_size(), few)
+    shape = config or choose(pairs, experts, n, paired, x.element_size(), few)
     tiles = schedule.tiles(shape.block_m)
     split = shape.split if summed else 1
-    rows = shape.block_n * (2 if gated else 1)
+    rows = shape.block_n * (2 if paired else 1)
     launch(
         _groups_kernel,
         (tiles * ceil_div(n, shape.block_n) * split,),

@@ -334,7 +334,10 @@ def score_and_route(
     `norm`, `eps`: x is RMS-normalized first, and `normed` [T, hidden] is what it then is."""
     (tokens, hidden), experts = x.shape, router.shape[0]
     weights, chosen = choice.outputs(tokens, x.device)
-    block_e = 2 if experts * tokens <= 1024 else 4
+    block_e, warps = 2 if experts * tokens <= 1024 else 4, 4
+    if tokens == 1:
+        # Nothing but latency: a warp alone adds up and chooses without waiting for others. Inputs stay in registers.
+        block_e, warps = 1, min(4, next_power_of_2(ceil_div(hidden, 2048)))
     gates = None if shared is None else torch.empty(tokens, dtype=torch.float32, device=x.device)
     launch(
         _score_kernel,
@@ -359,7 +362,7 @@ def score_and_route(
         SHARED=shared is not None,
         NORM=norm is not None,
         **choice.options(experts),
-        num_warps=4,
+        num_warps=warps,
         pdl=pdl,
     )
     return weights, chosen, gates
