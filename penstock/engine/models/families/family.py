@@ -126,7 +126,7 @@ class GGUFKeys:
     def each(self, name: str, layers: int) -> tuple[int, ...]:
         """Integers, one for each layer, where the file has so many or one for all."""
         value = self.metadata.get(f"{self.architecture}.{name}", 0)
-        if not isinstance(value, np.ndarray):
+        if not is_array(value):
             return (self.whole(name, 0),) * layers
         numbers = tuple(value.tolist())
         wrong = any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 1 << 31 for one in numbers)
