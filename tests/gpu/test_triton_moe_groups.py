@@ -155,6 +155,7 @@ def test_integer_experts_equal_one_pair_at_a_time() -> None:
                         with poisoned_outputs():
                             got = ours.apply(x, weights, chosen)
                             few = ours._products(x, weights, FewPairs(chosen)) if tokens <= 16 else got
+                            tall = dataclasses.replace(ours, ops=fixed_ops).apply(x, weights, chosen)
                         if MODE == "compile":
                             continue
                         keep = slice(0, 24)  # each on its own in float64
@@ -162,6 +163,7 @@ def test_integer_experts_equal_one_pair_at_a_time() -> None:
                         limit = 1e-4 if dtype == torch.float32 else 3e-2
                         check(name, got[keep], want, limit)
                         check(f"few: {name}", few[keep], want, limit)
+                        check(f"fixed: {name}", tall[keep], want, limit)
                         check_equal("counters", ours.counters, torch.zeros_like(ours.counters))
 
 

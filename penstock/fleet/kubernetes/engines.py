@@ -21,6 +21,8 @@ SPOT_NOTICE_S = 120
 """From a spot machine's notice until it is gone."""
 MARGIN_S = 15
 """What a process may take to end after its drain, and the kubelet to notice."""
+INDEX_BYTES = 256 << 20
+"""Room for the index of blocks that outlive their engine."""
 _PROBE_S = 10
 
 
@@ -40,7 +42,8 @@ def endpoints(deployment: Deployment, group: EngineGroup) -> Iterator[str]:
 
 def grace_s(deployment: Deployment, group: EngineGroup) -> int:
     """How long a pod may take to stop. SIGTERM begins the drain; a spot machine waits for nobody."""
-    wanted = math.ceil(deployment.config.server.drain_s) + MARGIN_S
+    save_s = group.model.save_s if isinstance(group.model, ModelConfig) else 0.0
+    wanted = math.ceil(deployment.config.server.drain_s + save_s) + MARGIN_S
     return min(wanted, SPOT_NOTICE_S) if group.spot else wanted
 
 
@@ -167,7 +170,9 @@ def _sources(group: EngineGroup) -> list[str]:
 
 def _scratch(group: EngineGroup) -> int:
     """Bytes of the volume for KV blocks on disk."""
-    return 0 if isinstance(group.model, EncoderConfig) else group.model.disk_memory * group.ranks
+    if isinstance(group.model, EncoderConfig) or not group.model.disk_memory:
+        return 0
+    return group.model.disk_memory * group.ranks + (INDEX_BYTES if group.model.disk_persistent else 0)
 
 
 def _container(deployment: Deployment, group: EngineGroup, name: str, arguments: list[str]) -> Json:

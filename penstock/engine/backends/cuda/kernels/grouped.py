@@ -87,17 +87,17 @@ def split_factors(factors: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def _bias(dtype: tl.constexpr) -> tl.constexpr:
-    """What `_nibbles` adds to each weight."""
+def nibble_bias(dtype: tl.constexpr) -> tl.constexpr:
+    """What `nibbles` adds to each weight."""
     return tl.constexpr(128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0)
 
 
 @triton.jit
-def _nibbles(pairs: tl.tensor, HIGH: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Low or high halves of bytes as numbers of `dtype`, plus `_bias`."""
+def nibbles(pairs: tl.tensor, HIGH: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Low or high halves of bytes as numbers of `dtype`, plus `nibble_bias`."""
     if INTERPRETED or dtype == tl.float32:
         half = (pairs >> 4) if HIGH else (pairs & 15)
-        wide = (half.to(tl.float32) + _bias(dtype)).to(dtype)
+        wide = (half.to(tl.float32) + nibble_bias(dtype)).to(dtype)
     elif dtype == tl.bfloat16:
         wide = tl.inline_asm_elementwise(
             "{ .reg .b32 t; shr.b32 t, $2, 4; and.b32 t, t, 0x0f0f0f0f; "
@@ -142,9 +142,9 @@ def group_sum(
 ) -> tl.tensor:
     """`acc` [rows, batch] plus one group's product. `low`, `high`: inputs [batch, n]; `total`: their sum."""
     if BITS == 4:
-        dot = tl.dot(_nibbles(weights, False, low.dtype), tl.trans(low), input_precision=PRECISION)
-        dot = tl.dot(_nibbles(weights, True, low.dtype), tl.trans(high), dot, input_precision=PRECISION)
-        acc += dot * scale[:, None] + total * (minimum - scale * _bias(low.dtype))[:, None]
+        dot = tl.dot(nibbles(weights, False, low.dtype), tl.trans(low), input_precision=PRECISION)
+        dot = tl.dot(nibbles(weights, True, low.dtype), tl.trans(high), dot, input_precision=PRECISION)
+        acc += dot * scale[:, None] + total * (minimum - scale * nibble_bias(low.dtype))[:, None]
     else:
         wide = weights.to(tl.float32).to(low.dtype) if INTERPRETED else weights.to(low.dtype)
         dot = tl.dot(wide, tl.trans(low), input_precision=PRECISION)
