@@ -404,13 +404,17 @@ def _one_token(
     """The experts of one token, in three launches; with `norm`, of the residual stream, to which it adds in place."""
     router: Any = routed.router.linear
     gate: Any = shared_gate
+    up, down = (_matrices(*pair) for pair in _pairs(routed, shared))
     normed = x if norm is None else torch.empty_like(x)
+    logits = None
+    if moe_one.ranks(routed.choice, routed.gate_up.experts):
+        logits = torch.empty((1, routed.gate_up.experts), dtype=torch.float32, device=x.device)
     weights, chosen, gates = score_and_route(
         x, router.weight, router.bias, routed.choice, routed.counters,
-        shared=None if gate is None else gate.weight, norm=norm, eps=eps, normed=normed,
+        shared=None if gate is None else gate.weight, norm=norm, eps=eps, normed=normed, logits=logits,
+        ahead=None if up.shared is None or down.shared is None else (up.shared, down.shared),
     )  # fmt: skip
-    visits = Visits(chosen, weights, routed.router.weight_inputs)
-    up, down = (_matrices(*pair) for pair in _pairs(routed, shared))
+    visits = Visits(chosen, weights, routed.router.weight_inputs, logits, routed.choice)
     inner = moe_one.gate_up(normed, up, visits, routed.activation)
     return moe_one.down(inner, down, visits, shared_gate=gates, residual=None if norm is None else x)
 
