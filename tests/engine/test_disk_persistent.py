@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -380,4 +381,27 @@ def test_adapters_find_only_their_own(folder: Path, tmp_path: Path, expected: di
     engine = start(folder, tmp_path / "disk", adapters=(adapter,))
     assert ask(engine, "") == (expected["0"], 0)
     assert ask(engine, "a") == (said, 96)
+    engine.close()
+
+
+def test_a_disk_that_fails_later_is_reported_once(
+    folder: Path,
+    tmp_path: Path,
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = start(folder, tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", full)
+        assert converse(engine, expected) == [0] * 4
+        settle(engine)
+    assert engine.load_snapshot().disk_failures > 0 and engine.load_snapshot().disk_blocks == 0
+    assert caplog.text.count("No space left on device") == 1
+    engine.close()
+    engine = start(folder, tmp_path)
+    assert engine.load_snapshot().disk_restored_blocks == 0
     engine.close()
