@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.config.encoders import EncoderConfig
     from penstock.config.placement import PlacementConfig
     from penstock.engine.config import Role
+    from penstock.engine.grammar.interface import GrammarCompiler
     from penstock.engine.request import EngineInfo
     from penstock.engine_host.process import EngineProcess
     from penstock.engine_host.rank_hub import RankHub
@@ -271,12 +272,16 @@ def _run_generator(
     from dataclasses import replace
 
     from penstock.sources.adapters import rank_of_listed, resolve_adapter
-    from penstock.text.vocabulary import grammars_of
+
+    def grammars(vocab_size: int) -> GrammarCompiler:
+        from penstock.text.vocabulary import grammars_of  # a tokenizer, which only grammars need here
+
+        return grammars_of(path)(vocab_size)
 
     rank = model.adapter_rank or rank_of_listed(model.adapters)
     return process.run_generator(
         replace(model.engine_config(str(path)), role=role, adapter_rank=rank),
-        grammars=grammars_of(path),
+        grammars=grammars,
         find_adapter=resolve_adapter,
         watchdog_s=model.watchdog_s,
         stream_interval_s=model.stream_interval_s,

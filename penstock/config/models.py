@@ -14,6 +14,7 @@ from penstock.config.resources import ResourcesConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.config import (
+    SAVE_S,
     ActivationForm,
     AttentionForm,
     DType,
@@ -25,6 +26,8 @@ from penstock.engine.config import (
 )
 
 DEFAULT_MODEL = "smollm2-135m"
+SAVE_MARGIN_S = 3.0
+"""What an engine may take beyond the time for saving its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,10 @@ class ModelConfig:
         0, doc="Files for KV blocks and states that leave host_memory, per device; 0: none.", least=0, size=True,
     )  # fmt: skip
     disk_path: str = setting("", doc="Folder of these files, on a fast disk.", example="/var/cache/penstock")
+    disk_persistent: bool = setting(
+        False, doc="Keep these files, so that a restarted engine finds its prefixes again. What tenants said then "
+        "stays on disk, readable by this user only and not encrypted.",
+    )  # fmt: skip
     prefix_cache: bool = setting(True, doc="Reuse the KV cache of prompts with a common prefix.")
     state_interval: int = setting(
         1024, doc="Of models with recurrent layers: tokens between two states that are kept for later prompts, a "
@@ -267,6 +274,11 @@ class ModelConfig:
         if self.placement is not None:
             machines = self.placement.ranks(self.tensor_parallel, self.pipeline_parallel)
         return EngineConfig(model=path, machines=machines, **{name: getattr(self, name) for name in names})
+
+    @property
+    def save_s(self) -> float:
+        """How long its engines may take to save what outlives them, when they end."""
+        return SAVE_S + SAVE_MARGIN_S if self.disk_persistent else 0.0
 
     @property
     def first_replicas(self) -> int:

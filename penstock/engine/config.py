@@ -15,6 +15,8 @@ DType = Literal["auto", "float32", "float16", "bfloat16"]
 SpeculationForm = Literal["off", "ngram", "draft", "eagle3", "mtp", "auto"]
 AttentionForm = Literal["tensor", "data"]
 Role = Literal["both", "prefill", "decode"]
+SAVE_S = 10.0
+"""Most time for saving KV blocks when an engine ends, with `disk_persistent`."""
 LOCAL = "local"
 """The machine of rank 0, in a placement."""
 
@@ -69,6 +71,9 @@ class EngineConfig:
     none."""
     disk_path: str = ""
     """Folder of these files, on a fast disk."""
+    disk_persistent: bool = False
+    """Whether what is in these files outlives the engine: the next one with the same weights and settings goes on with
+    it. What tenants said then stays on disk; see `kv.kept_folder`."""
     prefix_cache: bool = True
     state_interval: int = 1024
     """Of models with recurrent layers: a state is kept for later prompts every so many tokens, a multiple of the block

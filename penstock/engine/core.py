@@ -35,10 +35,11 @@ from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.spec import ADAPTER_UNKNOWN, NO_ADAPTERS
 from penstock.engine.admission import Admission
 from penstock.engine.batch import Batch
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import SAVE_S, EngineConfig
 from penstock.engine.grammar import progress
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
 from penstock.engine.kv.exchange import BlockExchange
+from penstock.engine.kv.persistence import Persistence
 from penstock.engine.lead import Lead
 from penstock.engine.parallel.restarts import RankRestarts
 from penstock.engine.request import (
@@ -116,6 +117,8 @@ class Engine:
         """Reads its GPUs; set by the process that hosts the engine."""
         self.exchange: BlockExchange | None = None
         """Gives KV blocks to other engines, or takes theirs; None when its role is to do everything itself."""
+        self.persistence: Persistence | None = None
+        """Saves what outlives the engine; None when nothing does."""
         self.balancer: Balancer | None = None
         """Moves experts between ranks; None when they are not spread over any."""
         self.clock = clock
@@ -155,13 +158,17 @@ class Engine:
 
         return load_engine(config, progress, checkpoint, grammars, find_adapter, machines)
 
-    def close(self) -> None:
-        """Stop the other ranks, the meter and the grammar compiler. The engine cannot be used afterwards."""
+    def close(self, save_s: float = SAVE_S) -> None:
+        """Stop the other ranks, the meter and the grammar compiler. The engine cannot be used afterwards. `save_s`:
+        most time for saving what outlives it."""
+        self.save(save_s)
         self._constraints.close()
         allocator = self.scheduler.allocator
         for host in (allocator.pool.host, None if allocator.states is None else allocator.states.pool.host):
             if host is not None and host.disk is not None:
                 host.disk.close()
+        if self.persistence is not None:
+            self.persistence.close()
         if self.meter is not None:
             self.meter.close()
         if self.ranks is not None:
@@ -265,6 +272,30 @@ class Engine:
             return 0.0
         return self._lead.spare_s(self.clock())
 
+    def settle(self) -> bool:
+        """Use a moment without work to save what outlives the engine; False when there is nothing left to do."""
+        if self.persistence is None or self.has_work:
+            return False
+        try:
+            return self.persistence.advance(self.clock())
+        except ReplicaLost:
+            raise
+        except Exception:
+            log.exception("KV blocks could not be copied to host memory; all that is cached is forgotten")
+            self.forget_caches()
+            return False
+
+    def save(self, limit_s: float = SAVE_S, hurry: Callable[[], bool] = lambda: False) -> None:
+        """Save what outlives the engine, within a limit and until `hurry` says so. Whatever still runs is aborted."""
+        if self.persistence is None:
+            return
+        for request_id in self.scheduler.live:
+            self.abort(request_id)
+        while self._in_flight:
+            self._collect(self._in_flight.popleft())
+        self._deltas.clear()
+        self.persistence.flush(limit_s, self.clock, hurry)
+
     def load_snapshot(self) -> EngineLoad:
         scheduler, pool = self.scheduler, self.scheduler.allocator.pool
         load = EngineLoad(
@@ -281,6 +312,7 @@ class Engine:
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             preemptions=scheduler.preemptions,
             host_hit_tokens=scheduler.host_hit_tokens,
+            disk_hit_tokens=scheduler.disk_hit_tokens,
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
             devices=None if self.meter is None else self.meter.latest,
         )
@@ -298,15 +330,16 @@ class Engine:
         """Forget what was counted and cached so far (the warm-up)."""
         self.steps = self._step_tokens = self._admission.prompt_tokens = self._generation_tokens = 0
         self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = self.scheduler.host_hit_tokens = 0
+        self.scheduler.disk_hit_tokens = 0
         self.scheduler.pace.forget()
         self._lead = Lead()
         self.forget_caches()
         if self.speculation is not None:
             self.speculation.reset_counters()
 
-    def forget_caches(self) -> None:
-        """Nothing of the KV caches may be used again; no sequence is running."""
-        self.scheduler.allocator.pool.forget_all()
+    def forget_caches(self, keep_disk: bool = False) -> None:
+        """Nothing of the KV caches may be used again; no sequence is running. `keep_disk`: but what a disk keeps."""
+        self.scheduler.allocator.pool.forget_all(keep_disk)
         if self.speculation is not None:
             self.speculation.forget_caches()
 

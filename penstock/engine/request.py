@@ -290,6 +290,11 @@ class EngineLoad:
     disk_read_states: int = 0
     disk_failures: int = 0
     """Blocks and states that could not be written to disk or read from it."""
+    disk_hit_tokens: int = 0
+    """Prompt tokens that were read from disk; they count in `host_hit_tokens` too."""
+    disk_restored_blocks: int = 0
+    """Blocks and states on disk that were found there when the engine started."""
+    disk_restored_states: int = 0
 
 
 @dataclass(slots=True)

@@ -88,6 +88,7 @@ class Scheduler:
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
         self.host_hit_tokens = 0
+        self.disk_hit_tokens = 0
         self._live: dict[str, Sequence] = {}
         self._waiting = WaitingQueue(adapters)
         self._deadlines = Deadlines()
@@ -101,6 +102,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._live)
+
+    @property
+    def live(self) -> list[str]:
+        """Ids of requests that wait or run."""
+        return list(self._live)
 
     @property
     def recalling(self) -> bool:
@@ -375,6 +381,7 @@ class Scheduler:
             self.prefix_query_tokens += seq.length
             self.prefix_hit_tokens += seq.computed
             self.host_hit_tokens += restored * self.allocator.block_size
+            self.disk_hit_tokens += min(restored, seq.recalls) * self.allocator.block_size
         length = min(seq.length - seq.computed, budget)
         length = self._cut(seq, max(self._prompts.fit(seq.computed, length), 1))
         self._prompts.spend(seq.computed, length)

@@ -47,6 +47,7 @@ class Sequence:
         "prompt_len",
         "prompt_logprobs",
         "recalled",
+        "recalls",
         "released",
         "request",
         "root",
@@ -96,6 +97,8 @@ class Sequence:
         """Tokens that it has in common with what came before, where no state was kept."""
         self.recalled = False
         """Whether blocks of its beginning have been read from disk for it since it last ran."""
+        self.recalls = 0
+        """How many blocks were asked for when it was last put aside for them."""
         self.row = -1
         """Row in the runner's device tensors while running."""
         self.adapter: LoadedAdapter | None = None

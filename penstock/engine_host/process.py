@@ -130,7 +130,7 @@ class EngineProcess:
         def on_signal(number: int, frame: FrameType | None) -> None:
             nonlocal asked
             if asked:
-                server.stop("told to stop at once")
+                server.stop("told to stop at once", at_once=True)
             asked = True
             self.draining()
             server.drain(self.drain_s)

@@ -76,6 +76,8 @@ asynchronous device never has results yet.)"""
 
 QUIET_S = 0.2
 """Without work for so long, the engine may prepare further steps; a message ends that within milliseconds."""
+SETTLE_S = 0.005
+"""How often to go on with saving what outlives the engine, while there is no work."""
 LOOK_S = 0.001
 """How often to see whether a step is over, while the next one can wait."""
 
@@ -106,11 +108,13 @@ class EngineServer:
         self._handovers = HandoverEndpoint(self._poller, listener.socket, listener.secret_key)
         self._tally = Tally()
         self._placements = Placements()
+        self._announce_found()
         self._sleeper = sleeper
         self._state: EngineState = state
         self._watchdog = watchdog
         self._heartbeat_s = heartbeat_s
         self._stop_reason: str | None = None
+        self._at_once = False
         self._drain_until: float | None = None
         self._said_leaving = False
         self._improves = True
@@ -123,8 +127,9 @@ class EngineServer:
         self._adapters_told: tuple[int, float, list[AdapterStatus]] = (-1, float("-inf"), [])
         self._complained_at = float("-inf")
 
-    def stop(self, reason: str = "shut down") -> None:
-        """Leave the loop soon; safe from a signal handler or another thread."""
+    def stop(self, reason: str = "shut down", *, at_once: bool = False) -> None:
+        """Leave the loop soon; safe from a signal handler or another thread. `at_once`: nothing more is saved."""
+        self._at_once = self._at_once or at_once
         self._stop_reason = self._stop_reason or reason
 
     def fail(self, reason: str) -> None:
@@ -161,12 +166,16 @@ class EngineServer:
         log.info("engine stops: %s", self._stop_reason)
         self._peers.release(self._engine.load_snapshot, time.monotonic())
         self._peers.tell_all(Stopped(self._stop_reason), time.monotonic())
+        if not self._failures:
+            self._save()
         return EXIT_FAILED if self._failures else 0
 
     def _rest_s(self) -> float:
         """How long to wait for messages while there is no work. When it has been quiet for a moment, the time is used
         to prepare further steps instead: not at once, or a client that sends one request after the other would wait."""
         patience = self._handovers.patience(self._heartbeat_s)
+        if self._settle():
+            patience = min(patience, SETTLE_S)
         if not self._improves:
             return patience
         now = time.monotonic()
@@ -175,6 +184,34 @@ class EngineServer:
         if (left := self._idle_since + QUIET_S - now) > 0:
             return min(left, patience)
         return 0.0 if self._improve() else patience
+
+    def _announce_found(self) -> None:
+        """Blocks found on disk count as sent to the engine: gateways then send prompts that begin with them here."""
+        persistence = getattr(self._engine, "persistence", None)
+        if persistence is not None:
+            self._placements.add_found(persistence.names, self._engine.info.num_blocks)
+
+    def _settle(self) -> bool:
+        """Use a moment without work for saving; see `Engine.settle`."""
+        settle = getattr(self._engine, "settle", None)
+        if settle is None:
+            return False
+        try:
+            return bool(settle())
+        except ReplicaLost as error:
+            log.critical("the engine is lost: %s", error)
+            self.fail(str(error))
+            return False
+
+    def _save(self) -> None:
+        """The last thing before the process ends; see `Engine.save`."""
+        save = getattr(self._engine, "save", None)
+        if save is None:
+            return
+        try:
+            save(hurry=lambda: self._at_once)
+        except Exception:
+            log.exception("the engine could not save its KV blocks")
 
     def _improve(self) -> bool:
         """Use a moment without work; see `Engine.improve`. Its failure is no reason to stop serving."""
@@ -454,6 +491,7 @@ class EngineServer:
             try:
                 self._engine = self._sleeper.wake(self._engine)
                 self._improves = True
+                self._announce_found()
             except Exception as error:
                 log.exception("the engine could not be woken")
                 self._become("sleeping", f"it could not be woken: {error}")

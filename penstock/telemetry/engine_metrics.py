@@ -126,6 +126,24 @@ _LOADS: tuple[tuple[str, str, str, Callable[[EngineLoad], float]], ...] = (
         "KV blocks read back from disk.",
         lambda load: load.disk_read_blocks,
     ),
+    (
+        "counter",
+        "penstock_kv_disk_hit_tokens_total",
+        "Prompt tokens found on disk.",
+        lambda load: load.disk_hit_tokens,
+    ),
+    (
+        "gauge",
+        "penstock_kv_disk_blocks_restored",
+        "KV blocks on disk that the engine found there when it started.",
+        lambda load: load.disk_restored_blocks,
+    ),
+    (
+        "gauge",
+        "penstock_kv_disk_states_restored",
+        "Recurrent states on disk that the engine found there when it started.",
+        lambda load: load.disk_restored_states,
+    ),
     ("gauge", "penstock_kv_disk_states_used", "Recurrent states on disk.", lambda load: load.disk_states),
     (
         "gauge",

@@ -105,8 +105,11 @@ class BlockAllocator:
             del names[self._last_state(self.states, names) :]
         if not names:
             return []
+        if host.disk.persistent:
+            host.disk.touch(names)
         blocks = [name for name in names if self.pool.find(name) is None]
         coming = bool(blocks) and host.recall(blocks)
+        seq.recalls = sum(map(host.disk.is_reading, blocks)) if coming else 0
         if self.states is not None:
             coming |= self.states.recall(names[-1])
             blocks.append(names[-1])

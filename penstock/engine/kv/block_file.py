@@ -1,10 +1,11 @@
 """KV blocks in a file: one rank's part of each, at a place of its own, read and written by threads.
 
 A file holds what tenants said, so nobody else can open it: it has no name (on filesystems that cannot do that, it
-loses its name at once), and is gone when the process is, however that ended.
+loses its name at once), and is gone when the process is, however that ended. Only a file that is to outlive its process
+has a name, in a folder of its own (`kept_folder`), and an index beside it (`block_index`).
 
-Invariant: what is read is what was written. The sum of every block is kept in memory; a block that comes back with
-another one, from a damaged or truncated file, counts as not read.
+Invariant: what is read is what was written. The sum of every block is kept; a block that comes back with another one,
+from a damaged or truncated file, counts as not read.
 """
 
 from __future__ import annotations
@@ -12,59 +13,122 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
+from penstock.engine.kv.block_index import BlockIndex, Entry
 from penstock.engine.kv.mover import BlockMover
 from penstock.errors import ConfigError
 
 _PREFIX = "penstock-kv-"
+_PAGE = 4096
+_WEIGHT = np.uint64(0x9E3779B97F4A7C15)
 Pairs = list[tuple[int, int]]
 """Slots in host memory and places in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFile:
+    """Where blocks are to be found by the next process."""
+
+    file: Path
+    block_format: str
+    """Of the blocks; see `BlockIndex`."""
+
+    @property
+    def index(self) -> Path:
+        return self.file.with_name(f"{self.file.name}.index")
 
 
 class BlockFile:
     """`places` blocks on disk. One thread writes, another reads, each in the order it was told."""
 
-    def __init__(self, folder: Path, places: int, mover: BlockMover) -> None:
-        """`mover`: owns the slots of host memory that blocks come from and go to."""
+    def __init__(self, folder: Path, places: int, mover: BlockMover, kept: KeptFile | None = None) -> None:
+        """`mover`: owns the slots of host memory that blocks come from and go to. `kept`: for a file with a name, which
+        may be there already; without, the file is in `folder`."""
         self._mover = mover
         self._block_bytes = sum(map(len, mover.memory(0)))
-        self._file = _open(folder, places * self._block_bytes)
+        size = places * self._block_bytes
+        self._file = _open(folder, size) if kept is None else _open_kept(kept.file, size)
+        self.index: BlockIndex | None = None
+        if kept is not None:
+            try:
+                self.index = BlockIndex(kept.index, kept.block_format, places)
+            except OSError:
+                os.close(self._file)
+                raise
         self._sums: dict[int, int] = {}
-        """By place: of what was written there last."""
+        """By place: of what was written there last. Those of a file with an index are there."""
         self._writer, self._reader = (ThreadPoolExecutor(1, f"kv file {name}") for name in ("writer", "reader"))
 
-    def write(self, pairs: Pairs) -> Future[list[bool]]:
-        """Copy slots to their places; whether each was."""
-        return self._writer.submit(self._write_all, pairs)
+    def write(self, pairs: Pairs, names: Sequence[bytes] = ()) -> Future[list[bool]]:
+        """Copy slots to their places; whether each was. `names`: of the blocks, for a file that is kept."""
+        epoch = 0 if self.index is None else self.index.epoch
+        return self._writer.submit(self._write_all, pairs, names, epoch)
 
     def read(self, pairs: Pairs) -> Future[list[bool]]:
         """Copy places to their slots; whether each was."""
         return self._reader.submit(self._read_all, pairs)
 
+    def confirm(self, epoch: int, names: bytes, places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which blocks of rank 0 are here too, of its epoch; what is not is void."""
+        assert self.index is not None
+        self.index.begin_epoch(epoch)
+        return self.index.holds(names, places)
+
+    def forget(self, epoch: int | None = None) -> None:
+        """Nothing that was written so far, or is being written, is found again, by this process or the next."""
+        if self.index is not None:
+            self.index.begin_epoch(epoch)
+
     def close(self) -> None:
         for threads in (self._writer, self._reader):
             threads.shutdown(cancel_futures=True)
         os.close(self._file)
+        if self.index is not None:
+            self.index.close()
 
-    def _write_all(self, pairs: Pairs) -> list[bool]:
+    def _write_all(self, pairs: Pairs, names: Sequence[bytes], epoch: int) -> list[bool]:
+        if self.index is not None:
+            named = zip(pairs, names, strict=True)
+            return [self._keep(self.index, slot, place, name, epoch) for (slot, place), name in named]
         made: list[bool] = []
         for slot, place in pairs:
             made.append(self._copy(os.pwritev, slot, place * self._block_bytes))
             self._sums[place] = _sum(self._mover.memory(slot))
         return made
 
+    def _keep(self, index: BlockIndex, slot: int, place: int, name: bytes, epoch: int) -> bool:
+        """Write a block that the next process may find."""
+        try:
+            index.clear(place)
+            if not self._copy(os.pwritev, slot, place * self._block_bytes):
+                return False
+            index.put(place, name, _sum(self._mover.memory(slot)), epoch)
+        except OSError:
+            return False
+        return True
+
     def _read_all(self, pairs: Pairs) -> list[bool]:
-        return [
-            self._copy(os.preadv, slot, place * self._block_bytes)
-            and _sum(self._mover.memory(slot)) == self._sums[place]
-            for slot, place in pairs
-        ]
+        return [self._read(slot, place) for slot, place in pairs]
+
+    def _read(self, slot: int, place: int) -> bool:
+        """Copy a block into its slot, if it is whole."""
+        total = self._sums.get(place) if self.index is None else self.index.sum_of(place)
+        made = self._copy(os.preadv, slot, place * self._block_bytes) and _sum(self._mover.memory(slot)) == total
+        if self.index is not None:
+            with suppress(OSError):
+                if made:
+                    self.index.touch(place)
+                else:
+                    self.index.clear(place)
+        return made
 
     def _copy(self, copy: Callable[[int, list[memoryview], int], int], slot: int, at: int) -> bool:
         self._mover.wait([slot])
@@ -90,22 +154,39 @@ class OneFile:
     def __init__(self, file: BlockFile) -> None:
         self._file = file
 
-    def write(self, pairs: Pairs) -> list[Future[list[bool]]]:
-        return [self._file.write(pairs)]
+    def write(self, pairs: Pairs, names: Sequence[bytes] = ()) -> list[Future[list[bool]]]:
+        return [self._file.write(pairs, names)]
 
     def read(self, pairs: Pairs) -> list[Future[list[bool]]]:
         return [self._file.read(pairs)]
+
+    def found(self) -> list[Entry]:
+        return [] if self._file.index is None else self._file.index.entries()
+
+    def forget(self) -> None:
+        self._file.forget()
+
+    def reorder(self, places: Sequence[int]) -> None:
+        if self._file.index is not None:
+            self._file.index.reorder(places)
 
     def close(self) -> None:
         self._file.close()
 
 
 def _sum(pieces: list[memoryview]) -> int:
-    """Of the words of a block, and of the bytes behind the last of them. A CRC would take longer than the copy."""
+    """Of the words of a block, those of every page weighted by its place, and of the bytes behind the last of them. A
+    CRC would take longer than the copy."""
     total = 0
-    for piece in pieces:
-        words = len(piece) // 8 * 8
-        total += int(np.frombuffer(piece[:words], np.uint64).sum()) + sum(piece[words:])
+    with np.errstate(over="ignore"):
+        for piece in pieces:
+            pages = len(piece) // _PAGE
+            words = np.frombuffer(piece[: pages * _PAGE], np.uint64).reshape(pages, _PAGE // 8).sum(axis=1)
+            weights = np.arange(1, 2 * pages, 2, dtype=np.uint64) * _WEIGHT
+            rest = piece[pages * _PAGE :]
+            whole = len(rest) // 8 * 8
+            last = int(np.frombuffer(rest[:whole], np.uint64).sum()) + sum(rest[whole:])
+            total = (total * 31 + int((words * weights).sum()) + last) % 2**64
     return total
 
 
@@ -125,6 +206,23 @@ def _open(folder: Path, size: int) -> int:
     except OSError as error:
         raise ConfigError(f"disk_memory: no file of {size / 2**30:.2f} GiB in {folder}: {error.strerror}") from error
     return file
+
+
+def _open_kept(file: Path, size: int) -> int:
+    """The file of that name with `size` bytes, its space taken; what is in it stays. Raises `OSError`."""
+    opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    before = os.fstat(opened).st_size
+    try:
+        if before > size:
+            os.ftruncate(opened, size)
+        if size:
+            _reserve(opened, size)
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(opened, min(before, size))  # what was taken before the disk was full
+        os.close(opened)
+        raise
+    return opened
 
 
 def _unnamed(folder: Path) -> int:

@@ -4,6 +4,8 @@ their own, and are blocks here.
 Only names and places are kept here; a `BlockStore` makes the copies beside the steps, and what has become of them is
 asked for between steps (`poll`). Invariant: a place that is being read or written is not given to another name, and a
 name is found here only when its block has been written on all ranks.
+
+A persistent tier begins with what the engine before has left on all ranks (`restore`); nothing is written until then.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from penstock.engine.kv.block_index import Entry
 from penstock.engine.request import EngineLoad
 from penstock.errors import ReplicaLost
 
@@ -28,9 +32,23 @@ Pairs = list[tuple[int, int]]
 class BlockStore(Protocol):
     """Copies blocks between slots and places. One answer from every rank: which of the copies were made."""
 
-    def write(self, pairs: Pairs) -> list[Future[list[bool]]]: ...
+    def write(self, pairs: Pairs, names: Sequence[bytes] = ()) -> list[Future[list[bool]]]:
+        """`names`: of the blocks, where they outlive the engine. The same stores have the three methods behind."""
+        ...
 
     def read(self, pairs: Pairs) -> list[Future[list[bool]]]: ...
+
+    def found(self) -> list[Entry]:
+        """What every rank has from before, the least recently used first."""
+        ...
+
+    def forget(self) -> None:
+        """Nothing that was written, or is being written, may be found again."""
+        ...
+
+    def reorder(self, places: Sequence[int]) -> None:
+        """Remember in which order blocks were used."""
+        ...
 
     def close(self) -> None: ...
 
@@ -57,8 +75,13 @@ class _Job:
 class DiskTier:
     """Names and places of the blocks on disk, least recently used out first."""
 
-    def __init__(self, num_places: int, store: BlockStore) -> None:
+    def __init__(self, num_places: int, store: BlockStore, *, persistent: bool = False) -> None:
+        """`persistent`: whether blocks outlive the engine."""
         self.capacity = num_places
+        self.persistent = persistent
+        self.restored = 0
+        """Blocks of the engine before this one."""
+        self._opened = not persistent
         self.written = 0
         self.read = 0
         self.failed = 0
@@ -85,7 +108,7 @@ class DiskTier:
     @property
     def room(self) -> int:
         """Blocks that may be given to `begin_write` now."""
-        return MOST_WRITES - len(self._writing)
+        return MOST_WRITES - len(self._writing) if self._opened else 0
 
     @property
     def slots(self) -> dict[int, bytes | None]:
@@ -97,6 +120,25 @@ class DiskTier:
 
     def is_reading(self, name: bytes) -> bool:
         return name in self._reading
+
+    @property
+    def names(self) -> list[bytes]:
+        """Of the blocks here, the least recently used first."""
+        return list(self._places)
+
+    def restore(self) -> None:
+        """Take over what the engine before has left. Before anything is written."""
+        self._places = OrderedDict((name, place) for name, place in self._store.found())
+        taken = set(self._places.values())
+        self._free = [place for place in range(self.capacity - 1, -1, -1) if place not in taken]
+        self.restored = len(taken)
+        self._opened = True
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """The blocks of a sequence are used, wherever they are; its beginning is evicted last."""
+        for name in reversed(names):
+            if name in self._places:
+                self._places.move_to_end(name)
 
     def begin_write(self, blocks: Sequence[tuple[bytes, int]]) -> list[bytes]:
         """Copy (name, slot) pairs to disk. The blocks that are no longer there to make room, or did not find any."""
@@ -112,7 +154,7 @@ class DiskTier:
         self._writing.update(name for name, _, _ in found)
         for begin in range(0, len(found), WRITES_AT_ONCE):
             part = found[begin : begin + WRITES_AT_ONCE]
-            self._jobs.append(_Job(False, part, self._store.write([(slot, place) for _, slot, place in part])))
+            self._jobs.append(_Job(False, part, self._write(part)))
         return gone
 
     def begin_read(self, blocks: Sequence[tuple[bytes, int]]) -> None:
@@ -138,7 +180,9 @@ class DiskTier:
         return over
 
     def forget_all(self) -> None:
-        """Drop every name, also of copies that are under way."""
+        """Drop every name, also of copies that are under way, and for those that come after this engine."""
+        if self.persistent and self._opened:
+            self._store.forget()
         pinned = {place for job in self._jobs for _, _, place in job.blocks}
         self._free.extend(place for place in self._places.values() if place not in pinned)
         self._places.clear()
@@ -147,6 +191,12 @@ class DiskTier:
         for job in self._jobs:
             job.void = True
 
+    def remember_order(self) -> None:
+        """So that the next engine evicts what this one would have."""
+        if self.persistent and self._opened and not self._jobs:
+            with suppress(OSError):
+                self._store.reorder(list(self._places.values()))
+
     def close(self) -> None:
         self._store.close()
 
@@ -154,12 +204,14 @@ class DiskTier:
         load.disk_blocks, load.total_disk_blocks = self.used, self.capacity
         load.disk_written_blocks, load.disk_read_blocks = self.written, self.read
         load.disk_failures += self.failed
+        load.disk_restored_blocks = self.restored
 
     def report_states(self, load: EngineLoad) -> None:
         """As `report`, of a tier that holds states."""
         load.disk_states, load.total_disk_states = self.used, self.capacity
         load.disk_written_states, load.disk_read_states = self.written, self.read
         load.disk_failures += self.failed
+        load.disk_restored_states = self.restored
 
     def check(self) -> None:
         """Assert the invariant; used by tests."""
@@ -169,6 +221,12 @@ class DiskTier:
         assert len(self._free) == len(set(self._free)) and not pinned.intersection(self._free), "a place is used twice"
         assert len(set(self._places.values())) == len(self._places), "a place has two names"
         assert not self._writing & self._places.keys(), "a block is found before it is written"
+
+    def _write(self, blocks: list[tuple[bytes, int, int]]) -> list[Future[list[bool]]]:
+        pairs = [(slot, place) for _, slot, place in blocks]
+        if not self.persistent:
+            return self._store.write(pairs)
+        return self._store.write(pairs, [name for name, _, _ in blocks])
 
     def _end_read(self, name: bytes, place: int, made: bool, void: bool) -> None:
         if void:

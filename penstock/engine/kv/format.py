@@ -32,8 +32,7 @@ def kv_format(config: EngineConfig, shape: CacheShape, dtype: str, smoothed: boo
 def fingerprint(model: Path) -> str:
     """Of a checkpoint folder or file; equal for copies of it under any path."""
     digest = blake2b(digest_size=8)
-    files = [model] if model.is_file() else sorted([*model.glob("*.safetensors"), *model.glob("*.gguf")])
-    for file in files:
+    for file in weight_files(model):
         size = file.stat().st_size
         digest.update(size.to_bytes(8, "little"))
         with file.open("rb") as handle:
@@ -44,3 +43,8 @@ def fingerprint(model: Path) -> str:
     if described.is_file():
         digest.update(described.read_bytes())
     return digest.hexdigest()
+
+
+def weight_files(model: Path) -> list[Path]:
+    """Of a checkpoint folder or file."""
+    return [model] if model.is_file() else sorted([*model.glob("*.safetensors"), *model.glob("*.gguf")])

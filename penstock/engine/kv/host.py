@@ -9,6 +9,9 @@ host in the same step.
 With a disk behind it (`disk`), the older half of the blocks is written there while they still rest here, so that giving
 their slots away costs nothing; blocks that are on disk only are read back into slots before a sequence that
 begins with them is scheduled (`recall`). A slot that is being written or read is not given away either.
+
+Where blocks on disk outlive the engine, all of them go there as soon as nobody uses them, those of the newest sequence
+first and its beginning before its end: so that little is lost, whenever the engine is.
 """
 
 from __future__ import annotations
@@ -51,10 +54,13 @@ class HostTier:
         self._moving: dict[bytes, int] = {}
         self._transfers = Transfers()
         self._cooling: OrderedDict[int, tuple[bytes, float]] = OrderedDict()
+        self._unsaved: OrderedDict[int, bytes] = OrderedDict()
+        """With a persistent disk: device blocks that nobody uses and that may be neither here nor there."""
         self._written: OrderedDict[bytes, None] = OrderedDict()
         """With a disk: the blocks here that are there too. They leave before those that are not."""
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
-        """Those that are not, nor on their way; about half of all slots when the disk keeps up."""
+        """Those that are not, nor on their way; about half of all slots when the disk keeps up, none when it is
+        persistent."""
 
     @property
     def used(self) -> int:
@@ -101,13 +107,41 @@ class HostTier:
         """A device block is no longer used, though it may be again."""
         if name not in self:
             self._cooling[block] = (name, self.now + self.idle_s)
+            if self._saves:
+                self._unsaved[block] = name
 
     def warm(self, block: int) -> None:
         """A device block is used again, or given away."""
         self._cooling.pop(block, None)
+        self._unsaved.pop(block, None)
+
+    @property
+    def unsaved(self) -> int:
+        """Blocks that are in memory only and could be saved, where the disk keeps them."""
+        return len(self._unsaved) + len(self._unwritten) if self._saves else 0
+
+    @property
+    def _saves(self) -> bool:
+        return self.disk is not None and self.disk.persistent
+
+    def _save(self) -> None:
+        """Copy blocks that nobody uses on their way to a disk that keeps them."""
+        assert self.disk is not None
+        copied = 0
+        while self._unsaved and copied < IDLE_COPIES and (self._empty or len(self._written) > len(self._moving)):
+            block, name = self._unsaved.popitem()  # of the sequence that ended last, its beginning first
+            if name in self or name in self.disk:
+                continue
+            if not self.keep(block, name):
+                self._unsaved[block] = name
+                return
+            self._cooling.pop(block, None)
+            copied += 1
 
     def copy_idle(self) -> None:
         """Copy blocks unused for `idle_s` ahead of their eviction, which then costs nothing."""
+        if self._unsaved:
+            self._save()
         for _ in range(IDLE_COPIES):
             if not self._cooling:
                 return
@@ -120,16 +154,10 @@ class HostTier:
         """Write blocks that are next to leave to disk, and learn what has become of earlier copies."""
         if self.disk is None:
             return
-        for name, slot, was_read in self.disk.poll():
-            if was_read and name not in self:
-                self._resting[name] = slot
-                self._written[name] = None
-            elif self._resting.get(name, -1) == slot or self._moving.get(name, -1) == slot:
-                self._written[name] = None  # or could not be, and would not be if tried again
-            else:
-                self._empty.append(slot)
+        self.land()
         ready = len(self._empty) + len(self._written) + self.disk.writing
-        lacking = min(self.most_read - ready, self.disk.capacity - len(self._written), self.disk.room)
+        wanted = len(self._unwritten) if self.disk.persistent else self.most_read - ready
+        lacking = min(wanted, self.disk.capacity - len(self._written), self.disk.room)
         if lacking > 0 and self._unwritten:
             oldest = islice(self._unwritten, lacking)
             blocks = [(name, self._resting[name]) for name in oldest if name in self._resting]
@@ -140,6 +168,18 @@ class HostTier:
                     self._written.pop(name, None)
                     if name in self:
                         self._unwritten[name] = None
+
+    def land(self) -> None:
+        """Learn what has become of copies to and from the disk."""
+        assert self.disk is not None
+        for name, slot, was_read in self.disk.poll():
+            if was_read and name not in self:
+                self._resting[name] = slot
+                self._written[name] = None
+            elif self._resting.get(name, -1) == slot or self._moving.get(name, -1) == slot:
+                self._written[name] = None  # or could not be, and would not be if tried again
+            else:
+                self._empty.append(slot)
 
     def recall(self, names: Collection[bytes]) -> bool:
         """Begin to read those of `names` that are on disk only. Whether some of them are on their way."""
@@ -200,16 +240,18 @@ class HostTier:
         self._transfers = Transfers()
         return transfers
 
-    def forget_all(self) -> None:
-        """Drop every name: what was copied may have been wrong, or was not copied at all."""
+    def forget_all(self, keep_disk: bool = False) -> None:
+        """Drop every name: what was copied may have been wrong, or was not copied at all. `keep_disk`: what has been
+        written to a disk that keeps it is right, and stays."""
         busy = {} if self.disk is None else self.disk.slots
         self._empty.extend(slot for slot in self._resting.values() if slot not in busy)
         self._empty.extend(slot for slot in self._moving.values() if slot not in busy)
-        if self.disk is not None:
+        if self.disk is not None and not (keep_disk and self.disk.persistent and not busy):
             self.disk.forget_all()
         self._resting.clear()
         self._moving.clear()
         self._cooling.clear()
+        self._unsaved.clear()
         self._written.clear()
         self._unwritten.clear()
         self._transfers = Transfers()

@@ -34,9 +34,9 @@ class PartitionedPool(BlockPool):
     def cached(self) -> int:
         return sum(part.cached for part in self.parts)
 
-    def forget_all(self) -> None:
+    def forget_all(self, keep_disk: bool = False) -> None:
         for part in self.parts:
-            part.forget_all()
+            part.forget_all(keep_disk)
 
     def check(self) -> None:
         for part in self.parts:

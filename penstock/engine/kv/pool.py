@@ -165,16 +165,17 @@ class BlockPool:
             del self._cached[block]
             self._empty.append(block)
 
-    def forget_all(self) -> None:
-        """Drop every name: the contents can no longer be trusted (a step failed half-way)."""
+    def forget_all(self, keep_disk: bool = False) -> None:
+        """Drop every name: the contents can no longer be trusted (a step failed half-way), or are about to be lost
+        (`keep_disk`: then what a persistent disk has stays)."""
         self._block_of.clear()
         self._name_of.clear()
         self._empty.extend(self._cached)
         self._cached.clear()
         if self.host is not None:
-            self.host.forget_all()
+            self.host.forget_all(keep_disk)
         if self.states is not None:
-            self.states.forget_all()
+            self.states.forget_all(keep_disk)
 
     def check(self) -> None:
         """Assert the invariant; used by tests and by the idle-time integrity check."""

@@ -198,6 +198,11 @@ class SafetensorsCheckpoint:
             raise CheckpointError(f"{file}: {name!r} cannot be read ({error}); fetch the file again") from error
         return tensor.to(device)
 
+    def begin(self, device: torch.device) -> None:
+        """Begin to read what will be asked for on a device, where it has memory of its own."""
+        if not is_host(device):
+            self._read_ahead(device).begin()
+
     def _read_ahead(self, device: torch.device) -> ParallelReader:
         if self._reader is None or self._reader.device != device:
             self._reader = ParallelReader(set(self._where.values()), device)

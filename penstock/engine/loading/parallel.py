@@ -100,6 +100,10 @@ class ParallelReader:
         self._pool = ThreadPoolExecutor(COPY_STREAMS, thread_name_prefix="weights")
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
+    def begin(self) -> None:
+        """Read the first tensors before any is asked for."""
+        self._read_ahead(0)
+
     def tensor(self, name: str) -> Tensor:
         self._read_ahead(self._place[name])
         future = self._pending.pop(name, None) or self._pool.submit(self._read, name)

@@ -32,7 +32,7 @@ from penstock.engine.kv.mover import BlockMover
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
-from penstock.engine.parallel.blocks import BLOCKS, STATES, rank_slots
+from penstock.engine.parallel.blocks import BLOCKS, STATES, file_handlers, rank_slots
 from penstock.engine.parallel.cache_parts import cache_parts
 from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, receive
 from penstock.engine.parallel.data import shares_of
@@ -308,7 +308,7 @@ def run(connection: Connection, link: Connection | None = None, find_adapter: Ca
             server.mover, server.state_mover = tiers.mover, tiers.state_mover
             for kind, file in ((BLOCKS, tiers.file), (STATES, tiers.state_file)):
                 if file is not None:
-                    server.handlers |= {f"write_{kind}": file.write, f"read_{kind}": file.read}
+                    server.handlers |= file_handlers(file, kind)
         for slots in rank_slots(cache_parts(part), setup.place, part.kv, part.backend.block_mover):
             server.handlers |= slots.handlers()
         server.handlers |= HeldExperts(part.decoder, part.model.num_layers, member.place).handlers

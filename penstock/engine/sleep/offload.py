@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.core import Engine
+from penstock.engine.kv.persistence import SLEEP_S
 from penstock.engine.sleep.memory import OffloadedMemory, offload_memory
 from penstock.engine.sleep.rank import RESUME, SLEEP, WAKE
 from penstock.errors import ReplicaLost
@@ -46,7 +47,8 @@ class OffloadedEngine:
 
 def offload(engine: Engine) -> OffloadedEngine:
     """Free the device memory of an idle engine."""
-    engine.forget_caches()
+    engine.save(SLEEP_S)
+    engine.forget_caches(keep_disk=True)
     others = _tell(engine, SLEEP)
     memory = offload_memory(engine, engine.runner.backend)
     _await(others)

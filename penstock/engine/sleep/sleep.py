@@ -19,6 +19,7 @@ from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.backends.select import pick_device
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
+from penstock.engine.kv.persistence import SLEEP_S
 from penstock.engine.models.families import read_config
 from penstock.engine.request import EngineInfo, EngineLoad, Request, StepOutput
 from penstock.engine.sleep.offload import OffloadedEngine, offload
@@ -80,7 +81,7 @@ class EngineSleep:
         specs = None
         if engine.adapters is not None:
             specs = tuple(AdapterSpec(s.name, s.source, s.pinned, s.owner) for s in engine.adapters.statuses())
-        engine.close()
+        engine.close(SLEEP_S)
         return SleepingEngine(engine.info, specs=specs)
 
     def collect(self) -> None:

@@ -21,8 +21,10 @@ from penstock.engine.kv.disk import BlockStore, DiskTier
 from penstock.engine.kv.exchange import BlockExchange, SpreadCache
 from penstock.engine.kv.format import kv_format
 from penstock.engine.kv.host import HostTier
+from penstock.engine.kv.kept_folder import KeptSlot
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.kv.partition import PartitionedAllocator
+from penstock.engine.kv.persistence import Persistence
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.kv.states import StateStore
 from penstock.engine.models.decoder import Decoder
@@ -53,6 +55,8 @@ def load_engine(
     machines: Machines | None = None,
 ) -> Engine:
     """See `Engine.load`."""
+    if checkpoint is not None and config.disk_persistent:
+        raise ConfigError("disk_persistent: weights that exist in memory only could not be known again")
     # Once, for all ranks.
     config = spread_draft(replace(config, adapter_rank=adapter_rank(config)), checkpoint)
     if config.ranks == 1:
@@ -96,6 +100,7 @@ def _check_data_parallel(config: EngineConfig) -> None:
         raise ConfigError("attention_parallel: data is for expert_parallel: true; else run replicas of the model")
     refused = {
         "host_memory": config.host_memory > 0,
+        "disk_persistent": config.disk_persistent,
         "role": config.role != "both",
     }
     for name, is_set in refused.items():
@@ -193,9 +198,18 @@ def _assemble(
         executor.prepare(part.token_budget)
     with phases("warm up"):
         _warm_up(engine)
+    if behind.slot is not None:
+        with phases("disk"):
+            engine.persistence = _persistence(engine, behind.slot)
     if engine.adapters is not None:
         engine.adapters.preload()
     return engine
+
+
+def _persistence(engine: Engine, slot: KeptSlot) -> Persistence:
+    persistence = Persistence(engine.scheduler.allocator, engine.runner.mover, engine.runner.state_mover, slot)
+    persistence.restore()
+    return persistence
 
 
 def _kv_format(config: EngineConfig, part: Part, ranks: Ranks | None, scheduler: Scheduler) -> str:
@@ -272,6 +286,8 @@ class Behind:
     mover: BlockMover | None = None
     state_host: HostTier | None = None
     state_mover: BlockMover | None = None
+    slot: KeptSlot | None = None
+    """Where blocks on disk outlive the engine."""
 
 
 def _behind(config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phases) -> Behind:
@@ -279,16 +295,18 @@ def _behind(config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phase
         tiers = open_tiers(config, part, ranks)
     if tiers is None:
         return Behind()
-    disk = None if tiers.file is None else DiskTier(tiers.places, _store(tiers.file, ranks))
+    persistent, disk, state_disk = tiers.slot is not None, None, None
+    if tiers.file is not None:
+        disk = DiskTier(tiers.places, _store(tiers.file, ranks), persistent=persistent)
+    if tiers.state_file is not None:
+        store = _store(tiers.state_file, ranks, states=True)
+        state_disk = DiskTier(tiers.state_places, store, persistent=persistent)
     host = HostTier(tiers.slots, config.host_idle_s, disk)
     mover = _leading(tiers.mover, ranks)
     if tiers.state_mover is None:
-        return Behind(host, mover)
-    disk = (
-        None if tiers.state_file is None else DiskTier(tiers.state_places, _store(tiers.state_file, ranks, states=True))
-    )
-    states = HostTier(tiers.states, config.host_idle_s, disk)
-    return Behind(host, mover, states, _leading(tiers.state_mover, ranks, states=True))
+        return Behind(host, mover, slot=tiers.slot)
+    states = HostTier(tiers.states, config.host_idle_s, state_disk)
+    return Behind(host, mover, states, _leading(tiers.state_mover, ranks, states=True), tiers.slot)
 
 
 def _store(file: BlockFile, ranks: Ranks | None, *, states: bool = False) -> BlockStore:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.block_file import BlockFile
 from penstock.engine.kv.cache import StateBlocks
+from penstock.engine.kv.kept_folder import KeptSlot
 from penstock.engine.kv.mover import BlockMover
+from penstock.engine.startup.kept_files import open_kept
 from penstock.engine.startup.memory import count_disk_places, count_host_blocks
 from penstock.engine.startup.part import Part
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.member import Member
+
+_NOTHING_TO_KEEP = "disk_persistent keeps what is in disk_memory; set that, disk_path and host_memory too"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +36,11 @@ class Tiers:
     file: BlockFile | None = None
     state_places: int = 0
     state_file: BlockFile | None = None
+    slot: KeptSlot | None = None
+    """Where the files outlive the engine: the lock on them."""
 
     def close(self) -> None:
-        for file in (self.file, self.state_file):
+        for file in (self.file, self.state_file, self.slot):
             if file is not None:
                 file.close()
 
@@ -45,7 +51,11 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
     if config.host_memory == 0:
         if config.disk_memory:
             raise ConfigError("disk_memory is for blocks that leave host memory; set host_memory too")
+        if config.disk_persistent:
+            raise ConfigError(_NOTHING_TO_KEEP)
         return None
+    if config.disk_persistent and not config.disk_memory:
+        raise ConfigError(_NOTHING_TO_KEEP)
     recurrent = part.model.recurrent or not part.kv.shape.blocks_suffice
     slots, states = count_host_blocks(config, part.kv.shape, recurrent)
     places, state_places = count_disk_places(config, part.kv.shape, recurrent)
@@ -59,14 +69,22 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
     if places:
         if not config.disk_path:
             raise ConfigError("disk_memory needs disk_path, a folder for it on a fast disk")
-        folder = Path(config.disk_path)
-        file = BlockFile(folder, places, mover)
-        try:
-            state_file = None if state_mover is None else BlockFile(folder, state_places, state_mover)
-        except ConfigError:
-            file.close()
-            raise
-        tiers = Tiers(slots, mover, states, state_mover, places, file, state_places, state_file)
+        if config.disk_persistent:
+            kept = open_kept(
+                config, part, (places, mover), None if state_mover is None else (state_places, state_mover), member
+            )
+            if kept is not None:
+                tiers = replace(tiers, places=places, file=kept.blocks, slot=kept.slot)
+                tiers = replace(tiers, state_places=state_places, state_file=kept.states)
+        else:
+            folder = Path(config.disk_path)
+            file = BlockFile(folder, places, mover)
+            try:
+                state_file = None if state_mover is None else BlockFile(folder, state_places, state_mover)
+            except ConfigError:
+                file.close()
+                raise
+            tiers = replace(tiers, places=places, file=file, state_places=state_places, state_file=state_file)
     if member is not None:
         member.least(slots, "host slots")  # a rank that cannot have that memory says so before anything runs
     return tiers

@@ -116,6 +116,8 @@ def load_part(
             weights, local, head_rows = member.cut(
                 weights, model, config.expert_copies if config.expert_parallel else None
             )
+        elif isinstance(weights, SafetensorsCheckpoint) and not model.by_transformers:
+            weights.begin(device)  # while kernels are imported
     with phases("kernels"):
         backend = backend or pick_backend(device, threads)
         if config.deterministic:

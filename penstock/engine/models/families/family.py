@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-import numpy as np
-
 from penstock.engine.loading.keys import KeyRules
 from penstock.engine.models.families.config_keys import decoder_rules, with_defaults
 from penstock.engine.models.families.tensor_names import LLAMA_NAMES, TensorNames
@@ -86,6 +84,12 @@ class ConfigFields(TypedDict, total=False):
     windows: Windows
 
 
+def is_array(value: Any) -> bool:
+    """Whether a file's metadata has several numbers here. NumPy is not imported for the question: processes that only
+    read configurations start without it."""
+    return getattr(value, "ndim", 0) > 0
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFKeys:
     """The metadata of a GGUF file, by keys without the architecture that they begin with."""
@@ -96,7 +100,7 @@ class GGUFKeys:
     def __call__(self, name: str, default: Any = None) -> Any:
         """Some writers give one number per layer; it must be the same in all of them."""
         value = self.metadata.get(f"{self.architecture}.{name}", default)
-        if not isinstance(value, np.ndarray):
+        if not is_array(value):
             return value
         unique = set(value.tolist())
         if len(unique) != 1:
@@ -118,6 +122,19 @@ class GGUFKeys:
                 f"GGUF key {self.architecture}.{name} must be an integer from 0 to {(1 << 31) - 1}, found {value!r:.80}"
             )
         return value
+
+    def each(self, name: str, layers: int) -> tuple[int, ...]:
+        """Integers, one for each layer, where the file has so many or one for all."""
+        value = self.metadata.get(f"{self.architecture}.{name}", 0)
+        if not is_array(value):
+            return (self.whole(name, 0),) * layers
+        numbers = tuple(value.tolist())
+        wrong = any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 1 << 31 for one in numbers)
+        if len(numbers) != layers or wrong:
+            raise CheckpointError(
+                f"GGUF key {self.architecture}.{name} must have an integer for each of {layers} layers"
+            )
+        return numbers
 
 
 def short_decimal(value: float) -> float:
@@ -148,6 +165,11 @@ class GGUFFormat:
     delta_nets: Literal["", "grouped", "tiled"] = ""
     """Order of the value heads of gated delta nets, where a family has them: those of a key head together, or in tiled
     order; see `loading.gguf_delta`."""
+    mamba: bool = False
+    """Whether there are Mamba-2 layers; see `loading.gguf_mamba`. Numbers of KV heads and widths of feed-forwards may
+    then differ between layers, and are 0 in those that have none."""
+    attention: bool = True
+    """Whether there is attention, and a feed-forward beside it."""
     windowed: bool = True
     """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from penstock.engine.models.families.family import (
     GELU,
     ConfigFields,
@@ -16,6 +14,7 @@ from penstock.engine.models.families.family import (
     HFConfig,
     alternating_windows,
     integer,
+    is_array,
     number,
 )
 from penstock.engine.models.families.gemma import TANH, gemma_fields, gemma_from_gguf
@@ -60,8 +59,8 @@ def layer_types(keys: GGUFKeys, config: HFConfig, default_period: int) -> Mappin
     layers = config["num_hidden_layers"]
     if not config.get("sliding_window"):
         return {"layer_types": ["full_attention"] * layers}
-    given = keys.metadata.get(f"{keys.architecture}.attention.sliding_window_pattern")
-    if isinstance(given, np.ndarray):
+    given: Any = keys.metadata.get(f"{keys.architecture}.attention.sliding_window_pattern")
+    if is_array(given):
         if len(given) != layers:
             raise CheckpointError(f"attention.sliding_window_pattern has {len(given)} entries for {layers} layers")
         local = [bool(entry) for entry in given]

@@ -1,0 +1,195 @@
+"""What lies at which place of a file of blocks, in a second file: so that a restarted engine finds its blocks again.
+
+A header names the format of the blocks and the epoch; every place has a record: the name of its block, the sum of its
+bytes, when it was used, the epoch. A record is emptied before its place is overwritten, and written when the block is.
+
+Invariant: a record that is read back is one that was written whole, at this place, for this format, in this epoch.
+Records and header carry check sums, so a process may be killed, and a machine lose power, at any moment. A new epoch
+makes all records void at once. Whether the block itself was written whole is for its reader to say, by the sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.engine.kv.block_hash import DIGEST_SIZE
+
+_MAGIC = b"penstock kv 1\n\0\0"
+_HEADER = struct.Struct("<16sQ32s")
+"""Magic, epoch, digest of the format; the digest of these follows."""
+_HEADER_CHECK = 16
+_TABLE = 4096
+"""Where the records begin."""
+_RECORD = np.dtype([("name", "<u8", 2), ("sum", "<u8"), ("epoch", "<u8"), ("used", "<u8"), ("check", "<u8", 3)])
+"""64 bytes, so that none lies across sectors."""
+_ONE = struct.Struct("<16sQQQQ16x")
+"""The same, of one record: for the threads that copy blocks, NumPy takes too long."""
+_EMPTY = bytes(_RECORD.itemsize)
+_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93)
+_MIX = 0xFF51AFD7ED558CCD
+_SHIFT = 29
+_MASK = 2**64 - 1
+
+Records = npt.NDArray[Any]
+
+
+class Entry(NamedTuple):
+    """A block that can be read."""
+
+    name: bytes
+    place: int
+
+
+class BlockIndex:
+    """The records of a file with `places` blocks. Two threads may change records of different places."""
+
+    def __init__(self, file: Path, block_format: str, places: int) -> None:
+        """Opens the file or makes it. `block_format`: everything that blocks here have in common, and other blocks may
+        not; with another one, nothing that was kept is found."""
+        self.problem = ""
+        """Why nothing was found in a file that was there."""
+        self.epoch = 0
+        """Of the records."""
+        self._digest = blake2b(block_format.encode(), digest_size=32).digest()
+        self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            self.records: Records = np.zeros(places, _RECORD)
+            self._memory = self.records.view(np.uint8).reshape(-1).data
+            self._read()
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._clock = itertools.count(int(self.records["used"].max(initial=0)) + 1)
+
+    def entries(self) -> list[Entry]:
+        """What is here, the least recently used first. A name that is here twice: the newer one."""
+        order = np.argsort(self.records["used"], kind="stable")
+        found: dict[bytes, int] = {}
+        names = np.ascontiguousarray(self.records["name"]).tobytes()
+        for place in order[self.records["used"][order] > 0].tolist():
+            name = names[place * DIGEST_SIZE : (place + 1) * DIGEST_SIZE]
+            found.pop(name, None)
+            found[name] = place
+        return [Entry(name, place) for name, place in found.items()]
+
+    def holds(self, names: bytes, places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether each place holds the block of that name; the names end to end."""
+        wanted = np.frombuffer(names, np.uint64).reshape(-1, 2)
+        inside = places < len(self.records)
+        there = self.records[np.where(inside, places, 0)]
+        same: npt.NDArray[np.bool_] = inside & (there["used"] > 0) & (there["name"] == wanted).all(axis=1)
+        return same
+
+    def sum_of(self, place: int) -> int | None:
+        """Of the block at a place; None: there is none."""
+        _, total, _, used, _ = self._load(place)
+        return total if used else None
+
+    def put(self, place: int, name: bytes, total: int, epoch: int) -> None:
+        """A block was written."""
+        if epoch == self.epoch:
+            self._save(place, name, total, epoch)
+
+    def touch(self, place: int) -> None:
+        """A block was read."""
+        name, total, epoch, used, _ = self._load(place)
+        if used:
+            self._save(place, name, total, epoch)
+
+    def clear(self, place: int) -> None:
+        """A block is about to be overwritten, or is damaged."""
+        if self._load(place)[3]:
+            self._store(place, _EMPTY)
+
+    def begin_epoch(self, epoch: int | None = None) -> None:
+        """Forget all blocks, for good when this returns. `epoch`: the one to begin; nothing happens in the same."""
+        if epoch == self.epoch:
+            return
+        self.epoch = secrets.randbits(64) | 1 if epoch is None else epoch
+        self.records[:] = np.zeros((), _RECORD)
+        header = _HEADER.pack(_MAGIC, self.epoch, self._digest)
+        os.pwrite(self._fd, header + _check(header), 0)
+        os.fsync(self._fd)
+
+    def reorder(self, places: Sequence[int]) -> None:
+        """Remember in which order blocks were used, the least recently used first."""
+        self.records["used"][np.asarray(places, np.int64)] = [next(self._clock) for _ in places]
+        self.records["check"][:, 0] = _checks(self.records, np.arange(len(self.records), dtype=np.uint64))
+        self.records[self.records["used"] == 0] = np.zeros((), _RECORD)
+        os.pwrite(self._fd, self.records.tobytes(), _TABLE)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _read(self) -> None:
+        size = os.fstat(self._fd).st_size
+        header = os.pread(self._fd, _HEADER.size + _HEADER_CHECK, 0)
+        fields, check = header[: _HEADER.size], header[_HEADER.size :]
+        if len(fields) < _HEADER.size or check != _check(fields):
+            self.problem = "its index is damaged" if size else ""
+        else:
+            magic, epoch, digest = _HEADER.unpack(fields)
+            if magic != _MAGIC or digest != self._digest:
+                self.problem = "it has blocks of another format"
+            else:
+                self.epoch = epoch
+        if not self.epoch:
+            os.ftruncate(self._fd, 0)
+            self.begin_epoch()
+            return
+        data = os.pread(self._fd, self.records.nbytes, _TABLE)
+        whole = len(data) // _RECORD.itemsize
+        found = np.frombuffer(data[: whole * _RECORD.itemsize], _RECORD)
+        valid = found["check"][:, 0] == _checks(found, np.arange(whole, dtype=np.uint64))
+        valid &= (found["epoch"] == np.uint64(self.epoch)) & (found["used"] > 0)
+        self.records[:whole][valid] = found[valid]
+        if size > _TABLE + self.records.nbytes:  # it had more places
+            os.ftruncate(self._fd, _TABLE + self.records.nbytes)
+
+    def _load(self, place: int) -> tuple[bytes, int, int, int, int]:
+        """Name, sum, epoch, when it was used, check."""
+        return cast("tuple[bytes, int, int, int, int]", _ONE.unpack_from(self._memory, place * _ONE.size))
+
+    def _save(self, place: int, name: bytes, total: int, epoch: int) -> None:
+        used = next(self._clock)
+        self._store(place, _ONE.pack(name, total, epoch, used, _check_of(name, total, epoch, used, place)))
+
+    def _store(self, place: int, record: bytes) -> None:
+        begin = place * _ONE.size
+        self._memory[begin : begin + _ONE.size] = record
+        os.pwrite(self._fd, record, _TABLE + begin)
+
+
+def _check(header: bytes) -> bytes:
+    return blake2b(header, digest_size=_HEADER_CHECK).digest()
+
+
+def _check_of(name: bytes, total: int, epoch: int, used: int, place: int) -> int:
+    """Of one record at its place."""
+    check = _FACTORS[0]
+    fields = (int.from_bytes(name[:8], "little"), int.from_bytes(name[8:], "little"), total, epoch, used, place)
+    for at, field in enumerate(fields):
+        check = ((check ^ (field * _FACTORS[at % 4] & _MASK)) * _MIX) & _MASK
+        check ^= check >> _SHIFT
+    return check
+
+
+def _checks(records: Records, places: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The same of many."""
+    fields = (records["name"][:, 0], records["name"][:, 1], records["sum"], records["epoch"], records["used"], places)
+    with np.errstate(over="ignore"):
+        checks = np.full(len(records), _FACTORS[0], np.uint64)
+        for at, field in enumerate(fields):
+            checks = (checks ^ (field * np.uint64(_FACTORS[at % 4]))) * np.uint64(_MIX)
+            checks ^= checks >> np.uint64(_SHIFT)
+    return checks

@@ -1,0 +1,190 @@
+"""Opening the files of blocks that outlive the engine (`disk_persistent`), on every rank.
+
+Invariant: all ranks open the same slot, or none has a file. Whatever is wrong with the folder or the disk, the engine
+starts: without blocks on disk, and with a line in the log that says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import platform
+from dataclasses import dataclass
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock import __version__
+from penstock.engine.backends.select import pick_dtype
+from penstock.engine.config import EngineConfig
+from penstock.engine.kv.block_file import BlockFile
+from penstock.engine.kv.cache import CacheShape, StateBlocks
+from penstock.engine.kv.format import CALIBRATION, fingerprint, weight_files
+from penstock.engine.kv.kept_folder import MOST_SLOTS, Identity, KeptSlot, claim, sweep
+from penstock.engine.kv.mover import BlockMover
+from penstock.engine.startup.part import Part
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.engine.parallel.member import Member
+
+_FORMAT = 1
+"""Grows when blocks of the same weights and settings hold something else, or elsewhere."""
+_NO_SLOT = -1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFiles:
+    """A rank's files of blocks and of states, and the lock on them."""
+
+    slot: KeptSlot
+    blocks: BlockFile
+    states: BlockFile | None
+
+
+def open_kept(
+    config: EngineConfig,
+    part: Part,
+    blocks: tuple[int, BlockMover],
+    states: tuple[int, BlockMover] | None,
+    member: Member | None = None,
+) -> KeptFiles | None:
+    """`blocks`, `states`: how many places, and who owns the slots. None where it is not possible."""
+    rank = 0 if member is None else member.place.rank
+    folder, identity = Path(config.disk_path), identify(config, part)
+    if rank == 0 or config.machine(rank) != config.machine(0):
+        sweep(folder, identity)
+    slot: KeptSlot | None = None
+    opened: KeptFiles | None = None
+    try:
+        if rank == 0:
+            slot = _try_claim(folder, identity)
+        number = _NO_SLOT if slot is None else slot.number
+        if member is not None:  # rank 0 decides
+            number = member.least(number if rank == 0 else MOST_SLOTS, "slots on disk")
+        if number == _NO_SLOT:
+            return None
+        slot = slot or claim(folder, identity, rank, number)
+        opened = _open(folder, identity, slot, part, blocks, states)
+    except OSError as error:
+        why = error.strerror or str(error)
+        log.error("disk_persistent: %s cannot be used (%s); the engine goes on without blocks on disk", folder, why)
+    finally:
+        if opened is None and slot is not None:
+            slot.close()
+    if member is not None and not member.least(int(opened is not None), "files on disk") and opened is not None:
+        log.error("disk_persistent: another rank cannot use its folder; the engine goes on without blocks on disk")
+        _close(opened)
+        return None
+    return opened
+
+
+def identify(config: EngineConfig, part: Part) -> Identity:
+    """What blocks depend on, whichever rank has them."""
+    model = Path(config.model)
+    code = sorted(model.glob("*.py")) if model.is_dir() else []
+    modelling = blake2b(b"\0".join(file.read_bytes() for file in code), digest_size=8).hexdigest() if code else "own"
+    if part.model.by_transformers:
+        modelling += f", transformers {_installed('transformers')}"
+    drafts = "none"
+    if config.draft_model:
+        drafts = f"{config.speculation} {fingerprint(Path(config.draft_model))}"
+    elif config.speculation != "off":
+        drafts = config.speculation
+    lines = (
+        f"weights: {_stored(model)}",
+        f"penstock: {__version__}, format {_FORMAT}, calibration {CALIBRATION}",
+        f"form of weights: {config.weights}, activations {config.activations}",
+        f"dtype: {str(pick_dtype(config.dtype, part.kv.device)).removeprefix('torch.')}",
+        f"KV dtype: {str(part.kv_dtype).removeprefix('torch.')}",
+        f"block size: {config.block_size}",
+        f"window: {config.max_model_len or part.model.max_positions}",
+        f"device: {part.kv.device.type} {part.backend.product or platform.machine()}",
+        f"devices: {config.tensor_parallel} x {config.pipeline_parallel}"
+        f"{', experts whole' if config.expert_parallel else ''}",
+        f"deterministic: {config.deterministic}",
+        f"modelling code: {modelling}",
+        f"draft model: {drafts}",
+    )
+    return Identity(config.name or model.name, lines)
+
+
+def _stored(model: Path) -> str:
+    """Of the checkpoint: its content, as far as that is read, and its files. One that was changed in place has another
+    time, whichever of its bytes changed."""
+    files = weight_files(model)
+    if not files:
+        raise ConfigError(f"disk_persistent: {model} has no files by which its weights could be known again")
+    digest = blake2b(digest_size=8)
+    for file in files:
+        found = file.stat()
+        digest.update(f"{file.name} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return f"{fingerprint(model)} {digest.hexdigest()}"
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _try_claim(folder: Path, identity: Identity) -> KeptSlot | None:
+    try:
+        return claim(folder, identity)
+    except OSError as error:
+        why = error.strerror or str(error)
+        log.error("disk_persistent: %s cannot be used (%s); the engine goes on without blocks on disk", folder, why)
+        return None
+
+
+def _open(
+    folder: Path,
+    identity: Identity,
+    slot: KeptSlot,
+    part: Part,
+    blocks: tuple[int, BlockMover],
+    states: tuple[int, BlockMover] | None,
+) -> KeptFiles:
+    try:
+        return _open_files(folder, identity, slot, part, blocks, states)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        sweep(folder, identity, all_of_model=True)
+        return _open_files(folder, identity, slot, part, blocks, states)
+
+
+def _open_files(
+    folder: Path,
+    identity: Identity,
+    slot: KeptSlot,
+    part: Part,
+    blocks: tuple[int, BlockMover],
+    states: tuple[int, BlockMover] | None,
+) -> KeptFiles:
+    def open_one(kind: str, shape: CacheShape, places: int, mover: BlockMover) -> BlockFile:
+        kept = slot.file(kind, identity, str(shape))
+        file = BlockFile(folder, places, mover, kept)
+        if file.index is not None and file.index.problem:
+            log.warning("disk_persistent: nothing in %s is used: %s", kept.file, file.index.problem)
+        return file
+
+    first = open_one("blocks", part.kv.shape, *blocks)
+    try:
+        return KeptFiles(
+            slot, first, None if states is None else open_one("states", StateBlocks(part.kv).shape, *states)
+        )
+    except BaseException:
+        first.close()
+        raise
+
+
+def _close(opened: KeptFiles) -> None:
+    for file in (opened.blocks, opened.states):
+        if file is not None:
+            file.close()
+    opened.slot.close()
