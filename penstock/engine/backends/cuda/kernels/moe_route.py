@@ -400,4 +400,4 @@ def score_and_route(
 
 
 def _pieces(matrix: Tensor) -> int:
-    return matrix.numel() * matrix.element_size() // _PIECE.value
+    return matrix.numel() * matrix.element_size() // int(_PIECE.value)
