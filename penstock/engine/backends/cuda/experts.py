@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.expert_integers import IntegerStack, integer_stack
-from penstock.engine.backends.cuda.grouped_linear import Int8Linear
+from penstock.engine.backends.cuda.grouped_linear import GroupedLinear, Int8Linear
 from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_one
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
@@ -432,9 +432,11 @@ def _matrices(stack: Stack, linear: CudaLinear | None) -> Matrices:
 
 def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
     """See `LayerFactory`."""
-    if not all(isinstance(one, CudaLinear) for one in shared.linears):
+    plain = all(isinstance(one, CudaLinear) for one in shared.linears)
+    integers = all(isinstance(one, GroupedLinear) and not one.fixed for one in shared.linears)
+    if not plain and not integers:
         return SharedAndRouted(routed, shared, gate)
-    joined = isinstance(routed, GroupedExpertMlp) and _can_join(routed, shared, gate)
+    joined = plain and isinstance(routed, GroupedExpertMlp) and _can_join(routed, shared, gate)
     if (gate is not None or shared.activation != "silu") and not joined:
         return SharedAndRouted(routed, shared, gate)
     return FusedSharedAndRouted(routed, shared, gate, joined)
