@@ -437,13 +437,8 @@ def bench_a_layer_of_one_token() -> Iterator[Row]:
         ):
             us = time_us(calls) * count
             yield f"one token, {name}", us, f"{read[part] / bound / us / 10:.0f}% of the read bound"
-        pieces = moe_route._pieces
         for name, change in (
             ("nothing asked for ahead", patch.object(moe_route, "_pieces", lambda matrix: 0)),
-            (
-                "gate and up asked for ahead",
-                patch.object(moe_route, "_pieces", lambda m: pieces(m) if m.shape[0] > m.shape[1] else 0),
-            ),
             ("choice made once", patch.object(moe_one, "MOST_RANKED", 0)),
         ):
             with change:
