@@ -21,7 +21,7 @@ from penstock.engine.adapters.layout import AdapterLayout, layout_of
 from penstock.engine.adapters.peft import random_adapter
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.experts import group, with_shared
-from penstock.engine.backends.cuda.kernels import common, latent_decode, latent_query, latent_values
+from penstock.engine.backends.cuda.kernels import common, latent_decode, latent_query, latent_values, moe_one, moe_route
 from penstock.engine.backends.cuda.kernels.latent_tile import LatentConfig as LatentTile
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.lora import TritonLora
@@ -490,6 +490,18 @@ def bench_a_layer_of_one_token() -> Iterator[Row]:
         ):
             us = time_us(calls) * count
             yield f"one token, {name}", us, f"{read[part] / bound / us / 10:.0f}% of the read bound"
+        pieces = moe_route._pieces
+        for name, change in (
+            ("nothing asked for ahead", patch.object(moe_route, "_pieces", lambda matrix: 0)),
+            (
+                "gate and up asked for ahead",
+                patch.object(moe_route, "_pieces", lambda m: pieces(m) if m.shape[0] > m.shape[1] else 0),
+            ),
+            ("choice made once", patch.object(moe_one, "MOST_RANKED", 0)),
+        ):
+            with change:
+                us = time_us(both) * 2
+            yield f"one token, whole, {name}", us, f"{read['whole'] / bound / us / 10:.0f}% of the read bound"
     finally:
         common.overlap_launches(False)
 

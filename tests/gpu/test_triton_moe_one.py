@@ -127,6 +127,24 @@ def test_a_norm_before_the_scores() -> None:
                 check_equal("counters", zeros, torch.zeros_like(zeros))
 
 
+def test_the_first_product_makes_the_choice() -> None:
+    """As `route` does, the first of those that score alike too."""
+    for experts, top_k in ((6, 2), (5, 5)) if QUICK else ((64, 6), (60, 4), (8, 8)):
+        up, x = Matrices(rand(experts, 8, 64), None), rand(1, 64)
+        for sigmoid, normalize, tied in ((False, True, False), (True, True, True), (False, False, True)):
+            logits = rand(1, experts)
+            if tied and MODE != "compile":
+                logits = logits.round()
+            choice = Choice(top_k, normalize, sigmoid, scale=1.5)
+            with poisoned_outputs():
+                weights = torch.empty(1, top_k, device=DEVICE)
+                chosen = torch.empty(1, top_k, dtype=torch.int32, device=DEVICE)
+                moe_one.gate_up(x, up, Visits(chosen, weights, False, logits, choice), "silu")
+            want, expected = moe_route.route(logits, choice)
+            check_equal("experts", chosen, expected)
+            check("weights", weights, want.double(), 1e-5)
+
+
 def test_one_token_reads_and_writes_nothing_outside_its_tensors() -> None:
     """In the interpreter; on a device it only runs. A score that is no number chooses an expert all the same."""
     for experts, top_k, hidden, ffn in ((3, 2, 96, 64), (5, 3, 72, 20)):

@@ -12,7 +12,7 @@ i: both halves of a load are then contiguous inputs, and nothing moves between t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -60,6 +60,18 @@ class GroupedWeight:
     @property
     def nbytes(self) -> int:
         return sum(part.numel() * part.element_size() for part in (self.data, self.factors))
+
+    def in_8_bits(self) -> GroupedWeight:
+        """The same weights, a byte each."""
+        if self.bits == 8:
+            return self
+        pairs = self.data.view(self.data.shape[0], -1, BLOCK // 2)
+        data = torch.cat((pairs & 15, pairs >> 4), -1).flatten(1).view(torch.int8)
+        return replace(self, data=data, bits=8)
+
+    def factors_by(self, group: int) -> Tensor:
+        """`factors` for every `group` inputs, which divides this group."""
+        return self.factors.repeat_interleave(self.group // group, 0)
 
 
 def join_factors(scale: Tensor, minimum: Tensor | None) -> Tensor:

@@ -94,25 +94,27 @@ class GroupsStack:
 
     def put(self, index: int, weight: GroupedWeight, order: Tensor | None) -> None:
         """Another expert's matrix."""
-        self.data[index].copy_(weight.data)
-        self.factors[index].copy_(weight.factors.repeat_interleave(weight.group // self.group, 0))
+        self.data[index].copy_((weight.in_8_bits() if self.bits == 8 else weight).data)
+        self.factors[index].copy_(weight.factors_by(self.group))
         if self.columns is not None:
             inputs = torch.arange(self.shape[2], device=self.columns.device) if order is None else order
             self.columns[index].copy_(inputs)
 
 
 def stacked(weights: list[GroupedWeight], orders: list[Tensor | None]) -> GroupsStack | None:
-    """`orders`: the input of each column, None: in order. None where matrices differ in size or bits."""
-    first = weights[0]
-    if any((weight.shape, weight.bits) != (first.shape, first.bits) for weight in weights):
+    """`orders`: the input of each column, None: in order. None where matrices differ in size; if only some have 4 bits,
+    all have 8 then."""
+    if len({weight.shape for weight in weights}) > 1:
         return None
+    bits = max(weight.bits for weight in weights)
+    first = weights[0].in_8_bits() if bits == 8 else weights[0]
     size = min(weight.group for weight in weights)
     (out, inputs), device = first.shape, first.data.device
     ordered = any(order is not None for order in orders)
     stack = GroupsStack(
         torch.empty((len(weights), *first.data.shape), dtype=first.data.dtype, device=device),
         torch.empty((len(weights), inputs // size, out), dtype=torch.int32, device=device),
-        first.bits,
+        bits,
         size,
         any(weight.has_minimum for weight in weights),
         torch.empty((len(weights), inputs), dtype=torch.int32, device=device) if ordered else None,

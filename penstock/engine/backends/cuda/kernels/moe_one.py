@@ -24,7 +24,14 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
+from penstock.engine.backends.cuda.kernels.moe_route import Choice
 from penstock.engine.backends.interface import Activation
+
+_MOST_LOADS = 28
+"""Of a thread, 16 bytes each: more do not fit into registers."""
+MOST_RANKED = 64
+"""Experts of which every program of `gate_up` finds the one it works on: with more that takes longer than a choice made
+once, and the wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,9 @@ class Visits:
     """float32 [1, top_k]"""
     on_inputs: bool
     """Whether the weights meet the inputs of the experts, not their outputs."""
+    logits: Tensor | None = None
+    """float32 [1, experts]: where `gate_up` is to make the choice, and to write it."""
+    choice: Choice | None = None
 
     @property
     def count(self) -> int:
@@ -61,6 +71,11 @@ class Matrices:
     scale: Tensor | None
     shared: Tensor | None = None
     shared_scale: Tensor | None = None
+
+
+def ranks(choice: Choice, experts: int) -> bool:
+    """Whether `gate_up` can make the choice itself."""
+    return experts <= MOST_RANKED and choice.groups == 1 and choice.bias is None
 
 
 @triton.jit
@@ -91,6 +106,34 @@ def _times(
 
 
 @triton.jit
+def _ranked(
+    logits_ptr: tl.tensor, place: tl.tensor, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, SCALE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """The expert at `place` in the order of scores, and its weight. All places are found at once: an expert's is the
+    number of those before it."""
+    e = tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + e, mask=e < EXPERTS, other=float("-inf"))
+    other = tl.arange(0, BLOCK)
+    y = tl.load(logits_ptr + other, mask=other < EXPERTS, other=float("-inf"))
+    before = (y[None, :] > x[:, None]) | ((y[None, :] == x[:, None]) & (other[None, :] < e[:, None]))
+    rank = tl.sum(before.to(tl.int32), axis=1)
+    if SIGMOID:
+        p = 1.0 / (1.0 + tl.exp(-x))
+        total = 1.0
+    else:
+        p = tl.exp(x - tl.max(x, axis=0))
+        total = tl.sum(p, axis=0)
+    if NORMALIZE:
+        total = tl.sum(tl.where(rank < TOP_K, p, 0.0), axis=0)
+        if SIGMOID:
+            total += 1e-20
+    mine = rank == place
+    expert = tl.sum(tl.where(mine, e, 0), axis=0)
+    return expert, tl.sum(tl.where(mine, p, 0.0), axis=0) / total * SCALE
+
+
+@triton.jit
 def _gate_up_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -99,6 +142,7 @@ def _gate_up_kernel(
     route_ptr: tl.tensor,
     shared_ptr: tl.tensor,
     shared_scale_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
     out_ptr: tl.tensor,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -107,6 +151,11 @@ def _gate_up_kernel(
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CHOOSES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SCALE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SCALED: tl.constexpr,
     GATE: tl.constexpr,
@@ -144,8 +193,18 @@ def _gate_up_kernel(
     wait_for_inputs(PDL)
     # Only now: what comes next looks the choices up as soon as it starts.
     launch_successor(PDL)
+    if CHOOSES:
+        expert, weight = _ranked(logits_ptr, visit, EXPERTS, BLOCK_E, TOP_K, NORMALIZE, SIGMOID, SCALE)
+        if (pid - FIRST) % BLOCKS == 0:
+            tl.store(chosen_ptr + visit, expert)
+            tl.store(route_ptr + visit, weight)
+    else:
+        expert = tl.load(chosen_ptr + visit)
+        weight = 1.0
+        if WEIGHTED:
+            weight = tl.load(route_ptr + visit)
     # Scores that are not numbers may choose no expert.
-    expert = tl.minimum(tl.load(chosen_ptr + visit), EXPERTS - 1).to(tl.int64)
+    expert = tl.minimum(expert, EXPERTS - 1).to(tl.int64)
     row = expert * (2 * WIDTH) + tl.minimum(n, WIDTH - 1)
     gates = _load_rows(weight_ptr + row * K, STEPS, 0, K, BLOCK_K)
     ups = _load_rows(weight_ptr + (row + WIDTH) * K, STEPS, 0, K, BLOCK_K)
@@ -155,7 +214,6 @@ def _gate_up_kernel(
         gate *= tl.load(scale_ptr + row)
         up *= tl.load(scale_ptr + row + WIDTH)
     if WEIGHTED:
-        weight = tl.load(route_ptr + visit)
         gate *= weight
         up *= weight
     y = gated(gate, up, GATE, ALPHA, LIMIT)
@@ -243,6 +301,7 @@ def gate_up(
     experts, wide, depth = matrices.routed.shape
     width, shared = wide // 2, 0 if matrices.shared is None else matrices.shared.shape[0] // 2
     shape = config or _gate_up_shape(depth)
+    choice = None if visits.logits is None else visits.choice
     out = torch.empty(visits.count * width + shared, dtype=x.dtype, device=x.device)
     launch(
         _gate_up_kernel,
@@ -254,6 +313,7 @@ def gate_up(
         visits.weights,
         x if matrices.shared is None else matrices.shared,
         x if matrices.shared_scale is None else matrices.shared_scale,
+        x if visits.logits is None else visits.logits,
         out,
         K=depth,
         WIDTH=width,
@@ -262,6 +322,11 @@ def gate_up(
         TOP_K=visits.count,
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
+        CHOOSES=choice is not None,
+        BLOCK_E=next_power_of_2(experts),
+        NORMALIZE=choice is not None and choice.normalize,
+        SIGMOID=choice is not None and choice.sigmoid,
+        SCALE=1.0 if choice is None else choice.scale,
         WEIGHTED=visits.on_inputs,
         SCALED=matrices.scale is not None,
         **gate_options(activation),
@@ -285,7 +350,7 @@ def down(
     expert's part is multiplied by `shared_gate` (float32 [1]); `residual` [1, N] is added to in place."""
     experts, n, width = matrices.routed.shape
     shared = 0 if matrices.shared is None else matrices.shared.shape[1]
-    shape = config or _down_shape(width)
+    shape = config or _down_shape(width, visits.count, shared)
     out = residual if residual is not None else torch.empty((1, n), dtype=inner.dtype, device=inner.device)
     launch(
         _down_kernel,
@@ -320,13 +385,18 @@ def down(
 
 
 def _gate_up_shape(depth: int) -> OneConfig:
-    """Four rows of gate and four of up for a program, all of them under way at once."""
+    """All loads of a program are under way at once: at most 16 for a thread, in rows of gate and as many of up."""
     warps = max(1, min(4, next_power_of_2(depth) // 256))
-    return OneConfig(block_n=4, block_k=warps * 256, num_warps=warps)
+    steps = ceil_div(depth, warps * 256)
+    return OneConfig(block_n=max(1, min(4, 8 // steps)), block_k=warps * 256, num_warps=warps)
 
 
-def _down_shape(width: int) -> OneConfig:
-    """Rows are short and of odd lengths: steps that leave the fewest threads without work, the longest of those."""
-    steps = [256 << i for i in range(3)]
-    block_k = min(reversed(steps), key=lambda step: (ceil_div(width, step) * step * 8 // width, -step))
-    return OneConfig(block_n=2, block_k=block_k, num_warps=block_k // 256)
+def _down_shape(width: int, visits: int, shared: int) -> OneConfig:
+    """Rows are short and of odd lengths: of the steps with at most `_MOST_LOADS` for a thread, those that leave the
+    fewest threads without work."""
+    best = 2048
+    for block_k in (1024, 512, 256):
+        steps, loads = ceil_div(width, block_k), visits * ceil_div(width, block_k) + ceil_div(shared, block_k)
+        if loads <= _MOST_LOADS and (best == 2048 or steps * block_k < ceil_div(width, best) * best):
+            best = block_k
+    return OneConfig(block_n=1, block_k=best, num_warps=best // 256)
