@@ -412,7 +412,7 @@ def _one_token(
     weights, chosen, gates = score_and_route(
         x, router.weight, router.bias, routed.choice, routed.counters,
         shared=None if gate is None else gate.weight, norm=norm, eps=eps, normed=normed, logits=logits,
-        ahead=None if up.shared is None or down.shared is None else (up.shared, down.shared),
+        ahead=down.shared,
     )  # fmt: skip
     visits = Visits(chosen, weights, routed.router.weight_inputs, logits, routed.choice)
     inner = moe_one.gate_up(normed, up, visits, routed.activation)

@@ -261,8 +261,7 @@ def _score_kernel(
     shared_gate_ptr: tl.tensor,
     norm_ptr: tl.tensor,
     normed_ptr: tl.tensor,
-    gate_up_ptr: tl.tensor,
-    down_ptr: tl.tensor,
+    ahead_ptr: tl.tensor,
     eps: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -271,8 +270,7 @@ def _score_kernel(
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
     CHOOSE: tl.constexpr,
-    GATE_UP_PIECES: tl.constexpr,
-    DOWN_PIECES: tl.constexpr,
+    PIECES: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -303,8 +301,7 @@ def _score_kernel(
         for step in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
             at = step * BLOCK_K + tl.arange(0, BLOCK_K)
             gains = gains + (tl.load(norm_ptr + at, mask=at < HIDDEN, other=0.0),)  # type: ignore[assignment]
-    _ask_ahead(gate_up_ptr, pid, PROGRAMS, GATE_UP_PIECES, PDL)
-    _ask_ahead(down_ptr, pid, PROGRAMS, DOWN_PIECES, PDL)
+    _ask_ahead(ahead_ptr, pid, PROGRAMS, PIECES, PDL)
     wait_for_inputs(PDL)
     inputs = _inputs(x_ptr + row * HIDDEN, gains, eps, HIDDEN, BLOCK_K, NORM)
     if NORM:  # noqa: SIM102 - known when compiled; the other is not
@@ -352,13 +349,13 @@ def score_and_route(
     eps: float = 0.0,
     normed: Tensor | None = None,
     logits: Tensor | None = None,
-    ahead: tuple[Tensor, Tensor] | None = None,
+    ahead: Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`route` of `x` [T, hidden] times the transpose of `router` [experts, hidden], in one launch. `counters`: int32,
     zero, one for every token. With `shared` [1, hidden], the gate of a shared expert, its sigmoids float32 [T] too.
     `norm`, `eps`: x is RMS-normalized first, and `normed` [T, hidden] is what it then is. With `logits` (float32 [T,
-    experts]) these are written and nothing is chosen. `ahead`: matrices that will be read soon, whoever is chosen."""
+    experts]) these are written and nothing is chosen. `ahead`: a matrix that will be read soon, whoever is chosen."""
     (tokens, hidden), experts = x.shape, router.shape[0]
     weights, chosen = choice.outputs(tokens, x.device)
     block_e, warps = 2 if experts * tokens <= 1024 else 4, 4
@@ -381,7 +378,7 @@ def score_and_route(
         weights if gates is None else gates,
         x if norm is None else norm,
         x if normed is None else normed,
-        *((x, x) if ahead is None else ahead),
+        x if ahead is None else ahead,
         eps,
         HIDDEN=hidden,
         BLOCK_E=block_e,
@@ -390,8 +387,7 @@ def score_and_route(
         SHARED=shared is not None,
         NORM=norm is not None,
         CHOOSE=logits is None,
-        GATE_UP_PIECES=0 if ahead is None else _pieces(ahead[0]),
-        DOWN_PIECES=0 if ahead is None else _pieces(ahead[1]),
+        PIECES=0 if ahead is None else _pieces(ahead),
         **choice.options(experts),
         num_warps=warps,
         pdl=pdl,
@@ -400,4 +396,4 @@ def score_and_route(
 
 
 def _pieces(matrix: Tensor) -> int:
-    return matrix.numel() * matrix.element_size() // _PIECE.value
+    return matrix.numel() * matrix.element_size() // int(_PIECE.value)
