@@ -117,9 +117,9 @@ def _sweep_folder(folder: Path, identity: Identity, all_of_model: bool) -> None:
     why = ""
     if same_model and lines != identity.lines:
         changed = [name for line in identity.lines if line not in lines and (name := line.partition(":")[0])]
-        log.info("%s: blocks kept in %s are not used, they have another %s", identity.model, folder, ", ".join(changed))
+        log.info("%s: blocks kept in %s are not used: they differ in %s", identity.model, folder, ", ".join(changed))
         if all_of_model or lines[:1] != identity.lines[:1]:
-            why = f"another {changed[0] if changed else 'format'}"
+            why = f"they differ in {changed[0] if changed else 'their format'}"
     left = 0
     for slot in [each for each in folder.iterdir() if each.is_dir() and not each.is_symlink()]:
         unused_s = time.time() - _last_use(slot)
