@@ -93,7 +93,11 @@ def test_conversations_outlive_the_engine(folder: Path, tmp_path: Path, expected
     settle(engine)
     assert engine.load_snapshot().disk_written_blocks == 0, "what is there is not written again"
     kill(engine)
+    (identity,) = tmp_path.glob("kv-cache/*/identity")
+    text = identity.read_text()
+    identity.write_text("")  # it was killed when it had just made the file
     engine = start(folder, tmp_path, disk_memory=90 * BLOCK)
+    assert identity.read_text() == text
     assert converse(engine, expected) == [96] * 4, "also with more room"
     engine.close()
     engine = start(folder, tmp_path, disk_memory=6 * BLOCK)
