@@ -20,9 +20,6 @@ from penstock.engine.backends.cuda.kernels.common import (
 from penstock.engine.backends.cuda.kernels.delta_layout import column_of, head_shape
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, StateBatch
 
-_TOKENS = 8
-"""What a program convolves of prompts."""
-
 
 @triton.jit
 def conv_input(
@@ -66,68 +63,13 @@ def convolved(
     CONV: tl.constexpr,
 ) -> tl.tensor:
     """Convolution and silu of one token's channels."""
-    total = 0.0
+    total = tl.zeros(channel.shape, tl.float32)
     for back in tl.static_range(CONV):
         weight = tl.load(weight_ptr + channel * CONV + (CONV - 1 - back), mask=mask, other=0.0)
         x = conv_input(
             x_ptr, ring_ptr, column, channel, mask, token, first, position, read, back, x_stride, CHANNELS, CONV
         )
         total += weight * x
-    return total / (1.0 + tl.exp(-total))
-
-
-@triton.jit
-def taps(
-    ring_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    channel: tl.tensor,
-    mask: tl.tensor,
-    position: tl.tensor,
-    read: tl.tensor,
-    CHANNELS: tl.constexpr,
-    CONV: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """What the convolution at a run's first token needs beside the step's own rows, for `tapped`: its weights, those of
-    the token itself first, and the inputs that were kept."""
-    found = ()
-    for back in tl.static_range(CONV):
-        weight = tl.load(weight_ptr + channel * CONV + (CONV - 1 - back), mask=mask, other=0.0)
-        found = found + (weight,)  # type: ignore[assignment]
-    for back in tl.static_range(1, CONV):
-        known = (read > 0) & (position >= back)
-        kept = ring_ptr + (read.to(tl.int64) * CONV + (position + CONV - back) % CONV) * CHANNELS + channel
-        found = found + (tl.load(kept, mask=mask & known, other=0.0).to(tl.float32),)  # type: ignore[assignment]
-    return found
-
-
-@triton.jit
-def tapped(
-    found: tl.tensor,
-    x_ptr: tl.tensor,
-    ring_ptr: tl.tensor,
-    column: tl.tensor,
-    channel: tl.tensor,
-    mask: tl.tensor,
-    token: tl.tensor,
-    first: tl.tensor,
-    position: tl.tensor,
-    read: tl.tensor,
-    x_stride: tl.tensor,
-    CHANNELS: tl.constexpr,
-    CONV: tl.constexpr,
-) -> tl.tensor:
-    """As `convolved`, with what `taps` found."""
-    total = tl.zeros(channel.shape, tl.float32)
-    later = mask & (token > first)
-    for back in tl.static_range(CONV):
-        if back == 0:
-            x = tl.load(x_ptr + token * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-        else:
-            x = conv_input(
-                x_ptr, ring_ptr, column, channel, later, token, first, position, read, back, x_stride, CHANNELS, CONV
-            )
-            x = tl.where(token > first, x, found[CONV + back - 1])
-        total += found[back] * x
     return total / (1.0 + tl.exp(-total))
 
 
@@ -249,53 +191,6 @@ def _conv_kernel(
                  CONV)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["begin", "end"])
-def _prompt_conv_kernel(
-    x_ptr: tl.tensor,
-    ring_ptr: tl.tensor,
-    conv_ptr: tl.tensor,
-    mixed_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    first_ptr: tl.tensor,
-    reads_ptr: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    x_stride: tl.tensor,
-    K_HEADS: tl.constexpr,
-    V_HEADS: tl.constexpr,
-    K_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    CONV: tl.constexpr,
-    GROUPED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """One head of several tokens: its query, its key or its value. Queries and keys are scaled."""
-    CHANNELS: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
-    part = tl.program_id(1)
-    of_value = part >= 2 * K_HEADS
-    lane = tl.arange(0, BLOCK)
-    begins = tl.where(of_value, 2 * K_HEADS * K_DIM + (part - 2 * K_HEADS) * V_DIM, part * K_DIM)
-    channel = (begins + lane)[None, :]
-    column = column_of(channel, K_HEADS, V_HEADS, K_DIM, V_DIM, GROUPED)
-    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    token = begin + row
-    here = token < end
-    launch_successor(PDL)
-    wait_for_inputs(PDL)
-    first = tl.load(first_ptr + token, mask=here, other=0)[:, None]
-    read = tl.load(reads_ptr + token, mask=here, other=0)[:, None]
-    position = tl.load(positions_ptr + token, mask=here, other=0)[:, None]
-    mask = (lane < tl.where(of_value, V_DIM, K_DIM))[None, :] & here[:, None]
-    mixed = convolved(x_ptr, ring_ptr, conv_ptr, column, channel, mask, token[:, None], first, position, read,
-                      x_stride, CHANNELS, CONV)  # fmt: skip
-    scale = tl.rsqrt(tl.sum(mixed * mixed, axis=1) + 1e-6) * tl.where(part < K_HEADS, K_DIM**-0.5, 1.0)
-    mixed *= tl.where(of_value, 1.0, scale)[:, None]
-    at = mixed_ptr + row.to(tl.int64)[:, None] * CHANNELS + channel
-    tl.store(at, mixed.to(mixed_ptr.dtype.element_ty), mask=mask)
-
-
 def keep_inputs(
     projected: Tensor,
     layout: DeltaLayout,
@@ -329,24 +224,17 @@ def convolve(
     decodes: bool,
     pdl: bool,
 ) -> Tensor:
-    """[tokens, channels]: convolution and silu of the decodes in float32, or of all tokens behind them with queries and
-    keys scaled. Of decodes also keeps the inputs, where `keep_inputs` need not."""
-    shape = {**head_shape(layout), "CONV": layout.conv, "GROUPED": layout.grouped}
-    if decodes:
-        tokens, block = batch.num_decodes, min(1024, next_power_of_2(layout.channels))
-        mixed = torch.empty((tokens, layout.channels), dtype=torch.float32, device=projected.device)
-        launch(
-            _conv_kernel, (tokens, ceil_div(layout.channels, block)),
-            projected, ring, weight, mixed, batch.positions, states.first, states.reads, states.writes, 0,
-            projected.stride(0), **shape, BLOCK=block, KEEP=True, num_warps=4, pdl=pdl,
-        )  # fmt: skip
-        return mixed
-    begin, end = batch.num_decodes, projected.shape[0]
-    mixed = torch.empty((end - begin, layout.channels), dtype=projected.dtype, device=projected.device)
+    """[tokens, channels]: convolution and silu of the decodes in float32, or of all tokens behind them. Of decodes also
+    keeps the inputs, where `keep_inputs` need not."""
+    begin = 0 if decodes else batch.num_decodes
+    tokens = batch.num_decodes if decodes else projected.shape[0] - begin
+    block = min(1024, next_power_of_2(layout.channels))
+    dtype = torch.float32 if decodes else projected.dtype
+    mixed = torch.empty((tokens, layout.channels), dtype=dtype, device=projected.device)
     launch(
-        _prompt_conv_kernel, (ceil_div(end - begin, _TOKENS), 2 * layout.k_heads + layout.v_heads),
-        projected, ring, weight, mixed, batch.positions, states.first, states.reads, begin, end,
-        projected.stride(0), **shape, TOKENS=_TOKENS, BLOCK=next_power_of_2(max(layout.k_dim, layout.v_dim)),
+        _conv_kernel, (tokens, ceil_div(layout.channels, block)),
+        projected, ring, weight, mixed, batch.positions, states.first, states.reads, states.writes, begin,
+        projected.stride(0), **head_shape(layout), CONV=layout.conv, GROUPED=layout.grouped, BLOCK=block, KEEP=decodes,
         num_warps=4, pdl=pdl,
     )  # fmt: skip
     return mixed

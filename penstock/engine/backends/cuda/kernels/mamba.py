@@ -63,31 +63,29 @@ def _decode_kernel(
     SIZE: tl.constexpr = DIM * STATE
     RATIO: tl.constexpr = HEADS // GROUPS
     launch_successor(PDL)
-    # Before the inputs are there: what no launch of this step has written. States are those of an earlier step, which
-    # has ended: every step begins with an operation of PyTorch's.
     decay = tl.load(decay_ptr + head)
     dt_bias = tl.load(dt_bias_ptr + head)
     skip = tl.load(skip_ptr + head)
-    last = tl.load(last_ptr + token0)
-    leads = tl.load(first_ptr + token0) == token0
-    read = tl.load(reads_ptr + token0)
-    ps = part * BLOCK_P + tl.arange(0, BLOCK_P)
-    ns = tl.arange(0, BLOCK_N)
-    p_mask, n_mask = ps < DIM, ns < STATE
-    inside = ps[:, None] * STATE + ns[None, :]
-    tile = p_mask[:, None] & n_mask[None, :]
-    source = state_ptr + (read.to(tl.int64) * HEADS + head) * SIZE
-    state = tl.load(source + inside, mask=tile & (read > 0) & leads, other=0.0)
     wait_for_inputs(PDL)
+    last = tl.load(last_ptr + token0)
+    ps = part * BLOCK_P + tl.arange(0, BLOCK_P)
+    p_mask = ps < DIM
     if last < token0:  # padding
         nothing = tl.zeros((BLOCK_P,), out_ptr.dtype.element_ty)
         tl.store(out_ptr + token0 * INNER + head * DIM + ps, nothing, mask=p_mask)
-    if leads:
+    if tl.load(first_ptr + token0) == token0:
+        read = tl.load(reads_ptr + token0)
+        ns = tl.arange(0, BLOCK_N)
+        n_mask = ns < STATE
         group = head // RATIO
         x_chan = head * DIM + ps
         b_chan = INNER + group * STATE + ns
         c_chan = b_chan + GROUPS * STATE
         mixed_ptr = x_ptr + INNER  # behind the gates
+        inside = ps[:, None] * STATE + ns[None, :]
+        tile = p_mask[:, None] & n_mask[None, :]
+        source = state_ptr + (read.to(tl.int64) * HEADS + head) * SIZE
+        state = tl.load(source + inside, mask=tile & (read > 0), other=0.0)
         for token in range(token0, last + 1):
             position = tl.load(positions_ptr + token)
             write = tl.load(writes_ptr + token)
