@@ -224,8 +224,9 @@ class ModelConfig:
         "adapters, and at least 16.", least=1, most=512, example="64",
     )  # fmt: skip
     adapter_experts: bool | None = setting(
-        None, doc="Whether adapters may change the experts of a layer, one by one; device memory is reserved for that. "
-        "When not set, they may if a listed adapter in a local folder does, and always on CPU.", example="true",
+        None, doc="Whether adapters may change the experts of a layer, one by one, and kv_b_proj of latent attention; "
+        "device memory is reserved for that. When not set, they may if a listed adapter in a local folder does, and "
+        "always on CPU.", example="true",
     )  # fmt: skip
 
     trust_remote_code: tuple[str, ...] = setting(

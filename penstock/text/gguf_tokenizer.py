@@ -58,10 +58,11 @@ def _split(pattern: str) -> Callable[[], Any]:
     return build
 
 
+_LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral")
 PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     **dict.fromkeys(("default", "gpt-2", "gpt2", "olmo", "phi-2"), _gpt2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _single_digits),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"), _split(LLAMA3)),
+    **dict.fromkeys((*_LLAMA3_LIKE, "dbrx", "smaug-bpe"), _split(LLAMA3)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), _split(QWEN2)),
     "tekken": _split(TEKKEN),
     **dict.fromkeys(("gpt-4o", "llama4"), _split(GPT4O)),
@@ -69,10 +70,10 @@ PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
 }
 """By `tokenizer.ggml.pre`."""
 
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+_WHOLE_WORDS = (*_LLAMA3_LIKE, "tekken")
 """Pre-tokenizers whose models use a word that is in the vocabulary directly, without merging (`ignore_merges`)."""
 
-_BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+_BOS_BY_DEFAULT = (*_LLAMA3_LIKE, "tekken")
 
 
 def tokenizer_from_gguf(file: GGUFFile) -> Tokenizer:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
 from penstock.engine.request import Request
+from penstock.engine.sleep.sleep import EngineSleep
 from penstock.errors import ConfigError
+from tests.engine.adapters.files import write_adapter
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.tiny import write_checkpoint
@@ -218,6 +223,13 @@ def test_two_engines_have_a_slot_each(folder: Path, tmp_path: Path, expected: di
     assert converse(first, expected) == converse(second, expected) == [96] * 4
     first.close()
     second.close()
+    now = time.time() - 60
+    for number, slot in enumerate(sorted(tmp_path.glob("kv-cache/*/*/"))):
+        for file in slot.iterdir():
+            os.utime(file, (now + number, now + number))
+    engine = start(folder, tmp_path)
+    assert engine.persistence is not None and engine.persistence._slot.number == 1, "the one used last"
+    engine.close()
 
 
 def test_after_a_failed_step_nothing_is_found(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
@@ -239,6 +251,10 @@ def test_what_is_unused_for_long_is_deleted(folder: Path, tmp_path: Path, expect
     start(folder, tmp_path, name="other").close()
     assert lock.exists()
     os.utime(lock, (1, 1))
+    start(folder, tmp_path, name="other").close()
+    assert lock.exists(), "an engine that ran for long and was killed"
+    for file in lock.parent.iterdir():
+        os.utime(file, (1, 1))
     start(folder, tmp_path, name="other").close()
     assert not lock.exists() and len(list(tmp_path.glob("kv-cache/*"))) == 1
 
@@ -279,3 +295,113 @@ def test_with_several_ranks(
     files(tmp_path, "rank1.blocks.index")[0].unlink()
     with threaded_engine(folder, tensor, pipeline, **settings) as engine:
         assert engine.load_snapshot().disk_restored_blocks == 0
+
+
+def recurrent(folder: Path, disk: Path) -> Engine:
+    tiers = {"host_memory": 4 << 20, "disk_memory": 16 << 20, "disk_path": str(disk), "disk_persistent": True}
+    return make_engine(folder, **{"num_blocks": 60, "max_running": 2, "state_interval": 32} | tiers)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3-next-dense",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("granite4-hybrid", "falcon-h1", "nemotron-h", "mamba2", "deepseek-v2-lite", "mistral-window")
+        ),
+    ],
+)
+def test_states_outlive_the_engine(family: str, tmp_path: Path) -> None:
+    folder, disk = write_checkpoint(family, tmp_path / "model"), tmp_path / "disk"
+    expected = generate(make_engine(folder, prefix_cache=False), *(greedy(f"{n}", text(n), 5) for n in range(4)))
+    engine = recurrent(folder, disk)
+    assert converse(engine, expected) == [0] * 4
+    engine.close()
+    engine = recurrent(folder, disk)
+    load = engine.load_snapshot()
+    assert load.disk_restored_blocks == 24 and bool(load.disk_restored_states) == bool(load.total_disk_states)
+    assert converse(engine, expected) == [96] * 4
+    settle(engine)
+    kill(engine)
+    engine = recurrent(folder, disk)
+    assert converse(engine, expected) == [96] * 4
+    engine.close()
+    for file in files(disk, "rank0.states"):
+        file.write_bytes(bytes(file.stat().st_size))
+        engine = recurrent(folder, disk)
+        assert converse(engine, expected) == [0] * 4, "states are damaged"
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_states_of_several_ranks(tmp_path: Path, tensor: int, pipeline: int) -> None:
+    folder, disk = write_checkpoint("qwen3-next", tmp_path / "model"), tmp_path / "disk"
+    expected = generate(make_engine(folder, prefix_cache=False), *(greedy(f"{n}", text(n), 5) for n in range(4)))
+    settings = {
+        "num_blocks": 60, "max_running": 2, "state_interval": 32, "host_memory": 4 << 20, "disk_memory": 16 << 20,
+        "disk_path": str(disk), "disk_persistent": True,
+    }  # fmt: skip
+    for found in (0, 96):
+        with threaded_engine(folder, tensor, pipeline, **settings) as engine:
+            assert converse(engine, expected) == [found] * 4
+            engine.save()
+
+
+def test_an_engine_that_slept_has_its_conversations(
+    folder: Path, tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    engine = start(folder, tmp_path)
+    sleeper = EngineSleep(engine.config, Engine.load)
+    converse(engine, expected)
+    engine = sleeper.wake(sleeper.sleep(engine))
+    assert converse(engine, expected) == [96] * 4
+    engine.save()
+    engine.forget_caches(keep_disk=True)  # as where device memory is moved
+    assert engine.load_snapshot().host_blocks == 0
+    assert converse(engine, expected) == [96] * 4
+    engine.close()
+
+
+@pytest.mark.slow
+def test_adapters_find_only_their_own(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
+    adapter = AdapterSpec("a", str(write_adapter(tmp_path / "adapter", folder)))
+
+    def ask(engine: Engine, name: str) -> tuple[list[int], int]:
+        request = greedy("0", text(0), 5)
+        engine.submit(Request("0", request.prompt, request.params, adapter=name))
+        deltas = drain(engine)
+        return collect(deltas)["0"], next(delta.cached_tokens for delta in deltas if delta.tokens)
+
+    engine = start(folder, tmp_path / "disk", adapters=(adapter,))
+    said, cached = ask(engine, "a")
+    assert not cached
+    engine.close()
+    engine = start(folder, tmp_path / "disk", adapters=(adapter,))
+    assert ask(engine, "") == (expected["0"], 0)
+    assert ask(engine, "a") == (said, 96)
+    engine.close()
+
+
+def test_a_disk_that_fails_later_is_reported_once(
+    folder: Path,
+    tmp_path: Path,
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = start(folder, tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", full)
+        assert converse(engine, expected) == [0] * 4
+        settle(engine)
+    assert engine.load_snapshot().disk_failures > 0 and engine.load_snapshot().disk_blocks == 0
+    assert caplog.text.count("No space left on device") == 1
+    engine.close()
+    engine = start(folder, tmp_path)
+    assert engine.load_snapshot().disk_restored_blocks == 0
+    engine.close()

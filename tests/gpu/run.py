@@ -28,6 +28,9 @@ HERE = Path(__file__).resolve().parent
 PATIENCE_S = 90
 """A test that takes longer hangs: say where, and stop. Several processes have this times their number."""
 LONGEST = (
+    "moe",
+    "capture.",
+    "state_graphs.",
     "parallel.",
     "engine.",
     "delta.",

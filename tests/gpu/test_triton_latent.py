@@ -9,17 +9,22 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, integers, poisoned_outputs, rand, rng, time_us
 from torch import Tensor
 
 from penstock.bench.bounds import probe
 from penstock.bench.shapes import named
+from penstock.engine.adapters.latent import AbsorbedAdapters
+from penstock.engine.adapters.layout import AdapterLayout, layout_of
+from penstock.engine.adapters.peft import random_adapter
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.experts import group, with_shared
-from penstock.engine.backends.cuda.kernels import common, latent_decode, latent_query, latent_values
+from penstock.engine.backends.cuda.kernels import common, latent_decode, latent_query, latent_values, moe_one, moe_route
 from penstock.engine.backends.cuda.kernels.latent_tile import LatentConfig as LatentTile
 from penstock.engine.backends.cuda.linear import CudaLinear
+from penstock.engine.backends.cuda.lora import TritonLora
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import FP8, INT8, SCALE_DTYPE, AttentionBatch, LatentLayout, LatentWeights
 from penstock.engine.backends.reference.ops import ReferenceOps
@@ -122,6 +127,54 @@ def test_attention_over_latents_equals_the_reference() -> None:
                 want = ReferenceOps().latent_attention(q, kv, layout, weights, table, batch, theirs, their_scales)
                 check(f"cache {name}", cache.float(), theirs.float(), 1e-5 if kind == torch.float32 else 1e-2)
                 check(name, got, want, 1e-4 if kind == torch.float32 else 2e-2)
+
+
+def test_adapters_of_what_makes_keys_and_values_equal_another_matrix() -> None:
+    """Each token with the adapter of its slot or none, against the reference with the adapter in the matrix."""
+    layout = make_layout(4, 32, 16, 8, 20, interleaved=True)
+    model = read_config({**CONFIG, **MODELS["v3"]})
+    sites = layout_of(model, by_output=True)
+    keys, values = (next(i for i, site in enumerate(sites.sites) if site.heads == kind) for kind in ("keys", "values"))
+    lora = TritonLora(sites, 2, 8, torch.float32, DEVICE)
+    adapters = [random_adapter(str(i), sites, rank=5 + 3 * i, dtype=torch.float32, pin=False, seed=i) for i in range(2)]
+    for slot, adapter in enumerate(adapters):
+        lora.put(slot, dataclasses.replace(adapter, data=adapter.data * 20))
+    batch, blocks = make_batch([5, 40, 1], [(7, 7), (5, 30)])
+    tokens = len(batch.positions)
+    owners = [0, 1, 2, *([3] * 7), *([4] * 5)]
+    of = np.array([[0, -1, 1, 1, 0][owner] for owner in owners], np.int32)
+    lora.begin(of)
+    added = AbsorbedAdapters(lora, sites.place(0, keys), sites.place(0, values))
+    q = rand(tokens, layout.heads * layout.query + layout.cached, dtype=torch.float32)
+    q, kv = q[:, : -layout.cached], q[:, -layout.cached :]
+    up = rand(layout.heads, layout.plain + layout.value, layout.latent, dtype=torch.float32, scale=0.1)
+    weights = LatentWeights(rand(layout.latent, dtype=torch.float32), 1e-6, up)
+    table, (cache, _) = positions_table(layout.rotary, 100), make_cache(layout, blocks, torch.float32)
+    theirs = cache.clone()
+    with poisoned_outputs():
+        got = ops.latent_attention(q, kv, layout, weights, table, batch, cache, None, added)
+    if MODE == "compile":
+        return
+    for slot, adapter in ((-1, None), *enumerate(adapters)):
+        changed = up.clone()
+        for head in range(layout.heads if adapter is not None else 0):
+            assert adapter is not None
+            for index, rows in ((keys, slice(0, layout.plain)), (values, slice(layout.plain, None))):
+                a, b = _matrices(adapter.data * 20, sites, index, head, sites.width(adapter.rank))
+                changed[head, rows] += (b @ a).t() if index == keys else b @ a
+        other = weights._replace(up=changed)
+        want = ReferenceOps().latent_attention(q, kv, layout, other, table, batch, theirs.clone(), None)
+        mine = torch.from_numpy(of == slot).to(DEVICE)
+        check(f"slot {slot}", got[mine], want[mine], 1e-4)
+
+
+def _matrices(data: Tensor, sites: AdapterLayout, index: int, head: int, width: int) -> tuple[Tensor, Tensor]:
+    """A and B of one head at one site of the first layer, as an adapter's buffer has them."""
+    site, start = sites.sites[index], sites.place(0, index).start
+    begin = width * (start + head * site.each)
+    middle = begin + width * site.inputs
+    a = data[begin:middle].view(width, site.inputs)
+    return a.to(DEVICE), data[middle : middle + width * site.outputs].view(site.outputs, width).to(DEVICE)
 
 
 CONFIG = {
@@ -437,6 +490,13 @@ def bench_a_layer_of_one_token() -> Iterator[Row]:
         ):
             us = time_us(calls) * count
             yield f"one token, {name}", us, f"{read[part] / bound / us / 10:.0f}% of the read bound"
+        for name, change in (
+            ("nothing asked for ahead", patch.object(moe_route, "_pieces", lambda matrix: 0)),
+            ("choice made once", patch.object(moe_one, "MOST_RANKED", 0)),
+        ):
+            with change:
+                us = time_us(both) * 2
+            yield f"one token, whole, {name}", us, f"{read['whole'] / bound / us / 10:.0f}% of the read bound"
     finally:
         common.overlap_launches(False)
 

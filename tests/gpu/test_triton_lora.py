@@ -329,7 +329,11 @@ def test_engine_with_adapters_of_experts() -> None:
     from tests.engine.tiny import Reference, write_checkpoint
 
     rng = random.Random(6)
-    for family, more in (("qwen3-moe", ("gate",)), ("gpt-oss", ("router",)), ("deepseek-v3", ("gate", "up_proj"))):
+    for family, more in (
+        ("qwen3-moe", ("gate",)),
+        ("gpt-oss", ("router",)),
+        ("deepseek-v3", ("gate", "up_proj", "kv_b_proj")),
+    ):
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder)
             base = write_checkpoint(family, root / "base")

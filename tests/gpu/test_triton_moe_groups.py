@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from penstock.engine.backends.activation import Activation, has_gate
 from penstock.engine.backends.cuda.expert_integers import IntegerStack
-from penstock.engine.backends.cuda.experts import GroupedExpertMlp, Stack, group
+from penstock.engine.backends.cuda.experts import FusedSharedAndRouted, GroupedExpertMlp, Stack, group, with_shared
 from penstock.engine.backends.cuda.grouped_linear import GroupedLinear, Int8Linear
 from penstock.engine.backends.cuda.kernels import matmul, moe, moe_groups, moe_plan, moe_route
 from penstock.engine.backends.cuda.kernels.moe_groups import GroupsConfig
@@ -38,7 +38,7 @@ from penstock.engine.backends.cuda.kernels.moe_plan import FewPairs, plan
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import FP8
-from penstock.engine.models.layers.composed import PermutedLinear
+from penstock.engine.models.layers.composed import PermutedLinear, StackedLinear
 from penstock.engine.models.layers.experts import ExpertMlp, ExpertSlots, ExpertSource, Router
 from penstock.engine.models.layers.feed_forward import GatedMlp
 from penstock.engine.models.layers.linear import Linear
@@ -155,6 +155,7 @@ def test_integer_experts_equal_one_pair_at_a_time() -> None:
                         with poisoned_outputs():
                             got = ours.apply(x, weights, chosen)
                             few = ours._products(x, weights, FewPairs(chosen)) if tokens <= 16 else got
+                            tall = dataclasses.replace(ours, ops=fixed_ops).apply(x, weights, chosen)
                         if MODE == "compile":
                             continue
                         keep = slice(0, 24)  # each on its own in float64
@@ -162,6 +163,7 @@ def test_integer_experts_equal_one_pair_at_a_time() -> None:
                         limit = 1e-4 if dtype == torch.float32 else 3e-2
                         check(name, got[keep], want, limit)
                         check(f"few: {name}", few[keep], want, limit)
+                        check(f"fixed: {name}", tall[keep], want, limit)
                         check_equal("counters", ours.counters, torch.zeros_like(ours.counters))
 
 
@@ -226,6 +228,44 @@ def test_integer_experts_move() -> None:
             total += ours.forward(x).double()
     if MODE != "compile":
         check("sum over shards", total, want64(mlp, wide, x, weights, chosen), 3e-2)
+
+
+def test_integer_experts_of_different_bits() -> None:
+    """Gate in 4 bits with up in 8, in groups of different sizes; and an expert in other bits than the rest."""
+    hidden, ffn, wide, mlps = 64, 32, [], []
+    for expert in range(4):
+        (gate, gate64), (up, up64) = make(ffn, hidden, 4, 64), make(ffn, hidden, 8 if expert % 2 else 4, 32, False)
+        down, down64 = make(hidden, ffn, 8 if expert == 2 else 4, 32)
+        parts = StackedLinear([GroupedLinear(gate, None), GroupedLinear(up, None)])
+        mlps.append(GatedMlp(ops, "silu", parts, GroupedLinear(down, None)))
+        wide.append((torch.cat((gate64, up64)), down64))
+    mlp = mixture(mlps, 2, hidden, BF16)
+    ours = grouped(mlp)
+    assert isinstance(ours.gate_up, IntegerStack) and ours.gate_up.stack.bits == 8
+    ours.replace(1, mlps[0])
+    ours.replace(1, mlps[1])
+    x = rand(20, hidden, dtype=BF16)
+    weights, chosen = rand(20, 2).abs(), next(routing(4, 2, 20))
+    with poisoned_outputs():
+        got = ours.apply(x, weights, chosen)
+    if MODE != "compile":
+        check("different bits", got, want64(mlp, wide, x, weights, chosen), 3e-2)
+
+
+def test_a_shared_expert_in_integers() -> None:
+    """Two launches of its own for few tokens."""
+    mlp, _ = integers(4, 2, 64, 32, BF16, 4, 32)
+    other, wide = integers(1, 1, 64, 96, BF16, 4, 32)
+    both, routed = with_shared(grouped(mlp), other.experts[0], None), grouped(mlp)
+    assert isinstance(both, FusedSharedAndRouted)
+    for tokens in (3, 20):
+        x = rand(tokens, 64, dtype=BF16)
+        with poisoned_outputs():
+            got = both.forward(x.clone())
+        if MODE != "compile":
+            one = torch.ones(tokens, 1, device=DEVICE)
+            want = routed.forward(x).double() + want64(other, wide, x, one, torch.zeros_like(one, dtype=torch.int32))
+            check(f"{tokens} tokens", got, want, 3e-2)
 
 
 def test_no_launch_shape_of_integers_reads_or_writes_outside_its_tensors() -> None:

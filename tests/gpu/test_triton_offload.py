@@ -20,6 +20,7 @@ from gpu_harness import Row  # noqa: E402
 from penstock.engine.backends.cuda.block_mover import CudaBlockMover  # noqa: E402
 from penstock.engine.kv.cache import CacheShape, KVCache  # noqa: E402
 from penstock.engine.kv.host import Transfers  # noqa: E402
+from penstock.engine.sleep.offload import offload  # noqa: E402
 from tests.engine.harness import assert_idle, generate, greedy, make_engine  # noqa: E402
 from tests.engine.tiny import write_checkpoint  # noqa: E402
 
@@ -113,6 +114,34 @@ def test_windows_free_blocks_on_the_device() -> None:
             small = make_engine(path, device="cuda", num_blocks=12, token_budget=32, max_running=2, kv_dtype=kv_dtype)
             assert generate(small, greedy("a", [3, 5, 8], 500)) == wanted
             assert_idle(small)
+
+
+def test_conversations_outlive_the_engine() -> None:
+    """Blocks, and states of recurrent layers, are found on disk by the next engine; also by one that slept."""
+    if not ON_DEVICE:
+        return
+    prompts = {f"c{i}": [(31 * i + 7 * j * j) % 199 for j in range(100)] for i in range(4)}
+    for family in ("llama-gqa", "qwen3-next-dense"):
+        with tempfile.TemporaryDirectory() as folder:
+            path, disk = write_checkpoint(family, Path(folder) / "model", spread=0.5), str(Path(folder) / "disk")
+            tiers = {"host_memory": 8 << 20, "disk_memory": 32 << 20, "disk_path": disk, "disk_persistent": True}
+            settings = {"device": "cuda", "num_blocks": 60, "max_running": 2, "state_interval": 32} | tiers
+            requests = [greedy(name, prompt, 5) for name, prompt in prompts.items()]
+            engine = make_engine(path, **settings)
+            wanted = generate(engine, *requests)
+            engine.close()
+            engine = make_engine(path, **settings)
+            load = engine.load_snapshot()
+            assert load.disk_restored_blocks == 24, load
+            assert generate(engine, *requests) == wanted
+            load = engine.load_snapshot()
+            assert load.prefix_hit_tokens == 4 * 96 and load.disk_hit_tokens > 0 and load.disk_failures == 0, load
+            engine = offload(engine).restore()
+            assert engine.load_snapshot().disk_blocks == 24 and engine.load_snapshot().host_blocks == 0
+            assert generate(engine, *requests) == wanted
+            assert engine.load_snapshot().prefix_hit_tokens == 8 * 96, engine.load_snapshot()
+            assert_idle(engine)
+            engine.close()
 
 
 def bench_block_copies() -> Iterator[Row]:

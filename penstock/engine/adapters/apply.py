@@ -18,7 +18,8 @@ from penstock.engine.adapters.delta_nets import adapted_linears
 from penstock.engine.adapters.experts import adapt_experts
 from penstock.engine.adapters.kernel import AdaptedLinear
 from penstock.engine.adapters.kernel import LoraKernel as LoraKernel
-from penstock.engine.adapters.layout import ROUTER, AdapterLayout, PlacedSite
+from penstock.engine.adapters.latent import AbsorbedAdapters
+from penstock.engine.adapters.layout import LATENT_KEYS, LATENT_VALUES, ROUTER, AdapterLayout, PlacedSite
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.absent import NoMixer
 from penstock.engine.models.layers.attention import Attention
@@ -127,6 +128,8 @@ def adapt(
             placed = layout.place(number, index)
             make = AdaptedLinear if site.attribute in summed else made
             found[site.attribute] = make(getattr(holder, site.attribute), kernel, placed)
+        if isinstance(layer.mixer, LatentAttention) and LATENT_KEYS in others:
+            mixer["additions"] = AbsorbedAdapters(kernel, others[LATENT_KEYS], others[LATENT_VALUES])
         if isinstance(layer.mixer, GatedDeltaNet):
             mixer |= adapted_linears(layer.mixer, kernel, others)
         new_mixer: Any = _replaced(layer.mixer, mixer)

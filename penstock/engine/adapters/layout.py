@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ ROUTER, EXPERT_GATE_UP, EXPERT_DOWN = "router", "expert_gate_up", "expert_down"
 SHARED, SHARED_GATE = "shared_", "shared_gate"
 LATENT_IN, LATENT_OUT = "latent_in", "latent_out"
 """Attributes of sites of a mixture of experts: `adapters.experts` knows where they are."""
+LATENT_KEYS, LATENT_VALUES = "latent_keys", "latent_values"
+"""Attributes of sites of heads: `adapters.latent` knows where they are."""
 ANY = "#"
 """Stands for the number of an expert in the names of modules."""
 DELTA_MIX, DELTA_GATES, DELTA_OUTPUT = "delta_mix", "delta_gates", "delta_output"
@@ -78,6 +80,9 @@ class Site:
     it is the ordinary linear."""
     experts: int = 0
     """Above 0: the linears of this many experts, each with matrices of its own."""
+    heads: Literal["", "keys", "values"] = ""
+    """Of what makes keys and values of latents: one of the two, with a head where others have an expert. See
+    `adapters.latent`."""
     stack: Stack | None = None
     """Of experts: the parameter that holds this linear of all of them, as PEFT sees it."""
 
@@ -179,20 +184,27 @@ class AdapterCut:
     """Of each site: columns of A."""
     outputs: tuple[tuple[Rows, ...], ...]
     """Of each site and each of its parts: rows of B."""
+    heads: Span = (0, 0)
+    """Of sites of heads, which."""
 
 
 def uncut(layout: AdapterLayout) -> AdapterCut:
     """All of every adapter: what an engine on one device keeps."""
     inputs = tuple((0, site.inputs) for site in layout.sites)
     outputs = tuple(tuple((0, size) for size in site.sizes) for site in layout.sites)
-    return AdapterCut(layout, (0, layout.layers), inputs, outputs)
+    heads = max((site.experts for site in layout.sites if site.heads), default=0)
+    return AdapterCut(layout, (0, layout.layers), inputs, outputs, (0, heads))
 
 
 def layout_of(config: ModelConfig, *, by_output: bool = False, experts: bool = True) -> AdapterLayout:
     """Attention and feed-forward linears, routers and experts, the same sites for all parts of a model; experts only
-    with `experts`, since they are large. What makes keys and values of latents has none: it is not applied as a linear.
-    """
-    sites = (*_attention_sites(config), *_dense_sites(config), *_expert_sites(config, experts))
+    with `experts`, since they are large, and so is what makes keys and values of latents."""
+    sites = (
+        *_attention_sites(config),
+        *_latent_sites(config, experts),
+        *_dense_sites(config),
+        *_expert_sites(config, experts),
+    )
     return AdapterLayout(sites, config.num_layers, by_output)
 
 
@@ -232,6 +244,18 @@ def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:
         *attention,
         Site("in_proj", (f"{names.mamba}in_proj",), (width,), hidden, **of_mamba),
         Site("out_proj", (f"{names.mamba}out_proj",), (hidden,), mamba.inner, **of_mamba),
+    )
+
+
+def _latent_sites(config: ModelConfig, experts: bool) -> tuple[Site, ...]:
+    latent = config.latent
+    if latent is None or not experts:
+        return ()
+    module = (f"{family_of(config.family).names.attention}kv_b_proj",)
+    at: dict[str, Any] = {"further": True, "experts": config.num_heads}
+    return (
+        Site(LATENT_KEYS, module, (latent.rank,), latent.plain, heads="keys", **at),
+        Site(LATENT_VALUES, module, (latent.value,), latent.rank, heads="values", **at),
     )
 
 

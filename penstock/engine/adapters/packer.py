@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class Packer:
         self._stacks: dict[str, list[int]] = {}
         for index, site in enumerate(cut.whole.sites):
             for part, module in enumerate(site.modules):
-                self._places[module] = (index, range(part, part + 1))
+                self._places.setdefault(module, (index, range(part, part + 1)))
             for alias in site.aliases:
                 self._places.setdefault(alias, (index, range(1)))
             if site.fused:
@@ -121,12 +121,14 @@ class Packer:
         for target, pair in targets:
             self._put(target, *(tensors.get_tensor(pair[side]) for side in "AB"), key=pair["A"])
             self.ranks[target.index] = width
+            if sites[target.index].heads:
+                self.ranks[target.index + 1] = width
 
     def _refusal(self, key: str) -> CheckpointError:
         modules = ", ".join(sorted({module.rpartition(".")[2] for module in self._places}))
         hint = ""
-        if ".experts." in key and not any(site.experts for site in self.cut.whole.sites):
-            hint = "; for adapters of experts set adapter_experts: true"
+        if (".experts." in key or ".kv_b_proj." in key) and not any(site.experts for site in self.cut.whole.sites):
+            hint = "; for adapters of experts or of kv_b_proj set adapter_experts: true"
         return CheckpointError(f"{self.file}: cannot apply {key!r}; adapters may change {modules}{hint}")
 
     def _target(self, layer: int, module: str, key: str, pair: dict[str, str], tensors: Any) -> _Target:
@@ -214,6 +216,9 @@ class Packer:
         inputs, count = whole.inputs, 1
         if target.stacked:
             count = whole.experts
+        if whole.heads:
+            keys, values = self.cut.whole.sites[target.index : target.index + 2]
+            inputs, outputs = values.inputs, whole.experts * (keys.inputs + values.outputs)
         ins, outs = (outputs, inputs) if target.turned else (inputs, outputs)
         for side, tensor, shape in (("A", a, (count * rank, ins)), ("B", b, (outs, count * rank))):
             if tuple(tensor.shape) != shape:
@@ -225,6 +230,9 @@ class Packer:
             self._content.update(tensor.contiguous().view(torch.uint8).numpy().data)
         scale = self.config.scale_of(target.path)
         self._content.update(repr(scale).encode())
+        if whole.heads:
+            self._place_heads(target, a, b, scale, key)
+            return
         if not target.stacked:
             self._place(target, target.expert or 0, a, b, scale, key)
             return
@@ -237,6 +245,15 @@ class Packer:
             ups = torch.cat([ups[:, part :: len(whole.sizes)] for part in range(len(whole.sizes))], dim=1)
         for expert in range(count):
             self._place(target, expert, downs[expert], ups[expert], scale, key)
+
+    def _place_heads(self, target: _Target, a: Tensor, b: Tensor, scale: float, key: str) -> None:
+        """Of what makes keys and values of latents, those of each head: see `adapters.latent`."""
+        keys = self.cut.whole.sites[target.index]
+        values = replace(target, index=target.index + 1)
+        for head, rows in enumerate(b.view(keys.experts, -1, b.shape[1])[slice(*self.cut.heads)]):
+            of_keys, of_values = rows[: keys.inputs], rows[keys.inputs :]
+            self._place(target, head, of_keys.t(), a.t(), scale, key)
+            self._place(values, head, a, of_values, scale, key)
 
     def _place(self, target: _Target, expert: int, a: Tensor, b: Tensor, scale: float, key: str) -> None:
         """A [r, inputs] and B [outputs, r] of some parts of a linear."""

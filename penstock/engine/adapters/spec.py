@@ -103,11 +103,12 @@ def _stored_rank(folder: Path) -> int:
 
 
 def changes_experts(folder: Path) -> bool:
-    """Whether the adapter in a folder changes experts one by one or as stacks; False where it cannot be read."""
+    """Whether the adapter in a folder changes experts, one by one or as stacks, or what makes keys and values of
+    latents, which takes as much room; False where it cannot be read."""
     try:
         with (folder / WEIGHTS).open("rb") as file:
             header = file.read(min(int.from_bytes(file.read(8), "little"), MOST_HEADER))
-        return b".experts." in header
+        return b".experts." in header or b".kv_b_proj." in header
     except OSError:
         return False
 

@@ -10,14 +10,16 @@ makes all records void at once. Whether the block itself was written whole is fo
 
 from __future__ import annotations
 
+import errno
 import itertools
+import logging
 import os
 import secrets
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -32,11 +34,16 @@ _TABLE = 4096
 """Where the records begin."""
 _RECORD = np.dtype([("name", "<u8", 2), ("sum", "<u8"), ("epoch", "<u8"), ("used", "<u8"), ("check", "<u8", 3)])
 """64 bytes, so that none lies across sectors."""
-_FACTORS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64)
-_MIX = np.uint64(0xFF51AFD7ED558CCD)
-_SHIFT = np.uint64(29)
+_ONE = struct.Struct("<16sQQQQ16x")
+"""The same, of one record: for the threads that copy blocks, NumPy takes too long."""
+_EMPTY = bytes(_RECORD.itemsize)
+_FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93)
+_MIX = 0xFF51AFD7ED558CCD
+_SHIFT = 29
+_MASK = 2**64 - 1
 
 Records = npt.NDArray[Any]
+log = logging.getLogger(__name__)
 
 
 class Entry(NamedTuple):
@@ -60,6 +67,7 @@ class BlockIndex:
         self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             self.records: Records = np.zeros(places, _RECORD)
+            self._memory = self.records.view(np.uint8).reshape(-1).data
             self._read()
         except BaseException:
             os.close(self._fd)
@@ -87,28 +95,24 @@ class BlockIndex:
 
     def sum_of(self, place: int) -> int | None:
         """Of the block at a place; None: there is none."""
-        record = self.records[place]
-        return int(record["sum"]) if record["used"] else None
+        _, total, _, used, _ = self._load(place)
+        return total if used else None
 
     def put(self, place: int, name: bytes, total: int, epoch: int) -> None:
         """A block was written."""
-        record = self.records[place]
-        record["name"], record["sum"], record["epoch"] = np.frombuffer(name, np.uint64), total, epoch
-        record["used"] = next(self._clock) if epoch == self.epoch else 0
-        if record["used"]:
-            self._write(place)
+        if epoch == self.epoch:
+            self._save(place, name, total, epoch)
 
     def touch(self, place: int) -> None:
         """A block was read."""
-        if self.records[place]["used"]:
-            self.records[place]["used"] = next(self._clock)
-            self._write(place)
+        name, total, epoch, used, _ = self._load(place)
+        if used:
+            self._save(place, name, total, epoch)
 
     def clear(self, place: int) -> None:
         """A block is about to be overwritten, or is damaged."""
-        if self.records[place]["used"]:
-            self.records[place] = np.zeros((), _RECORD)
-            self._store(place, self.records[place : place + 1].tobytes())
+        if self._load(place)[3]:
+            self._store(place, _EMPTY)
 
     def begin_epoch(self, epoch: int | None = None) -> None:
         """Forget all blocks, for good when this returns. `epoch`: the one to begin; nothing happens in the same."""
@@ -117,15 +121,19 @@ class BlockIndex:
         self.epoch = secrets.randbits(64) | 1 if epoch is None else epoch
         self.records[:] = np.zeros((), _RECORD)
         header = _HEADER.pack(_MAGIC, self.epoch, self._digest)
-        os.pwrite(self._fd, header + _check(header), 0)
-        os.fsync(self._fd)
+        try:
+            os.pwrite(self._fd, header + _check(header), 0)
+            os.fsync(self._fd)
+        except OSError as error:
+            log.error("the index of KV blocks on disk cannot be written (%s); it is emptied", error.strerror)
+            os.ftruncate(self._fd, 0)
 
     def reorder(self, places: Sequence[int]) -> None:
         """Remember in which order blocks were used, the least recently used first."""
         self.records["used"][np.asarray(places, np.int64)] = [next(self._clock) for _ in places]
         self.records["check"][:, 0] = _checks(self.records, np.arange(len(self.records), dtype=np.uint64))
         self.records[self.records["used"] == 0] = np.zeros((), _RECORD)
-        self._store(0, self.records.tobytes())
+        os.pwrite(self._fd, self.records.tobytes(), _TABLE)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -144,6 +152,7 @@ class BlockIndex:
                 self.epoch = epoch
         if not self.epoch:
             os.ftruncate(self._fd, 0)
+            self._reserve()
             self.begin_epoch()
             return
         data = os.pread(self._fd, self.records.nbytes, _TABLE)
@@ -154,26 +163,50 @@ class BlockIndex:
         self.records[:whole][valid] = found[valid]
         if size > _TABLE + self.records.nbytes:  # it had more places
             os.ftruncate(self._fd, _TABLE + self.records.nbytes)
+        self._reserve()
 
-    def _write(self, place: int) -> None:
-        row = self.records[place : place + 1]
-        row["check"][:, 0] = _checks(row, np.array([place], np.uint64))
-        self._store(place, row.tobytes())
+    def _reserve(self) -> None:
+        """Take the space, so that a full disk is noticed now."""
+        try:
+            os.posix_fallocate(self._fd, 0, _TABLE + self.records.nbytes)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
 
-    def _store(self, place: int, records: bytes) -> None:
-        os.pwrite(self._fd, records, _TABLE + place * _RECORD.itemsize)
+    def _load(self, place: int) -> tuple[bytes, int, int, int, int]:
+        """Name, sum, epoch, when it was used, check."""
+        return cast("tuple[bytes, int, int, int, int]", _ONE.unpack_from(self._memory, place * _ONE.size))
+
+    def _save(self, place: int, name: bytes, total: int, epoch: int) -> None:
+        used = next(self._clock)
+        self._store(place, _ONE.pack(name, total, epoch, used, _check_of(name, total, epoch, used, place)))
+
+    def _store(self, place: int, record: bytes) -> None:
+        begin = place * _ONE.size
+        self._memory[begin : begin + _ONE.size] = record
+        os.pwrite(self._fd, record, _TABLE + begin)
 
 
 def _check(header: bytes) -> bytes:
     return blake2b(header, digest_size=_HEADER_CHECK).digest()
 
 
+def _check_of(name: bytes, total: int, epoch: int, used: int, place: int) -> int:
+    """Of one record at its place."""
+    check = _FACTORS[0]
+    fields = (int.from_bytes(name[:8], "little"), int.from_bytes(name[8:], "little"), total, epoch, used, place)
+    for at, field in enumerate(fields):
+        check = ((check ^ (field * _FACTORS[at % 4] & _MASK)) * _MIX) & _MASK
+        check ^= check >> _SHIFT
+    return check
+
+
 def _checks(records: Records, places: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Of each record at its place."""
+    """The same of many."""
     fields = (records["name"][:, 0], records["name"][:, 1], records["sum"], records["epoch"], records["used"], places)
     with np.errstate(over="ignore"):
-        total = np.full(len(records), _FACTORS[0], np.uint64)
+        checks = np.full(len(records), _FACTORS[0], np.uint64)
         for at, field in enumerate(fields):
-            total = (total ^ (field * _FACTORS[at % 4])) * _MIX
-            total ^= total >> _SHIFT
-    return total
+            checks = (checks ^ (field * np.uint64(_FACTORS[at % 4]))) * np.uint64(_MIX)
+            checks ^= checks >> np.uint64(_SHIFT)
+    return checks

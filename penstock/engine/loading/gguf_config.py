@@ -54,9 +54,14 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{file.path} has no token_embd.weight: it does not hold a language model")
-    heads, hidden, layers = required("attention.head_count"), required("embedding_length"), required("block_count")
+    hidden, layers = required("embedding_length"), required("block_count")
+    heads = required("attention.head_count") if family.gguf.attention else 1
     if layers > len(file.tensors):
         raise CheckpointError(f"{file.path} says it has {layers} layers but holds {len(file.tensors)} tensors")
+    kv_heads, width = (
+        max(key.each(name, layers)) if family.gguf.mamba else key.whole(name, otherwise)
+        for name, otherwise in (("attention.head_count_kv", heads), ("feed_forward_length", 0))
+    )
     rotated = key.whole("rope.dimension_count", 0)
     head_dim = (
         (0 if family.gguf.own_head_sizes else key.whole("attention.key_length", 0))
@@ -68,12 +73,12 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "architectures": [family.class_name],
         "hidden_size": hidden,
         # Left out where experts are all there is.
-        "intermediate_size": key.whole("feed_forward_length", 0)
+        "intermediate_size": width
         or key.whole("expert_feed_forward_length", 0)
-        or required("feed_forward_length"),
+        or (required("feed_forward_length") if family.gguf.attention else 1),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": key.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads or heads,
         "head_dim": head_dim,
         "rms_norm_eps": key.number(family.gguf.epsilon, 0.0),
         "rope_theta": key.number("rope.freq_base", 10000.0),
@@ -81,11 +86,18 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "hidden_act": family.hidden_act,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": _stores(file, ".attn_q.bias"),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
-    if "blk.0.ffn_down.bias" in file.tensors:
+    if _stores(file, ".ffn_down.bias") or _stores(file, ".ffn_down_shexp.bias"):
         config["mlp_bias"] = True
+    if family.gguf.mamba:
+        config |= {
+            "mamba_conv_bias": _stores(file, ".ssm_conv1d.bias"),
+            "mamba_proj_bias": _stores(file, ".ssm_in.bias"),
+            "projectors_bias": _stores(file, ".ssm_out.bias"),
+            "mamba_rms_norm": _stores(file, ".ssm_norm.weight"),
+        }
     if config["rms_norm_eps"] <= 0 or config["rope_theta"] <= 0:
         raise CheckpointError(f"{file.path}: the epsilon of its norms and its rope.freq_base must be positive")
     # Said even where there is none: a file means something else by leaving a key out than a config.json does.
@@ -113,6 +125,11 @@ def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     if dense is not None:
         config["torch_dtype"] = dense
     return config
+
+
+def _stores(file: GGUFFile, ending: str) -> bool:
+    """Whether some layer has that tensor; the first may be of another kind than the others."""
+    return any(name.endswith(ending) for name in file.tensors)
 
 
 def _check_sizes(where: str, key: GGUFKeys, config: dict[str, Any], own_head_sizes: bool) -> None:

@@ -8,6 +8,7 @@ head together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -72,6 +73,8 @@ def delta_origins(
 def reordered(raw: RawTensor, origin: Origin) -> RawTensor:
     """The tensor as the checkpoint has it. Rows are moved as they are stored; columns, which quantized weights share
     blocks with, are widened."""
+    if origin.flat:
+        raw = RawTensor(raw.type, raw.data.reshape(1, -1), (math.prod(raw.shape),))
     if origin.rows is not None:
         if len(raw.shape) == 1:  # its elements are the rows
             data = raw.data.reshape(raw.shape[0], -1)
@@ -92,7 +95,7 @@ def reordered(raw: RawTensor, origin: Origin) -> RawTensor:
         if not bool((decay < 0).all()):
             raise CheckpointError(f"the GGUF tensor {origin.name} holds decays, which must be negative")
         raw = _floats((-decay).log(), raw.shape)
-    if origin.depthwise:
+    if origin.depthwise and len(raw.shape) == 2:
         raw = replace(raw, shape=(raw.shape[0], 1, raw.shape[1]))
     return raw
 

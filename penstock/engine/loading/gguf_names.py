@@ -17,12 +17,12 @@ from torch import Tensor
 
 from penstock.engine.loading.gguf import Bytes, GGUFFile, RawTensor
 from penstock.engine.loading.gguf_delta import delta_origins, reordered
+from penstock.engine.loading.gguf_mamba import mamba_origins
 from penstock.engine.loading.gguf_origin import Origin
 from penstock.engine.models.families import Family, TensorNames
 from penstock.engine.models.families.family import NEXTN_KEY
 from penstock.errors import CheckpointError
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LATENT_PARTS = ("attn_k_b", "attn_v_b")
 """Of `attn_kv_b`: instead of it, or (some writers) beside it."""
 _NEXTN = {
@@ -44,28 +44,38 @@ def origins(file: GGUFFile, family: Family, config: Mapping[str, Any]) -> dict[s
     interleaved: dict[str, int] = {}
     if family.gguf.interleaved_rope:
         interleaved = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    names = family.names
+    top = {
+        "token_embd": names.prefix + names.embedding,
+        "output_norm": names.prefix + names.final_norm,
+        "output": "lm_head",
+    }
+    layers = f"{names.prefix}layers"
     found: dict[str, Origin] = {}
     for name, info in file.tensors.items():
         if _IGNORED.fullmatch(name):
             continue
         offset = -family.norm_offset if name.endswith("norm.weight") else 0.0
         stem, _, suffix = name.rpartition(".")
-        if stem in _TOP:
-            found[f"{_TOP[stem]}.{suffix}"] = Origin(name, offset=offset)
+        if stem in top:
+            found[f"{top[stem]}.{suffix}"] = Origin(name, offset=offset)
             continue
-        if family.gguf.delta_nets and (of_layer := re.match(r"blk\.(\d+)\.", name)):
-            tiled = family.gguf.delta_nets == "tiled"
-            parts = delta_origins(name, of_layer[1], file.tensors, config, tiled=tiled)
+        if (family.gguf.delta_nets or family.gguf.mamba) and (of_layer := re.match(r"blk\.(\d+)\.", name)):
+            if family.gguf.mamba:
+                parts = mamba_origins(name, of_layer[1], names.mamba)
+            else:
+                tiled = family.gguf.delta_nets == "tiled"
+                parts = delta_origins(name, of_layer[1], file.tensors, config, tiled=tiled)
             if parts is not None:
-                found |= {f"model.layers.{of_layer[1]}.{target}": origin for target, origin in parts.items()}
+                found |= {f"{layers}.{of_layer[1]}.{target}": origin for target, origin in parts.items()}
                 continue
         further = re.fullmatch(r"blk\.(\d+)\.nextn\.(\w+)", stem)
         if further is not None and NEXTN_KEY in family.gguf.reads and further[2] in _NEXTN:
-            found[f"model.layers.{further[1]}.{_NEXTN[further[2]]}.{suffix}"] = Origin(name, offset=offset)
+            found[f"{layers}.{further[1]}.{_NEXTN[further[2]]}.{suffix}"] = Origin(name, offset=offset)
             continue
         match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
         layer, part = (match[1], match[2]) if match else ("", "")
-        prefix = f"model.layers.{layer}"
+        prefix = f"{layers}.{layer}"
         if part in _LATENT_PARTS and "attn_kv_b" in layer_names:
             whole, values = f"blk.{layer}.attn_kv_b.{suffix}", f"blk.{layer}.attn_v_b.{suffix}"
             if part == "attn_k_b" and whole not in file.tensors and values in file.tensors:

@@ -29,9 +29,12 @@ class Origin:
     columns: npt.NDArray[np.int64] | None = None
     log_of_negative: bool = False
     """The logarithm of what is stored, which is negative, without its sign."""
+    flat: bool = False
+    """A vector, stored as a matrix."""
     depthwise: bool = False
     """Weights of a convolution of each channel on its own, stored without the axis of channels."""
 
     @property
     def reordered(self) -> bool:
-        return self.rows is not None or self.columns is not None or self.log_of_negative or self.depthwise
+        moved = self.rows is not None or self.columns is not None
+        return moved or self.log_of_negative or self.flat or self.depthwise

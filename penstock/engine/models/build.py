@@ -124,12 +124,13 @@ def compose_decoder(
 
 
 def most_fused(config: ModelConfig, layers: Sequence[DecoderLayer]) -> int:
-    """Tokens that the layers can take in their fused form, if the backend has one. Experts take one."""
+    """Tokens that the layers can take in their fused form, if the backend has one. Experts and recurrent layers take
+    one."""
     if not all(isinstance(layer.mixer, FusedMixer) for layer in layers):
         return 0
     if config.plain_layers:
         return sys.maxsize
-    experts = config.plain_but_experts and all(_fuses_one(layer) for layer in layers)
+    experts = config.plain_outlines and all(_fuses_one(layer) for layer in layers)
     return 1 if experts else 0
 
 

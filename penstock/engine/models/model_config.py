@@ -265,10 +265,10 @@ class ModelConfig:
     @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
-        return self.moe is None and self.plain_but_experts
+        return self.moe is None and not self.recurrent and not self.gated_attention and self.plain_outlines
 
     @property
-    def plain_but_experts(self) -> bool:
-        """The same, but that feed-forwards may be of experts."""
-        plain = not self.recurrent and not self.gated_attention and not self.parallel
-        return plain and not self.only and not self.sandwich_norms and self.activation == "silu"
+    def plain_outlines(self) -> bool:
+        """The same, but that mixers may be of any kind and feed-forwards of experts."""
+        plain = not self.parallel and not self.only and not self.sandwich_norms
+        return plain and self.activation == "silu"

@@ -23,7 +23,9 @@ from penstock.engine.adapters.layout import (
     EXPERT_DOWN,
     EXPERT_GATE_UP,
     LATENT_IN,
+    LATENT_KEYS,
     LATENT_OUT,
+    LATENT_VALUES,
     ROUTER,
     SHARED,
     SHARED_GATE,
@@ -74,6 +76,8 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
         narrow = q if latent.query_rank is None else (0, latent.query_rank)
         inputs |= {"inputs": hidden, "query_up": narrow, "output": _times(heads, latent.value)}
         outputs |= {"inputs": (narrow, (0, latent.rank + latent.rotary)), "query_up": (q,)}
+        inputs |= {LATENT_KEYS: (0, latent.plain), LATENT_VALUES: (0, latent.rank)}
+        outputs |= {LATENT_KEYS: ((0, latent.rank),), LATENT_VALUES: ((0, latent.value),)}
     delta = model.delta
     if delta is not None:
         cuts = delta_cuts(delta, place)
@@ -95,6 +99,7 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
         layer_span(model.num_layers, place),
         tuple(inputs[site.attribute] for site in whole.sites),
         tuple(outputs[site.attribute] for site in whole.sites),
+        heads,
     )
 
 

@@ -100,6 +100,7 @@ def _check_data_parallel(config: EngineConfig) -> None:
         raise ConfigError("attention_parallel: data is for expert_parallel: true; else run replicas of the model")
     refused = {
         "host_memory": config.host_memory > 0,
+        "disk_persistent": config.disk_persistent,
         "role": config.role != "both",
     }
     for name, is_set in refused.items():

@@ -21,8 +21,8 @@ SPOT_NOTICE_S = 120
 """From a spot machine's notice until it is gone."""
 MARGIN_S = 15
 """What a process may take to end after its drain, and the kubelet to notice."""
-INDEX_BYTES = 256 << 20
-"""Room for the index of blocks that outlive their engine."""
+_OVERHEAD = 1.1
+"""What a file system takes of a volume, and the index of blocks that outlive their engine."""
 _PROBE_S = 10
 
 
@@ -83,7 +83,7 @@ def stateful_set(deployment: Deployment, group: EngineGroup) -> Json:
             "metadata": {"labels": selected, "annotations": {"penstock/configuration": checksum(deployment)}},
             "spec": _pod(deployment, group, selected),
         },
-        "volumeClaimTemplates": [_claim(deployment, group)],
+        "volumeClaimTemplates": [_claim(deployment, group), *_scratch_claim(deployment, group)],
     }
     return {
         "apiVersion": "apps/v1",
@@ -133,7 +133,7 @@ def _pod(deployment: Deployment, group: EngineGroup, selected: dict[str, str]) -
     if isinstance(group.model, ModelConfig) and group.model.placement is not None:
         secret = {"secretName": f"{deployment.head_name(group.model)}-ranks", "defaultMode": 0o440}
         spec["volumes"].append({"name": "ranks", "secret": secret})
-    if _scratch(group):
+    if _scratch(group) and not _scratch_claim(deployment, group):
         spec["volumes"].append({"name": "scratch", "emptyDir": {"sizeLimit": str(_scratch(group))}})
     return spec
 
@@ -170,9 +170,7 @@ def _sources(group: EngineGroup) -> list[str]:
 
 def _scratch(group: EngineGroup) -> int:
     """Bytes of the volume for KV blocks on disk."""
-    if isinstance(group.model, EncoderConfig) or not group.model.disk_memory:
-        return 0
-    return group.model.disk_memory * group.ranks + (INDEX_BYTES if group.model.disk_persistent else 0)
+    return 0 if isinstance(group.model, EncoderConfig) else group.model.disk_memory * group.ranks
 
 
 def _container(deployment: Deployment, group: EngineGroup, name: str, arguments: list[str]) -> Json:
@@ -305,6 +303,17 @@ def _claim(deployment: Deployment, group: EngineGroup) -> Json:
     if deployment.options.storage_class:
         spec["storageClassName"] = deployment.options.storage_class
     return {"metadata": {"name": "home"}, "spec": spec}
+
+
+def _scratch_claim(deployment: Deployment, group: EngineGroup) -> list[Json]:
+    """The volume for KV blocks on disk where they outlive the engine: it stays when its pod is replaced."""
+    if not (isinstance(group.model, ModelConfig) and group.model.disk_persistent and _scratch(group)):
+        return []
+    size = f"{math.ceil(_OVERHEAD * _scratch(group) / 2**30)}Gi"
+    spec: Json = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
+    if deployment.options.storage_class:
+        spec["storageClassName"] = deployment.options.storage_class
+    return [{"metadata": {"name": "scratch"}, "spec": spec}]
 
 
 def objects(deployment: Deployment, group: EngineGroup) -> list[Json]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.block_file import BlockFile
+from penstock.engine.kv.block_index import Entry
 from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.kv.disk import DiskTier
 from penstock.engine.kv.host import HostTier
@@ -31,12 +33,26 @@ class FakeDisk:
         self.pending: list[tuple[bool, list[tuple[int, int]], Future[list[bool]]]] = []
         self._mover = mover
         self._content: dict[int, list[bytes]] = {}
+        self.kept: dict[int, bytes] = {}
+        """By place: names of blocks that outlive the engine."""
+        self._names: dict[int, bytes] = {}
 
-    def write(self, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
+    def write(self, pairs: list[tuple[int, int]], names: Iterable[bytes] = ()) -> list[Future[list[bool]]]:
+        for (_, place), name in zip(pairs, names, strict=False):
+            self._names[place] = name
         return self._begin(False, pairs)
 
     def read(self, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
         return self._begin(True, pairs)
+
+    def found(self) -> list[Entry]:
+        return [Entry(name, place) for place, name in self.kept.items()]
+
+    def forget(self) -> None:
+        self.kept.clear()
+        self._names.clear()
+
+    def reorder(self, places: Iterable[int]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -48,8 +64,12 @@ class FakeDisk:
         reads, pairs, answer = self.pending.pop(at)
         for slot, place in pairs:
             pieces = self._mover.memory(slot)
+            if not reads:
+                self.kept.pop(place, None)
             if not reads and fine:
                 self._content[place] = [bytes(piece) for piece in pieces]
+                if place in self._names:
+                    self.kept[place] = self._names[place]
             elif reads:
                 for piece, there in zip(pieces, self._content[place], strict=True):
                     piece[:] = there if fine else bytes(len(piece))
@@ -59,15 +79,24 @@ class FakeDisk:
 class World:
     """Blocks whose content follows from their name, on a device of three, a host of six and a disk of nine."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, persistent: bool = False) -> None:
         self.chance = random.Random(seed)
         self.kv = KVCache(SHAPE, 4, torch.device("cpu"))
         self.mover = HostBlockMover(self.kv, 6)
         self.store = FakeDisk(self.mover)
-        self.disk = DiskTier(9, self.store)
+        self.persistent = persistent
+        self.begin()
+        self.names: dict[bytes, int] = {}
+
+    def begin(self) -> None:
+        """A new engine, with what is on disk."""
+        self.store.pending.clear()
+        self.disk = DiskTier(9, self.store, persistent=self.persistent)
         self.host = HostTier(6, idle_s=3.0, disk=self.disk)
         self.pool = BlockPool(4, self.host)
-        self.names: dict[bytes, int] = {}
+        self.pool.forget_all()  # as after the warm-up
+        if self.persistent:
+            self.disk.restore()
 
     def step(self, blocks: dict[int, int]) -> None:
         transfers = self.host.take()
@@ -106,6 +135,15 @@ class World:
         wanted = [name for name in names if self.pool.find(name) is None and self.host.has(name)]
         assert self.host.recall(wanted) == self.host.is_coming(wanted)
 
+    def settle(self) -> bool:
+        """A step without sequences; whether it copied something."""
+        self.host.write_ahead()
+        self.host.copy_idle()
+        transfers = self.host.take()
+        if transfers is not None:
+            self.mover.run(transfers)
+        return transfers is not None
+
     def disk_works(self) -> None:
         if self.store.pending:
             self.store.work(self.chance.randrange(len(self.store.pending)), self.chance.random() < 0.9)
@@ -130,6 +168,35 @@ def test_contents_survive_the_way_to_the_disk_and_back(seed: int) -> None:
     world.host.write_ahead()
     world.pool.check()
     assert not world.disk.slots
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_contents_outlive_engines(seed: int) -> None:
+    world = World(seed, persistent=True)
+    restored = 0
+    for _ in range(20):
+        world.begin()
+        world.pool.check()
+        restored += world.disk.restored
+        world.compute()
+        for _ in range(world.chance.randrange(100)):
+            what = world.chance.choices(
+                (world.compute, world.come_back, world.recall, world.disk_works, world.settle), (3, 4, 4, 6, 4)
+            )[0]
+            what()
+            world.pool.check()
+        if world.chance.random() < 0.2:
+            world.pool.forget_all(keep_disk=world.chance.random() < 0.5)
+            world.pool.check()
+    assert restored > 20 and world.host.capacity == 6
+    world.begin()
+    for _ in range(8):
+        world.compute()
+    while world.settle() or world.store.pending:
+        while world.store.pending:
+            world.store.work(0, True)
+    newest = list(world.names)[-8:]
+    assert world.host.unsaved == 0 and all(name in world.disk for name in newest), "all is saved when there is time"
 
 
 def test_a_small_disk_is_not_written_over_and_over() -> None:

@@ -60,8 +60,14 @@ ELSEWHERE = {
     "qwen3-next": "qwen3next",
     "qwen3.5": "qwen35",
     "qwen3.5-moe": "qwen35moe",
+    "granite4-hybrid": "granitehybrid",
+    "bamba": "granitehybrid",
+    "falcon-h1": "falcon-h1",
+    "nemotron-h": "nemotron_h",
+    "nemotron-h-experts": "nemotron_h_moe",
+    "mamba2": "mamba2",
 }
-"""In `test_gguf_deepseek` and `test_gguf_delta`."""
+"""In `test_gguf_deepseek`, `test_gguf_delta` and `test_gguf_mamba`."""
 NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",

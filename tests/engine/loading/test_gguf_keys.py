@@ -56,7 +56,16 @@ EXPERTS: dict[str, Any] = {
     "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32,
     "expert_shared_feed_forward_length": 32,
 }  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "ssm.conv_kernel": 4, "ssm.group_count": 2, "ssm.inner_size": 64, "ssm.state_size": 16, "ssm.time_step_rank": 4,
+    "attention.head_count_kv": [0, 2],
+}  # fmt: skip
 NEEDED: dict[str, dict[str, Any]] = {
+    "granitehybrid": MAMBA,
+    "falcon-h1": {**MAMBA, "attention.head_count_kv": 2},
+    "nemotron_h": MAMBA,
+    "nemotron_h_moe": {**MAMBA, **EXPERTS, "feed_forward_length": [32, 0]},
+    "mamba2": {**MAMBA, "attention.head_count": 0, "attention.head_count_kv": 0, "feed_forward_length": 0},
     "qwen3moe": {"expert_count": 2, "expert_used_count": 1},
     "deepseek2": {
         "attention.kv_lora_rank": 32, "attention.key_length": 24, "attention.value_length": 20,
@@ -131,7 +140,12 @@ def _means_nothing(key: str, value: Any, arch: str) -> bool:
         return True  # of two layers many patterns mean the same; they have a test of their own
     if key == "rope.dimension_sections" and arch.startswith("qwen35"):
         return True  # axes of images: of text all are the position
-    normalized = key == "expert_weights_norm" and arch not in ("deepseek2", "glm4moe")  # which say so where they do
+    if arch == "mamba2" and key.startswith(("attention.", "rope.", "feed_forward", "context_")):
+        return True  # it has no attention, no positions and no feed-forward
+    if arch == "nemotron_h" and key.startswith(("expert_", "moe_")):
+        return True  # of experts that the file does not have
+    said = ("deepseek2", "glm4moe", "nemotron_h_moe")  # which say so where they do
+    normalized = key == "expert_weights_norm" and arch not in said
     return value is (normalized or key == "attention.causal")
 
 

@@ -94,6 +94,8 @@ def test_experts_spread_over_ranks(folders: dict[str, Path], attention: str) -> 
     [
         ("deepseek-v3", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")),
         ("deepseek-v2-lite", ("q_proj", "kv_a_proj_with_mqa")),
+        ("deepseek-v2-lite", ("kv_b_proj",)),
+        ("deepseek-v3", ("q_b_proj", "kv_b_proj", "gate_proj")),
     ],
 )
 def test_an_adapter_equals_merging_it(
@@ -189,3 +191,34 @@ def test_a_prefill_engine_hands_latents_over(folders: dict[str, Path]) -> None:
     taker.submit(request)
     deltas = drain(taker)
     assert collect(deltas) == expected and deltas[0].cached_tokens == 128
+
+
+@slow
+@pytest.mark.parametrize(
+    "settings", [{}, {"kv_dtype": "int8"}, {"deterministic": True}, {"tensor_parallel": 2}], ids=str
+)
+def test_adapters_of_what_makes_keys_and_values(
+    folders: dict[str, Path], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """In a batch with other adapters and none each sequence has the tokens that it has alone."""
+    base = folders["deepseek-v3"]
+    targets = {"a": ("kv_b_proj",), "b": ("kv_b_proj", "o_proj"), "c": ("q_b_proj",)}
+    specs = tuple(
+        AdapterSpec(name, str(write_adapter(tmp_path / name, base, targets=parts, rank=3 + i, seed=i)))
+        for i, (name, parts) in enumerate(targets.items())
+    )
+    asked = [
+        dataclasses.replace(one, adapter=name, request_id=f"{one.request_id}-{name}")
+        for one in requests(2)
+        for name in ("", *targets)
+    ]
+    ranks = settings.pop("tensor_parallel", 1)
+    alone = {}
+    for one in asked:
+        alone |= generate(make_engine(base, adapters=specs, **settings), one)
+    assert len({tuple(tokens) for tokens in alone.values()}) == len(alone)
+    if ranks > 1:
+        with threaded_engine(base, ranks, 1, adapters=specs, token_budget=40) as engine:
+            assert generate(engine, *asked) == alone
+    else:
+        assert generate(make_engine(base, adapters=specs, token_budget=40, **settings), *asked) == alone

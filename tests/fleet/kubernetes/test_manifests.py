@@ -123,6 +123,17 @@ def test_replicas_that_differ_are_stateful_sets_of_their_own(rich: Deployment) -
     assert "replica_devices" not in yaml.safe_load(rich.pods.text)["models"][0]
 
 
+def test_blocks_that_outlive_their_engine_have_a_volume_that_does(rich: Deployment, tmp_path: Path) -> None:
+    kept = RICH.replace("    disk_memory: 10GiB\n", "    disk_memory: 10GiB\n    disk_persistent: true\n")
+    for deployed, claimed in ((rich, False), (deployment(kept, tmp_path, PLAIN), True)):
+        group = found(deployed, "StatefulSet", "penstock-llama-8b-decode")["spec"]
+        claims = {claim["metadata"]["name"]: claim["spec"] for claim in group["volumeClaimTemplates"]}
+        volumes = {volume["name"] for volume in group["template"]["spec"]["volumes"]}
+        assert ("scratch" in claims) == claimed and ("scratch" in volumes) == (not claimed)
+        if claimed:
+            assert claims["scratch"]["resources"]["requests"]["storage"] == "11Gi"
+
+
 def test_pools_are_stateful_sets_of_their_own(rich: Deployment, tmp_path: Path) -> None:
     for pool, label, replicas in (("chat", "chat", 2), ("Batch", "batch", 1)):
         group = found(rich, "StatefulSet", f"penstock-small-{label}")["spec"]

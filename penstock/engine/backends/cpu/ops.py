@@ -27,6 +27,7 @@ from penstock.engine.backends.interface import (
     HeadLayout,
     KeySmoothing,
     KVScales,
+    LatentAdditions,
     LatentLayout,
     LatentWeights,
     MambaLayout,
@@ -35,6 +36,7 @@ from penstock.engine.backends.interface import (
     StateBatch,
 )
 from penstock.engine.backends.reference import delta, filters
+from penstock.engine.backends.reference.latent import with_additions
 from penstock.engine.backends.reference.mixers import PlainMixers
 from penstock.engine.backends.reference.ops import mean_squares
 from penstock.errors import PenstockError
@@ -387,9 +389,13 @@ class CpuOps(PlainMixers):
         batch: AttentionBatch,
         cache: Tensor,
         scales: Tensor | None = None,
+        added: LatentAdditions | None = None,
     ) -> Tensor:
-        """Decodes natively. Prompts in PyTorch, whose matrix products suit them."""
+        """Decodes natively. Prompts in PyTorch, whose matrix products suit them, and all tokens with additions."""
         decodes, tokens = batch.num_decodes, q.shape[0]
+        if added is not None:
+            alone = self.batch_invariant and decodes == tokens
+            return with_additions(q, kv, layout, weights, cos_sin, batch, cache, scales, added, alone)
         if not decodes:
             return super().latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
         out = torch.empty((tokens, layout.heads * layout.value), dtype=q.dtype)

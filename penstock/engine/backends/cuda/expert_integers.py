@@ -9,10 +9,11 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda.grouped_linear import GroupedLinear
 from penstock.engine.backends.cuda.kernels import moe_groups
+from penstock.engine.backends.cuda.kernels.grouped import GroupedWeight
 from penstock.engine.backends.cuda.kernels.moe_groups import GroupsStack
 from penstock.engine.backends.cuda.kernels.moe_plan import FewPairs, Plan
 from penstock.engine.backends.interface import Activation
-from penstock.engine.models.layers.composed import PermutedLinear
+from penstock.engine.models.layers.composed import PermutedLinear, StackedLinear
 from penstock.engine.models.layers.linear import Linear
 
 
@@ -79,7 +80,7 @@ class IntegerStack:
 
 
 def integer_stack(linears: list[Linear]) -> IntegerStack | None:
-    """None where one of them is in another form, or the matrices of gate and up are apart."""
+    """None where one of them is in another form, or gate and up have their columns in different orders."""
     found = [_plain(linear) for linear in linears]
     parts = [plain for plain, _ in found if plain is not None]
     biases = [part.bias for part in parts if part.bias is not None]
@@ -94,4 +95,29 @@ def _plain(linear: Linear) -> tuple[GroupedLinear | None, Tensor | None]:
     if isinstance(linear, PermutedLinear):
         inner, _ = _plain(linear.inner)
         return inner, linear.order
+    if isinstance(linear, StackedLinear):
+        return _joined([_plain(part) for part in linear.parts])
     return (linear, None) if isinstance(linear, GroupedLinear) else (None, None)
+
+
+def _joined(parts: list[tuple[GroupedLinear | None, Tensor | None]]) -> tuple[GroupedLinear | None, Tensor | None]:
+    """One linear of several whose groups or bits differ."""
+    linears = [linear for linear, _ in parts if linear is not None]
+    order = parts[0][1]
+    orders = [found for _, found in parts if found is not None]
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    same = len(orders) in (0, len(parts)) and all(order is not None and torch.equal(order, found) for found in orders)
+    if len(linears) != len(parts) or not same or len(biases) not in (0, len(parts)):
+        return None, None
+    weights = [linear.weight for linear in linears]
+    if len({weight.bits for weight in weights}) > 1:
+        weights = [weight.in_8_bits() for weight in weights]
+    size = min(weight.group for weight in weights)
+    whole = GroupedWeight(
+        torch.cat([weight.data for weight in weights]),
+        torch.cat([weight.factors_by(size) for weight in weights], dim=1),
+        weights[0].bits,
+        size,
+        any(weight.has_minimum for weight in weights),
+    )
+    return GroupedLinear(whole, torch.cat(biases) if biases else None), order

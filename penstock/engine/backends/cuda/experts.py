@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.expert_integers import IntegerStack, integer_stack
-from penstock.engine.backends.cuda.grouped_linear import Int8Linear
+from penstock.engine.backends.cuda.grouped_linear import GroupedLinear, Int8Linear
 from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_one
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
@@ -404,13 +404,17 @@ def _one_token(
     """The experts of one token, in three launches; with `norm`, of the residual stream, to which it adds in place."""
     router: Any = routed.router.linear
     gate: Any = shared_gate
+    up, down = (_matrices(*pair) for pair in _pairs(routed, shared))
     normed = x if norm is None else torch.empty_like(x)
+    logits = None
+    if moe_one.ranks(routed.choice, routed.gate_up.experts):
+        logits = torch.empty((1, routed.gate_up.experts), dtype=torch.float32, device=x.device)
     weights, chosen, gates = score_and_route(
         x, router.weight, router.bias, routed.choice, routed.counters,
-        shared=None if gate is None else gate.weight, norm=norm, eps=eps, normed=normed,
+        shared=None if gate is None else gate.weight, norm=norm, eps=eps, normed=normed, logits=logits,
+        ahead=down.shared,
     )  # fmt: skip
-    visits = Visits(chosen, weights, routed.router.weight_inputs)
-    up, down = (_matrices(*pair) for pair in _pairs(routed, shared))
+    visits = Visits(chosen, weights, routed.router.weight_inputs, logits, routed.choice)
     inner = moe_one.gate_up(normed, up, visits, routed.activation)
     return moe_one.down(inner, down, visits, shared_gate=gates, residual=None if norm is None else x)
 
@@ -428,9 +432,11 @@ def _matrices(stack: Stack, linear: CudaLinear | None) -> Matrices:
 
 def with_shared(routed: FeedForward, shared: GatedMlp, gate: Linear | None) -> FeedForward:
     """See `LayerFactory`."""
-    if not all(isinstance(one, CudaLinear) for one in shared.linears):
+    plain = all(isinstance(one, CudaLinear) for one in shared.linears)
+    integers = all(isinstance(one, GroupedLinear) and not one.fixed for one in shared.linears)
+    if not plain and not integers:
         return SharedAndRouted(routed, shared, gate)
-    joined = isinstance(routed, GroupedExpertMlp) and _can_join(routed, shared, gate)
+    joined = plain and isinstance(routed, GroupedExpertMlp) and _can_join(routed, shared, gate)
     if (gate is not None or shared.activation != "silu") and not joined:
         return SharedAndRouted(routed, shared, gate)
     return FusedSharedAndRouted(routed, shared, gate, joined)

@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear, BlockFp8Quantizer
 from penstock.engine.backends.cuda.kernels import activation, norm
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
-from penstock.engine.backends.cuda.linear import CudaLinear, ScaledTensor
+from penstock.engine.backends.cuda.linear import CudaLinear, Fp8Linear, ScaledTensor
 from penstock.engine.loading.fp8 import Fp8Checkpoint
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.weights import Weights, of_ends
@@ -29,9 +29,9 @@ class Fp8Quantizer:
             stored = [weights.stored(name, self.device) for name in names]
             if all(part is not None for part in stored):
                 parts = [part for part in stored if part is not None]
-                return CudaLinear(torch.cat([w for w, _ in parts]), bias, torch.cat([s for _, s in parts]))
+                return Fp8Linear(torch.cat([w for w, _ in parts]), bias, torch.cat([s for _, s in parts]))
         dense = torch.cat([weights.tensor(name, self.device).to(self.dtype) for name in names])
-        return CudaLinear.fp8(dense, bias, row_peaks(weights, names, self.device))
+        return Fp8Linear.fp8(dense, bias, row_peaks(weights, names, self.device))
 
 
 class InvariantFp8:

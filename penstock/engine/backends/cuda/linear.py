@@ -2,22 +2,23 @@
 
 Up to `gemv.MAX_BATCH` tokens a linear is bound by reading its weights once, and a Triton kernel that does only that
 beats cuBLAS; it can also take the norm before it, the gate behind it and the residual addition into the same launch.
-Above, cuBLAS wins, except where it leaves the device idle (`stream`). FP8 weights have one scale per output;
-activations are rounded to FP8 per token, unless there are few, when the weights are widened in the kernel and
-activations stay as they are.
+Above, cuBLAS wins. FP8 weights have one scale per output; activations are rounded to FP8 per token, unless there are
+few, when the weights are widened in the kernel and activations stay as they are. Scales are applied in the vendor's
+product or, where it is faster without them, behind it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.backends.cuda.kernels import activation, gemv, stream
+from penstock.engine.backends.cuda.kernels import activation, gemv, rescale
 from penstock.engine.backends.cuda.kernels.inline_lora import InlineLora
-from penstock.engine.backends.interface import FP8, FP8_MAX
+from penstock.engine.backends.interface import FP8, FP8_MAX, Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ class CudaLinear:
         self.bias = bias
         self.scale = scale
         self.weight_bytes = weight.numel() * weight.element_size()
-        self._counters = None if scale is None else stream.counters_for(weight)
+        if scale is not None:
+            _one(weight.device)
 
     @classmethod
     def fp8(cls, weight: Tensor, bias: Tensor | None, peaks: Tensor | None = None) -> CudaLinear:
@@ -58,8 +60,8 @@ class CudaLinear:
             return F.linear(x, self.weight, self.bias)
         if isinstance(x, Tensor):
             x = ScaledTensor(*activation.quantize_fp8(x))
-        if self._counters is not None and x.data.shape[0] <= stream.MOST_TOKENS:
-            return stream.linear(x.data, x.scale, self.weight, self.scale, self._counters, self.bias, pdl=self.pdl)
+        if rescale.pays(x.data.shape[0], self.weight):
+            return rescale.rescale(without_scales(x, self.weight), x.scale, self.scale, self.bias, pdl=self.pdl)
         return torch._scaled_mm(
             x.data,
             self.weight.t(),
@@ -94,3 +96,32 @@ class CudaLinear:
             lora=lora,
             pdl=self.pdl,
         )
+
+
+class Fp8Linear(CudaLinear):
+    """One with FP8 weights."""
+
+    scale: Tensor
+
+    def gated(self, x: Tensor | ScaledTensor, gate: Activation) -> Tensor | ScaledTensor:
+        """act(gate) * up of its outputs, for the linear behind it; in FP8 where the input is."""
+        if isinstance(x, Tensor):
+            multiply = activation.silu_mul if gate == "silu" else activation.gelu_mul
+            return multiply(self(x), pdl=self.pdl)
+        if self.bias is not None or not rescale.gate_pays(x.data.shape[0], self.weight):
+            multiply_fp8 = activation.silu_mul_fp8 if gate == "silu" else activation.gelu_mul_fp8
+            return ScaledTensor(*multiply_fp8(self(x), pdl=self.pdl))
+        y = without_scales(x, self.weight)
+        return ScaledTensor(*activation.gate_mul_fp8(y, x.scale, self.scale, gate, pdl=self.pdl))
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    """Made with the first linear: while a CUDA graph is captured it would be too late."""
+    return torch.ones((), device=device)
+
+
+def without_scales(x: ScaledTensor, weight: Tensor) -> Tensor:
+    """The product of the FP8 numbers themselves."""
+    one = _one(weight.device)
+    return torch._scaled_mm(x.data, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)

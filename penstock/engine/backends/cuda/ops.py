@@ -40,6 +40,7 @@ from penstock.engine.backends.interface import (
     DeltaWeights,
     HeadLayout,
     KeySmoothing,
+    LatentAdditions,
     LatentLayout,
     LatentWeights,
     MambaLayout,
@@ -203,6 +204,7 @@ class TritonOps:
         batch: AttentionBatch,
         cache: Tensor,
         scales: Tensor | None = None,
+        added: LatentAdditions | None = None,
     ) -> Tensor:
         tokens, decodes = q.shape[0], batch.num_decodes
         out = torch.empty((tokens, layout.heads * layout.value), dtype=q.dtype, device=q.device)
@@ -210,11 +212,13 @@ class TritonOps:
             return out
         fixed = self.batch_invariant and decodes == tokens  # steps always are; warm-up measures prompts too
         query = latent_query.prepare(q, kv, layout, weights, cos_sin, batch, cache, scales, fixed=fixed, pdl=self.pdl)
+        if added is not None:
+            added.queries(q.view(tokens, layout.heads, -1)[..., : layout.plain], query[..., : layout.latent])
         if fixed:
-            self._attend_latents_invariant(query, layout, weights, batch, cache, scales, out)
+            self._attend_latents_invariant(query, layout, weights, batch, cache, scales, out, added)
             return out
         shape = latent_decode.choose(max(1, decodes), layout, q.element_size(), self.processors)
-        if decodes == tokens <= latent_decode.FEW:
+        if decodes == tokens <= latent_decode.FEW and added is None:
             latent_decode.decode(query, layout, weights, batch, cache, scales, shape, values=out, pdl=self.pdl)
             return out
         seen = torch.empty((tokens, layout.heads, layout.latent), dtype=q.dtype, device=q.device)
@@ -224,6 +228,8 @@ class TritonOps:
             tile = latent_prefill.choose(layout, q.element_size())
             latent_prefill.prefill(query, layout, batch, cache, scales, seen, tile, pdl=self.pdl)
         latent_values.values_of(seen, layout, weights, out, pdl=self.pdl)
+        if added is not None:
+            added.values(seen, out.view(tokens, layout.heads, -1))
         return out
 
     def _attend_latents_invariant(
@@ -235,8 +241,10 @@ class TritonOps:
         cache: Tensor,
         scales: Tensor | None,
         out: Tensor,
+        added: LatentAdditions | None,
     ) -> None:
         """As `_attend_invariant`, over latents."""
+        every = torch.empty_like(query[..., : layout.latent]) if added is not None else None
         shape = latent_decode.fixed(layout, query.element_size())
         step = min(_INVARIANT_ROWS, max(1, _INVARIANT_BYTES // (4 * layout.heads * layout.latent * shape.splits)))
         for begin in range(0, query.shape[0], step):
@@ -248,6 +256,10 @@ class TritonOps:
             seen = torch.empty((count, layout.heads, layout.latent), dtype=query.dtype, device=query.device)
             latent_decode.decode(query[part], layout, weights, few, cache, scales, shape, seen=seen, pdl=self.pdl)
             latent_values.values_of(seen, layout, weights, out[part], fixed=True, pdl=self.pdl)
+            if every is not None:
+                every[part] = seen
+        if added is not None and every is not None:
+            added.values(every, out.view(len(out), layout.heads, -1))
 
     def split_gate(self, qkv: Tensor | Addends, layout: HeadLayout) -> tuple[Any, Tensor]:
         if isinstance(qkv, Addends):

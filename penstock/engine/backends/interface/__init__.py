@@ -19,6 +19,7 @@ from penstock.engine.backends.interface.activations import ActivationOps
 from penstock.engine.backends.interface.attention import (
     AttentionOps,
     HeadLayout,
+    LatentAdditions,
     LatentLayout,
     LatentWeights,
     OverRanks,
@@ -85,6 +86,7 @@ __all__ = [
     "Ints",
     "KVScales",
     "KeySmoothing",
+    "LatentAdditions",
     "LatentLayout",
     "LatentWeights",
     "MambaLayout",

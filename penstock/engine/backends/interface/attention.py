@@ -74,6 +74,19 @@ class LatentWeights(NamedTuple):
     """[heads, plain + value, latent]: the rows that make a latent into a head's plain key, then into its value."""
 
 
+class LatentAdditions(Protocol):
+    """What is added where latents are made into keys and values: the adapters of a step's tokens. In place; numbers of
+    a row follow each other, and rows of a token lie equally far apart."""
+
+    def queries(self, plain: Tensor, made: Tensor) -> None:
+        """To queries in the space of latents [T, heads, latent], made of `plain` [T, heads, plain]."""
+        ...
+
+    def values(self, seen: Tensor, made: Tensor) -> None:
+        """To outputs [T, heads, value], made of the latents that heads have seen: [T, heads, latent]."""
+        ...
+
+
 class AttentionOps(Protocol):
     """Of layers whose tokens see the keys of those before them."""
 
@@ -138,13 +151,15 @@ class AttentionOps(Protocol):
         batch: AttentionBatch,
         cache: Tensor,
         scales: Tensor | None = None,
+        added: LatentAdditions | None = None,
     ) -> Tensor:
         """Causal attention over cached latents: [T, heads * value].
 
         `q` is [T, heads * (plain + rotary)], `kv` [T, latent + rotary]; their rows may lie apart. Latents are
         normalized, queries and keys rotated by `cos_sin` (see `rope_and_cache`), the new tokens stored in `cache`
         [num_blocks, block_size, latent + rotary]. `scales`: of an FP8 cache float32 [1], of an int8 cache
-        `SCALE_DTYPE` [num_blocks, block_size], written with the tokens.
+        `SCALE_DTYPE` [num_blocks, block_size], written with the tokens. With `added` `weights.up` is absorbed for all
+        tokens.
         """
         ...
 

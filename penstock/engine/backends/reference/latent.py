@@ -8,6 +8,8 @@ latents.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,6 +20,7 @@ from penstock.engine.backends.interface import (
     INT8,
     INT8_MAX,
     AttentionBatch,
+    LatentAdditions,
     LatentLayout,
     LatentWeights,
 )
@@ -35,8 +38,11 @@ def latent_attention(
     batch: AttentionBatch,
     cache: Tensor,
     scales: Tensor | None,
+    added: LatentAdditions | None = None,
 ) -> Tensor:
     """See `Ops`."""
+    if added is not None:
+        return with_additions(q, kv, layout, weights, cos_sin, batch, cache, scales, added)
     plain, rotated = prepare(q, kv, layout, weights, cos_sin, batch, cache, scales)
     out = q.new_empty(q.shape[0], layout.heads, layout.value)
     decodes = batch.num_decodes
@@ -51,6 +57,46 @@ def latent_attention(
         latents = gather(cache, scales, table, q.dtype)[: contexts[i]]
         out[new] = _attend_one(plain[new], rotated[new], layout, weights, latents)
     return out.view(q.shape[0], -1)
+
+
+def with_additions(
+    q: Tensor,
+    kv: Tensor,
+    layout: LatentLayout,
+    weights: LatentWeights,
+    cos_sin: Tensor,
+    batch: AttentionBatch,
+    cache: Tensor,
+    scales: Tensor | None,
+    added: LatentAdditions,
+    alone: bool = False,
+) -> Tensor:
+    """The same, absorbed, with something added on both sides. `alone`: products of one token at a time, so that they do
+    not depend on the others; all tokens decode then."""
+    plain, rotated = prepare(q, kv, layout, weights, cos_sin, batch, cache, scales)
+    tokens, decodes = q.shape[0], batch.num_decodes
+    runs = [slice(i, i + 1) for i in range(tokens)] if alone else [slice(0, tokens)]
+    queries = q.new_empty(tokens, layout.heads, layout.latent)
+    for run in runs:
+        queries[run] = torch.bmm(plain[run].transpose(0, 1), weights.up[:, : layout.plain]).transpose(0, 1)
+    added.queries(plain, queries)
+    absorbed, seen = torch.cat((queries, rotated), -1), torch.empty_like(queries)
+    for run in runs if alone else [slice(0, decodes)]:
+        if run.stop > run.start:
+            lens = batch.context_lens[run]
+            some = replace(batch, rows=batch.rows[run], context_lens=lens, max_context=int(lens.max()))
+            seen[run] = _attend_decodes(absorbed[run], layout, some, cache, scales)
+    starts, contexts = batch.query_starts.tolist(), batch.context_lens.tolist()
+    for i in range(decodes, len(contexts)):
+        new = slice(starts[i], starts[i + 1])
+        table = batch.block_tables[batch.rows[i], : -(-contexts[i] // cache.shape[1])]
+        latents = gather(cache, scales, table, q.dtype)[: contexts[i]]
+        seen[new] = _attend_absorbed(absorbed[new], layout, latents)
+    out = q.new_empty(tokens, layout.heads, layout.value)
+    for run in runs:
+        out[run] = values_of(seen[run], layout, weights)
+    added.values(seen, out)
+    return out.view(tokens, -1)
 
 
 def prepare(
@@ -139,12 +185,9 @@ def _attend_one(
 ) -> Tensor:
     """The last tokens of one sequence over all of it: [new, heads, value]."""
     new, context = plain.shape[0], latents.shape[0]
-    visible = torch.ones(new, context, dtype=torch.bool, device=plain.device).tril(context - new)
     if not expands(new, context, layout):
-        q = absorb(plain, rotated, layout, weights).transpose(0, 1)
-        keys, values = latents.expand(layout.heads, -1, -1), latents[:, : layout.latent].expand(layout.heads, -1, -1)
-        seen = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, scale=layout.scale)
-        return values_of(seen.transpose(0, 1), layout, weights)
+        return values_of(_attend_absorbed(absorb(plain, rotated, layout, weights), layout, latents), layout, weights)
+    visible = _visible(new, latents)
     q = torch.cat((plain, rotated), -1).transpose(0, 1)
     out = q.new_empty(layout.heads, new, layout.value)
     per_head = context * (layout.query + layout.value) * q.element_size()
@@ -163,6 +206,20 @@ def _attend_one(
             scale=layout.scale,
         )
     return out.transpose(0, 1)
+
+
+def _attend_absorbed(q: Tensor, layout: LatentLayout, latents: Tensor) -> Tensor:
+    """The last tokens of one sequence, in the space of latents: what they have seen [new, heads, latent]."""
+    keys, values = latents.expand(layout.heads, -1, -1), latents[:, : layout.latent].expand(layout.heads, -1, -1)
+    visible = _visible(q.shape[0], latents)
+    seen = F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=visible, scale=layout.scale)
+    return seen.transpose(0, 1)
+
+
+def _visible(new: int, latents: Tensor) -> Tensor:
+    """bool [new, context]."""
+    context = latents.shape[0]
+    return torch.ones(new, context, dtype=torch.bool, device=latents.device).tril(context - new)
 
 
 def expands(new: int, context: int, layout: LatentLayout) -> bool:

@@ -9,6 +9,7 @@ from penstock.engine.backends.interface import (
     DeltaLayout,
     DeltaWeights,
     HeadLayout,
+    LatentAdditions,
     LatentLayout,
     LatentWeights,
     MambaLayout,
@@ -30,8 +31,9 @@ class PlainMixers:
         batch: AttentionBatch,
         cache: Tensor,
         scales: Tensor | None = None,
+        added: LatentAdditions | None = None,
     ) -> Tensor:
-        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales)
+        return latent.latent_attention(q, kv, layout, weights, cos_sin, batch, cache, scales, added)
 
     def split_gate(self, qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
         return delta.split_gate(qkv, layout)

@@ -6,13 +6,16 @@ scale, those of what Mamba layers read and project part of their convolutions, g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from penstock.engine.models.families.bamba import NAMES
 from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     flag,
     integer,
@@ -20,7 +23,13 @@ from penstock.engine.models.families.family import (
     llama_fields,
     number,
 )
-from penstock.engine.models.families.mamba import MAMBA_KEYS, hybrid_architecture, mamba_config
+from penstock.engine.models.families.mamba import (
+    MAMBA_KEYS,
+    SSM_KEYS,
+    hybrid_architecture,
+    mamba_config,
+    mamba_from_gguf,
+)
 from penstock.engine.models.model_config import BesideAttention
 from penstock.errors import CheckpointError
 
@@ -76,6 +85,19 @@ def _fields(raw: HFConfig) -> ConfigFields:
     }
 
 
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    """All factors are part of the matrices; norms come behind gates, as in all published models."""
+    sizes = mamba_from_gguf(keys, {**config, "hidden_size": 1})
+    return {
+        **{name: size for name, size in sizes.items() if name != "mamba_expand"},
+        "mamba_d_ssm": keys.whole("ssm.inner_size", 0),
+        "mamba_norm_before_gate": False,
+        **dict.fromkeys(_MULTIPLIERS, 1.0),
+        "mlp_multipliers": [1.0] * 2,
+        "ssm_multipliers": [1.0] * 5,
+    }
+
+
 FALCON_H1 = Family(
     model_type="falcon_h1",
     class_name="FalconH1ForCausalLM",
@@ -87,6 +109,6 @@ FALCON_H1 = Family(
         "num_logits_to_keep",
     },
     names=NAMES,
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(architectures=("falcon-h1",), mamba=True, config=_from_gguf, reads=SSM_KEYS),
     architecture=hybrid_architecture,
 )  # fmt: skip

@@ -123,6 +123,19 @@ class GGUFKeys:
             )
         return value
 
+    def each(self, name: str, layers: int) -> tuple[int, ...]:
+        """Integers, one for each layer, where the file has so many or one for all."""
+        value = self.metadata.get(f"{self.architecture}.{name}", 0)
+        if not is_array(value):
+            return (self.whole(name, 0),) * layers
+        numbers = tuple(value.tolist())
+        wrong = any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 1 << 31 for one in numbers)
+        if len(numbers) != layers or wrong:
+            raise CheckpointError(
+                f"GGUF key {self.architecture}.{name} must have an integer for each of {layers} layers"
+            )
+        return numbers
+
 
 def short_decimal(value: float) -> float:
     """The decimal that was rounded to float32 when a GGUF file was written (1e-5, not 9.9999997e-06)."""
@@ -152,6 +165,11 @@ class GGUFFormat:
     delta_nets: Literal["", "grouped", "tiled"] = ""
     """Order of the value heads of gated delta nets, where a family has them: those of a key head together, or in tiled
     order; see `loading.gguf_delta`."""
+    mamba: bool = False
+    """Whether there are Mamba-2 layers; see `loading.gguf_mamba`. Numbers of KV heads and widths of feed-forwards may
+    then differ between layers, and are 0 in those that have none."""
+    attention: bool = True
+    """Whether there is attention, and a feed-forward beside it."""
     windowed: bool = True
     """Whether `attention.sliding_window` is honoured; where not, a file must not have one within its context."""
     tensors: Mapping[str, str] = field(default_factory=dict)

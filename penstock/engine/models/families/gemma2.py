@@ -59,7 +59,7 @@ def layer_types(keys: GGUFKeys, config: HFConfig, default_period: int) -> Mappin
     layers = config["num_hidden_layers"]
     if not config.get("sliding_window"):
         return {"layer_types": ["full_attention"] * layers}
-    given = keys.metadata.get(f"{keys.architecture}.attention.sliding_window_pattern")
+    given: Any = keys.metadata.get(f"{keys.architecture}.attention.sliding_window_pattern")
     if is_array(given):
         if len(given) != layers:
             raise CheckpointError(f"attention.sliding_window_pattern has {len(given)} entries for {layers} layers")

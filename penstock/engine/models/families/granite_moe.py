@@ -21,7 +21,15 @@ from penstock.engine.models.families.family import (
     number,
 )
 from penstock.engine.models.families.granite import GGUF_SCALES, MULTIPLIERS, multiplied, multipliers_from_gguf
-from penstock.engine.models.families.mamba import MAMBA_KEYS, MAMBA_MATRICES, hybrid_architecture, mamba_config
+from penstock.engine.models.families.mamba import (
+    MAMBA_KEYS,
+    MAMBA_MATRICES,
+    SSM_KEYS,
+    hybrid_architecture,
+    mamba_config,
+    mamba_from_gguf,
+    rotated_in_gguf,
+)
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import MoeConfig
 from penstock.errors import CheckpointError
@@ -112,6 +120,19 @@ def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
     }
 
 
+def _hybrid_from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    """Layers without KV heads are Mamba's. Whether positions are rotated is in `rope.scaling.finetuned`."""
+    found = _from_gguf(keys, config)
+    kv_heads = keys.each("attention.head_count_kv", config["num_hidden_layers"])
+    return {
+        **found,
+        **mamba_from_gguf(keys, config),
+        "shared_intermediate_size": found["shared_intermediate_size"] or config["intermediate_size"],
+        "layer_types": ["attention" if heads else "mamba" for heads in kv_heads],
+        "position_embedding_type": "rope" if rotated_in_gguf(keys) else "nope",
+    }
+
+
 GRANITE_MOE = Family(
     model_type="granitemoe",
     class_name="GraniteMoeForCausalLM",
@@ -150,6 +171,18 @@ GRANITE_MOE_HYBRID = Family(
     | MAMBA_KEYS
     | {"attention_bias", "shared_intermediate_size", "position_embedding_type", "layers_block_type"},
     names=replace(_NAMES, recurrent=MAMBA_MATRICES),
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("granitehybrid",),
+        interleaved_rope=True,
+        mamba=True,
+        config=_hybrid_from_gguf,
+        reads=_GGUF | SSM_KEYS,
+        tensors={
+            **_GGUF_TENSORS,
+            "ffn_gate": "shared_mlp.gate_proj",
+            "ffn_up": "shared_mlp.up_proj",
+            "ffn_down": "shared_mlp.output_linear",
+        },
+    ),
     architecture=hybrid_architecture,
 )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.engine.models.families.family import HFConfig, flag, integer, number
+from penstock.engine.models.families.family import GGUFKeys, HFConfig, flag, integer, number
 from penstock.engine.models.model_config import MambaConfig
 from penstock.errors import CheckpointError
 
@@ -19,6 +19,10 @@ MAMBA_KEYS = frozenset({
 })  # fmt: skip
 """`mamba_chunk_size` says how the reference cuts its sums, which changes nothing but their rounding."""
 MAMBA_MATRICES = ("in_proj", "out_proj")
+SSM_KEYS = frozenset({
+    "ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank",
+})  # fmt: skip
+"""Of GGUF files."""
 
 
 def hybrid_architecture() -> Architecture:
@@ -71,3 +75,44 @@ def _float(value: Any) -> float | None:
     if isinstance(value, str) and value in ("Infinity", "inf"):
         return math.inf
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def ssm_sizes(keys: GGUFKeys) -> tuple[int, int]:
+    """Heads of a Mamba layer in a GGUF file, and the size of each."""
+    inner, heads = keys.whole("ssm.inner_size", 0), keys.whole("ssm.time_step_rank", 0)
+    if not inner or not heads or inner % heads:
+        raise CheckpointError(
+            f"GGUF key {keys.architecture}.ssm.inner_size: {inner} is not a size of {heads} heads (ssm.time_step_rank)"
+        )
+    return heads, inner // heads
+
+
+def mamba_from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    """Keys as Granite 4 and Bamba have them."""
+    heads, size = ssm_sizes(keys)
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": size,
+        "mamba_n_groups": keys.whole("ssm.group_count", 0),
+        "mamba_d_state": keys.whole("ssm.state_size", 0),
+        "mamba_d_conv": keys.whole("ssm.conv_kernel", 0),
+        "mamba_expand": expansion(heads * size, config),
+    }
+
+
+def expansion(inner: int, config: HFConfig) -> int:
+    """How many times as wide as the residual stream a Mamba layer is."""
+    times, rest = divmod(inner, config["hidden_size"])
+    if rest or not times:
+        raise CheckpointError(f"Mamba layers of width {inner} are no multiple of {config['hidden_size']}")
+    return int(times)
+
+
+def rotated_in_gguf(keys: GGUFKeys) -> bool:
+    """Whether attention rotates positions, in files of the architecture that Granite 4 and Bamba share."""
+    rotated = keys("rope.scaling.finetuned", True)
+    if not isinstance(rotated, bool):
+        raise CheckpointError(
+            f"{keys.architecture}.rope.scaling.finetuned must be true or false, found {rotated!r:.80}"
+        )
+    return rotated

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from penstock.engine.models.families.family import (
     SILU,
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     flag,
     integer,
     layer_count,
     number,
 )
-from penstock.engine.models.families.mamba import MAMBA_MATRICES, time_step_range
+from penstock.engine.models.families.mamba import MAMBA_MATRICES, SSM_KEYS, expansion, ssm_sizes, time_step_range
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.model_config import LayerPart, MambaConfig
 from penstock.engine.models.rope import NO_ROPE
@@ -89,6 +91,28 @@ def _fields(raw: HFConfig) -> ConfigFields:
     }
 
 
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    heads, size = ssm_sizes(keys)
+    return {
+        **one_part_from_gguf(keys, config),
+        "num_heads": heads,
+        "head_dim": size,
+        "state_size": keys.whole("ssm.state_size", 0),
+        "expand": expansion(heads * size, config),
+    }
+
+
+def one_part_from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    """What Nemotron-H has too."""
+    return {
+        "n_groups": keys.whole("ssm.group_count", 0),
+        "conv_kernel": keys.whole("ssm.conv_kernel", 0),
+        "use_bias": config["mamba_proj_bias"],
+        "use_conv_bias": config["mamba_conv_bias"],
+        "layer_norm_epsilon": config["rms_norm_eps"],
+    }
+
+
 MAMBA2 = Family(
     model_type="mamba2",
     class_name="Mamba2ForCausalLM",
@@ -106,6 +130,6 @@ MAMBA2 = Family(
     },
     limits={"hidden_act": SILU},
     names=NAMES,
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(architectures=("mamba2",), mamba=True, attention=False, config=_from_gguf, reads=SSM_KEYS),
     architecture=one_part_architecture,
 )

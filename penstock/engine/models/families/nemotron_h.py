@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock.engine.models.families.family import (
     MOST_LAYERS,
@@ -13,13 +14,16 @@ from penstock.engine.models.families.family import (
     ConfigFields,
     Family,
     GGUFFormat,
+    GGUFKeys,
     HFConfig,
     count,
     flag,
     integer,
     number,
 )
-from penstock.engine.models.families.mamba2 import NAMES, UNUSED, one_part_architecture
+from penstock.engine.models.families.mamba import SSM_KEYS, ssm_sizes
+from penstock.engine.models.families.mamba2 import NAMES, UNUSED, one_part_architecture, one_part_from_gguf
+from penstock.engine.models.families.sigmoid_experts import require_sigmoid
 from penstock.engine.models.model_config import LayerPart, MambaConfig, MoeConfig
 from penstock.engine.models.rope import NO_ROPE
 from penstock.errors import CheckpointError
@@ -45,6 +49,13 @@ _IGNORED = frozenset({
     "mtp_layers_block_type", "mtp_hybrid_override_pattern",
 })  # fmt: skip
 """Keys that the reference has no use for when it runs the layers; states are float32 here."""
+
+
+_GGUF = frozenset({
+    "expert_count", "expert_used_count", "expert_shared_count", "expert_feed_forward_length",
+    "expert_shared_feed_forward_length", "expert_weights_norm", "expert_weights_scale", "expert_group_count",
+    "expert_group_used_count", "expert_gating_func", "moe_latent_size",
+})  # fmt: skip
 
 
 def _fields(raw: HFConfig) -> ConfigFields:
@@ -118,6 +129,44 @@ def _layers(raw: HFConfig) -> Sequence[str]:
     return kinds
 
 
+def _from_gguf(keys: GGUFKeys, config: HFConfig) -> Mapping[str, Any]:
+    """Layers with KV heads are attention, those with a width feed-forwards, the others Mamba's."""
+    heads, size = ssm_sizes(keys)
+    layers, experts = config["num_hidden_layers"], keys.whole("expert_count", 0)
+    kv_heads, widths = (keys.each(name, layers) for name in ("attention.head_count_kv", "feed_forward_length"))
+    kinds = [
+        "full_attention" if own else "linear_attention" if not width else "moe" if experts else "mlp"
+        for own, width in zip(kv_heads, widths, strict=True)
+    ]
+    found = {
+        **one_part_from_gguf(keys, config),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": size,
+        "ssm_state_size": keys.whole("ssm.state_size", 0),
+        "layers_block_type": kinds,
+        "mlp_hidden_act": "relu2",
+    }
+    if not experts:
+        return found
+    require_sigmoid(keys)
+    normalized = keys("expert_weights_norm", False)
+    if not isinstance(normalized, bool):
+        raise CheckpointError(f"expert_weights_norm must be true or false, found {normalized!r:.80}")
+    return {
+        **found,
+        "n_routed_experts": experts,
+        "n_shared_experts": keys.whole("expert_shared_count", 0),
+        "num_experts_per_tok": keys.whole("expert_used_count", 0),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length", 0) or max(widths),
+        "moe_shared_expert_intermediate_size": keys.whole("expert_shared_feed_forward_length", 0),
+        "moe_latent_size": keys.whole("moe_latent_size", 0) or None,
+        "norm_topk_prob": normalized,
+        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
+        "n_group": keys.whole("expert_group_count", 0) or 1,
+        "topk_group": keys.whole("expert_group_used_count", 0) or 1,
+    }
+
+
 _NAMES = dataclasses.replace(
     NAMES,
     moe="mixer.",
@@ -148,6 +197,19 @@ NEMOTRON_H = Family(
     },
     limits={"mamba_hidden_act": SILU, "mlp_hidden_act": ("relu2",)},
     names=_NAMES,
-    gguf=GGUFFormat(architectures=()),
+    gguf=GGUFFormat(
+        architectures=("nemotron_h", "nemotron_h_moe"),
+        interleaved_rope=True,  # though nothing is rotated
+        mamba=True,
+        config=_from_gguf,
+        reads=SSM_KEYS | _GGUF,
+        tensors={
+            "ffn_up_shexp": "mixer.shared_experts.up_proj",
+            "ffn_down_shexp": "mixer.shared_experts.down_proj",
+            "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+            "ffn_latent_down": "mixer.fc1_latent_proj",
+            "ffn_latent_up": "mixer.fc2_latent_proj",
+        },
+    ),
     architecture=one_part_architecture,
 )

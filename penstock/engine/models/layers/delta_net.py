@@ -47,5 +47,21 @@ class GatedDeltaNet:
             projected, gates = projected[:, : self.layout.width], projected[:, self.layout.width :]
         else:
             gates = self.gates(x)
-        mixed = self.delta_ops.delta_net(projected, gates, self.layout, self.weights, batch, cache.conv, cache.state)
-        return self.output(mixed)
+        return self.output(self._mixed(projected, gates, batch, cache))
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: RecurrentCache) -> Tensor:
+        """See `FusedMixer`; for linears that are `FusedLinear`."""
+        mix: Any = self.mix
+        gates: Any = self.gates
+        output: Any = self.output
+        if gates is None:
+            both = mix.fused(residual, norm=norm, eps=eps)
+            projected, gated = both[:, : self.layout.width], both[:, self.layout.width :]
+        else:
+            x = self.delta_ops.rms_norm(residual, norm, eps)
+            projected, gated = mix.fused(x), gates.fused(x)
+        out: Tensor = output.fused(self._mixed(projected, gated, batch, cache), residual=residual)
+        return out
+
+    def _mixed(self, projected: Tensor, gates: Tensor, batch: AttentionBatch, cache: RecurrentCache) -> Tensor:
+        return self.delta_ops.delta_net(projected, gates, self.layout, self.weights, batch, cache.conv, cache.state)

@@ -21,3 +21,12 @@ class GatedAttention(Attention):
         qkv, gate = self.attention_ops.split_gate(self.qkv(x), self.heads)
         attended = self._attend(qkv, batch, cache)
         return self.output(self.attention_ops.sigmoid_mul(attended, gate))
+
+    def fused(self, residual: Tensor, norm: Tensor, eps: float, batch: AttentionBatch, cache: PagedKVCache) -> Tensor:
+        """See `FusedMixer`; for linears that are `FusedLinear`."""
+        made: Any = self.qkv
+        output: Any = self.output
+        qkv, gate = self.attention_ops.split_gate(made.fused(residual, norm=norm, eps=eps), self.heads)
+        attended = self._attend(qkv, batch, cache)
+        out: Tensor = output.fused(self.attention_ops.sigmoid_mul(attended, gate), residual=residual)
+        return out

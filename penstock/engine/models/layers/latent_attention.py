@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.backends.interface import ActivationOps, AttentionBatch, LatentLayout, LatentWeights, Ops
+from penstock.engine.backends.interface import (
+    ActivationOps,
+    AttentionBatch,
+    LatentAdditions,
+    LatentLayout,
+    LatentWeights,
+    Ops,
+)
 from penstock.engine.kv.kinds import PagedLatent, PagedLatentCache
 from penstock.engine.models.layers.linear import Linear
 
@@ -36,6 +43,8 @@ class LatentAttention:
     """Where queries go through a narrower vector: its norm, and what makes queries of it."""
     cache_scale: Tensor | None = None
     """With an FP8 cache: what is stored is divided by this, float32 [1]."""
+    additions: LatentAdditions | None = None
+    """Adapters of what makes keys and values of latents."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -75,5 +84,5 @@ class LatentAttention:
     def _attend(self, q: Tensor, kv: Tensor, batch: AttentionBatch, cache: PagedLatentCache) -> Tensor:
         scales = self.cache_scale if cache.scales is None else cache.scales
         return self.attention_ops.latent_attention(
-            q, kv, self.heads, self.weights, self.cos_sin, batch, cache.latents, scales
+            q, kv, self.heads, self.weights, self.cos_sin, batch, cache.latents, scales, self.additions
         )

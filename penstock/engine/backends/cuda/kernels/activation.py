@@ -87,9 +87,12 @@ def _quantize_kernel(
     x_ptr: tl.tensor,
     out_ptr: tl.tensor,
     scale_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
     stride: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    RESCALED: tl.constexpr,
     GATED: tl.constexpr,
     GATE: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -102,8 +105,13 @@ def _quantize_kernel(
     launch_successor(PDL)
     wait_for_inputs(PDL)
     y = tl.load(x_ptr + row * stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if RESCALED:
+        factor = tl.load(rows_ptr + row)
+        y *= factor * tl.load(columns_ptr + cols, mask=mask, other=0.0)
     if GATED:
         up = tl.load(x_ptr + row * stride + WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+        if RESCALED:
+            up *= factor * tl.load(columns_ptr + WIDTH + cols, mask=mask, other=0.0)
         y = gated(y, up, GATE, ALPHA, LIMIT)
     scale = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-12) / FP8_MAX
     y = tl.clamp(y / scale, -FP8_MAX, FP8_MAX)
@@ -183,7 +191,9 @@ def _gate_mul(x: Tensor | Addends, activation: Activation, pdl: bool) -> Tensor:
     return out
 
 
-def _quantize(x: Tensor, width: int, gate: Activation | None, pdl: bool) -> tuple[Tensor, Tensor]:
+def _quantize(
+    x: Tensor, width: int, gate: Activation | None, pdl: bool, scales: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     tokens = x.shape[0]
     out = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
@@ -196,9 +206,11 @@ def _quantize(x: Tensor, width: int, gate: Activation | None, pdl: bool) -> tupl
         x,
         out,
         scale,
+        *(scales or (scale, scale)),
         x.stride(0),
         WIDTH=width,
         BLOCK=block,
+        RESCALED=scales is not None,
         GATED=gate is not None,
         **gate_options(gate or "silu"),
         num_warps=min(32, max(1, block // 1024)),
@@ -225,3 +237,10 @@ def gelu_mul_fp8(gate_up: Tensor, *, pdl: bool = False) -> tuple[Tensor, Tensor]
 def clamped_swiglu_fp8(gate_up: Tensor, alpha: float, limit: float, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """`clamped_swiglu` followed by `quantize_fp8`, in one pass."""
     return _quantize(gate_up, gate_up.shape[1] // 2, ClampedSwiglu(alpha, limit), pdl)
+
+
+def gate_mul_fp8(
+    gate_up: Tensor, rows: Tensor, columns: Tensor, activation: Activation, *, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`silu_mul_fp8`, or with another gate, of `gate_up` times `rows` [T, 1] and `columns` [2 * ffn]."""
+    return _quantize(gate_up, gate_up.shape[1] // 2, activation, pdl, (rows, columns))

@@ -5,7 +5,8 @@ compute capability 9.0). It must then call `wait_for_inputs` before it touches a
 reads*, in every program and before any early return: a grid that finishes without waiting would let its successor
 overtake its predecessor. Before the wait it may read what no kernel here writes: weights, and what describes the step
 (positions, slots, rows, context lengths, block tables), which is copied or made by PyTorch, whose kernels nobody
-overtakes.
+overtakes. And what a kernel alone writes once a step, such as the states of a recurrent layer: every pass through the
+layers begins with an operation of PyTorch's, the embedding.
 """
 
 from __future__ import annotations

@@ -8,12 +8,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels.common import launch, launch_successor, next_power_of_2, wait_for_inputs
+from penstock.engine.backends.cuda.kernels.common import (
+    ceil_div,
+    launch,
+    launch_successor,
+    next_power_of_2,
+    wait_for_inputs,
+)
 from penstock.engine.backends.cuda.kernels.delta_conv import keep_inputs
 from penstock.engine.backends.cuda.kernels.delta_decode import choose, decode
 from penstock.engine.backends.cuda.kernels.delta_layout import LEAST_SIDE, columns, gated_norm, head_shape
 from penstock.engine.backends.cuda.kernels.delta_prompt import prompts
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, DeltaWeights
+
+_NORM_HEADS = 8
+"""Heads that a program normalizes, where that is a launch of its own."""
 
 
 @triton.jit
@@ -29,21 +38,24 @@ def _norm_kernel(
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     GROUPED: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
+    """Some heads of one token."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     vs = tl.arange(0, BLOCK_V)
-    mask = vs < V_DIM
+    mask = (head < V_HEADS)[:, None] & (vs < V_DIM)[None, :]
     _, _, _, z_col, _, _ = columns(head, K_HEADS, V_HEADS, K_DIM, V_DIM, GROUPED)
-    norm = tl.load(norm_ptr + vs, mask=mask, other=0.0)
+    norm = tl.load(norm_ptr + vs, mask=vs < V_DIM, other=0.0)
     launch_successor(PDL)
     wait_for_inputs(PDL)
-    at = (token * V_HEADS + head) * V_DIM + vs
+    at = token * (V_HEADS * V_DIM) + head[:, None] * V_DIM + vs[None, :]
     o = tl.load(o_ptr + at, mask=mask, other=0.0)
-    z = tl.load(x_ptr + token * x_stride + z_col + vs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, gated_norm(o, z, norm, V_DIM, eps).to(out_ptr.dtype.element_ty), mask=mask)
+    z = tl.load(x_ptr + token * x_stride + z_col[:, None] + vs[None, :], mask=mask, other=0.0).to(tl.float32)
+    normed = gated_norm(o, z, norm[None, :], V_DIM, eps)
+    tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def delta_net(
@@ -80,8 +92,8 @@ def delta_net(
         prompts(projected, gates, layout, weights, batch, states, conv_cache, state_cache, raw, pdl=pdl)
     if later:
         launch(
-            _norm_kernel, (tokens, layout.v_heads), raw, projected, weights.norm, out, projected.stride(0),
-            weights.eps, **head_shape(layout), GROUPED=layout.grouped,
-            BLOCK_V=max(LEAST_SIDE, next_power_of_2(layout.v_dim)), num_warps=1, pdl=pdl,
+            _norm_kernel, (tokens, ceil_div(layout.v_heads, _NORM_HEADS)), raw, projected, weights.norm, out,
+            projected.stride(0), weights.eps, **head_shape(layout), GROUPED=layout.grouped, ROWS=_NORM_HEADS,
+            BLOCK_V=max(LEAST_SIDE, next_power_of_2(layout.v_dim)), num_warps=4, pdl=pdl,
         )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ from penstock.engine.backends.cuda.kernels.common import (
 from penstock.engine.backends.cuda.kernels.delta_layout import column_of, head_shape
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, StateBatch
 
-_TOKENS, _COLUMNS = 8, 128
+_TOKENS = 8
 """What a program convolves of prompts."""
 
 
@@ -271,9 +271,13 @@ def _prompt_conv_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """As `_conv_kernel`, for several tokens that share the weights they are multiplied with."""
+    """One head of several tokens: its query, its key or its value. Queries and keys are scaled."""
     CHANNELS: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
-    channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    part = tl.program_id(1)
+    of_value = part >= 2 * K_HEADS
+    lane = tl.arange(0, BLOCK)
+    begins = tl.where(of_value, 2 * K_HEADS * K_DIM + (part - 2 * K_HEADS) * V_DIM, part * K_DIM)
+    channel = (begins + lane)[None, :]
     column = column_of(channel, K_HEADS, V_HEADS, K_DIM, V_DIM, GROUPED)
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     token = begin + row
@@ -283,9 +287,11 @@ def _prompt_conv_kernel(
     first = tl.load(first_ptr + token, mask=here, other=0)[:, None]
     read = tl.load(reads_ptr + token, mask=here, other=0)[:, None]
     position = tl.load(positions_ptr + token, mask=here, other=0)[:, None]
-    mask = (channel < CHANNELS) & here[:, None]
+    mask = (lane < tl.where(of_value, V_DIM, K_DIM))[None, :] & here[:, None]
     mixed = convolved(x_ptr, ring_ptr, conv_ptr, column, channel, mask, token[:, None], first, position, read,
                       x_stride, CHANNELS, CONV)  # fmt: skip
+    scale = tl.rsqrt(tl.sum(mixed * mixed, axis=1) + 1e-6) * tl.where(part < K_HEADS, K_DIM**-0.5, 1.0)
+    mixed *= tl.where(of_value, 1.0, scale)[:, None]
     at = mixed_ptr + row.to(tl.int64)[:, None] * CHANNELS + channel
     tl.store(at, mixed.to(mixed_ptr.dtype.element_ty), mask=mask)
 
@@ -323,8 +329,8 @@ def convolve(
     decodes: bool,
     pdl: bool,
 ) -> Tensor:
-    """[tokens, channels]: convolution and silu of the decodes in float32, or of all tokens behind them. Of decodes also
-    keeps the inputs, where `keep_inputs` need not."""
+    """[tokens, channels]: convolution and silu of the decodes in float32, or of all tokens behind them with queries and
+    keys scaled. Of decodes also keeps the inputs, where `keep_inputs` need not."""
     shape = {**head_shape(layout), "CONV": layout.conv, "GROUPED": layout.grouped}
     if decodes:
         tokens, block = batch.num_decodes, min(1024, next_power_of_2(layout.channels))
@@ -338,8 +344,9 @@ def convolve(
     begin, end = batch.num_decodes, projected.shape[0]
     mixed = torch.empty((end - begin, layout.channels), dtype=projected.dtype, device=projected.device)
     launch(
-        _prompt_conv_kernel, (ceil_div(end - begin, _TOKENS), ceil_div(layout.channels, _COLUMNS)),
+        _prompt_conv_kernel, (ceil_div(end - begin, _TOKENS), 2 * layout.k_heads + layout.v_heads),
         projected, ring, weight, mixed, batch.positions, states.first, states.reads, begin, end,
-        projected.stride(0), **shape, TOKENS=_TOKENS, BLOCK=_COLUMNS, num_warps=4, pdl=pdl,
+        projected.stride(0), **shape, TOKENS=_TOKENS, BLOCK=next_power_of_2(max(layout.k_dim, layout.v_dim)),
+        num_warps=4, pdl=pdl,
     )  # fmt: skip
     return mixed

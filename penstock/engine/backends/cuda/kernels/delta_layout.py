@@ -72,7 +72,7 @@ def softplus(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def gated_norm(o: tl.tensor, z: tl.tensor, norm: tl.tensor, V_DIM: tl.constexpr, eps: tl.tensor) -> tl.tensor:
     """RMS norm over the last axis, times silu of the gate."""
-    normed = o * tl.rsqrt(tl.sum(o * o, axis=0) / V_DIM + eps) * norm
+    normed = o * tl.rsqrt(tl.sum(o * o, axis=len(o.shape) - 1, keep_dims=True) / V_DIM + eps) * norm
     return normed * z / (1.0 + tl.exp(-z))
 
 

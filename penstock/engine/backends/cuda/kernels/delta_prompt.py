@@ -1,7 +1,8 @@
 """Gated delta nets, prompts in chunks of tokens, by matrix products.
 
-The convolution of all tokens; within all chunks at once the triangular system that turns the updates of a chunk into
-one (`_system_kernel`); then the chunks of a sequence in order (`_scan_kernel`)."""
+The convolution of all tokens, which also scales queries and keys; within all chunks at once the triangular system that
+turns the updates of a chunk into one (`_system_kernel`); then the chunks of a sequence in order (`_scan_kernel`).
+Products are of the model's type, sums and states float32."""
 
 from __future__ import annotations
 
@@ -23,11 +24,8 @@ from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, Delt
 
 _DIAGONAL = 16
 """Side of the blocks that are inverted row by row."""
-
-
-@triton.jit
-def unit_rows(x: tl.tensor) -> tl.tensor:
-    return x * tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
+SCAN_WARPS = 4
+"""So that two programs fit on a multiprocessor, and one computes while the other waits."""
 
 
 @triton.jit(do_not_specialize=["begin"])
@@ -76,8 +74,7 @@ def _system_kernel(
         group = head // RATIO
         local = (tokens - begin).to(tl.int64)
         k_at = mixed_ptr + local[:, None] * CHANNELS + (K_HEADS * K_DIM + group * K_DIM + ks)[None, :]
-        k = tl.load(k_at, mask=valid[:, None] & (ks < K_DIM)[None, :], other=0.0).to(tl.float32)
-        k = unit_rows(k)
+        k = tl.load(k_at, mask=valid[:, None] & (ks < K_DIM)[None, :], other=0.0)
         _, _, _, _, b_col, a_col = columns(head, K_HEADS, V_HEADS, K_DIM, V_DIM, GROUPED)
         b = tl.load(gates_ptr + tokens * gates_stride + b_col, mask=valid, other=0.0).to(tl.float32)
         a = tl.load(gates_ptr + tokens * gates_stride + a_col, mask=valid, other=0.0).to(tl.float32)
@@ -87,7 +84,8 @@ def _system_kernel(
         below = rows[:, None] > rows[None, :]
         # The difference is masked before it is raised: above the diagonal it may be as large as it likes.
         lag = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
-        system = tl.dot((k * beta[:, None]).to(TYPE), tl.trans(k.to(TYPE)), input_precision=PRECISION) * lag
+        # Factors are applied to sums and to the system, so that keys and values are multiplied as they lie in memory.
+        system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * (lag * beta[:, None])
         system = tl.where(below, system, 0.0)
         # Blocks on the diagonal are inverted row by row, all of them at once.
         same = (rows // DIAGONAL)[:, None] == (rows // DIAGONAL)[None, :]
@@ -108,15 +106,13 @@ def _system_kernel(
                 merged = merged + tl.dot(merged, n, input_precision=PRECISION)
             inverse = tl.dot(merged, inverse, input_precision=PRECISION)
         out = tokens.to(tl.int64) - begin
-        scaled = k * (beta * tl.exp(total))[:, None]
-        solver = inverse.to(TYPE)
-        w = tl.dot(solver, scaled.to(TYPE), input_precision=PRECISION)
+        w = tl.dot((inverse * (beta * tl.exp(total))[None, :]).to(TYPE), k, input_precision=PRECISION)
         w_at = w_ptr + (out[:, None] * V_HEADS + head) * K_DIM + ks[None, :]
         tl.store(w_at, w.to(w_ptr.dtype.element_ty), mask=valid[:, None] & (ks < K_DIM)[None, :])
         v_at = mixed_ptr + local[:, None] * CHANNELS + (2 * K_HEADS * K_DIM + head * V_DIM + vs)[None, :]
         v_mask = valid[:, None] & (vs < V_DIM)[None, :]
-        v = tl.load(v_at, mask=v_mask, other=0.0).to(tl.float32)
-        u = tl.dot(solver, (v * beta[:, None]).to(TYPE), input_precision=PRECISION)
+        v = tl.load(v_at, mask=v_mask, other=0.0)
+        u = tl.dot((inverse * beta[None, :]).to(TYPE), v, input_precision=PRECISION)
         u_at = u_ptr + (out[:, None] * V_HEADS + head) * V_DIM + vs[None, :]
         tl.store(u_at, u.to(u_ptr.dtype.element_ty), mask=v_mask)
         tl.store(total_ptr + out * V_HEADS + head, total, mask=valid)
@@ -144,8 +140,7 @@ def _scan_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """The chunks of one sequence in order, for some columns of one head's state. Products of the model's type, sums and
-    state in float32."""
+    """The chunks of one sequence in order, for some columns of one head's state."""
     TYPE: tl.constexpr = mixed_ptr.dtype.element_ty
     seq = tl.program_id(0)
     head = tl.program_id(1)
@@ -169,32 +164,33 @@ def _scan_kernel(
         source = state_ptr + (read.to(tl.int64) * V_HEADS + head) * SIZE
         state = tl.load(source + inside, mask=tile & (read > 0), other=0.0)
         seen = rows[:, None] >= rows[None, :]
+        # Offsets within a chunk are the same for all of them, so that they take no registers of 64 bits.
+        k_at = rows[:, None] * CHANNELS + (group * K_DIM + ks)[None, :]
+        w_at = rows[:, None] * (V_HEADS * K_DIM) + ks[None, :]
+        v_at = rows[:, None] * (V_HEADS * V_DIM) + vs[None, :]
         for first in range(start, end, CHUNK):
-            local = (first + rows - begin).to(tl.int64)
+            local = (first - begin).to(tl.int64)
             valid = first + rows < end
             k_tile = valid[:, None] & k_mask[None, :]
             v_tile = valid[:, None] & v_mask[None, :]
-            total = tl.load(total_ptr + local * V_HEADS + head, mask=valid, other=0.0)
-            ending = tl.minimum(first + CHUNK, end) - 1 - begin
-            whole = tl.load(total_ptr + ending.to(tl.int64) * V_HEADS + head)
-            q_at = mixed_ptr + local[:, None] * CHANNELS + (group * K_DIM + ks)[None, :]
-            q = tl.load(q_at, mask=k_tile, other=0.0).to(tl.float32)
-            k = tl.load(q_at + K_HEADS * K_DIM, mask=k_tile, other=0.0).to(tl.float32)
-            q = unit_rows(q) * (K_DIM**-0.5)
-            k = unit_rows(k)
-            w = tl.load(w_ptr + (local[:, None] * V_HEADS + head) * K_DIM + ks[None, :], mask=k_tile, other=0.0)
-            u = tl.load(u_ptr + (local[:, None] * V_HEADS + head) * V_DIM + vs[None, :], mask=v_tile, other=0.0)
+            totals = total_ptr + local * V_HEADS + head
+            total = tl.load(totals + rows * V_HEADS, mask=valid, other=0.0)
+            whole = tl.load(totals + (tl.minimum(CHUNK, end - first) - 1) * V_HEADS)
+            queries = mixed_ptr + local * CHANNELS
+            q = tl.load(queries + k_at, mask=k_tile, other=0.0)
+            k = tl.load(queries + K_HEADS * K_DIM + k_at, mask=k_tile, other=0.0)
+            w = tl.load(w_ptr + (local * V_HEADS + head) * K_DIM + w_at, mask=k_tile, other=0.0)
+            u = tl.load(u_ptr + (local * V_HEADS + head) * V_DIM + v_at, mask=v_tile, other=0.0)
             before = state.to(TYPE)
             values = u.to(tl.float32) - tl.dot(w, before, input_precision=PRECISION)
             lag = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
-            scores = tl.dot(q.to(TYPE), tl.trans(k.to(TYPE)), input_precision=PRECISION) * lag
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * lag
             scores = tl.where(seen, scores, 0.0)
-            o = tl.dot((q * tl.exp(total)[:, None]).to(TYPE), before, input_precision=PRECISION)
+            o = tl.dot(q, before, input_precision=PRECISION) * tl.exp(total)[:, None]
             o += tl.dot(scores.to(TYPE), values.to(TYPE), input_precision=PRECISION)
-            tl.store(out_ptr + ((first + rows).to(tl.int64)[:, None] * V_HEADS + head) * V_DIM + vs[None, :], o,
-                     mask=v_tile)  # fmt: skip
+            tl.store(out_ptr + ((begin + local) * V_HEADS + head) * V_DIM + v_at, o, mask=v_tile)
             late = tl.where(valid, tl.exp(whole - total), 0.0)
-            update = tl.dot(tl.trans((k * late[:, None]).to(TYPE)), values.to(TYPE), input_precision=PRECISION)
+            update = tl.dot(tl.trans(k), (values * late[:, None]).to(TYPE), input_precision=PRECISION)
             state = state * tl.exp(whole) + update
         if write > 0:
             tl.store(state_ptr + (write.to(tl.int64) * V_HEADS + head) * SIZE + inside, state, mask=tile)
@@ -242,7 +238,7 @@ def prompts(
     launch(
         _scan_kernel, (sequences, layout.v_heads, ceil_div(layout.v_dim, columns)),
         mixed, u, w, total, state_cache, out, starts, states.reads, states.writes, begin,
-        **shape, CHUNK=chunk, BLOCK_K=block_k, BLOCK_V=columns, PRECISION=precision, num_warps=8,
-        num_stages=2, pdl=pdl,
+        **shape, CHUNK=chunk, BLOCK_K=block_k, BLOCK_V=columns, PRECISION=precision,
+        num_warps=SCAN_WARPS, num_stages=2, pdl=pdl,
     )  # fmt: skip
     keep_inputs(projected, layout, batch, states, conv_cache, sequences, by_token=False, pdl=pdl)

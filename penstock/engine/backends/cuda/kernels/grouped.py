@@ -12,7 +12,7 @@ i: both halves of a load are then contiguous inputs, and nothing moves between t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -61,6 +61,18 @@ class GroupedWeight:
     def nbytes(self) -> int:
         return sum(part.numel() * part.element_size() for part in (self.data, self.factors))
 
+    def in_8_bits(self) -> GroupedWeight:
+        """The same weights, a byte each."""
+        if self.bits == 8:
+            return self
+        pairs = self.data.view(self.data.shape[0], -1, BLOCK // 2)
+        data = torch.cat((pairs & 15, pairs >> 4), -1).flatten(1).view(torch.int8)
+        return replace(self, data=data, bits=8)
+
+    def factors_by(self, group: int) -> Tensor:
+        """`factors` for every `group` inputs, which divides this group."""
+        return self.factors.repeat_interleave(self.group // group, 0)
+
 
 def join_factors(scale: Tensor, minimum: Tensor | None) -> Tensor:
     """`GroupedWeight.factors` of two float16 [in / group, out]."""
@@ -87,17 +99,17 @@ def split_factors(factors: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 
 @triton.jit
-def _bias(dtype: tl.constexpr) -> tl.constexpr:
-    """What `_nibbles` adds to each weight."""
+def nibble_bias(dtype: tl.constexpr) -> tl.constexpr:
+    """What `nibbles` adds to each weight."""
     return tl.constexpr(128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0)
 
 
 @triton.jit
-def _nibbles(pairs: tl.tensor, HIGH: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Low or high halves of bytes as numbers of `dtype`, plus `_bias`."""
+def nibbles(pairs: tl.tensor, HIGH: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Low or high halves of bytes as numbers of `dtype`, plus `nibble_bias`."""
     if INTERPRETED or dtype == tl.float32:
         half = (pairs >> 4) if HIGH else (pairs & 15)
-        wide = (half.to(tl.float32) + _bias(dtype)).to(dtype)
+        wide = (half.to(tl.float32) + nibble_bias(dtype)).to(dtype)
     elif dtype == tl.bfloat16:
         wide = tl.inline_asm_elementwise(
             "{ .reg .b32 t; shr.b32 t, $2, 4; and.b32 t, t, 0x0f0f0f0f; "
@@ -142,9 +154,9 @@ def group_sum(
 ) -> tl.tensor:
     """`acc` [rows, batch] plus one group's product. `low`, `high`: inputs [batch, n]; `total`: their sum."""
     if BITS == 4:
-        dot = tl.dot(_nibbles(weights, False, low.dtype), tl.trans(low), input_precision=PRECISION)
-        dot = tl.dot(_nibbles(weights, True, low.dtype), tl.trans(high), dot, input_precision=PRECISION)
-        acc += dot * scale[:, None] + total * (minimum - scale * _bias(low.dtype))[:, None]
+        dot = tl.dot(nibbles(weights, False, low.dtype), tl.trans(low), input_precision=PRECISION)
+        dot = tl.dot(nibbles(weights, True, low.dtype), tl.trans(high), dot, input_precision=PRECISION)
+        acc += dot * scale[:, None] + total * (minimum - scale * nibble_bias(low.dtype))[:, None]
     else:
         wide = weights.to(tl.float32).to(low.dtype) if INTERPRETED else weights.to(low.dtype)
         dot = tl.dot(wide, tl.trans(low), input_precision=PRECISION)

@@ -1,7 +1,8 @@
 """Mamba-2, prompts in chunks of tokens, by matrix products.
 
 The convolution of all tokens; then the chunks of a sequence in order: within a chunk tokens see each other as in
-attention without a softmax, and all before it through the state.
+attention without a softmax, and all before it through the state. Products are of the model's type, sums and states
+float32.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from penstock.engine.backends.cuda.kernels.delta_layout import LEAST_SIDE
 from penstock.engine.backends.cuda.kernels.mamba_layout import as_delta, biased, head_shape, time_steps
 from penstock.engine.backends.interface import AttentionBatch, MambaLayout, MambaWeights, StateBatch
 
+_TOKENS, _COLUMNS = 8, 128
+"""What a program convolves."""
 
-@triton.jit(do_not_specialize=["begin"])
+
+@triton.jit(do_not_specialize=["begin", "end"])
 def _conv_kernel(
     x_ptr: tl.tensor,
     ring_ptr: tl.tensor,
@@ -35,23 +39,28 @@ def _conv_kernel(
     first_ptr: tl.tensor,
     reads_ptr: tl.tensor,
     begin: tl.tensor,
+    end: tl.tensor,
     x_stride: tl.tensor,
     CHANNELS: tl.constexpr,
     CONV: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    token = begin + tl.program_id(0)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = channel < CHANNELS
+    """Several tokens, which share the weights that they are multiplied with."""
+    channel = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token = begin + row
+    here = token < end
+    mask = (channel < CHANNELS) & here[:, None]
     launch_successor(PDL)
     wait_for_inputs(PDL)
-    first = tl.load(first_ptr + token)
-    read = tl.load(reads_ptr + token)
-    position = tl.load(positions_ptr + token)
-    mixed = biased(x_ptr, ring_ptr, conv_ptr, conv_bias_ptr, channel, mask, token, first, position, read, x_stride,
-                   CHANNELS, CONV)  # fmt: skip
-    at = mixed_ptr + tl.program_id(0).to(tl.int64) * CHANNELS + channel
+    first = tl.load(first_ptr + token, mask=here, other=0)[:, None]
+    read = tl.load(reads_ptr + token, mask=here, other=0)[:, None]
+    position = tl.load(positions_ptr + token, mask=here, other=0)[:, None]
+    mixed = biased(x_ptr, ring_ptr, conv_ptr, conv_bias_ptr, channel, mask, token[:, None], first, position, read,
+                   x_stride, CHANNELS, CONV)  # fmt: skip
+    at = mixed_ptr + row.to(tl.int64)[:, None] * CHANNELS + channel
     tl.store(at, mixed.to(mixed_ptr.dtype.element_ty), mask=mask)
 
 
@@ -83,6 +92,7 @@ def _scan_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """The chunks of one sequence in order, for some rows of one head's state."""
+    TYPE: tl.constexpr = mixed_ptr.dtype.element_ty
     seq = tl.program_id(0)
     head = tl.program_id(1)
     INNER: tl.constexpr = HEADS * DIM
@@ -119,8 +129,8 @@ def _scan_kernel(
             total = tl.cumsum(decay * dt, axis=0)
             whole = tl.sum(decay * dt, axis=0)
             b_at = mixed_ptr + local[:, None] * CHANNELS + (b_col + ns)[None, :]
-            b = tl.load(b_at, mask=n_tile, other=0.0).to(tl.float32)
-            c = tl.load(b_at + GROUPS * STATE, mask=n_tile, other=0.0).to(tl.float32)
+            b = tl.load(b_at, mask=n_tile, other=0.0)
+            c = tl.load(b_at + GROUPS * STATE, mask=n_tile, other=0.0)
             x_at = mixed_ptr + local[:, None] * CHANNELS + (head * DIM + ps)[None, :]
             x = tl.load(x_at, mask=p_tile, other=0.0).to(tl.float32)
             values = x * dt[:, None]
@@ -128,13 +138,13 @@ def _scan_kernel(
             lag = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
             scores = tl.dot(c, tl.trans(b), input_precision=PRECISION) * lag
             scores = tl.where(seen, scores, 0.0)
-            y = tl.dot(c * tl.exp(total)[:, None], state, input_precision=PRECISION)
-            y += tl.dot(scores, values, input_precision=PRECISION)
+            y = tl.dot(c, state.to(TYPE), input_precision=PRECISION) * tl.exp(total)[:, None]
+            y += tl.dot(scores.to(TYPE), values.to(TYPE), input_precision=PRECISION)
             y += skip * x
             out = out_ptr + (first + rows).to(tl.int64)[:, None] * INNER + (head * DIM + ps)[None, :]
             tl.store(out, y, mask=p_tile)
             late = tl.exp(whole - total)
-            update = tl.dot(tl.trans(b * late[:, None]), values, input_precision=PRECISION)
+            update = tl.dot(tl.trans(b), (values * late[:, None]).to(TYPE), input_precision=PRECISION)
             state = state * tl.exp(whole) + update
         if write > 0:
             tl.store(state_ptr + (write.to(tl.int64) * HEADS + head) * SIZE + inside, state, mask=tile)
@@ -156,12 +166,12 @@ def prompts(
     begin, dtype, channels = batch.num_decodes, projected.dtype, layout.channels
     tokens, sequences = projected.shape[0] - begin, batch.context_lens.shape[0] - begin
     inputs, dt = projected[:, layout.inner :], projected[:, layout.inner + channels :]
-    block = min(1024, next_power_of_2(channels))
     mixed = torch.empty((tokens, channels), dtype=dtype, device=projected.device)
     launch(
-        _conv_kernel, (tokens, ceil_div(channels, block)),
+        _conv_kernel, (ceil_div(tokens, _TOKENS), ceil_div(channels, _COLUMNS)),
         inputs, conv_cache, weights.conv, weights.conv_bias, mixed, batch.positions, states.first, states.reads, begin,
-        projected.stride(0), CHANNELS=channels, CONV=layout.conv, BLOCK=block, num_warps=4, pdl=pdl,
+        begin + tokens, projected.stride(0), CHANNELS=channels, CONV=layout.conv, TOKENS=_TOKENS, BLOCK=_COLUMNS,
+        num_warps=4, pdl=pdl,
     )  # fmt: skip
     block_p, block_n = (max(LEAST_SIDE, next_power_of_2(size)) for size in (layout.head_dim, layout.state))
     exact = dtype == torch.float32

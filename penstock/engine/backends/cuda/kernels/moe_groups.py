@@ -1,9 +1,10 @@
 """The grouped product of `moe` on experts whose weights are integers in groups, read as stored: W = scale * q +
 minimum, q in 4 or 8 bits.
 
-The arithmetic is that of `grouped`: weight rows are the tall side of the tensor-core product and a tile's tokens the
-narrow one, and scales meet float32 sums of whole groups. A gated product has gate and up rows in one tile, one above
-the other.
+The arithmetic is that of `grouped`: for few tokens weight rows are the tall side of the tensor-core product and the
+tokens of a tile the narrow one, and scales meet float32 sums of whole groups. For many tokens it is the other way
+round: Hopper's tensor cores then read the weights, as numbers, from shared memory.
+A gated product has gate and up rows in one tile, one behind the other.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from penstock.engine.backends.cuda.kernels.common import (
     launch_successor,
     next_power_of_2,
     wait_for_inputs,
+    widen,
 )
 from penstock.engine.backends.cuda.kernels.grouped import (
     GroupedWeight,
     group_sum,
     input_totals,
+    nibble_bias,
+    nibbles,
     split_factors,
 )
 from penstock.engine.backends.cuda.kernels.moe_plan import (
@@ -90,25 +94,27 @@ class GroupsStack:
 
     def put(self, index: int, weight: GroupedWeight, order: Tensor | None) -> None:
         """Another expert's matrix."""
-        self.data[index].copy_(weight.data)
-        self.factors[index].copy_(weight.factors.repeat_interleave(weight.group // self.group, 0))
+        self.data[index].copy_((weight.in_8_bits() if self.bits == 8 else weight).data)
+        self.factors[index].copy_(weight.factors_by(self.group))
         if self.columns is not None:
             inputs = torch.arange(self.shape[2], device=self.columns.device) if order is None else order
             self.columns[index].copy_(inputs)
 
 
 def stacked(weights: list[GroupedWeight], orders: list[Tensor | None]) -> GroupsStack | None:
-    """`orders`: the input of each column, None: in order. None where matrices differ in size or bits."""
-    first = weights[0]
-    if any((weight.shape, weight.bits) != (first.shape, first.bits) for weight in weights):
+    """`orders`: the input of each column, None: in order. None where matrices differ in size; if only some have 4 bits,
+    all have 8 then."""
+    if len({weight.shape for weight in weights}) > 1:
         return None
+    bits = max(weight.bits for weight in weights)
+    first = weights[0].in_8_bits() if bits == 8 else weights[0]
     size = min(weight.group for weight in weights)
     (out, inputs), device = first.shape, first.data.device
     ordered = any(order is not None for order in orders)
     stack = GroupsStack(
         torch.empty((len(weights), *first.data.shape), dtype=first.data.dtype, device=device),
         torch.empty((len(weights), inputs // size, out), dtype=torch.int32, device=device),
-        first.bits,
+        bits,
         size,
         any(weight.has_minimum for weight in weights),
         torch.empty((len(weights), inputs), dtype=torch.int32, device=device) if ordered else None,
@@ -116,6 +122,31 @@ def stacked(weights: list[GroupedWeight], orders: list[Tensor | None]) -> Groups
     for index, (weight, order) in enumerate(zip(weights, orders, strict=True)):
         stack.put(index, weight, order)
     return stack
+
+
+@triton.jit
+def _group_sum_by_token(
+    acc: tl.tensor,
+    weights: tl.tensor,
+    scale: tl.tensor,
+    minimum: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    BITS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tl.tensor:
+    """As `group_sum`, where `acc` is [tokens, rows]."""
+    if BITS == 4:
+        dot = tl.dot(low, tl.trans(nibbles(weights, False, low.dtype)), input_precision=PRECISION)
+        dot = tl.dot(high, tl.trans(nibbles(weights, True, low.dtype)), dot, input_precision=PRECISION)
+        total = tl.sum(low.to(tl.float32) + high.to(tl.float32), axis=1)
+        acc += dot * scale[None, :] + total[:, None] * (minimum - scale * nibble_bias(low.dtype))[None, :]
+    else:
+        acc += tl.dot(low, tl.trans(widen(weights, low)), input_precision=PRECISION) * scale[None, :]
+        if MINIMUM:
+            acc += tl.sum(low.to(tl.float32), axis=1)[:, None] * minimum[None, :]
+    return acc
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -146,6 +177,7 @@ def _groups_kernel(
     UNROLL: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
     MINIMUM: tl.constexpr,
     ORDERED: tl.constexpr,
     GATED: tl.constexpr,
@@ -194,7 +226,7 @@ def _groups_kernel(
     factors = factor_ptr + expert.to(tl.int64) * (GROUPS * WIDE) + row
     columns = column_ptr + expert.to(tl.int64) * K + k
     mask = in_m[:, None] | (BLOCK_M > 16)
-    acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, ROWS] if BY_TOKEN else [ROWS, BLOCK_M], tl.float32)
     for step in tl.range(share * SHARE, tl.minimum(share * SHARE + SHARE, STEPS), num_stages=STAGES):
         for u in tl.static_range(UNROLL):
             g = step * UNROLL + u
@@ -212,26 +244,37 @@ def _groups_kernel(
                 low = (low.to(tl.float32) * route[:, None]).to(low.dtype)
                 high = (high.to(tl.float32) * route[:, None]).to(high.dtype)
             weights = tl.load(rows + g * BYTES)
-            total = input_totals(weights, low, high, BITS, PRECISION) if SUMS else acc
             scale, minimum = split_factors(tl.load(factors + g * WIDE))
-            acc = group_sum(acc, weights, scale, minimum, low, high, total, BITS, MINIMUM, PRECISION)
+            if BY_TOKEN:
+                acc = _group_sum_by_token(acc, weights, scale, minimum, low, high, BITS, MINIMUM, PRECISION)
+            else:
+                total = input_totals(weights, low, high, BITS, PRECISION) if SUMS else acc
+                acc = group_sum(acc, weights, scale, minimum, low, high, total, BITS, MINIMUM, PRECISION)
     if BIASED:
         bias = tl.load(bias_ptr + expert.to(tl.int64) * WIDE + row).to(tl.float32)
-        acc += tl.where(share == 0, bias, 0.0)[:, None]
+        bias = tl.where(share == 0, bias, 0.0)
+        acc += bias[None, :] if BY_TOKEN else bias[:, None]
     if PAIRED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, BLOCK_M]), [1, 2, 0]))
+        if BY_TOKEN:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N]), [0, 2, 1]))
+        else:
+            gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, BLOCK_M]), [1, 2, 0]))
         acc = gated(gate, up, GATE, ALPHA, LIMIT)
     elif GATED:
         acc = tl.maximum(acc, 0.0)
         acc *= acc
     elif WEIGHTED:
-        acc *= route[None, :]
+        acc *= route[:, None] if BY_TOKEN else route[None, :]
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     if PAIR_BLOCK > 0 and not GATED:
+        tl.static_assert(not BY_TOKEN)
         add_up(
             tl.trans(acc), pair * SPLIT + share, in_m, n, block, here, tiles * SPLIT, sums_ptr, counter_ptr, out_ptr,
             N, TOP_K * SPLIT, BLOCK_M,
         )  # fmt: skip
+    elif BY_TOKEN:
+        out = out_ptr + (m if GATED else pair).to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & (n < N)[None, :])
     else:
         out = out_ptr + (m if GATED else pair).to(tl.int64)[None, :] * N + n[:, None]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_m[None, :] & (n < N)[:, None])
@@ -315,6 +358,7 @@ def grouped_linear(
         UNROLL=shape.unroll(depth // stack.group, stack.group * stack.bits // 8, rows),
         SPLIT=split,
         STAGES=shape.num_stages,
+        BY_TOKEN=shape.block_m > FEW,
         MINIMUM=stack.has_minimum,
         ORDERED=stack.columns is not None,
         GATED=gated,

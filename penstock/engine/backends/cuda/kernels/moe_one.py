@@ -24,7 +24,12 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
+from penstock.engine.backends.cuda.kernels.moe_route import Choice
 from penstock.engine.backends.interface import Activation
+
+MOST_RANKED = 64
+"""Experts of which every program of `gate_up` finds the one it works on: with more that takes longer than a choice made
+once, and the wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,8 @@ class OneConfig:
     block_n: int
     block_k: int
     num_warps: int
+    loads: int = 6
+    """Of a thread, 16 bytes each, that are under way at once; of rows that need more, as many as they need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,9 @@ class Visits:
     """float32 [1, top_k]"""
     on_inputs: bool
     """Whether the weights meet the inputs of the experts, not their outputs."""
+    logits: Tensor | None = None
+    """float32 [1, experts]: where `gate_up` is to make the choice, and to write it."""
+    choice: Choice | None = None
 
     @property
     def count(self) -> int:
@@ -63,31 +73,62 @@ class Matrices:
     shared_scale: Tensor | None = None
 
 
+def ranks(choice: Choice, experts: int) -> bool:
+    """Whether `gate_up` can make the choice itself."""
+    return experts <= MOST_RANKED and choice.groups == 1 and choice.bias is None
+
+
 @triton.jit
-def _load_rows(
-    rows: tl.tensor, STEPS: tl.constexpr, FIRST: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr
-) -> tl.tensor:
-    """Steps `FIRST` to `STEPS` of the weights at `rows` [BLOCK_N]."""
+def _load_rows(rows: tl.tensor, end: tl.tensor, STEPS: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """`STEPS` steps of the weights at `rows` [BLOCK_N], zeros from `end` on."""
     found = ()
-    for step in tl.static_range(FIRST, STEPS):
+    for step in tl.static_range(STEPS):
         at = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        w = tl.load(rows[:, None] + at[None, :], mask=(at < K)[None, :], other=0.0, eviction_policy="evict_first")
+        w = tl.load(rows[:, None] + at[None, :], mask=(at < end)[None, :], other=0.0, eviction_policy="evict_first")
         found = found + (w,)  # type: ignore[assignment]
     return found
 
 
 @triton.jit
 def _times(
-    found: tl.tensor, x_ptr: tl.tensor, STEPS: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+    found: tl.tensor, x_ptr: tl.tensor, end: tl.tensor, STEPS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Products of loaded rows and a vector, not added up yet: [BLOCK_N, BLOCK_K]."""
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for step in tl.static_range(STEPS):
         at = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + at, mask=at < K, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        x = tl.load(x_ptr + at, mask=at < end, other=0.0, eviction_policy="evict_last").to(tl.float32)
         acc += found[step].to(tl.float32) * x[None, :]
     return acc
+
+
+@triton.jit
+def _ranks(x: tl.tensor, logits_ptr: tl.tensor, EXPERTS: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """The place of every expert in the order of scores `x` [BLOCK]: the number of those before it."""
+    e, other = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    y = tl.load(logits_ptr + other, mask=other < EXPERTS, other=float("-inf"))
+    before = (y[None, :] > x[:, None]) | ((y[None, :] == x[:, None]) & (other[None, :] < e[:, None]))
+    return tl.sum(before.to(tl.int32), axis=1)
+
+
+@triton.jit
+def _weight_at(
+    place: tl.tensor, x: tl.tensor, ranks: tl.tensor, TOP_K: tl.constexpr, NORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr, SCALE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The weight of the expert at `place`; see `moe_route`."""
+    if SIGMOID:
+        p = 1.0 / (1.0 + tl.exp(-x))
+        total = 1.0
+    else:
+        p = tl.exp(x - tl.max(x, axis=0))
+        total = tl.sum(p, axis=0)
+    if NORMALIZE:
+        total = tl.sum(tl.where(ranks < TOP_K, p, 0.0), axis=0)
+        if SIGMOID:
+            total += 1e-20
+    return tl.sum(tl.where(ranks == place, p, 0.0), axis=0) / total * SCALE
 
 
 @triton.jit
@@ -99,6 +140,7 @@ def _gate_up_kernel(
     route_ptr: tl.tensor,
     shared_ptr: tl.tensor,
     shared_scale_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
     out_ptr: tl.tensor,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -107,6 +149,11 @@ def _gate_up_kernel(
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CHOOSES: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SCALE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SCALED: tl.constexpr,
     GATE: tl.constexpr,
@@ -127,12 +174,12 @@ def _gate_up_kernel(
             # Rows past the end read the last row: their sums are not stored.
             row = tl.minimum(n, SHARED - 1)
             # Weights are constants: they may be under way before the input is there.
-            gates = _load_rows(shared_ptr + row * K, STEPS, 0, K, BLOCK_K)
-            ups = _load_rows(shared_ptr + (row + SHARED) * K, STEPS, 0, K, BLOCK_K)
+            gates = _load_rows(shared_ptr + row * K, K, STEPS, BLOCK_K)
+            ups = _load_rows(shared_ptr + (row + SHARED) * K, K, STEPS, BLOCK_K)
             wait_for_inputs(PDL)
             launch_successor(PDL)
-            gate = tl.sum(_times(gates, x_ptr, STEPS, K, BLOCK_N, BLOCK_K), axis=1)
-            up = tl.sum(_times(ups, x_ptr, STEPS, K, BLOCK_N, BLOCK_K), axis=1)
+            gate = tl.sum(_times(gates, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
+            up = tl.sum(_times(ups, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
             if SCALED:
                 gate *= tl.load(shared_scale_ptr + row)
                 up *= tl.load(shared_scale_ptr + row + SHARED)
@@ -142,20 +189,35 @@ def _gate_up_kernel(
     visit = (pid - FIRST) // BLOCKS
     n = (pid - FIRST) % BLOCKS * BLOCK_N + i
     wait_for_inputs(PDL)
-    # Only now: what comes next looks the choices up as soon as it starts.
+    # Only now: what comes next looks the choices up as soon as it starts, to know what to ask for.
     launch_successor(PDL)
+    if CHOOSES:
+        e = tl.arange(0, BLOCK_E)
+        scores = tl.load(logits_ptr + e, mask=e < EXPERTS, other=float("-inf"))
+        ranks = _ranks(scores, logits_ptr, EXPERTS, BLOCK_E)
+        expert = tl.sum(tl.where(ranks == visit, e, 0), axis=0)
+    else:
+        expert = tl.load(chosen_ptr + visit)
     # Scores that are not numbers may choose no expert.
-    expert = tl.minimum(tl.load(chosen_ptr + visit), EXPERTS - 1).to(tl.int64)
+    expert = tl.minimum(expert, EXPERTS - 1).to(tl.int64)
     row = expert * (2 * WIDTH) + tl.minimum(n, WIDTH - 1)
-    gates = _load_rows(weight_ptr + row * K, STEPS, 0, K, BLOCK_K)
-    ups = _load_rows(weight_ptr + (row + WIDTH) * K, STEPS, 0, K, BLOCK_K)
-    gate = tl.sum(_times(gates, x_ptr, STEPS, K, BLOCK_N, BLOCK_K), axis=1)
-    up = tl.sum(_times(ups, x_ptr, STEPS, K, BLOCK_N, BLOCK_K), axis=1)
+    gates = _load_rows(weight_ptr + row * K, K, STEPS, BLOCK_K)
+    ups = _load_rows(weight_ptr + (row + WIDTH) * K, K, STEPS, BLOCK_K)
+    if CHOOSES:  # noqa: SIM102
+        if (pid - FIRST) % BLOCKS == 0:
+            # For what comes next.
+            tl.store(chosen_ptr + visit, expert.to(tl.int32))
+            tl.store(route_ptr + visit, _weight_at(visit, scores, ranks, TOP_K, NORMALIZE, SIGMOID, SCALE))
+    gate = tl.sum(_times(gates, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
+    up = tl.sum(_times(ups, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
     if SCALED:
         gate *= tl.load(scale_ptr + row)
         up *= tl.load(scale_ptr + row + WIDTH)
     if WEIGHTED:
-        weight = tl.load(route_ptr + visit)
+        if CHOOSES:
+            weight = _weight_at(visit, scores, ranks, TOP_K, NORMALIZE, SIGMOID, SCALE)
+        else:
+            weight = tl.load(route_ptr + visit)
         gate *= weight
         up *= weight
     y = gated(gate, up, GATE, ALPHA, LIMIT)
@@ -180,9 +242,11 @@ def _down_kernel(
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_BLOCK: tl.constexpr,
+    VISITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROW_BYTES: tl.constexpr,
+    SHARED_BYTES: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SCALED: tl.constexpr,
     SHARED_GATE: tl.constexpr,
@@ -190,39 +254,50 @@ def _down_kernel(
     PDL: tl.constexpr,
 ) -> None:
     STEPS: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
-    SHARED_STEPS: tl.constexpr = (SHARED + BLOCK_K - 1) // BLOCK_K
-    EARLY: tl.constexpr = min(SHARED_STEPS, 8)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1)
     launch_successor(PDL)
     if SHARED > 0:
-        early = _load_rows(shared_ptr + row * SHARED, EARLY, 0, SHARED, BLOCK_K)
+        ask_for(shared_ptr + row * SHARED, SHARED_BYTES, PDL)
     if PDL:
-        # A hint alone, so it need not be what it will be: the launch before began when the choices were made.
+        # A hint alone, so it need not be what it will be. Programs start when the last of the launch before have, so it
+        # almost always is.
         t = tl.minimum(tl.arange(0, TOP_BLOCK), TOP_K - 1)
         likely = tl.load(chosen_ptr + t, cache_modifier=".cg")
         likely = tl.maximum(tl.minimum(likely, EXPERTS - 1), 0).to(tl.int64)
         ask_for(weight_ptr + ((likely * N)[:, None] + row[None, :]) * WIDTH, ROW_BYTES, PDL)
     wait_for_inputs(PDL)
+    # A loop, not all at once: with few registers all programs are there from the beginning, and what they ask for keeps
+    # the memory busy.
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for visit in tl.static_range(TOP_K):
-        expert = tl.minimum(tl.load(chosen_ptr + visit), EXPERTS - 1).to(tl.int64)
-        found = _load_rows(weight_ptr + (expert * N + row) * WIDTH, STEPS, 0, WIDTH, BLOCK_K)
-        part = _times(found, inner_ptr + visit * WIDTH, STEPS, WIDTH, BLOCK_N, BLOCK_K)
-        if WEIGHTED:
-            part *= tl.load(route_ptr + visit)
-        if SCALED:
-            part *= tl.load(scale_ptr + expert * N + row)[:, None]
-        total += part
+    for first in range(0, TOP_K, VISITS):
+        rows = ()
+        for i in tl.static_range(VISITS):
+            visit = tl.minimum(first + i, TOP_K - 1)
+            end = tl.where(first + i < TOP_K, WIDTH, 0) if TOP_K % VISITS else WIDTH
+            # Scores that are not numbers may choose no expert.
+            expert = tl.minimum(tl.load(chosen_ptr + visit), EXPERTS - 1).to(tl.int64)
+            found = _load_rows(weight_ptr + (expert * N + row) * WIDTH, end, STEPS, BLOCK_K)
+            factor = tl.full([BLOCK_N], 1.0, tl.float32)
+            if WEIGHTED:
+                factor *= tl.load(route_ptr + visit)
+            if SCALED:
+                factor *= tl.load(scale_ptr + expert * N + row)
+            rows = rows + ((found, visit, end, factor),)  # type: ignore[assignment]
+        for i in tl.static_range(VISITS):
+            found, visit, end, factor = rows[i]
+            total += _times(found, inner_ptr + visit * WIDTH, end, STEPS, BLOCK_N, BLOCK_K) * factor[:, None]
     if SHARED > 0:
-        if EARLY < SHARED_STEPS:
-            early = early + _load_rows(shared_ptr + row * SHARED, SHARED_STEPS, EARLY, SHARED, BLOCK_K)
-        part = _times(early, inner_ptr + TOP_K * WIDTH, SHARED_STEPS, SHARED, BLOCK_N, BLOCK_K)
+        factor = tl.full([BLOCK_N], 1.0, tl.float32)
         if SHARED_GATE:
-            part *= tl.load(shared_gate_ptr)
+            factor *= tl.load(shared_gate_ptr)
         if SCALED:
-            part *= tl.load(shared_scale_ptr + row)[:, None]
-        total += part
+            factor *= tl.load(shared_scale_ptr + row)
+        part = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for begin in range(0, SHARED, STEPS * BLOCK_K):
+            found = _load_rows(shared_ptr + row * SHARED + begin, SHARED - begin, STEPS, BLOCK_K)
+            part += _times(found, inner_ptr + TOP_K * WIDTH + begin, SHARED - begin, STEPS, BLOCK_N, BLOCK_K)
+        total += part * factor[:, None]
     y = tl.sum(total, axis=1)
     if RESIDUAL:
         y += tl.load(residual_ptr + n, mask=n < N, other=0.0).to(tl.float32)
@@ -243,6 +318,7 @@ def gate_up(
     experts, wide, depth = matrices.routed.shape
     width, shared = wide // 2, 0 if matrices.shared is None else matrices.shared.shape[0] // 2
     shape = config or _gate_up_shape(depth)
+    choice = None if visits.logits is None else visits.choice
     out = torch.empty(visits.count * width + shared, dtype=x.dtype, device=x.device)
     launch(
         _gate_up_kernel,
@@ -254,6 +330,7 @@ def gate_up(
         visits.weights,
         x if matrices.shared is None else matrices.shared,
         x if matrices.shared_scale is None else matrices.shared_scale,
+        x if visits.logits is None else visits.logits,
         out,
         K=depth,
         WIDTH=width,
@@ -262,6 +339,11 @@ def gate_up(
         TOP_K=visits.count,
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
+        CHOOSES=choice is not None,
+        BLOCK_E=next_power_of_2(experts),
+        NORMALIZE=choice is not None and choice.normalize,
+        SIGMOID=choice is not None and choice.sigmoid,
+        SCALE=1.0 if choice is None else choice.scale,
         WEIGHTED=visits.on_inputs,
         SCALED=matrices.scale is not None,
         **gate_options(activation),
@@ -306,9 +388,11 @@ def down(
         EXPERTS=experts,
         TOP_K=visits.count,
         TOP_BLOCK=next_power_of_2(visits.count),
+        VISITS=max(1, min(visits.count, shape.loads // ceil_div(width, shape.block_k))),
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
         ROW_BYTES=width * matrices.routed.element_size(),
+        SHARED_BYTES=shared * matrices.routed.element_size(),
         WEIGHTED=not visits.on_inputs,
         SCALED=matrices.scale is not None,
         SHARED_GATE=shared_gate is not None,
@@ -320,13 +404,14 @@ def down(
 
 
 def _gate_up_shape(depth: int) -> OneConfig:
-    """Four rows of gate and four of up for a program, all of them under way at once."""
+    """All loads of a program are under way at once: at most 16 for a thread, in rows of gate and as many of up."""
     warps = max(1, min(4, next_power_of_2(depth) // 256))
-    return OneConfig(block_n=4, block_k=warps * 256, num_warps=warps)
+    steps = ceil_div(depth, warps * 256)
+    return OneConfig(block_n=max(1, min(4, 8 // steps)), block_k=warps * 256, num_warps=warps)
 
 
 def _down_shape(width: int) -> OneConfig:
     """Rows are short and of odd lengths: steps that leave the fewest threads without work, the longest of those."""
-    steps = [256 << i for i in range(3)]
-    block_k = min(reversed(steps), key=lambda step: (ceil_div(width, step) * step * 8 // width, -step))
-    return OneConfig(block_n=2, block_k=block_k, num_warps=block_k // 256)
+    fits = [step for step in (2048, 1024, 512, 256) if ceil_div(width, step) <= 8]
+    block_k = min(fits, key=lambda step: (ceil_div(width, step) * step, -step))
+    return OneConfig(block_n=1, block_k=block_k, num_warps=block_k // 256)

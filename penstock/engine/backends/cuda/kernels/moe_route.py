@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.common import (
+    ask_for,
     ceil_div,
     is_building,
     launch,
@@ -23,6 +24,8 @@ from penstock.engine.backends.cuda.kernels.common import (
     wait_for_inputs,
 )
 
+_PIECE = tl.constexpr(4096)
+"""Bytes that are asked for at once."""
 _LEFT_OUT = tl.constexpr(-3.0e38)
 """Score of an expert in a group that was not chosen: taken when nothing else is left."""
 
@@ -232,6 +235,19 @@ def _scores(
 
 
 @triton.jit
+def _ask_ahead(
+    start_ptr: tl.tensor, pid: tl.tensor, PROGRAMS: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    """This program's share of memory that is read later, into the L2 cache."""
+    if PDL and PIECES > 0:
+        SHARE: tl.constexpr = (PIECES + PROGRAMS - 1) // PROGRAMS
+        SIZE: tl.constexpr = start_ptr.dtype.element_ty.primitive_bitwidth // 8
+        for first in range(0, SHARE, 32):
+            piece = tl.minimum(pid * SHARE + first + tl.arange(0, 32), PIECES - 1)
+            ask_for(start_ptr + piece * (_PIECE // SIZE), _PIECE, PDL)
+
+
+@triton.jit
 def _score_kernel(
     x_ptr: tl.tensor,
     router_ptr: tl.tensor,
@@ -245,6 +261,7 @@ def _score_kernel(
     shared_gate_ptr: tl.tensor,
     norm_ptr: tl.tensor,
     normed_ptr: tl.tensor,
+    ahead_ptr: tl.tensor,
     eps: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -252,6 +269,8 @@ def _score_kernel(
     ROUTER_BIAS: tl.constexpr,
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    PIECES: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -282,6 +301,7 @@ def _score_kernel(
         for step in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
             at = step * BLOCK_K + tl.arange(0, BLOCK_K)
             gains = gains + (tl.load(norm_ptr + at, mask=at < HIDDEN, other=0.0),)  # type: ignore[assignment]
+    _ask_ahead(ahead_ptr, pid, PROGRAMS, PIECES, PDL)
     wait_for_inputs(PDL)
     inputs = _inputs(x_ptr + row * HIDDEN, gains, eps, HIDDEN, BLOCK_K, NORM)
     if NORM:  # noqa: SIM102 - known when compiled; the other is not
@@ -302,18 +322,19 @@ def _score_kernel(
     # Rounded as the linear's own result would be.
     scores = scores.to(x_ptr.dtype.element_ty).to(tl.float32)
     tl.store(logits_ptr + row * EXPERTS + mine, scores, mask=mine < EXPERTS)
-    # All threads' stores happen before the barrier, and thread 0's release makes them visible to the chip.
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu")
-    if arrived == PROGRAMS - 1:
-        tl.store(counter_ptr + row, 0)
-        e = tl.arange(0, BLOCK)
-        every = tl.load(logits_ptr + row * EXPERTS + e, mask=e < EXPERTS, other=float("-inf"))
-        _choose(
-            every, row, bias_ptr, weights_ptr, experts_ptr,
-            EXPERTS, BLOCK, TOP_K, TOP_BLOCK, NORMALIZE, SIGMOID, BIAS,
-            GROUPS, GROUP_BLOCK, TOP_GROUPS, BEST_TWO, SCALE,
-        )  # fmt: skip
+    if CHOOSE:
+        # All threads' stores happen before the barrier, and thread 0's release makes them visible to the chip.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptr + row, 1, sem="acq_rel", scope="gpu")
+        if arrived == PROGRAMS - 1:
+            tl.store(counter_ptr + row, 0)
+            e = tl.arange(0, BLOCK)
+            every = tl.load(logits_ptr + row * EXPERTS + e, mask=e < EXPERTS, other=float("-inf"))
+            _choose(
+                every, row, bias_ptr, weights_ptr, experts_ptr,
+                EXPERTS, BLOCK, TOP_K, TOP_BLOCK, NORMALIZE, SIGMOID, BIAS,
+                GROUPS, GROUP_BLOCK, TOP_GROUPS, BEST_TWO, SCALE,
+            )  # fmt: skip
 
 
 def score_and_route(
@@ -327,11 +348,14 @@ def score_and_route(
     norm: Tensor | None = None,
     eps: float = 0.0,
     normed: Tensor | None = None,
+    logits: Tensor | None = None,
+    ahead: Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`route` of `x` [T, hidden] times the transpose of `router` [experts, hidden], in one launch. `counters`: int32,
     zero, one for every token. With `shared` [1, hidden], the gate of a shared expert, its sigmoids float32 [T] too.
-    `norm`, `eps`: x is RMS-normalized first, and `normed` [T, hidden] is what it then is."""
+    `norm`, `eps`: x is RMS-normalized first, and `normed` [T, hidden] is what it then is. With `logits` (float32 [T,
+    experts]) these are written and nothing is chosen. `ahead`: a matrix that will be read soon, whoever is chosen."""
     (tokens, hidden), experts = x.shape, router.shape[0]
     weights, chosen = choice.outputs(tokens, x.device)
     block_e, warps = 2 if experts * tokens <= 1024 else 4, 4
@@ -345,7 +369,7 @@ def score_and_route(
         x,
         router,
         router if router_bias is None else router_bias,
-        torch.empty((tokens, experts), dtype=torch.float32, device=x.device),
+        torch.empty((tokens, experts), dtype=torch.float32, device=x.device) if logits is None else logits,
         counters,
         x if choice.bias is None else choice.bias,
         weights,
@@ -354,6 +378,7 @@ def score_and_route(
         weights if gates is None else gates,
         x if norm is None else norm,
         x if normed is None else normed,
+        x if ahead is None else ahead,
         eps,
         HIDDEN=hidden,
         BLOCK_E=block_e,
@@ -361,8 +386,14 @@ def score_and_route(
         ROUTER_BIAS=router_bias is not None,
         SHARED=shared is not None,
         NORM=norm is not None,
+        CHOOSE=logits is None,
+        PIECES=0 if ahead is None else _pieces(ahead),
         **choice.options(experts),
         num_warps=warps,
         pdl=pdl,
     )
     return weights, chosen, gates
+
+
+def _pieces(matrix: Tensor) -> int:
+    return matrix.numel() * matrix.element_size() // int(_PIECE.value)
