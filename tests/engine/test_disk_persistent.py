@@ -93,7 +93,11 @@ def test_conversations_outlive_the_engine(folder: Path, tmp_path: Path, expected
     settle(engine)
     assert engine.load_snapshot().disk_written_blocks == 0, "what is there is not written again"
     kill(engine)
+    (identity,) = tmp_path.glob("kv-cache/*/identity")
+    text = identity.read_text()
+    identity.write_text("")  # it was killed when it had just made the file
     engine = start(folder, tmp_path, disk_memory=90 * BLOCK)
+    assert identity.read_text() == text
     assert converse(engine, expected) == [96] * 4, "also with more room"
     engine.close()
     engine = start(folder, tmp_path, disk_memory=6 * BLOCK)
@@ -185,7 +189,7 @@ def test_other_settings_do_not_find_them(
     caplog.set_level(logging.INFO)
     other = start(folder, tmp_path, **change)
     assert other.load_snapshot().disk_restored_blocks == 0
-    assert f"they have another {changed}" in caplog.text
+    assert f"they differ in {changed}" in caplog.text
     other.close()
     engine = start(folder, tmp_path)
     assert engine.load_snapshot().disk_restored_blocks == 24, "nor does it cost them"
@@ -203,7 +207,7 @@ def test_other_weights_do_not_find_them(
     other = write_checkpoint("llama-gqa", tmp_path / "other", spread=0.4)
     engine = start(other, disk, name="m")
     assert engine.load_snapshot().disk_restored_blocks == 0
-    assert "another weights" in caplog.text and not old.exists(), "they are deleted"
+    assert "they differ in weights" in caplog.text and not old.exists(), "they are deleted"
     generate(engine, greedy("a", text(0), 5))
     engine.close()
     (weights,) = other.glob("*.safetensors")

@@ -86,7 +86,7 @@ def claim(disk_path: Path, identity: Identity, rank: int = 0, number: int | None
     while True:
         with suppress(FileNotFoundError):  # another engine has just deleted it
             folder = _private(root / identity.folder)
-            with suppress(FileExistsError), open(folder / _IDENTITY, "x", opener=_owner_only) as file:
+            with open(folder / _IDENTITY, "w", opener=_owner_only) as file:
                 file.write(identity.text)
             for each in _by_use(folder) if number is None else (number,):
                 slot = _private(folder / str(each))
@@ -115,11 +115,11 @@ def _sweep_folder(folder: Path, identity: Identity, all_of_model: bool) -> None:
     lines = tuple(file.read_text(errors="replace").splitlines())
     same_model = folder.name.rpartition("-")[0] == identity.folder.rpartition("-")[0]
     why = ""
-    if same_model and lines != identity.lines:
+    if same_model and folder.name != identity.folder:
         changed = [name for line in identity.lines if line not in lines and (name := line.partition(":")[0])]
-        log.info("%s: blocks kept in %s are not used, they have another %s", identity.model, folder, ", ".join(changed))
+        log.info("%s: blocks kept in %s are not used: they differ in %s", identity.model, folder, ", ".join(changed))
         if all_of_model or lines[:1] != identity.lines[:1]:
-            why = f"another {changed[0] if changed else 'format'}"
+            why = f"they differ in {changed[0] if changed else 'their format'}"
     left = 0
     for slot in [each for each in folder.iterdir() if each.is_dir() and not each.is_symlink()]:
         unused_s = time.time() - _last_use(slot)

@@ -218,7 +218,7 @@ def grouped_linear(
         if x.dtype != torch.bfloat16 or INTERPRETED.value or (gated and route_weights is not None):
             config = PlainConfig()
         elif fixed:
-            config = StreamConfig(32, rows=2, num_warps=4, ahead=1)
+            config = choose(1, 1, gated)
         else:
             config = choose(schedule.pairs, stack.scale.shape[0], gated, few)
     if isinstance(config, StreamConfig):
