@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +93,11 @@ def test_conversations_outlive_the_engine(folder: Path, tmp_path: Path, expected
     settle(engine)
     assert engine.load_snapshot().disk_written_blocks == 0, "what is there is not written again"
     kill(engine)
+    (identity,) = tmp_path.glob("kv-cache/*/identity")
+    text = identity.read_text()
+    identity.write_text("")  # it was killed when it had just made the file
     engine = start(folder, tmp_path, disk_memory=90 * BLOCK)
+    assert identity.read_text() == text
     assert converse(engine, expected) == [96] * 4, "also with more room"
     engine.close()
     engine = start(folder, tmp_path, disk_memory=6 * BLOCK)
@@ -183,7 +189,7 @@ def test_other_settings_do_not_find_them(
     caplog.set_level(logging.INFO)
     other = start(folder, tmp_path, **change)
     assert other.load_snapshot().disk_restored_blocks == 0
-    assert f"they have another {changed}" in caplog.text
+    assert f"they differ in {changed}" in caplog.text
     other.close()
     engine = start(folder, tmp_path)
     assert engine.load_snapshot().disk_restored_blocks == 24, "nor does it cost them"
@@ -201,7 +207,7 @@ def test_other_weights_do_not_find_them(
     other = write_checkpoint("llama-gqa", tmp_path / "other", spread=0.4)
     engine = start(other, disk, name="m")
     assert engine.load_snapshot().disk_restored_blocks == 0
-    assert "another weights" in caplog.text and not old.exists(), "they are deleted"
+    assert "they differ in weights" in caplog.text and not old.exists(), "they are deleted"
     generate(engine, greedy("a", text(0), 5))
     engine.close()
     (weights,) = other.glob("*.safetensors")
@@ -221,6 +227,13 @@ def test_two_engines_have_a_slot_each(folder: Path, tmp_path: Path, expected: di
     assert converse(first, expected) == converse(second, expected) == [96] * 4
     first.close()
     second.close()
+    now = time.time() - 60
+    for number, slot in enumerate(sorted(tmp_path.glob("kv-cache/*/*/"))):
+        for file in slot.iterdir():
+            os.utime(file, (now + number, now + number))
+    engine = start(folder, tmp_path)
+    assert engine.persistence is not None and engine.persistence._slot.number == 1, "the one used last"
+    engine.close()
 
 
 def test_after_a_failed_step_nothing_is_found(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
@@ -242,6 +255,10 @@ def test_what_is_unused_for_long_is_deleted(folder: Path, tmp_path: Path, expect
     start(folder, tmp_path, name="other").close()
     assert lock.exists()
     os.utime(lock, (1, 1))
+    start(folder, tmp_path, name="other").close()
+    assert lock.exists(), "an engine that ran for long and was killed"
+    for file in lock.parent.iterdir():
+        os.utime(file, (1, 1))
     start(folder, tmp_path, name="other").close()
     assert not lock.exists() and len(list(tmp_path.glob("kv-cache/*"))) == 1
 
@@ -368,4 +385,27 @@ def test_adapters_find_only_their_own(folder: Path, tmp_path: Path, expected: di
     engine = start(folder, tmp_path / "disk", adapters=(adapter,))
     assert ask(engine, "") == (expected["0"], 0)
     assert ask(engine, "a") == (said, 96)
+    engine.close()
+
+
+def test_a_disk_that_fails_later_is_reported_once(
+    folder: Path,
+    tmp_path: Path,
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    engine = start(folder, tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", full)
+        assert converse(engine, expected) == [0] * 4
+        settle(engine)
+    assert engine.load_snapshot().disk_failures > 0 and engine.load_snapshot().disk_blocks == 0
+    assert caplog.text.count("No space left on device") == 1
+    engine.close()
+    engine = start(folder, tmp_path)
+    assert engine.load_snapshot().disk_restored_blocks == 0
     engine.close()

@@ -19,7 +19,7 @@ from tests.engine.quantization.layouts import write  # noqa: E402
 from tests.engine.tiny import Reference, write_checkpoint  # noqa: E402
 
 ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
-LAYOUTS = {"gptq-act-order": 0.63, "gptq-int8": 1.13, "awq": 0.63, "packed": 0.63, "int8": 1.13, "fp8": 1.1}
+LAYOUTS = {"gptq-act-order": 0.63, "int8": 1.13, "fp8": 1.1}
 """Bytes of a weight, at most, with the factors of groups of 32."""
 
 
@@ -58,21 +58,13 @@ def test_engines_with_experts_are_batch_invariant() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         dense = write_checkpoint("qwen3-moe", Path(folder) / "dense", spread=0.6)
-        gpt_oss = write_checkpoint("gpt-oss", Path(folder) / "gpt-oss", spread=0.6)
-        packed = {layout: write(dense, layout, Path(folder))[0] for layout in ("awq", "fp8-tiles")}
-        cases = {
-            "float32": (dense, {"dtype": "float32"}),
-            "bfloat16": (dense, {}),
-            "rounded to int4": (dense, {"weights": "int4"}),
-            "rounded to fp8": (dense, {"weights": "fp8"}),
-            "gpt-oss": (gpt_oss, {}),
-            **{layout: (path, {}) for layout, path in packed.items()},
-        }
-        for case, (path, settings) in cases.items():
-            fixed = {"deterministic": True, "num_blocks": 400, "max_running": 16, "dtype": "bfloat16", **settings}
-            alone = _engine(path, **fixed)
-            expected = {request.request_id: bits(run(alone, [request]), request.request_id) for request in WATCHED}
-            engine = _engine(path, **fixed, token_budget=64)
+        paths = {layout: write(dense, layout, Path(folder))[0] for layout in ("awq", "fp8-tiles")}
+        for case, path in {"dense": dense, **paths}.items():
+            engine = _engine(
+                path, deterministic=True, dtype="bfloat16", num_blocks=400, max_running=16, token_budget=64,
+                prefix_cache=False,
+            )  # fmt: skip
+            expected = {request.request_id: bits(run(engine, [request]), request.request_id) for request in WATCHED}
             deltas = run(engine, others_in_batch(11) + WATCHED)
             for name, wanted in expected.items():
                 assert bits(deltas, name) == wanted, (case, name)

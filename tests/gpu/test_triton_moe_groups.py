@@ -123,63 +123,79 @@ def routing(experts: int, top_k: int, tokens: int) -> Iterator[Tensor]:
 
 
 def test_integer_experts_equal_one_pair_at_a_time() -> None:
-    """Few tokens and many, with and without minima and biases, columns in any order, weights before the experts."""
-    shapes = [(6, 2, 64, 32)] if QUICK else [(60, 4, 320, 224), (128, 8, 2048, 768)]
-    for experts, top_k, hidden, ffn in shapes:
-        cases = [(4, 32, BF16), (8, 32, BF16), (4, 32, torch.float32)]
-        if not QUICK:
-            cases += [(4, 128, BF16), (8, 128, F16), (4, 64, F16)] if hidden % 128 == 0 else [(4, 32, F16)]
-        for index, (bits, size, dtype) in enumerate(cases):
-            for variant in range(2 if hidden <= 320 else 1):
-                odd = (index + variant) % 2 == 1
-                mlp, wide = integers(
-                    experts,
-                    top_k,
-                    hidden,
-                    ffn,
-                    dtype,
-                    bits,
-                    size,
-                    minimum=not odd or bits == 4,
-                    biased=odd,
-                    ordered=odd,
-                )
-                if odd:
-                    mlp = dataclasses.replace(mlp, router=dataclasses.replace(mlp.router, weight_inputs=True))
-                ours = grouped(mlp)
-                assert isinstance(ours.gate_up, IntegerStack) and isinstance(ours.down, IntegerStack)
-                for tokens in (1, 3, 20) if QUICK else (1, 8, 16, 40, 700) if hidden <= 320 else (1, 64, 300):
-                    x, weights = rand(tokens, hidden, dtype=dtype), rand(tokens, top_k).abs()
-                    for chosen in routing(experts, top_k, tokens):
-                        name = f"int{bits} groups of {size}, {tokens} tokens, {dtype}, {odd}"
-                        with poisoned_outputs():
-                            got = ours.apply(x, weights, chosen)
-                            few = ours._products(x, weights, FewPairs(chosen)) if tokens <= 16 else got
-                            tall = dataclasses.replace(ours, ops=fixed_ops).apply(x, weights, chosen)
-                        if MODE == "compile":
-                            continue
-                        keep = slice(0, 24)  # each on its own in float64
-                        want = want64(mlp, wide, x[keep], weights[keep], chosen[keep], odd)
-                        limit = 1e-4 if dtype == torch.float32 else 3e-2
-                        check(name, got[keep], want, limit)
-                        check(f"few: {name}", few[keep], want, limit)
-                        check(f"fixed: {name}", tall[keep], want, limit)
-                        check_equal("counters", ours.counters, torch.zeros_like(ours.counters))
+    """In every launch shape, with and without minima and biases, columns in any order, weights before the experts."""
+    experts, top_k, hidden, ffn, tokens = (5, 2, 64, 64, 3) if QUICK else (12, 4, 256, 128, 7)
+    for bits, size, dtype, odd in (
+        (4, 32, BF16, True),
+        (4, 64 if QUICK else 128, F16, False),
+        (8, 64, BF16, False),
+        (4, 32, torch.float32, False),
+    ):
+        mlp, wide = integers(
+            experts, top_k, hidden, ffn, dtype, bits, size, minimum=bits == 4 or odd, biased=odd, ordered=odd
+        )
+        if odd:
+            mlp = dataclasses.replace(mlp, router=dataclasses.replace(mlp.router, weight_inputs=True))
+        ours = grouped(mlp)
+        x, weights = rand(tokens, hidden, dtype=dtype), rand(tokens, top_k).abs()
+        shapes = [None, GroupsConfig(16, 32, 2, 3)]
+        if dtype != torch.float32:
+            shapes.append(GroupsConfig(64, 32, 4, 3) if odd else GroupsConfig(128, 64, 8, 3))
+        for chosen in routing(experts, top_k, tokens):
+            want = None if MODE == "compile" else want64(mlp, wide, x, weights, chosen, odd)
+            for shape in shapes:
+                with poisoned_outputs():
+                    got = product(ours, x, weights, chosen, shape)
+                if want is not None:
+                    name = f"int{bits} groups of {size}, {dtype}, {odd}, {shape}"
+                    check(name, got, want, 1e-4 if dtype == torch.float32 else 3e-2)
+                    check_equal("counters", ours.counters, torch.zeros_like(ours.counters))
+
+
+def product(ours: GroupedExpertMlp, x: Tensor, weights: Tensor, chosen: Tensor, shape: GroupsConfig | None) -> Tensor:
+    """As `GroupedExpertMlp.apply` in one launch shape; None: without an order of pairs."""
+    if shape is None:
+        return ours._products(x, weights, FewPairs(chosen))
+    assert isinstance(ours.gate_up, IntegerStack) and isinstance(ours.down, IntegerStack)
+    top_k, order, early = chosen.shape[1], plan(chosen, ours.gate_up.experts), ours.router.weight_inputs
+    inner = moe_groups.grouped_linear(
+        x, ours.gate_up.stack, ours.gate_up.bias, order, top_k, gated=True,
+        route_weights=weights if early else None, activation=ours.activation, config=shape,
+    )  # fmt: skip
+    pairs = moe_groups.grouped_linear(
+        inner, ours.down.stack, ours.down.bias, order, top_k, gated=False,
+        route_weights=None if early else weights, config=shape,
+    )  # fmt: skip
+    return moe.combine(pairs, top_k)
+
+
+def test_integer_experts_of_any_number_of_tokens() -> None:
+    """The launch shapes that are chosen for them."""
+    experts, top_k, hidden, ffn = (4, 2, 64, 64) if QUICK else (16, 4, 512, 256)
+    mlp, wide = integers(experts, top_k, hidden, ffn, BF16, 4, 64)
+    ours = grouped(mlp)
+    for tokens in (1, 20) if QUICK else (1, 9, 20, 80, 600):
+        x = rand(tokens, hidden, dtype=BF16)
+        with poisoned_outputs():
+            got = ours.forward(x)
+        if MODE != "compile":
+            keep = slice(0, 24)  # one by one in float64
+            weights, chosen = ours.choose(x)
+            check(f"{tokens} tokens", got[keep], want64(mlp, wide, x[keep], weights[keep], chosen[keep]), 3e-2)
 
 
 def test_integer_experts_without_gates() -> None:
     experts, top_k, hidden, ffn = (5, 2, 64, 32) if QUICK else (16, 4, 512, 256)
-    for bits in (4, 8):
-        mlp, wide = integers(experts, top_k, hidden, ffn, BF16, bits, 32, activation="relu2")
-        ours = grouped(mlp)
-        assert isinstance(ours.gate_up, IntegerStack)
-        for tokens in (3, 20):
-            x = rand(tokens, hidden, dtype=BF16, scale=0.5)
-            weights, chosen = rand(tokens, top_k).abs(), next(routing(experts, top_k, tokens))
-            with poisoned_outputs():
-                got = ours._products(x, weights, FewPairs(chosen)) if tokens == 3 else ours.apply(x, weights, chosen)
-            if MODE != "compile":
-                check(f"int{bits} of {tokens}", got, want64(mlp, wide, x, weights, chosen), 3e-2)
+    mlp, wide = integers(experts, top_k, hidden, ffn, BF16, 4, 32, activation="relu2")
+    ours = grouped(mlp)
+    assert isinstance(ours.gate_up, IntegerStack)
+    for tokens in (3, 20):
+        x = rand(tokens, hidden, dtype=BF16, scale=0.5)
+        weights, chosen = rand(tokens, top_k).abs(), next(routing(experts, top_k, tokens))
+        with poisoned_outputs():
+            got = ours._products(x, weights, FewPairs(chosen)) if tokens == 3 else ours.apply(x, weights, chosen)
+        if MODE != "compile":
+            check(f"{tokens} tokens", got, want64(mlp, wide, x, weights, chosen), 3e-2)
 
 
 def test_int8_experts_with_a_scale_per_row() -> None:
@@ -282,7 +298,7 @@ def test_no_launch_shape_of_integers_reads_or_writes_outside_its_tensors() -> No
 
 def in_every_form() -> Iterator[tuple[str, ExpertMlp]]:
     experts, top_k, hidden, ffn = (6, 2, 64, 32) if QUICK else (16, 4, 512, 256)
-    for dtype in (torch.float32, BF16, FP8):
+    for dtype in (BF16, FP8):
         yield str(dtype), make_moe(experts, top_k, hidden, ffn, dtype)
     tile = (16, 32) if QUICK else (128, 128)
     mlps = [
@@ -295,7 +311,7 @@ def in_every_form() -> Iterator[tuple[str, ExpertMlp]]:
 
 
 def test_experts_in_deterministic_mode_ignore_the_other_tokens() -> None:
-    tokens = 21 if QUICK else 700
+    tokens = 21 if QUICK else 300
     for name, mlp in in_every_form():
         ours = dataclasses.replace(grouped(mlp), ops=fixed_ops)
         usual = grouped(mlp)

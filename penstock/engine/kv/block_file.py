@@ -11,6 +11,7 @@ from a damaged or truncated file, counts as not read.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from penstock.engine.kv.block_index import BlockIndex, Entry
 from penstock.engine.kv.mover import BlockMover
 from penstock.errors import ConfigError
 
+log = logging.getLogger(__name__)
 _PREFIX = "penstock-kv-"
 _PAGE = 4096
 _WEIGHT = np.uint64(0x9E3779B97F4A7C15)
@@ -65,6 +67,7 @@ class BlockFile:
                 raise
         self._sums: dict[int, int] = {}
         """By place: of what was written there last. Those of a file with an index are there."""
+        self._complained = False
         self._writer, self._reader = (ThreadPoolExecutor(1, f"kv file {name}") for name in ("writer", "reader"))
 
     def write(self, pairs: Pairs, names: Sequence[bytes] = ()) -> Future[list[bool]]:
@@ -85,7 +88,10 @@ class BlockFile:
     def forget(self, epoch: int | None = None) -> None:
         """Nothing that was written so far, or is being written, is found again, by this process or the next."""
         if self.index is not None:
-            self.index.begin_epoch(epoch)
+            try:
+                self.index.begin_epoch(epoch)
+            except OSError:
+                log.exception("KV blocks on disk could not be made void; delete them before the next start")
 
     def close(self) -> None:
         for threads in (self._writer, self._reader):
@@ -111,8 +117,8 @@ class BlockFile:
             if not self._copy(os.pwritev, slot, place * self._block_bytes):
                 return False
             index.put(place, name, _sum(self._mover.memory(slot)), epoch)
-        except OSError:
-            return False
+        except OSError as error:
+            return self._failed(error)
         return True
 
     def _read_all(self, pairs: Pairs) -> list[bool]:
@@ -143,9 +149,16 @@ class BlockFile:
                     count -= len(pieces.pop(0))
                 if pieces:
                     pieces[0] = pieces[0][count:]
-        except OSError:
-            return False
+        except OSError as error:
+            return self._failed(error)
         return True
+
+    def _failed(self, error: OSError) -> bool:
+        """Say once what is wrong with the disk; further failures are counted."""
+        if not self._complained:
+            self._complained = True
+            log.error("a KV block on disk could not be written or read: %s; it is computed instead", error.strerror)
+        return False
 
 
 class OneFile:

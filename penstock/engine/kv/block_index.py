@@ -10,7 +10,9 @@ makes all records void at once. Whether the block itself was written whole is fo
 
 from __future__ import annotations
 
+import errno
 import itertools
+import logging
 import os
 import secrets
 import struct
@@ -41,6 +43,7 @@ _SHIFT = 29
 _MASK = 2**64 - 1
 
 Records = npt.NDArray[Any]
+log = logging.getLogger(__name__)
 
 
 class Entry(NamedTuple):
@@ -118,8 +121,12 @@ class BlockIndex:
         self.epoch = secrets.randbits(64) | 1 if epoch is None else epoch
         self.records[:] = np.zeros((), _RECORD)
         header = _HEADER.pack(_MAGIC, self.epoch, self._digest)
-        os.pwrite(self._fd, header + _check(header), 0)
-        os.fsync(self._fd)
+        try:
+            os.pwrite(self._fd, header + _check(header), 0)
+            os.fsync(self._fd)
+        except OSError as error:
+            log.error("the index of KV blocks on disk cannot be written (%s); it is emptied", error.strerror)
+            os.ftruncate(self._fd, 0)
 
     def reorder(self, places: Sequence[int]) -> None:
         """Remember in which order blocks were used, the least recently used first."""
@@ -145,6 +152,7 @@ class BlockIndex:
                 self.epoch = epoch
         if not self.epoch:
             os.ftruncate(self._fd, 0)
+            self._reserve()
             self.begin_epoch()
             return
         data = os.pread(self._fd, self.records.nbytes, _TABLE)
@@ -155,6 +163,15 @@ class BlockIndex:
         self.records[:whole][valid] = found[valid]
         if size > _TABLE + self.records.nbytes:  # it had more places
             os.ftruncate(self._fd, _TABLE + self.records.nbytes)
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Take the space, so that a full disk is noticed now."""
+        try:
+            os.posix_fallocate(self._fd, 0, _TABLE + self.records.nbytes)
+        except (AttributeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
 
     def _load(self, place: int) -> tuple[bytes, int, int, int, int]:
         """Name, sum, epoch, when it was used, check."""

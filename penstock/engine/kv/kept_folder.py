@@ -79,15 +79,16 @@ class KeptSlot:
 
 
 def claim(disk_path: Path, identity: Identity, rank: int = 0, number: int | None = None) -> KeptSlot:
-    """Lock a slot: the first that is free, or `number`, for which it waits a while. Raises `OSError`."""
+    """Lock a slot: of those that are free the one used last, or `number`, for which it waits a while. Raises
+    `OSError`."""
     root = _private(disk_path / _ROOT, parents=True)
     deadline = time.monotonic() + LOCK_S
     while True:
         with suppress(FileNotFoundError):  # another engine has just deleted it
             folder = _private(root / identity.folder)
-            with suppress(FileExistsError), open(folder / _IDENTITY, "x", opener=_owner_only) as file:
+            with open(folder / _IDENTITY, "w", opener=_owner_only) as file:
                 file.write(identity.text)
-            for each in range(MOST_SLOTS) if number is None else (number,):
+            for each in _by_use(folder) if number is None else (number,):
                 slot = _private(folder / str(each))
                 lock = _try_lock(slot / f"rank{rank}.lock")
                 if lock is not None:
@@ -114,15 +115,14 @@ def _sweep_folder(folder: Path, identity: Identity, all_of_model: bool) -> None:
     lines = tuple(file.read_text(errors="replace").splitlines())
     same_model = folder.name.rpartition("-")[0] == identity.folder.rpartition("-")[0]
     why = ""
-    if same_model and lines != identity.lines:
+    if same_model and folder.name != identity.folder:
         changed = [name for line in identity.lines if line not in lines and (name := line.partition(":")[0])]
-        log.info("%s: blocks kept in %s are not used, they have another %s", identity.model, folder, ", ".join(changed))
+        log.info("%s: blocks kept in %s are not used: they differ in %s", identity.model, folder, ", ".join(changed))
         if all_of_model or lines[:1] != identity.lines[:1]:
-            why = f"another {changed[0] if changed else 'format'}"
+            why = f"they differ in {changed[0] if changed else 'their format'}"
     left = 0
     for slot in [each for each in folder.iterdir() if each.is_dir() and not each.is_symlink()]:
-        locks = [file.stat().st_mtime for file in slot.glob("rank*.lock")]
-        unused_s = time.time() - max(locks, default=slot.stat().st_mtime)
+        unused_s = time.time() - _last_use(slot)
         reason = why or (f"not used for {unused_s / 86400:.0f} days" if unused_s > STALE_S else "")
         if not reason or not _delete(slot):
             left += 1
@@ -130,6 +130,17 @@ def _sweep_folder(folder: Path, identity: Identity, all_of_model: bool) -> None:
             log.warning("deleted kept blocks of %s in %s: %s", folder.name.rpartition("-")[0], slot, reason)
     if not left and folder.name != identity.folder:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _by_use(folder: Path) -> list[int]:
+    """All slots, those that were used first, the last one before the others."""
+    used = {number: _last_use(slot) for number in range(MOST_SLOTS) if (slot := folder / str(number)).is_dir()}
+    return sorted(range(MOST_SLOTS), key=lambda number: (-used.get(number, 0.0), number))
+
+
+def _last_use(slot: Path) -> float:
+    """When something in a slot was written last."""
+    return max((file.stat().st_mtime for file in slot.glob("rank*")), default=slot.stat().st_mtime)
 
 
 def _delete(slot: Path) -> bool:

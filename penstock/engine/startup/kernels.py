@@ -19,7 +19,7 @@ from penstock.engine.backends.backend import Backend
 from penstock.engine.backends.interface import StepLimits
 from penstock.engine.models.decoder import Decoder
 
-_SWITCH_S = 0.0005
+_SWITCH_S = 0.001
 """How long a thread may keep the interpreter to itself meanwhile: those that read need it for every few megabytes."""
 
 _log = logging.getLogger(__name__)

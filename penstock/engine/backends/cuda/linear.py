@@ -108,7 +108,7 @@ class Fp8Linear(CudaLinear):
         if isinstance(x, Tensor):
             multiply = activation.silu_mul if gate == "silu" else activation.gelu_mul
             return multiply(self(x), pdl=self.pdl)
-        if self.bias is not None or x.data.shape[0] > rescale.MOST_TOKENS:
+        if self.bias is not None or not rescale.gate_pays(x.data.shape[0], self.weight):
             multiply_fp8 = activation.silu_mul_fp8 if gate == "silu" else activation.gelu_mul_fp8
             return ScaledTensor(*multiply_fp8(self(x), pdl=self.pdl))
         y = without_scales(x, self.weight)

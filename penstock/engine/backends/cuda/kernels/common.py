@@ -152,9 +152,17 @@ def launch(
     early = (pdl or _overlapping) and not in_order
     options |= {"PDL": early, "launch_pdl": early and not branches}
     if _building.get():
-        kernel.warmup(*args, grid=grid, **options)
+        _settle(kernel.warmup(*args, grid=grid, **options))
     else:
         kernel[grid](*args, **options)
+
+
+def _settle(kernel: Any) -> None:
+    """Have Triton know a kernel once it is built. It would otherwise when all are, and until then look for it anew each
+    time that it is asked for, which takes most of a millisecond."""
+    future = getattr(kernel, "future", None)
+    if future is not None and future.done():
+        kernel.result(ignore_errors=True)
 
 
 @contextmanager

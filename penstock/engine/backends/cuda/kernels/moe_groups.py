@@ -47,6 +47,8 @@ from penstock.engine.backends.cuda.kernels.moe_plan import (
 from penstock.engine.backends.interface import Activation
 
 _HALF = tl.constexpr(16)
+_LEAST = 8
+"""Groups of a program that shares its inputs with others, at least."""
 _FLIGHT = 4096
 """Bytes of weights in a step of the copy pipeline of a program that only reads."""
 
@@ -132,6 +134,7 @@ def _group_sum_by_token(
     minimum: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
+    total: tl.tensor,
     BITS: tl.constexpr,
     MINIMUM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -140,12 +143,11 @@ def _group_sum_by_token(
     if BITS == 4:
         dot = tl.dot(low, tl.trans(nibbles(weights, False, low.dtype)), input_precision=PRECISION)
         dot = tl.dot(high, tl.trans(nibbles(weights, True, low.dtype)), dot, input_precision=PRECISION)
-        total = tl.sum(low.to(tl.float32) + high.to(tl.float32), axis=1)
         acc += dot * scale[None, :] + total[:, None] * (minimum - scale * nibble_bias(low.dtype))[None, :]
     else:
         acc += tl.dot(low, tl.trans(widen(weights, low)), input_precision=PRECISION) * scale[None, :]
         if MINIMUM:
-            acc += tl.sum(low.to(tl.float32), axis=1)[:, None] * minimum[None, :]
+            acc += total[:, None] * minimum[None, :]
     return acc
 
 
@@ -162,6 +164,7 @@ def _groups_kernel(
     route_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     counter_ptr: tl.tensor,
+    total_ptr: tl.tensor,
     tiles: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -178,6 +181,7 @@ def _groups_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     BY_TOKEN: tl.constexpr,
+    COUNTED: tl.constexpr,
     MINIMUM: tl.constexpr,
     ORDERED: tl.constexpr,
     GATED: tl.constexpr,
@@ -225,6 +229,7 @@ def _groups_kernel(
     rows = weight_ptr + (expert.to(tl.int64) * WIDE + row)[:, None] * PITCH + j[None, :]
     factors = factor_ptr + expert.to(tl.int64) * (GROUPS * WIDE) + row
     columns = column_ptr + expert.to(tl.int64) * K + k
+    totals = total_ptr + source.to(tl.int64) * GROUPS
     mask = in_m[:, None] | (BLOCK_M > 16)
     acc = tl.zeros([BLOCK_M, ROWS] if BY_TOKEN else [ROWS, BLOCK_M], tl.float32)
     for step in tl.range(share * SHARE, tl.minimum(share * SHARE + SHARE, STEPS), num_stages=STAGES):
@@ -246,7 +251,13 @@ def _groups_kernel(
             weights = tl.load(rows + g * BYTES)
             scale, minimum = split_factors(tl.load(factors + g * WIDE))
             if BY_TOKEN:
-                acc = _group_sum_by_token(acc, weights, scale, minimum, low, high, BITS, MINIMUM, PRECISION)
+                if COUNTED:
+                    total = tl.load(totals + g)
+                elif BITS == 4:
+                    total = tl.sum(low.to(tl.float32) + high.to(tl.float32), axis=1)
+                else:
+                    total = tl.sum(low.to(tl.float32), axis=1)
+                acc = _group_sum_by_token(acc, weights, scale, minimum, low, high, total, BITS, MINIMUM, PRECISION)
             else:
                 total = input_totals(weights, low, high, BITS, PRECISION) if SUMS else acc
                 acc = group_sum(acc, weights, scale, minimum, low, high, total, BITS, MINIMUM, PRECISION)
@@ -286,10 +297,13 @@ def choose(pairs: int, experts: int, n: int, wide: bool, element_size: int, few:
     if element_size == 4:  # ordinary arithmetic, which wants small tiles
         return GroupsConfig(block_m=16, block_n=32, num_warps=4, num_stages=2)
     if few:
-        split = 2 if not wide and pairs * n < 16 * 528 else 1  # four programs for every multiprocessor of an H200
-        return GroupsConfig(8 if few <= 8 else FEW, 16, num_warps=2 if wide else 1, num_stages=4, split=split)
+        programs = pairs * ceil_div(n, 16)
+        # About sixteen warps for every multiprocessor of an H200; and no second turn of programs that is almost empty.
+        split = 1 if wide else next(split for split in (1, 2, 4) if split * programs >= 2000 or split == 4)
+        stages = 3 if wide and programs > 1500 else 4
+        return GroupsConfig(8 if few <= 8 else FEW, 16, num_warps=2 if wide else 1, num_stages=stages, split=split)
     share = pairs / experts
-    if share <= 16:
+    if share <= 8:
         return GroupsConfig(block_m=16, block_n=32 if wide else 64, num_warps=2, num_stages=4)
     if share <= 64:
         return GroupsConfig(64, 32 if wide else 64, num_warps=4, num_stages=3)
@@ -298,9 +312,7 @@ def choose(pairs: int, experts: int, n: int, wide: bool, element_size: int, few:
 
 def fixed(wide: bool, element_size: int) -> GroupsConfig:
     """The one launch shape of deterministic mode: how the inputs of a row are added up depends on nothing else."""
-    if element_size == 4:
-        return GroupsConfig(block_m=16, block_n=32, num_warps=4, num_stages=2)
-    return GroupsConfig(64, 32 if wide else 64, num_warps=4, num_stages=3)
+    return choose(1, 1, 1, wide, element_size)
 
 
 def grouped_linear(
@@ -328,7 +340,11 @@ def grouped_linear(
         return out
     shape = config or choose(pairs, experts, n, paired, x.element_size(), few)
     tiles = schedule.tiles(shape.block_m)
-    split = shape.split if summed else 1
+    split = min(shape.split, max(1, depth // stack.group // _LEAST)) if summed else 1
+    by_token = shape.block_m > FEW
+    # Where an expert has an order of its own, or tokens have weights, every program adds up its inputs itself.
+    early = gated and route_weights is not None
+    counted = by_token and (stack.has_minimum or stack.bits == 4) and stack.columns is None and not early
     rows = shape.block_n * (2 if paired else 1)
     launch(
         _groups_kernel,
@@ -343,6 +359,7 @@ def grouped_linear(
         x if route_weights is None else route_weights,
         torch.empty((pairs * split, n), dtype=torch.float32, device=x.device) if summed else x,
         x if counters is None else counters,
+        x.view(len(x), -1, stack.group).sum(-1, dtype=torch.float32) if counted else x,
         tiles,
         N=n,
         K=depth,
@@ -358,7 +375,8 @@ def grouped_linear(
         UNROLL=shape.unroll(depth // stack.group, stack.group * stack.bits // 8, rows),
         SPLIT=split,
         STAGES=shape.num_stages,
-        BY_TOKEN=shape.block_m > FEW,
+        BY_TOKEN=by_token,
+        COUNTED=counted,
         MINIMUM=stack.has_minimum,
         ORDERED=stack.columns is not None,
         GATED=gated,

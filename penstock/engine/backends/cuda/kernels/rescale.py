@@ -19,8 +19,10 @@ from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, launc
 _TILE = 128
 """Tokens and outputs of one program of the vendor's product with scales."""
 _BLOCK = 1024
-MOST_TOKENS = 128
-"""Above, a gate's programs that read all outputs' scales cost more than the product gains."""
+_MOST_GATED = 128
+"""Tokens above which a gate's programs, each of which reads all scales, cost more than the product gains."""
+_WIDEST_GATE = 16384
+"""Outputs of a gate above which a program has no registers for their scales."""
 
 
 @triton.jit
@@ -58,6 +60,11 @@ def pays(tokens: int, weight: Tensor) -> bool:
     """Whether a product without scales and a launch for them are faster: where the product with scales has programs for
     less than half of the multiprocessors (measured on an H200)."""
     return 2 * ceil_div(tokens, _TILE) * ceil_div(weight.shape[0], _TILE) <= _processors(weight.device)
+
+
+def gate_pays(tokens: int, weight: Tensor) -> bool:
+    """The same of a product whose scales are applied by the gate behind it."""
+    return tokens <= _MOST_GATED and weight.shape[0] <= 2 * _WIDEST_GATE
 
 
 def rescale(y: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None = None, *, pdl: bool = False) -> Tensor:
