@@ -24,8 +24,8 @@ from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, Delt
 
 _DIAGONAL = 16
 """Side of the blocks that are inverted row by row."""
-SCAN_WARPS = 4
-"""So that two programs fit on a multiprocessor, and one computes while the other waits."""
+_SCAN_WARPS = 4
+"""Of 16-bit types: so that two programs fit on a multiprocessor, and one computes while the other waits."""
 
 
 @triton.jit(do_not_specialize=["begin"])
@@ -164,23 +164,19 @@ def _scan_kernel(
         source = state_ptr + (read.to(tl.int64) * V_HEADS + head) * SIZE
         state = tl.load(source + inside, mask=tile & (read > 0), other=0.0)
         seen = rows[:, None] >= rows[None, :]
-        # Offsets within a chunk are the same for all of them, so that they take no registers of 64 bits.
-        k_at = rows[:, None] * CHANNELS + (group * K_DIM + ks)[None, :]
-        w_at = rows[:, None] * (V_HEADS * K_DIM) + ks[None, :]
-        v_at = rows[:, None] * (V_HEADS * V_DIM) + vs[None, :]
         for first in range(start, end, CHUNK):
-            local = (first - begin).to(tl.int64)
+            local = (first + rows - begin).to(tl.int64)
             valid = first + rows < end
             k_tile = valid[:, None] & k_mask[None, :]
             v_tile = valid[:, None] & v_mask[None, :]
-            totals = total_ptr + local * V_HEADS + head
-            total = tl.load(totals + rows * V_HEADS, mask=valid, other=0.0)
-            whole = tl.load(totals + (tl.minimum(CHUNK, end - first) - 1) * V_HEADS)
-            queries = mixed_ptr + local * CHANNELS
-            q = tl.load(queries + k_at, mask=k_tile, other=0.0)
-            k = tl.load(queries + K_HEADS * K_DIM + k_at, mask=k_tile, other=0.0)
-            w = tl.load(w_ptr + (local * V_HEADS + head) * K_DIM + w_at, mask=k_tile, other=0.0)
-            u = tl.load(u_ptr + (local * V_HEADS + head) * V_DIM + v_at, mask=v_tile, other=0.0)
+            total = tl.load(total_ptr + local * V_HEADS + head, mask=valid, other=0.0)
+            ending = tl.minimum(first + CHUNK, end) - 1 - begin
+            whole = tl.load(total_ptr + ending.to(tl.int64) * V_HEADS + head)
+            q_at = mixed_ptr + local[:, None] * CHANNELS + (group * K_DIM + ks)[None, :]
+            q = tl.load(q_at, mask=k_tile, other=0.0)
+            k = tl.load(q_at + K_HEADS * K_DIM, mask=k_tile, other=0.0)
+            w = tl.load(w_ptr + (local[:, None] * V_HEADS + head) * K_DIM + ks[None, :], mask=k_tile, other=0.0)
+            u = tl.load(u_ptr + (local[:, None] * V_HEADS + head) * V_DIM + vs[None, :], mask=v_tile, other=0.0)
             before = state.to(TYPE)
             values = u.to(tl.float32) - tl.dot(w, before, input_precision=PRECISION)
             lag = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
@@ -188,7 +184,8 @@ def _scan_kernel(
             scores = tl.where(seen, scores, 0.0)
             o = tl.dot(q, before, input_precision=PRECISION) * tl.exp(total)[:, None]
             o += tl.dot(scores.to(TYPE), values.to(TYPE), input_precision=PRECISION)
-            tl.store(out_ptr + ((begin + local) * V_HEADS + head) * V_DIM + v_at, o, mask=v_tile)
+            tl.store(out_ptr + ((first + rows).to(tl.int64)[:, None] * V_HEADS + head) * V_DIM + vs[None, :], o,
+                     mask=v_tile)  # fmt: skip
             late = tl.where(valid, tl.exp(whole - total), 0.0)
             update = tl.dot(tl.trans(k), (values * late[:, None]).to(TYPE), input_precision=PRECISION)
             state = state * tl.exp(whole) + update
@@ -239,6 +236,6 @@ def prompts(
         _scan_kernel, (sequences, layout.v_heads, ceil_div(layout.v_dim, columns)),
         mixed, u, w, total, state_cache, out, starts, states.reads, states.writes, begin,
         **shape, CHUNK=chunk, BLOCK_K=block_k, BLOCK_V=columns, PRECISION=precision,
-        num_warps=SCAN_WARPS, num_stages=2, pdl=pdl,
+        num_warps=8 if exact else _SCAN_WARPS, num_stages=2, pdl=pdl,
     )  # fmt: skip
     keep_inputs(projected, layout, batch, states, conv_cache, sequences, by_token=False, pdl=pdl)
