@@ -176,7 +176,7 @@ class EngineServer:
         patience = self._handovers.patience(self._heartbeat_s)
         if self._settle():
             patience = min(patience, SETTLE_S)
-        if not self._improves:
+        if not self._improves or self._drain_until is not None:
             return patience
         now = time.monotonic()
         if self._idle_since is None:

@@ -17,8 +17,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from penstock.engine.backends.cuda.experts import GroupedExpertMlp, PackedStack, group  # noqa: E402
-from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_plan  # noqa: E402
+from penstock.engine.backends.cuda.experts import GroupedExpertMlp, group  # noqa: E402
+from penstock.engine.backends.cuda.kernels import moe_plan  # noqa: E402
 from penstock.engine.backends.cuda.linear import CudaLinear  # noqa: E402
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Linear  # noqa: E402
 from penstock.engine.backends.cuda.ops import TritonOps  # noqa: E402
@@ -155,54 +155,6 @@ def test_experts_with_biases_dense_and_in_mxfp4() -> None:
                     want = moe64(mlp, x[:20], weights[:20], chosen[:20])
                     check(name, got[:20], want, 1e-4 if dtype == torch.float32 else 2e-2)
                     check(name, sorted_first[:20], want, 1e-4 if dtype == torch.float32 else 2e-2)
-
-
-def test_every_launch_shape_of_mxfp4() -> None:
-    """Those that only many tokens take, on few."""
-    mlp = make_moe(4, 2, 96, 64, BF16)
-    grouped = stacked(mlp)
-    x = rand(40, 96, dtype=BF16)
-    weights, chosen = grouped.choose(x)
-    if MODE == "compile":
-        chosen = torch.zeros(40, 2, dtype=torch.int32)
-    plan = moe_plan.plan(chosen.int(), 4)
-    want = None if MODE == "compile" else moe64(mlp, x, weights, chosen)
-    gate_up, down = grouped.gate_up, grouped.down
-    assert isinstance(gate_up, PackedStack) and isinstance(down, PackedStack)
-    for pairs in (4, 200, 2000):
-        first, second = (moe_mxfp4.choose(pairs, 4, wide, 2) for wide in (True, False))
-        with poisoned_outputs():
-            inner = moe_mxfp4.grouped_linear(
-                x, gate_up.stack, gate_up.bias, plan, 2, gated=True, activation=GATE, config=first
-            )
-            pair_rows = moe_mxfp4.grouped_linear(
-                inner, down.stack, down.bias, plan, 2, gated=False, route_weights=weights, config=second
-            )
-            got = moe.combine(pair_rows, 2)
-        if want is not None:
-            check(f"{first} {second}", got, want, 2e-2)
-
-
-def test_every_code_of_mxfp4_is_exact() -> None:
-    """All sixteen values at several powers of two, times one and minus three."""
-    blocks = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(64, 1)
-    exponents = torch.arange(64, dtype=torch.uint8, device=DEVICE).view(-1, 1).expand(64, 16) * 2 + 60
-    weight = Mxfp4(blocks, exponents.contiguous())
-    stack = moe_mxfp4.stacked([moe_mxfp4.pack(weight)])
-    for dtype in (BF16, torch.float32):
-        # One input at a time, so that a sum is one product.
-        x = torch.zeros(32, 512, dtype=dtype, device=DEVICE)
-        x[torch.arange(32), torch.arange(32) * 16 + torch.arange(32) % 16] = 1.0
-        x[::2] *= -3
-        chosen = torch.zeros(32, 1, dtype=torch.int32, device=DEVICE)
-        for block_m, block_n, warps in ((16, 16, 1), (16, 32, 2), (16, 64, 4), (32, 64, 4)):
-            config = moe_mxfp4.Mxfp4Config(block_m, block_n, warps, 2)
-            with poisoned_outputs():
-                plan = moe_plan.plan(chosen, 1)
-                got = moe_mxfp4.grouped_linear(x, stack, None, plan, 1, gated=False, config=config)
-            if MODE != "compile":
-                want = x.double() @ weight.dense().double().T
-                check(f"codes {dtype} {config}", got, want.to(dtype).double(), 1e-6)
 
 
 def _engine(folder: Path, **settings: object) -> Engine:

@@ -27,9 +27,10 @@ from torch.nn import functional as F
 from penstock.engine.backends.cuda.experts import FusedSharedAndRouted, Stack, group, with_shared
 from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_plan, moe_route
 from penstock.engine.backends.cuda.kernels.moe import GroupedConfig
-from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Config, Mxfp4Matrix
+from penstock.engine.backends.cuda.kernels.moe_mxfp4 import PlainConfig
 from penstock.engine.backends.cuda.kernels.moe_plan import FEW, FewPairs, Plan, plan
 from penstock.engine.backends.cuda.kernels.moe_route import Choice
+from penstock.engine.backends.cuda.kernels.mxfp4_fragments import Mxfp4Fragments
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.ops import TritonOps
 from penstock.engine.backends.interface import FP8
@@ -122,7 +123,7 @@ def test_no_launch_shape_reads_or_writes_outside_its_tensors() -> None:
     experts, top_k, hidden, ffn, tokens = 3, 2, 96, 64, 5
     dense = group(make_moe(experts, top_k, hidden, ffn, BF16))
     assert dense is not None and isinstance(dense.gate_up, Stack) and isinstance(dense.down, Stack)
-    packed = [_random_mxfp4(experts, n, k) for n, k in ((2 * ffn, hidden), (hidden, ffn))]
+    packed = [_random_mxfp4(experts, 2 * ffn, hidden, True), _random_mxfp4(experts, hidden, ffn, False)]
     x, weights = rand(tokens, hidden, dtype=BF16), rand(tokens, top_k).abs()
     chosen = torch.tensor([[0, 2], [2, 0], [2, 1], [0, 2], [1, 2]], dtype=torch.int32, device=DEVICE)
     with checked_addresses(moe, moe_mxfp4, moe_plan, moe_route):
@@ -137,15 +138,22 @@ def test_no_launch_shape_reads_or_writes_outside_its_tensors() -> None:
                         tile = moe.choose(pairs, experts, gated, 2, few)
                         inner = moe.grouped_linear(inner, stack, order, top_k, config=tile, **options)  # type: ignore[arg-type]
                     else:
-                        shape = moe_mxfp4.choose(pairs, experts, gated, 2, tokens if few else 0)
-                        inner = moe_mxfp4.grouped_linear(inner, stack, None, order, top_k, config=shape, **options)  # type: ignore[arg-type]
+                        inner = moe_mxfp4.grouped_linear(
+                            inner,
+                            stack,
+                            None,
+                            order,
+                            top_k,
+                            config=PlainConfig(),
+                            **options,  # type: ignore[arg-type]
+                        )
 
 
-def _random_mxfp4(experts: int, n: int, k: int) -> Mxfp4Matrix:
-    steps = -(-k // 128)
-    words = torch.randint(-(2**31), 2**31 - 1, (experts, steps, n, 16), dtype=torch.int32, device=DEVICE)
-    exponents = torch.full((experts, steps, n), 0x78787878, dtype=torch.int32, device=DEVICE)
-    return Mxfp4Matrix(words, exponents, torch.ones(experts, n, device=DEVICE), k)
+def _random_mxfp4(experts: int, n: int, k: int, paired: bool) -> Mxfp4Fragments:
+    tiles, steps = -(-n // 16), -(-k // 64)
+    words = torch.randint(-(2**31), 2**31 - 1, (experts, tiles, steps, 8, 4, 4), dtype=torch.int32, device=DEVICE)
+    exponents = torch.full((experts, tiles, -(-steps // 4), 8, 2, 2), 0x78787878, dtype=torch.int32, device=DEVICE)
+    return Mxfp4Fragments(words, exponents, torch.ones(experts, n, device=DEVICE), k, paired)
 
 
 def test_a_shared_expert_in_the_launches_of_the_others() -> None:
@@ -194,7 +202,6 @@ def test_scores_that_are_not_numbers_harm_no_other_token() -> None:
 
 
 SHAPES = {
-    "gpt-oss-20b": (32, 4, 2880, 2880),
     "deepseek-v2-lite": (64, 6, 2048, 1408),
     "qwen3-next": (512, 10, 2048, 512),
 }
@@ -213,56 +220,33 @@ def schedule(chosen: Tensor, experts: int) -> Plan | FewPairs:
     return FewPairs(chosen) if len(chosen) <= FEW else plan(chosen, experts)
 
 
-def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=DEVICE)
-
-
-def _tuned(name: str, tokens: int, dense: bool, configs: list[tuple[int, ...]]) -> Iterator[Row]:
+def _tuned(name: str, tokens: int, configs: list[tuple[int, ...]]) -> Iterator[Row]:
     experts, top_k, hidden, ffn = SHAPES[name]
     chosen = choices(experts, top_k, tokens)
     visited = sum(len(one.unique()) for one in chosen) / len(chosen)
     weights, zeros = torch.rand(tokens, top_k, device=DEVICE), counters()
     for gated, n, k in ((True, 2 * ffn, hidden), (False, hidden, ffn)):
         x = rand(tokens if gated else tokens * top_k, k, dtype=BF16)
-        call = moe.grouped_linear
-        if dense:
-            stack = rand(experts, n, k, dtype=BF16, scale=0.02)
-            size, call = 2.0 * n * k, partial(moe.grouped_linear, x, stack)
-        else:
-            packed = _random_mxfp4(experts, n, k)
-            size, call = n * k * 17 / 32, partial(moe_mxfp4.grouped_linear, x, packed, empty(experts, n, dtype=BF16))
+        stack = rand(experts, n, k, dtype=BF16, scale=0.02)
         for shape in configs:
-            if gated and shape[-1] == 2 and len(shape) == 5 and not dense:
-                continue  # only sums are split
-            config = GroupedConfig(*shape) if dense else Mxfp4Config(*shape)  # type: ignore[call-arg]
             calls = [
                 partial(
-                    call, schedule(one, experts), top_k, gated=gated, config=config,
-                    route_weights=None if gated else weights, counters=zeros,
+                    moe.grouped_linear, x, stack, schedule(one, experts), top_k, gated=gated,
+                    config=GroupedConfig(*shape), route_weights=None if gated else weights, counters=zeros,
                 )
                 for one in chosen
             ]  # fmt: skip
             label = f"{name} {'gate_up' if gated else 'down'} {tokens} tokens {shape}"
-            yield bandwidth(label, time_us(calls, repeats=7), visited * size)
-
-
-def tune_few_mxfp4() -> Iterator[Row]:
-    shapes = ((16, 1, 4), (16, 2, 4), (16, 2, 6), (32, 2, 4), (32, 4, 4))
-    yield from _tuned("gpt-oss-20b", 1, False, [(8, n, w, s, split) for n, w, s in shapes for split in (1, 2)])
-
-
-def tune_many_mxfp4() -> Iterator[Row]:
-    shapes = ((32, 2, 4), (64, 2, 3), (64, 2, 4), (64, 4, 3), (64, 4, 4), (128, 4, 3))
-    yield from _tuned("gpt-oss-20b", 64, False, [(16, n, w, s) for n, w, s in shapes])
+            yield bandwidth(label, time_us(calls, repeats=7), visited * 2.0 * n * k)
 
 
 def tune_few_dense() -> Iterator[Row]:
     shapes = ((16, 128, 2, 4), (16, 256, 2, 4), (32, 128, 2, 4), (32, 128, 4, 4), (64, 128, 4, 4))
     for name in ("deepseek-v2-lite", "qwen3-next"):
-        yield from _tuned(name, 1, True, [(FEW, *shape) for shape in shapes])
+        yield from _tuned(name, 1, [(FEW, *shape) for shape in shapes])
 
 
 def tune_many_dense() -> Iterator[Row]:
     shapes = ((32, 64, 2), (32, 128, 4), (64, 128, 4), (128, 64, 4))
     for name in ("deepseek-v2-lite", "qwen3-next"):
-        yield from _tuned(name, 64, True, [(16, n, k, w, s) for n, k, w in shapes for s in (3, 5)])
+        yield from _tuned(name, 64, [(16, n, k, w, s) for n, k, w in shapes for s in (3, 5)])

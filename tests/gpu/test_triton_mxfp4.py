@@ -1,4 +1,4 @@
-"""Experts in MXFP4 with few tokens each, read in the order of threads: against float64, and launch shapes in time."""
+"""Products of experts in MXFP4: all three kernels against float64, and launch shapes in time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_harness import DEVICE, MODE, Row, bandwidth, check, poisoned_outputs, rand, time_us
+from gpu_harness import DEVICE, MODE, QUICK, Row, arithmetic, bandwidth, check, poisoned_outputs, rand, time_us
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from penstock.engine.backends.cuda.kernels import moe_plan, mxfp4_stream  # noqa: E402
+from penstock.engine.backends.cuda.kernels import moe_mxfp4, moe_plan  # noqa: E402
+from penstock.engine.backends.cuda.kernels.moe_mxfp4 import PlainConfig  # noqa: E402
 from penstock.engine.backends.cuda.kernels.mxfp4_fragments import Mxfp4Fragments, fragments, stacked  # noqa: E402
+from penstock.engine.backends.cuda.kernels.mxfp4_prompt import PromptConfig  # noqa: E402
 from penstock.engine.backends.cuda.kernels.mxfp4_stream import StreamConfig  # noqa: E402
 from penstock.engine.backends.interface import ClampedSwiglu  # noqa: E402
 from penstock.engine.loading.mxfp4 import Mxfp4, round_mxfp4  # noqa: E402
@@ -45,69 +47,74 @@ def _schedule(chosen: Tensor, experts: int, few: bool) -> moe_plan.Plan | moe_pl
     return moe_plan.FewPairs(chosen) if few else moe_plan.plan(chosen, experts)
 
 
-def test_streamed_products_equal_float64() -> None:
-    """Steps that end in the middle of a round, rows that end in the middle of a tile, empty experts, full ones."""
-    if MODE == "interpret":
-        return  # Gluon has no interpreter
-    cases = (
-        (1, StreamConfig(8, 1, 4, 4)),
-        (8, StreamConfig(8, 2, 4, 2, 3)),
-        (13, StreamConfig(16, 1, 1, 1)),
-        (64, StreamConfig(16, 2, 4, 2)),
-        (1, StreamConfig(8, 1, 2, 8, 2)),
-        (64, StreamConfig(8, 4, 2, 1)),
-        (300, StreamConfig(64, 1, 4, 1)),
-    )
-    for experts, top_k, hidden, ffn in ((32, 4, 2880, 288), (6, 4, 96, 64), (5, 2, 512, 168)):
-        gate_up, wide = _experts(experts, 2 * ffn, hidden, True)
-        down, narrow = _experts(experts, hidden, ffn, False)
-        bias, last = rand(experts, 2 * ffn, dtype=BF16, scale=0.3), rand(experts, hidden, dtype=BF16, scale=0.3)
-        counters = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
-        for tokens, config in cases[:: 1 if hidden > 2000 else 3]:
-            few = tokens <= 16
-            chosen = _choices(tokens, top_k, experts)
-            route = torch.rand(tokens, top_k, device=DEVICE) if MODE != "compile" else torch.empty(tokens, top_k)
-            x = rand(tokens, hidden, dtype=BF16)
-            schedule, each = _schedule(chosen, experts, few), x.repeat_interleave(top_k, 0)
-            with poisoned_outputs():
-                inner = mxfp4_stream.grouped_linear(
-                    x, gate_up, bias, schedule, top_k, gated=True, activation=GATE, config=config
-                )
-                plain = mxfp4_stream.grouped_linear(
-                    each[schedule.order.long()] if MODE != "compile" else each, gate_up, bias, schedule, top_k,
-                    gated=False, config=config,
-                ) if isinstance(schedule, moe_plan.Plan) else None  # fmt: skip
-                got = mxfp4_stream.grouped_linear(
-                    inner, down, last, schedule, top_k,
-                    gated=False, route_weights=route, counters=counters, config=config,
-                )  # fmt: skip
-            if MODE == "compile":
-                continue
-            name = f"{experts}x{hidden}x{ffn} {tokens} tokens {config}"
-            pairs = chosen.flatten().long()
-            rows = torch.einsum("pk,pnk->pn", each[:80].double(), wide[pairs[:80]].double())
-            rows += bias[pairs[:80]].double()
-            if plain is not None:
-                check(name, plain[:80], rows, 1e-2)
-            gate, up = rows.chunk(2, -1)
-            gate, up = gate.clamp(max=GATE.limit), up.clamp(-GATE.limit, GATE.limit)
-            want = gate * torch.sigmoid(GATE.alpha * gate) * (up + 1)
-            at = torch.arange(len(pairs), device=DEVICE) if few else schedule.order.long().argsort()  # type: ignore[union-attr]
-            found = inner[at]
-            check(name, found[:80], want, 1e-2)
-            y = torch.einsum("pk,pnk->pn", found[:80].double(), narrow[pairs[:80]].double()) + last[pairs[:80]].double()
-            y *= route.flatten()[:80, None].double()
-            if few:
-                check(name, got, y.view(tokens, top_k, -1).sum(1), 1e-2)
-                assert not counters.any(), name
-            else:
-                check(name, got[:80], y, 1e-2)
+Config = PlainConfig | StreamConfig | PromptConfig
+
+
+def _compare(
+    experts: int, top_k: int, hidden: int, ffn: int, cases: tuple[tuple[int, bool, Config | None], ...]
+) -> None:
+    """Both products of a layer, for so many tokens, in order or few of them; the gated one without a gate too, if they
+    are 64, as adapters ask for it."""
+    gate_up, wide = _experts(experts, 2 * ffn, hidden, True)
+    down, narrow = _experts(experts, hidden, ffn, False)
+    bias, last = rand(experts, 2 * ffn, dtype=BF16, scale=0.3), rand(experts, hidden, dtype=BF16, scale=0.3)
+    counters = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
+    for tokens, few, config in cases:
+        chosen = _choices(tokens, top_k, experts)
+        route, x = rand(tokens, top_k).abs(), rand(tokens, hidden, dtype=BF16)
+        schedule, each = _schedule(chosen, experts, few), x.repeat_interleave(top_k, 0)
+        with poisoned_outputs():
+            inner = moe_mxfp4.grouped_linear(
+                x, gate_up, bias, schedule, top_k, gated=True, activation=GATE, config=config
+            )
+            plain = None
+            if tokens == 64 and isinstance(schedule, moe_plan.Plan):
+                ordered = each if MODE == "compile" else each[schedule.order.long()]
+                plain = moe_mxfp4.grouped_linear(ordered, gate_up, bias, schedule, top_k, gated=False, config=config)
+            got = moe_mxfp4.grouped_linear(
+                inner, down, last, schedule, top_k, gated=False, route_weights=route, counters=counters, config=config
+            )
+        if MODE == "compile":
+            continue
+        name = f"{experts}x{hidden}x{ffn} {tokens} tokens {config}"
+        pairs = chosen.flatten().long()
+        rows = torch.einsum("pk,pnk->pn", each[:80].double(), wide[pairs[:80]].double()) + bias[pairs[:80]].double()
+        if plain is not None:
+            check(name, plain[:80], rows, 1e-2)
+        gate, up = rows.chunk(2, -1)
+        gate, up = gate.clamp(max=GATE.limit), up.clamp(-GATE.limit, GATE.limit)
+        want = gate * torch.sigmoid(GATE.alpha * gate) * (up + 1)
+        found = inner if few else inner[schedule.order.long().argsort()]  # type: ignore[union-attr]
+        check(name, found[:80], want, 1e-2)
+        y = torch.einsum("pk,pnk->pn", found[:80].double(), narrow[pairs[:80]].double()) + last[pairs[:80]].double()
+        y *= route.flatten()[:80, None].double()
+        if few:
+            check(name, got, y.view(tokens, top_k, -1).sum(1), 1e-2)
+            assert not counters.any(), name
+        else:
+            check(name, got[:80], y, 1e-2)
+
+
+def test_products_equal_float64() -> None:
+    """Launch shapes as they are chosen; steps that end in the middle of a round, rows that end in the middle of a tile,
+    empty experts, and some with more tokens than a tile."""
+    if QUICK:  # Gluon has no interpreter
+        _compare(6, 4, 96, 64, ((9, False, None), (3, True, None)))
+        return
+    _compare(32, 4, 2880, 288, tuple((tokens, tokens <= 16, None) for tokens in (1, 6, 13, 64, 150)))
+    _compare(6, 4, 96, 64, ((40, False, StreamConfig(8, 4, 2, 1)), (3, True, PlainConfig())))
+    _compare(5, 2, 512, 160, ((5, True, StreamConfig(8, 1, 2, 8, 2)), (40, False, PlainConfig())))
+
+
+def test_products_of_prompts_equal_float64() -> None:
+    if QUICK:
+        return
+    _compare(32, 4, 2880, 288, ((300, False, None), (300, False, PromptConfig(128, 2, 8))))
+    _compare(6, 4, 96, 64, ((64, False, PromptConfig(64, 2, 8)),))
 
 
 def test_every_code_is_exact() -> None:
     """All sixteen values at several powers of two, times one and minus three."""
-    if MODE == "interpret":
-        return
     blocks = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(64, 1)
     exponents = torch.arange(64, dtype=torch.uint8, device=DEVICE).view(-1, 1).expand(64, 16) * 2 + 60
     weight = Mxfp4(blocks, exponents.contiguous())
@@ -115,12 +122,13 @@ def test_every_code_is_exact() -> None:
     x[torch.arange(32), torch.arange(32) * 16 + torch.arange(32) % 16] = 1.0
     x[::2] *= -3
     chosen = torch.zeros(32, 1, dtype=torch.int32, device=DEVICE)
-    for paired in (False, True):
+    for paired in (True,) if QUICK else (False, True):
         stack = stacked([fragments(weight, paired=paired)])
-        for config in (StreamConfig(8, 1, 1, 1), StreamConfig(16, 2, 2, 4), StreamConfig(32, 1, 4, 8)):
+        configs: tuple[Config, ...] = (StreamConfig(8, 1, 1, 1), StreamConfig(32, 1, 4, 8), PromptConfig(32, 1, 4))
+        for config in (PlainConfig(),) if QUICK else (PlainConfig(), *configs):
             with poisoned_outputs():
                 plan = moe_plan.plan(chosen, 1)
-                got = mxfp4_stream.grouped_linear(x, stack, None, plan, 1, gated=False, config=config)
+                got = moe_mxfp4.grouped_linear(x, stack, None, plan, 1, gated=False, config=config)
             if MODE != "compile":
                 want = x.double() @ weight.dense().double().T
                 check(f"codes {config}", got, want.to(BF16).double(), 1e-6)
@@ -135,13 +143,13 @@ def _random(experts: int, out: int, inputs: int, paired: bool) -> Mxfp4Fragments
     return Mxfp4Fragments(words, exponents, torch.full((experts, out), 2.0**-9, device=DEVICE), inputs, paired)
 
 
-def _time(tokens: int, gated: bool, configs: list[StreamConfig]) -> Iterator[Row]:
+def _time(tokens: int, gated: bool, configs: list[StreamConfig] | list[PromptConfig]) -> Iterator[Row]:
     """A layer of gpt-oss 20B."""
     stack = _random(32, 5760 if gated else 2880, 2880, gated)
     bias = rand(32, stack.outputs, dtype=BF16)
     counters = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
     few = tokens <= 16
-    drawn = [_choices(tokens, 4, 32) for _ in range(1 if tokens > 16 else 4)]
+    drawn = [_choices(tokens, 4, 32) for _ in range(4 if few else 1)]
     orders = [_schedule(chosen, 32, few) for chosen in drawn]
     visited = sum(4 if MODE == "compile" else len(chosen.unique()) for chosen in drawn) / len(drawn)
     x = rand(tokens if gated else tokens * 4, 2880, dtype=BF16)
@@ -149,37 +157,42 @@ def _time(tokens: int, gated: bool, configs: list[StreamConfig]) -> Iterator[Row
     for config in configs:
         calls = [
             partial(
-                mxfp4_stream.grouped_linear, x, stack, bias, order, 4, gated=gated, route_weights=route,
+                moe_mxfp4.grouped_linear, x, stack, bias, order, 4, gated=gated, route_weights=route,
                 activation=GATE, counters=counters, config=config, pdl=True,
             )
             for order in orders
         ]  # fmt: skip
-        shape = f"{config.tokens}x{config.rows} w{config.num_warps} a{config.ahead} s{config.split}"
-        name = f"{'gate and up' if gated else 'down'}, {tokens} tokens: {shape}"
-        yield bandwidth(name, time_us(calls), visited * stack.nbytes / 32)
+        name = f"{'gate and up' if gated else 'down'}, {tokens} tokens: {_label(config)}"
+        us = time_us(calls, repeats=7)
+        if tokens > 128:
+            yield arithmetic(name, us, 2.0 * tokens * 4 * 2880 * stack.outputs)
+        else:
+            yield bandwidth(name, us, visited * stack.nbytes / 32)
 
 
-def bench_stream() -> Iterator[Row]:
-    for tokens, columns in ((1, 8), (8, 8), (16, 16), (64, 16), (128, 16)):
-        yield from _time(tokens, True, [StreamConfig(columns, 1 if tokens < 16 else 2, 4, 4 if tokens < 16 else 2)])
-        yield from _time(tokens, False, [StreamConfig(columns, 1 if tokens < 16 else 2, 4, 4 if tokens < 16 else 2)])
+def _label(config: StreamConfig | PromptConfig) -> str:
+    tile = f"{config.tokens}x{config.rows} w{config.num_warps}"
+    if isinstance(config, StreamConfig):
+        return f"stream {tile} a{config.ahead} s{config.split}"
+    return f"prompt {tile} {'early' if config.early else 'late'} r{config.registers}"
 
 
-def tune_stream() -> Iterator[Row]:
-    one = [
-        StreamConfig(8, rows, warps, ahead)
-        for rows, warps, ahead in ((1, 2, 4), (1, 2, 8), (1, 4, 8), (2, 2, 4), (2, 4, 4))
-    ]
-    split = [
-        StreamConfig(8, 1, 4, 4, 2),
-        StreamConfig(8, 1, 2, 4, 2),
-        StreamConfig(8, 1, 4, 4, 4),
-        StreamConfig(8, 1, 4, 2, 4),
-    ]
-    many = [
-        StreamConfig(16, rows, warps, ahead)
-        for rows, warps, ahead in ((1, 4, 4), (1, 8, 4), (2, 2, 2), (2, 8, 2), (2, 4, 4), (4, 4, 1), (4, 4, 2))
-    ]
-    for tokens, configs in ((1, one), (8, one), (64, many)):
-        yield from _time(tokens, True, configs)
-        yield from _time(tokens, False, configs if tokens == 64 else [*configs[:3], *split])
+def bench_mxfp4() -> Iterator[Row]:
+    """With the launch shapes that are chosen."""
+    for tokens in (1, 8, 16, 64, 128, 512, 2048):
+        for gated in (True, False):
+            yield from _time(tokens, gated, [moe_mxfp4.choose(tokens * 4, 32, gated, tokens if tokens <= 16 else 0)])  # type: ignore[list-item]
+
+
+def tune_some() -> Iterator[Row]:
+    shapes = (
+        (16, 2, 4, 2, 1, 128), (16, 2, 4, 2, 1, 80), (16, 2, 2, 2, 1, 96), (16, 2, 4, 4, 1, 128), (16, 2, 4, 1, 1, 80),
+    )  # fmt: skip
+    for gated in (True, False):
+        yield from _time(64, gated, [StreamConfig(*shape) for shape in shapes])
+
+
+def tune_prompt() -> Iterator[Row]:
+    shapes = ((64, 2, 8), (64, 4, 8), (128, 1, 8), (256, 1, 8), (128, 2, 8, False), (64, 2, 4))
+    for gated in (True, False):
+        yield from _time(2048, gated, [PromptConfig(*shape) for shape in shapes])  # type: ignore[arg-type]

@@ -37,6 +37,8 @@ class Tap:
     """The residual stream in front of these layers, ascending; none: the final hidden states."""
     project: Linear | None = None
     """Applied to the chosen streams side by side; None: what is kept are the final hidden states."""
+    caches: int = 1
+    """Above 1: it is kept of the tokens of so many shards, each with blocks of its own, which are numbered through."""
 
     def on(self, decoder: Decoder) -> TappedDecoder:
         """`decoder`, writing them for every token."""
@@ -116,7 +118,9 @@ class TappedDecoder(Decoder):
 
     def cache_shape(self, block_size: int, dtype: torch.dtype) -> CacheShape:
         shape = self.inner.cache_shape(block_size, dtype)
-        return replace(shape, kinds=(*shape.kinds, PagedRows(self.tap.width, block_size, self.embedding.dtype)))
+        return replace(
+            shape, kinds=(*shape.kinds, PagedRows(self.tap.width, block_size * self.tap.caches, self.embedding.dtype))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ class Shares:
         cells[2] -= self.shard * self.blocks
         cells[2][(cells[2] < 0) | (cells[2] >= self.blocks)] = 0  # in rows of others
         if not len(mine):
-            return Share(self.shard, tokens, self._nothing(replace(step, cells=cells)))
+            return Share(self.shard, tokens, self._nothing(replace(step, cells=cells)), step.slots)
         entries = np.flatnonzero(owner[step.query_starts[:-1]] == self.shard)
         lengths = np.diff(step.query_starts)[entries]
         return Share(
@@ -62,6 +62,7 @@ class Shares:
                 adapter_slots=_any(None if step.adapter_slots is None else step.adapter_slots[mine], step.further),
                 states=None if step.states is None else _states(step.states, mine),
             ),
+            step.slots,
         )
 
     def _nothing(self, step: Forward) -> Forward:
@@ -107,6 +108,8 @@ class Share:
     """Of each shard, where its tokens are in the step."""
     message: Forward
     """The step of this shard's own tokens, in its own blocks; never empty."""
+    slots: Ints
+    """Of all tokens of the step, in the blocks of all shards."""
 
     def batch(self, block_tables: Tensor) -> AttentionBatch:
         batch = self.message.batch(block_tables)

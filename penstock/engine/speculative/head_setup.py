@@ -7,7 +7,7 @@ between them; what is read in later stages of a pipeline comes back with the fin
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,21 +75,25 @@ class HeadDraft:
     shape: CacheShape
     weights: Weights
     """The target's, whole."""
+    caches: int = 1
+    """Of the target, where shards have sequences of their own: their blocks are numbered through."""
 
     @property
     def tap(self) -> Tap:
-        return self.head.tap
+        return replace(self.head.tap, caches=self.caches)
 
     @property
     def block_bytes(self) -> int:
         """What its own cache needs beside every block of the target; what the target keeps for it is the target's."""
-        return self.shape.block_bytes
+        return self.shape.block_bytes * self.caches
 
 
 def check_head(config: EngineConfig) -> None:
     """Refuse what a head cannot work with."""
-    if config.attention_parallel == "data":
-        raise ConfigError(f"speculation: {config.speculation} is not available with attention_parallel: data")
+    if config.attention_parallel == "data" and config.pipeline_parallel > 1:
+        raise ConfigError(
+            f"speculation: {config.speculation} is not available with attention_parallel: data and pipeline_parallel"
+        )
     if config.role != "both" and config.ranks > 1:
         raise ConfigError(f"speculation: {config.speculation} with several ranks is not available with a role")
 
@@ -122,14 +126,16 @@ def load_head(
             where = "draft_model" if config.speculation == "eagle3" else "speculation: mtp"
             raise ConfigError(f"{where}: {error}") from error
     kind = head.layer.mixer.cache_kind(config.block_size, dtype)
-    return HeadDraft(backend, head, CacheShape((kind,), config.block_size), weights)
+    caches = config.tensor_parallel if config.attention_parallel == "data" else 1
+    return HeadDraft(backend, head, CacheShape((kind,), config.block_size), weights, caches)
 
 
 def distant_tap(config: EngineConfig, checkpoint: object | None, member: Member) -> Tap | None:
-    """On a rank of a later stage, through which streams pass to the head: which of them it reads. Final hidden states
-    go to rank 0 anyway."""
+    """On a rank of a later stage, through which streams pass to the head, or with sequences of its own: which of them
+    it reads. Final hidden states go to rank 0 anyway."""
     place = member.place
-    if config.speculation != "eagle3" or place.pipeline == 1 or place.shard or config.draft_model is None:
+    passes = place.data or (place.pipeline > 1 and not place.shard)
+    if config.speculation != "eagle3" or not passes or config.draft_model is None:
         return None
     target = read_config(open_weights(config, checkpoint).config)
     return Tap(0, layers=read_eagle3_config(read_json(Path(config.draft_model) / "config.json"), target).tapped)
@@ -152,7 +158,7 @@ def head_proposer(config: EngineConfig, target: Part, draft: HeadDraft, schedule
         head = _whole_head(draft, target)
     positions = target.decoder.max_positions
     decoder = draft.head.decoder(backend, target.kv.layers[-1], config.block_size, embedding, head, positions)
-    kv = KVCache(draft.shape, target.kv.num_blocks, target.kv.device)
+    kv = KVCache(draft.shape, target.kv.num_blocks * draft.caches, target.kv.device)
     most = config.max_verified(target.max_running)
     if backend.compiles:
         limits = StepLimits(max(target.max_running, most), target.token_budget, positions, config.block_size)

@@ -227,8 +227,8 @@ def _tapped(decoder: Decoder, tap: Tap | StageTap | None) -> Decoder:
 
 
 def _stage_tap(tap: Tap | None, model: ModelConfig, member: Member | None) -> Tap | StageTap | None:
-    """In a pipeline: this stage's part of it."""
-    if tap is None or member is None or member.place.pipeline == 1:
+    """In a pipeline, or with sequences of its own: this rank's part of it."""
+    if tap is None or member is None or (member.place.pipeline == 1 and not member.place.data):
         return tap
     from penstock.engine.parallel.layout import layer_span
 

@@ -143,7 +143,7 @@ def test_a_head_that_does_not_fit_is_refused(target: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="needs a draft_model"):
         make_engine(target, speculation="eagle3")
     with pytest.raises(ConfigError, match="attention_parallel"):
-        spread = {"tensor_parallel": 2, "expert_parallel": True, "attention_parallel": "data"}
+        spread = {"tensor_parallel": 2, "expert_parallel": True, "attention_parallel": "data", "pipeline_parallel": 2}
         make_engine(target, speculation="eagle3", draft_model=str(change()), **spread)
 
 
@@ -213,3 +213,19 @@ def test_stages_of_a_pipeline_pass_on_what_the_head_reads(
             got, expected = run(engine, asked), run(plain, asked)
             assert {name: delta.tokens for name, delta in got.items()} == {n: d.tokens for n, d in expected.items()}
         assert_idle(engine)
+
+
+@pytest.mark.slow
+def test_shards_with_sequences_of_their_own_have_the_same_drafts(head: Path, tmp_path: Path) -> None:
+    target = write_checkpoint("qwen3-moe", tmp_path, spread=0.3, num_hidden_layers=4)
+    requests = [greedy(f"r{n}", [(i * 7 + n) % 199 for i in range(n)], 20) for n in (90, 2, 33, 60)]
+    spread = {"tensor_parallel": 2, "expert_parallel": True, "attention_parallel": "data"}
+    engine = drafting(target, head, num_blocks=60, token_budget=48, **spread)
+    try:
+        drafts = noted_drafts(engine)
+        assert generate(engine, *requests) == generate(make_engine(target), *requests)
+        reference = PlainHead(head, target)
+        assert len(drafts) > 20
+        assert all(draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts)
+    finally:
+        engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,26 @@ def test_stages_of_a_pipeline_have_the_same_drafts(tmp_path: Path, family: str, 
         drafted, accepted = (getattr(engine.load_snapshot(), name) for name in ("draft_tokens", "accepted_tokens"))
         assert drafted > 10
         assert accepted == alone.load_snapshot().accepted_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CASES)
+def test_shards_with_sequences_of_their_own_have_the_same_drafts(tmp_path: Path, family: str) -> None:
+    target = write_mtp(family, tmp_path)
+    requests = [greedy(f"r{n}", [(i * 7 + n) % 199 for i in range(n)], 14) for n in (70, 3, 40, 90, 17)]
+    alone = eager_engine(target, speculation="mtp", num_blocks=100)
+    spread = {"expert_parallel": True, "attention_parallel": "data"}
+    with threaded_engine(target, 2, 1, speculation="mtp", num_blocks=60, token_budget=48, **spread) as engine:
+        assert engine.speculation is not None
+        verify_everything(engine.speculation)
+        drafts = noted_drafts(engine)
+        for turn in range(2):  # again from the prefix caches
+            again = [dataclasses.replace(one, request_id=f"{one.request_id}-{turn}") for one in requests]
+            assert generate(engine, *again) == generate(alone, *again)
+        drafted, accepted = (getattr(engine.load_snapshot(), name) for name in ("draft_tokens", "accepted_tokens"))
+        assert drafted > 10
+        assert_idle(engine)
+    reference = PlainMtp(target)
+    right = [draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts]
+    assert len(right) > 30 and all(right), right
+    assert accepted == alone.load_snapshot().accepted_tokens

@@ -46,9 +46,11 @@ def record(device: torch.device, work: Work, pool: Any, rehearse: Work) -> Recor
     `work` will: outside the graph they may be compiled and loaded."""
     stream = _capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.inference_mode(), torch.cuda.stream(stream):
-        rehearse()
-    torch.cuda.current_stream(device).wait_stream(stream)
+    try:
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            rehearse()
+    finally:  # also what was launched until it was interrupted reads inputs that are freed now
+        torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.inference_mode(), torch.cuda.stream(stream):
         # Not `torch.cuda.graph`, which waits for the device and empties the allocator's cache before each capture.

@@ -23,10 +23,10 @@ from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_one
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.kernels.moe import SharedPart
-from penstock.engine.backends.cuda.kernels.moe_mxfp4 import Mxfp4Matrix
 from penstock.engine.backends.cuda.kernels.moe_one import Matrices, Visits
 from penstock.engine.backends.cuda.kernels.moe_plan import FEW, FewPairs, Plan, plan
 from penstock.engine.backends.cuda.kernels.moe_route import Choice, route, score_and_route
+from penstock.engine.backends.cuda.kernels.mxfp4_fragments import Mxfp4Fragments, fragments, stacked
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Linear
 from penstock.engine.backends.interface import Activation, Ops
@@ -119,7 +119,7 @@ class Stack:
 class PackedStack:
     """The same in MXFP4."""
 
-    stack: Mxfp4Matrix
+    stack: Mxfp4Fragments
     bias: Tensor | None
 
     @property
@@ -136,7 +136,7 @@ class PackedStack:
 
     @property
     def outputs(self) -> int:
-        return self.stack.words.shape[2]
+        return self.stack.outputs
 
     @property
     def device(self) -> torch.device:
@@ -162,12 +162,12 @@ class PackedStack:
             route_weights=route_weights,
             activation=gate or "silu",
             counters=counters,
-            config=moe_mxfp4.fixed(gate is not None, x.element_size()) if fixed else None,
+            fixed=fixed,
         )
 
     def put(self, index: int, linear: Linear) -> None:
         assert isinstance(linear, Mxfp4Linear)
-        self.stack.put(index, moe_mxfp4.pack(linear.weight))
+        self.stack.put(index, fragments(linear.weight, paired=self.stack.paired))
         if self.bias is not None and linear.bias is not None:
             self.bias[index].copy_(linear.bias)
 
@@ -283,8 +283,8 @@ class GroupedExpertMlp:
 
 def group(mlp: ExpertMlp) -> GroupedExpertMlp | None:
     """Stack the experts of `mlp`; None where their weights are in a form that the kernels do not read."""
-    gate_up = _stack([expert.gate_up for expert in mlp.experts])
-    down = _stack([expert.down for expert in mlp.experts])
+    gate_up = _stack([expert.gate_up for expert in mlp.experts], paired=True)
+    down = _stack([expert.down for expert in mlp.experts], paired=False)
     if gate_up is None or down is None:
         return None
     if isinstance(gate_up, PackedStack) and not has_gate(mlp.experts[0].activation):
@@ -317,11 +317,11 @@ def _plain(linear: Linear) -> _Plain | None:
     return linear if isinstance(linear, _Plain) else None
 
 
-def _stack(linears: list[Linear]) -> AnyStack | None:
+def _stack(linears: list[Linear], *, paired: bool) -> AnyStack | None:
     packed = [linear for linear in linears if isinstance(linear, Mxfp4Linear)]
     if len(packed) == len(linears):
         biases = [linear.bias for linear in packed if linear.bias is not None]
-        stack = moe_mxfp4.stacked([moe_mxfp4.pack(linear.weight) for linear in packed])
+        stack = stacked([fragments(linear.weight, paired=paired) for linear in packed])
         return PackedStack(stack, torch.stack(biases) if biases else None)
     integers = integer_stack(linears)
     if integers is not None:

@@ -36,6 +36,11 @@ class HostBatch:
 class StepShare(Protocol):
     """A shard's part of a step; see `parallel.data`."""
 
+    @property
+    def slots(self) -> Ints:
+        """Of all tokens of the step, in the blocks of all shards."""
+        ...
+
     def take(self, token_ids: Tensor) -> Tensor:
         """Its tokens, of all of the step."""
         ...

@@ -1,16 +1,8 @@
 """The grouped product of `moe` on experts in MXFP4, read as stored: 4-bit floats and a power of two for 32 of them.
 
-Weight rows are the tall side of the tensor-core product and a tile's tokens the narrow one, so that weights go from
-their bits to an operand within a thread. A float of e2m1 becomes one of bfloat16 by moving its bits: sign to sign, the
-three others to where exponent and mantissa meet, which is the value times 2^-126, zero and subnormals included. One
-multiplication by a power of two then makes the weight of it, in units of the largest power of its row; the sums are
-multiplied by that one.
-
-Inputs are taken 128 at a time. A word holds eight weights of a row: number i of word j is that of input 32 * (i // 2) +
-16 * (i % 2) + j, so that the i-th weights of sixteen words are an operand of their own, whatever thread holds them. The
-first four are in the low half of a word, the others in the high one. In a half, from the top bit: s0 s3 h3 s1 l3 l3 s2
-a0 a0 a0 a1 a1 a1 a2 a2 a2, where s0..s3 are the signs, a0..a2 the other bits of the first three, and h3 l3 l3 those of
-the fourth.
+`mxfp4_fragments` says how they lie in memory. With bfloat16 activations `mxfp4_stream` multiplies where an expert has
+few tokens, and `mxfp4_prompt` where it has many. The kernel of this file is for all else: other activations, route
+weights that meet the inputs, and Triton's interpreter; it takes weights out of their words in plain operations.
 """
 
 from __future__ import annotations
@@ -21,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
+from penstock.engine.backends.cuda.kernels import mxfp4_prompt, mxfp4_stream
 from penstock.engine.backends.cuda.kernels.activation import gate_options, gated
 from penstock.engine.backends.cuda.kernels.common import (
     INTERPRETED,
@@ -33,7 +25,6 @@ from penstock.engine.backends.cuda.kernels.common import (
     wait_for_inputs,
 )
 from penstock.engine.backends.cuda.kernels.moe_plan import (
-    FEW,
     GROUP,
     FewPairs,
     Plan,
@@ -42,169 +33,55 @@ from penstock.engine.backends.cuda.kernels.moe_plan import (
     place_of,
     planned_tile,
 )
+from penstock.engine.backends.cuda.kernels.mxfp4_fragments import Mxfp4Fragments
+from penstock.engine.backends.cuda.kernels.mxfp4_prompt import PromptConfig
+from penstock.engine.backends.cuda.kernels.mxfp4_stream import StreamConfig
 from penstock.engine.backends.interface import Activation
-from penstock.engine.loading.mxfp4 import Mxfp4
-
-_STEP = 128
-_TOP = 253
-"""Exponent of a bfloat16 that is 2^126: what the bits of a weight are multiplied by where its power is its row's
-largest."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Config:
-    """Shape of the launch."""
+class PlainConfig:
+    """Shape of the launch of the kernel of this file."""
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    split: int = 1
-    """Programs that share the inputs of a row; where the last program adds up the pairs, it adds up their parts too."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mxfp4Matrix:
-    """One matrix [out, in], or a stack of them with one more axis in front."""
-
-    words: Tensor
-    """int32 [steps of 128 inputs, out, 16]; see the top of the file. Zeros past the last input."""
-    exponents: Tensor
-    """int32 [steps, out]: of the four groups of a step, the first in the lowest byte; see `_TOP`."""
-    scale: Tensor
-    """float32 [out]: the largest power of two of a row."""
-    inputs: int
-
-    @property
-    def nbytes(self) -> int:
-        """Of the weights and their powers; neither what is past the last input nor `scale`."""
-        return self.scale.numel() * self.inputs * 17 // 32
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.words, self.exponents, self.scale
-
-    def put(self, index: int, other: Mxfp4Matrix) -> None:
-        """Another matrix, at a place of the stack."""
-        for ours, theirs in zip(self.tensors, other.tensors, strict=True):
-            ours[index].copy_(theirs)
-
-
-def pack(weight: Mxfp4) -> Mxfp4Matrix:
-    out, inputs = weight.shape
-    steps = ceil_div(inputs, _STEP)
-    codes = torch.stack((weight.blocks & 15, weight.blocks >> 4), -1).view(out, inputs).to(torch.int32)
-    codes = (
-        F.pad(codes, (0, steps * _STEP - inputs)).view(out, steps, 8, 16).permute(2, 1, 0, 3)
-    )  # number, step, out, j
-    halves = [_half(codes[first : first + 4]) for first in (0, 4)]
-    top = weight.scales.to(torch.int32).amax(1, keepdim=True)
-    powers = (weight.scales.to(torch.int32) - top + _TOP).clamp_(min=0)
-    powers = F.pad(powers, (0, steps * 4 - inputs // 32)).view(out, steps, 4)
-    shifts = torch.arange(0, 32, 8, device=powers.device, dtype=torch.int32)
-    exponents = (powers << shifts).sum(-1, dtype=torch.int32)
-    scale = torch.ldexp(torch.ones_like(top, dtype=torch.float32), top - 127).view(out)
-    return Mxfp4Matrix((halves[0] | halves[1] << 16).contiguous(), exponents.T.contiguous(), scale, inputs)
-
-
-def _half(codes: Tensor) -> Tensor:
-    """Four codes into sixteen bits."""
-    (s0, s1, s2, s3), (r0, r1, r2, r3) = codes >> 3, codes & 7
-    bits: Tensor = s0 << 15 | r0 << 6 | s1 << 12 | r1 << 3 | s2 << 9 | r2 | s3 << 14 | (r3 >> 2) << 13 | (r3 & 3) << 10
-    return bits
-
-
-def stacked(matrices: list[Mxfp4Matrix]) -> Mxfp4Matrix:
-    words, exponents, scale = (torch.stack(parts) for parts in zip(*(m.tensors for m in matrices), strict=True))
-    return Mxfp4Matrix(words, exponents, scale, matrices[0].inputs)
-
-
-# Two words, and two rows' multipliers of each of the four groups, twice in each. What is in both halves of a register
-# belongs to the two words: so no two elements need be neighbours.
-_UNPACK = tl.constexpr("""{
-.reg .b32 t, u, m;
-prmt.b32 t, $8, $9, 0x5410;
-prmt.b32 m, $10, $11, 0x7610;
-and.b32 $0, t, 0x81C081C0;
-mul.bf16x2 $0, $0, m;
-shl.b32 u, t, 3;
-and.b32 u, u, 0x81C081C0;
-mul.bf16x2 $1, u, m;
-prmt.b32 m, $12, $13, 0x7610;
-shl.b32 u, t, 6;
-and.b32 u, u, 0x81C081C0;
-mul.bf16x2 $2, u, m;
-shl.b32 u, t, 1;
-and.b32 $3, u, 0x80008000;
-shr.b32 u, t, 4;
-lop3.b32 $3, u, 0x00C000C0, $3, 0xEA;
-shr.b32 u, t, 5;
-lop3.b32 $3, u, 0x01000100, $3, 0xEA;
-mul.bf16x2 $3, $3, m;
-prmt.b32 t, $8, $9, 0x7632;
-prmt.b32 m, $14, $15, 0x7610;
-and.b32 $4, t, 0x81C081C0;
-mul.bf16x2 $4, $4, m;
-shl.b32 u, t, 3;
-and.b32 u, u, 0x81C081C0;
-mul.bf16x2 $5, u, m;
-prmt.b32 m, $16, $17, 0x7610;
-shl.b32 u, t, 6;
-and.b32 u, u, 0x81C081C0;
-mul.bf16x2 $6, u, m;
-shl.b32 u, t, 1;
-and.b32 $7, u, 0x80008000;
-shr.b32 u, t, 4;
-lop3.b32 $7, u, 0x00C000C0, $7, 0xEA;
-shr.b32 u, t, 5;
-lop3.b32 $7, u, 0x01000100, $7, 0xEA;
-mul.bf16x2 $7, $7, m;
-}""")
+    block_m: int = 16
+    block_n: int = 32
+    num_warps: int = 4
 
 
 @triton.jit
-def _weight(words: tl.tensor, exponents: tl.tensor, NUMBER: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Weight NUMBER of every word, in plain operations."""
-    half = (words >> (16 * (NUMBER // 4))) & 0xFFFF
-    if NUMBER % 4 == 3:
-        bits = ((half << 1) & 0x8000) | ((half >> 4) & 0xC0) | ((half >> 5) & 0x100)
-    else:
-        bits = (half << (3 * (NUMBER % 4))) & 0x81C0
-    power = ((exponents >> (8 * (NUMBER // 2))) & 255) << 23
-    return ((bits << 16).to(tl.float32, bitcast=True) * power.to(tl.float32, bitcast=True)[:, None]).to(dtype)
+def _half(word: tl.tensor, ROTATION: tl.constexpr, HIGH: tl.constexpr) -> tl.tensor:
+    """Half of a word that is rotated to the left."""
+    if ROTATION > 0:
+        word = (word << ROTATION) | ((word >> (32 - ROTATION)) & ((1 << ROTATION) - 1))
+    return word >> 16 if HIGH else word
 
 
 @triton.jit
-def _weights(words: tl.tensor, exponents: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Operands [rows, 16] of the eight weights in `words` [rows, 16]; `exponents` [rows]."""
-    if INTERPRETED or dtype != tl.bfloat16:
-        parts = ()
-        for i in tl.static_range(8):
-            parts = parts + (_weight(words, exponents, i, dtype),)  # type: ignore[assignment]
+def _value(first: tl.tensor, second: tl.tensor, power: tl.tensor, PAIR: tl.constexpr, HIGH: tl.constexpr) -> tl.tensor:
+    """Input 2 * PAIR + HIGH of the sixteen in two words, in float32; see `mxfp4_fragments._PLACES`."""
+    if PAIR == 0:
+        bits = _half(first, 6, HIGH) & 0x81C0
+    elif PAIR == 1:
+        bits = _half(first, 2, HIGH) & 0x81C0
+    elif PAIR == 2:
+        bits = _half(first, 12, HIGH) & 0x81C0
+    elif PAIR == 3:
+        bits = _half(second, 4, HIGH) & 0x81C0
+    elif PAIR == 4:
+        bits = _half(second, 0, HIGH) & 0x81C0
+    elif PAIR == 5:
+        bits = _half(second, 10, HIGH) & 0x81C0
+    elif PAIR == 6:
+        bits = (_half(first, 1, HIGH) & 0x8100) | (_half(second, 29, HIGH) & 0xC0)
     else:
-        parts = tl.inline_asm_elementwise(
-            _UNPACK,
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r",
-            [
-                words,
-                ((exponents & 255) * 0x800080)[:, None],
-                (((exponents >> 8) & 255) * 0x800080)[:, None],
-                (((exponents >> 16) & 255) * 0x800080)[:, None],
-                (((exponents >> 24) & 255) * 0x800080)[:, None],
-            ],
-            dtype=(
-                tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
-            ),
-            is_pure=True,
-            pack=2,
-        )  # fmt: skip
-    return parts
+        bits = (_half(first, 0, HIGH) & 0x8100) | (_half(second, 6, HIGH) & 0xC0)
+    return (bits << 16).to(tl.float32, bitcast=True) * (power << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _mxfp4_kernel(
+def _plain_kernel(
     x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
+    word_ptr: tl.tensor,
     exponent_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -224,8 +101,7 @@ def _mxfp4_kernel(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
+    PAIRED: tl.constexpr,
     GATED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     GATE: tl.constexpr,
@@ -238,11 +114,10 @@ def _mxfp4_kernel(
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     WIDE: tl.constexpr = 2 * N if GATED else N
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    STEPS: tl.constexpr = (K + 127) // 128
-    SHARE: tl.constexpr = (STEPS + SPLIT - 1) // SPLIT
-    pid = tl.program_id(0)
-    share = pid % SPLIT
-    tile, block = place_of(pid // SPLIT, tiles, COLUMNS, GROUP)
+    ROW_TILES: tl.constexpr = (WIDE // 2 + 7) // 8 if PAIRED else (WIDE + 15) // 16
+    STEPS: tl.constexpr = (K + 63) // 64
+    SPANS: tl.constexpr = (STEPS + 3) // 4
+    tile, block = place_of(tl.program_id(0), tiles, COLUMNS, GROUP)
     launch_successor(PDL)
     wait_for_inputs(PDL)
     if PAIR_BLOCK > 0:
@@ -253,29 +128,44 @@ def _mxfp4_kernel(
         return
     source = pair // TOP_K if GATED else tl.where(in_m, m, 0)
     j = tl.arange(0, 16)
-    x_rows = x_ptr + source.to(tl.int64)[:, None] * K + j[None, :]
+    x_rows = x_ptr + source.to(tl.int64)[:, None] * K + (j // 4 * 16 + j % 4)[None, :]
     if WEIGHTED:
         route = tl.load(route_ptr + pair, mask=in_m, other=0.0)
     # Gate rows, then up rows. Those past the end read the last one: their sums are not stored.
     r = tl.arange(0, ROWS)
     row = tl.minimum(block * BLOCK_N + r % BLOCK_N, N - 1) + r // BLOCK_N * N
-    words = weight_ptr + expert.to(tl.int64) * (STEPS * WIDE * 16) + row[:, None] * 16 + j[None, :]
-    exponents = exponent_ptr + expert.to(tl.int64) * (STEPS * WIDE) + row
+    if PAIRED:
+        within = row % (WIDE // 2)
+        row_tile, g, half = within // 8, within % 8, row // (WIDE // 2)
+    else:
+        row_tile, g, half = row // 16, row % 8, row // 8 % 2
+    t = tl.arange(0, 4)
+    words = (
+        word_ptr + expert.to(tl.int64) * (ROW_TILES * STEPS * 128)
+        + (row_tile * (STEPS * 128) + g * 16 + half * 2)[:, None] + t[None, :] * 4
+    )  # fmt: skip
+    exponents = (
+        exponent_ptr + expert.to(tl.int64) * (ROW_TILES * SPANS * 32)
+        + (row_tile * (SPANS * 32) + g * 4 + half)[:, None] + t[None, :] // 2 * 2
+    )  # fmt: skip
     acc = tl.zeros([ROWS, BLOCK_M], tl.float32)
-    for step in tl.range(share * SHARE, tl.minimum(share * SHARE + SHARE, STEPS), num_stages=STAGES):
-        parts = _weights(tl.load(words + step * (WIDE * 16)), tl.load(exponents + step * WIDE), x_ptr.dtype.element_ty)
-        for i in tl.static_range(8):
-            mask = in_m[:, None] | (BLOCK_M > 16)
-            if K % 128 != 0:
-                mask = mask & (step * 128 + i * 16 < K)
-            x = tl.load(x_rows + step * 128 + i * 16, mask=mask, other=0.0)
+    for step in range(STEPS):
+        first, second = tl.load(words + step * 128), tl.load(words + step * 128 + 1)
+        power = (tl.load(exponents + step // 4 * 32) >> (step % 4 * 8)) & 255
+        for i in tl.static_range(4):
+            even = tl.join(_value(first, second, power, 2 * i, False), _value(first, second, power, 2 * i, True))
+            odd = tl.join(_value(first, second, power, 2 * i + 1, False), _value(first, second, power, 2 * i + 1, True))
+            w = tl.reshape(tl.permute(tl.join(even, odd), [0, 1, 3, 2]), [ROWS, 16])
+            mask = in_m[:, None]
+            if K % 64 != 0:
+                mask = mask & (step * 64 + (j // 4 * 16)[None, :] < K)
+            x = tl.load(x_rows + step * 64 + i * 4, mask=mask, other=0.0)
             if WEIGHTED and GATED:
                 x = (x.to(tl.float32) * route[:, None]).to(x.dtype)
-            acc = tl.dot(parts[i], tl.trans(x), acc, input_precision=PRECISION)
+            acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision=PRECISION)
     acc *= tl.load(scale_ptr + expert * WIDE + row)[:, None]
     if BIASED:
-        bias = tl.load(bias_ptr + expert * WIDE + row).to(tl.float32)
-        acc += tl.where(share == 0, bias, 0.0)[:, None]
+        acc += tl.load(bias_ptr + expert * WIDE + row).to(tl.float32)[:, None]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, BLOCK_N, BLOCK_M]), [1, 2, 0]))
         acc = gated(gate, up, GATE, ALPHA, LIMIT)
@@ -284,39 +174,31 @@ def _mxfp4_kernel(
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     if PAIR_BLOCK > 0 and not GATED:
         add_up(
-            tl.trans(acc), pair * SPLIT + share, in_m, n, block, here, tiles * SPLIT, sums_ptr, counter_ptr, out_ptr,
-            N, TOP_K * SPLIT, BLOCK_M,
+            tl.trans(acc), pair, in_m, n, block, here, tiles, sums_ptr, counter_ptr, out_ptr, N, TOP_K, BLOCK_M,
         )  # fmt: skip
     else:
         out = out_ptr + (m if GATED else pair).to(tl.int64)[None, :] * N + n[:, None]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_m[None, :] & (n < N)[:, None])
 
 
-def choose(pairs: int, experts: int, wide: bool, element_size: int, few: int = 0) -> Mxfp4Config:
-    """Launch shape from host values; see `moe.choose`. `wide`: with two products in a program. `few`: tokens, where
-    there are few."""
-    if element_size == 4:  # ordinary arithmetic, which wants small tiles
-        return Mxfp4Config(block_m=16, block_n=32, num_warps=4, num_stages=2)
-    if few:
-        split = 2 if pairs <= 8 and not wide else 1
-        return Mxfp4Config(8 if few <= 8 else FEW, 16, num_warps=2 if wide else 1, num_stages=4, split=split)
+def choose(pairs: int, experts: int, wide: bool, few: int = 0) -> StreamConfig | PromptConfig:
+    """Launch shape for bfloat16 from host values; see `moe.choose`. `wide`: with two products in a program. `few`:
+    tokens, where there are few."""
+    if few == 1:
+        return StreamConfig(8, 1, 4, ahead=8) if wide else StreamConfig(8, 1, 4, ahead=4, split=4)
+    if 0 < few <= 8:
+        return StreamConfig(8, 2, 2, ahead=4) if wide else StreamConfig(8, 1, 4, ahead=4, split=2)
     share = pairs / experts
-    if share <= 16:
-        return Mxfp4Config(block_m=16, block_n=64, num_warps=2, num_stages=3 if wide else 4)
-    if share <= 64:
-        return Mxfp4Config(64, 64 if wide else 128, num_warps=4, num_stages=3)
-    # So many rows that reading tokens from the L2 cache takes no longer than the product.
-    return Mxfp4Config(128, 128, num_warps=8, num_stages=3)
-
-
-def fixed(wide: bool, element_size: int) -> Mxfp4Config:
-    """The one launch shape of deterministic mode; see `moe.fixed`."""
-    return choose(1, 1, wide, element_size)
+    if few or share <= 12:  # registers for 20 warps to a multiprocessor
+        return StreamConfig(16, 2, 4, ahead=2, registers=96)
+    if share <= 24:
+        return StreamConfig(32, 2, 4, ahead=1, registers=128)
+    return PromptConfig(64 if share <= 128 else 128, 2, 8)
 
 
 def grouped_linear(
     x: Tensor,
-    stack: Mxfp4Matrix,
+    stack: Mxfp4Fragments,
     bias: Tensor | None,
     schedule: Plan | FewPairs,
     top_k: int,
@@ -325,30 +207,69 @@ def grouped_linear(
     route_weights: Tensor | None = None,
     activation: Activation = "silu",
     counters: Tensor | None = None,
-    config: Mxfp4Config | None = None,
+    config: PlainConfig | StreamConfig | PromptConfig | None = None,
+    fixed: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """As `moe.grouped_linear`."""
-    experts, _, outputs, _ = stack.words.shape
+    """As `moe.grouped_linear`; `stack` of a gated product is `paired`. `fixed`: in the one launch shape of
+    deterministic mode, in which a token's sums do not depend on the others."""
+    if config is None:
+        few = len(schedule.chosen) if isinstance(schedule, FewPairs) else 0
+        if x.dtype != torch.bfloat16 or INTERPRETED.value or (gated and route_weights is not None):
+            config = PlainConfig()
+        elif fixed:
+            config = choose(1, 1, gated)
+        else:
+            config = choose(schedule.pairs, stack.scale.shape[0], gated, few)
+    if isinstance(config, StreamConfig):
+        return mxfp4_stream.grouped_linear(
+            x, stack, bias, schedule, top_k, gated=gated, route_weights=route_weights, activation=activation,
+            counters=counters, config=config, pdl=pdl,
+        )  # fmt: skip
+    if isinstance(config, PromptConfig):
+        assert isinstance(schedule, Plan)
+        return mxfp4_prompt.grouped_linear(
+            x, stack, bias, schedule, top_k, gated=gated, route_weights=route_weights, activation=activation,
+            config=config, pdl=pdl,
+        )  # fmt: skip
+    return _plain(
+        x, stack, bias, schedule, top_k, gated=gated, route_weights=route_weights, activation=activation,
+        counters=counters, config=config, pdl=pdl,
+    )  # fmt: skip
+
+
+def _plain(
+    x: Tensor,
+    stack: Mxfp4Fragments,
+    bias: Tensor | None,
+    schedule: Plan | FewPairs,
+    top_k: int,
+    *,
+    gated: bool,
+    route_weights: Tensor | None,
+    activation: Activation,
+    counters: Tensor | None,
+    config: PlainConfig,
+    pdl: bool,
+) -> Tensor:
+    experts, outputs = stack.scale.shape
     n, pairs = outputs // 2 if gated else outputs, schedule.pairs
-    few = len(schedule.chosen) if isinstance(schedule, FewPairs) else 0
-    summed = few > 0 and not gated
+    few = isinstance(schedule, FewPairs)
+    summed = few and not gated
     out = torch.empty((pairs // top_k if summed else pairs, n), dtype=x.dtype, device=x.device)
     if pairs == 0:
         return out
-    shape = config or choose(pairs, experts, gated, x.element_size(), few)
-    tiles = schedule.tiles(shape.block_m)
-    split = shape.split if summed else 1
+    tiles = schedule.tiles(config.block_m)
     launch(
-        _mxfp4_kernel,
-        (tiles * ceil_div(n, shape.block_n) * split,),
+        _plain_kernel,
+        (tiles * ceil_div(n, config.block_n),),
         x,
         *stack.tensors,
         x if bias is None else bias,
         out,
         *schedule.pointers,
         x if route_weights is None else route_weights,
-        torch.empty((pairs * split, n), dtype=torch.float32, device=x.device) if summed else x,
+        torch.empty((pairs, n), dtype=torch.float32, device=x.device) if summed else x,
         x if counters is None else counters,
         tiles,
         N=n,
@@ -358,17 +279,15 @@ def grouped_linear(
         PAIR_BLOCK=next_power_of_2(pairs) if few else 0,
         TOP_K=top_k,
         GROUP=GROUP,
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        SPLIT=split,
-        STAGES=shape.num_stages,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        PAIRED=stack.paired,
         GATED=gated,
         WEIGHTED=route_weights is not None,
         **gate_options(activation),
         BIASED=bias is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        num_warps=config.num_warps,
         pdl=pdl,
     )
     return out

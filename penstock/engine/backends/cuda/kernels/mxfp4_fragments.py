@@ -107,13 +107,14 @@ def _tiles(rows: Tensor, paired: bool, *inner: int) -> Tensor:
 
 def _words(codes: Tensor) -> list[Tensor]:
     """Codes [..., r, e] to the two words that hold them."""
-    words = [torch.zeros(codes.shape[:-2], dtype=torch.int32, device=codes.device) for _ in range(2)]
+    halves = (codes >> _SIGN) << _TARGET[_SIGN] | (codes & 7) << _TARGET[_LOW]
+    pairs = halves[..., 0].long() | halves[..., 1].long() << 16
+    words = [torch.zeros(pairs.shape[:-1], dtype=torch.int64, device=codes.device) for _ in range(2)]
     for r, places in enumerate(_PLACES):
-        for e in range(2):
-            for word, rotation, bits in places:
-                for bit in bits:
-                    words[word] |= (codes[..., r, e] >> bit & 1) << (_TARGET[bit] + 16 * e - rotation) % 32
-    return words
+        for word, rotation, bits in places:
+            part = pairs[..., r] & sum(0x10001 << _TARGET[bit] for bit in bits)
+            words[word] |= part >> rotation | part << (32 - rotation) & 0xFFFFFFFF if rotation else part
+    return [word.to(torch.int32) for word in words]
 
 
 def stacked(matrices: list[Mxfp4Fragments]) -> Mxfp4Fragments:

@@ -39,6 +39,8 @@ class StreamConfig:
     """Steps of 64 inputs that are read before those ahead of them are multiplied: 1, 2, 4 or 8."""
     split: int = 1
     """Programs that share the inputs of a row; where the last program adds up the pairs, it adds up their parts too."""
+    registers: int = 255
+    """Of a thread, at most."""
 
 
 # Of two words and one power: see `mxfp4_fragments._PLACES`. The power of step i of four is byte i of a word.
@@ -282,6 +284,10 @@ def _stream_kernel(
         begin = gl.minimum(share * SHARE, ROUNDS)
         end = gl.minimum(begin + SHARE, ROUNDS)
         for start in range(first, last, stride):
+            e = gl.load(powers + gl.minimum(begin * (ROUND // 4), SPANS - 1) * 32)
+            ring = ()
+            for i in gl.static_range(AHEAD):
+                ring = ring + (gl.load(words + gl.minimum(begin * ROUND + i, STEPS - 1) * 128),)  # type: ignore[assignment]
             # Columns without a token read the row of one that has: they are not stored.
             if FEW:
                 pair = column * 0 + slot
@@ -306,38 +312,41 @@ def _stream_kernel(
                 source = gl.load(order_ptr + m_x) // TOP_K if GATED else m_x
             rows = x_ptr + source.to(gl.int64)[:, None] * K + k[None, :]
             acc = gl.zeros([HEIGHT * 16, TOKENS], gl.float32, layout=MMA)
-            if ROUNDS > 0:
-                e = gl.load(powers + gl.minimum(begin * (ROUND // 4), SPANS - 1) * 32)
-                x = _load_inputs(rows, k, gl.minimum(begin * ROUND, STEPS - 1), K)
-                ring = ()
-                for i in gl.static_range(AHEAD):
-                    ring = ring + (gl.load(words + gl.minimum(begin * ROUND + i, STEPS - 1) * 128),)  # type: ignore[assignment]
-                for turn in range(begin, end):
-                    for i in gl.static_range(ROUND):
-                        step = turn * ROUND + i
-                        if i % 4 == 0:
-                            # Of the four steps after these.
-                            e_next = gl.load(powers + gl.minimum(step // 4 + 1, SPANS - 1) * 32)
-                        taken = ring[i % AHEAD]  # type: ignore[var-annotated]
-                        new = gl.load(words + gl.minimum(step + AHEAD, STEPS - 1) * 128)
-                        ring = ring[: i % AHEAD] + (new,) + ring[i % AHEAD + 1 :]
-                        x_next = _load_inputs(rows, k, gl.minimum(step + 1, STEPS - 1), K)
-                        acc = mma_v2(_weights(taken, e, i % 4, HALVES, A), _inputs(x, B), acc)
-                        x = x_next
-                        if i % 4 == 3:
-                            e = e_next
+            x = _load_inputs(rows, k, gl.minimum(begin * ROUND, STEPS - 1), K)
+            for turn in range(begin, end):
+                for i in gl.static_range(ROUND):
+                    step = turn * ROUND + i
+                    if i % 4 == 0:
+                        # Of the four steps after these.
+                        e_next = gl.load(powers + gl.minimum(step // 4 + 1, SPANS - 1) * 32)
+                    taken = ring[i % AHEAD]  # type: ignore[var-annotated]
+                    new = gl.load(words + gl.minimum(step + AHEAD, STEPS - 1) * 128)
+                    ring = ring[: i % AHEAD] + (new,) + ring[i % AHEAD + 1 :]
+                    x_next = _load_inputs(rows, k, gl.minimum(step + 1, STEPS - 1), K)
+                    acc = mma_v2(_weights(taken, e, i % 4, HALVES, A), _inputs(x, B), acc)
+                    x = x_next
+                    if i % 4 == 3:
+                        e = e_next
             if STEPS % ROUND != 0:  # noqa: SIM102 - known when compiled; the other is not
                 if share == SPLIT - 1:
+                    # What is left of the inputs; the first of it has been read.
                     for i in gl.static_range(STEPS % ROUND):
                         step = ROUNDS * ROUND + i
-                        e_last = gl.load(powers + step // 4 * 32)
-                        x_last = _load_inputs(rows, k, step, K)
-                        taken = gl.load(words + step * 128)
-                        acc = mma_v2(_weights(taken, e_last, i % 4, HALVES, A), _inputs(x_last, B), acc)
+                        if i == 4:
+                            e = gl.load(powers + step // 4 * 32)
+                        taken = ring[i % AHEAD]
+                        if i + AHEAD < STEPS % ROUND:
+                            new = gl.load(words + (step + AHEAD) * 128)
+                            ring = ring[: i % AHEAD] + (new,) + ring[i % AHEAD + 1 :]
+                        acc = mma_v2(_weights(taken, e, i % 4, HALVES, A), _inputs(x, B), acc)
+                        if i + 1 < STEPS % ROUND:
+                            x = _load_inputs(rows, k, step + 1, K)
             row = gl.arange(0, HEIGHT * 16, layout=gl.SliceLayout(1, MMA)) + block * (HEIGHT * 16)
-            if PAIRED:
-                row = gl.minimum(row // 16 * 8 + row % 8, WIDE // 2 - 1) + row // 8 % 2 * (WIDE // 2)
             in_row = row < WIDE
+            if PAIRED:
+                within = row // 16 * 8 + row % 8
+                in_row = within < WIDE // 2
+                row = gl.minimum(within, WIDE // 2 - 1) + row // 8 % 2 * (WIDE // 2)
             row = gl.minimum(row, WIDE - 1)
             acc *= gl.load(scale_ptr + expert * WIDE + row)[:, None]
             if BIASED:
@@ -433,6 +442,7 @@ def grouped_linear(
         **gate_options(activation),
         BIASED=bias is not None,
         num_warps=config.num_warps,
+        maxnreg=config.registers,
         pdl=pdl,
     )
     return out
