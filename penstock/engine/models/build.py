@@ -22,8 +22,9 @@ from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
 from penstock.errors import CheckpointError
 
-_PREFIXES = ("", "language_model.model.", "model.language_model.")
-"""Of the decoder's tensor names where they have not the family's own: of a model without head, of multimodal models."""
+_PREFIXES = ("", "model.", "language_model.model.", "model.language_model.")
+"""Of the decoder's tensor names where they have not the family's own: of a model without head, as the reference calls
+its own, of multimodal models."""
 _HEADS = ("lm_head", "language_model.lm_head")
 
 
