@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine.backends import cpu
-from penstock.engine.backends.cuda.rehearsal import make_of, shortened
+from penstock.engine.backends.cuda.rehearsal import Makes, shortened
 from penstock.engine.core import Engine
 from penstock.engine.runner.eager import EagerExecutor
 from tests.engine.harness import make_engine
@@ -46,11 +46,32 @@ def test_one_of_each_make_behind_one_of_each_make(tmp_path: Path) -> None:
 
 
 def test_tensors_of_another_shape_or_type_or_place_make_another_layer() -> None:
-    numbers = torch.zeros(8, 16)
-    assert make_of([numbers]) == make_of([torch.ones(8, 16)])
+    number, numbers = Makes(), torch.zeros(8, 16)
+    assert number.of([numbers]) == number.of([torch.ones(8, 16)])
     others = [numbers[:4], numbers.t(), numbers.double(), torch.zeros(129)[1:].view(8, 16), None]
-    assert all(make_of([numbers]) != make_of([other]) for other in others)
-    assert make_of({"window": 3}) != make_of({"window": 4})
-    inside_itself: list[object] = [1]
-    inside_itself.append(inside_itself)
-    assert make_of(inside_itself) == make_of(inside_itself)
+    assert all(number.of([numbers]) != number.of([other]) for other in others)
+    assert number.of({"window": 3}) != number.of({"window": 4})
+
+
+def test_parts_that_have_each_other_are_alike_by_what_they_have_besides() -> None:
+    number = Makes()
+
+    def inside_itself(first: int) -> list[object]:
+        made: list[object] = [first]
+        made.append(made)
+        return made
+
+    assert number.of(inside_itself(1)) == number.of(inside_itself(1)) != number.of(inside_itself(2))
+
+
+def test_modules_and_parts_that_many_have_are_looked_at_once(tmp_path: Path) -> None:
+    """Operations of a Hopper device have a module, whose names lead to all others."""
+    shared: list[object] = [0]
+    for _ in range(100):
+        shared = [shared, shared]
+    assert Makes().of(shared) == 101
+    engine = make_engine(write_checkpoint("llama-gqa", tmp_path, num_hidden_layers=6), num_blocks=8)
+    executor = engine.runner.executor
+    assert isinstance(executor, EagerExecutor)
+    executor._decoder.layers[0].mixer.ops.hopper_prefill = torch  # type: ignore[attr-defined]
+    assert _kept(engine) == [0, 1, 5]

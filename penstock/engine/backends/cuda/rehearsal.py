@@ -45,7 +45,8 @@ def shortened(decoder: Decoder, kv: KVCache) -> tuple[Decoder, KVCache]:
     each make. As they are where layers depend on how many there are."""
     if not decoder.uniform or len(decoder.layers) != len(kv.layers):
         return decoder, kv
-    makes = [make_of(parts) for parts in zip(decoder.layers, kv.layers, strict=True)]
+    number = Makes()
+    makes = [number.of(parts) for parts in zip(decoder.layers, kv.layers, strict=True)]
     pairs: dict[object, int] = {}
     for index, pair in enumerate(pairwise(makes)):
         pairs.setdefault(pair, index)
@@ -57,23 +58,47 @@ def shortened(decoder: Decoder, kv: KVCache) -> tuple[Decoder, KVCache]:
     return dataclasses.replace(decoder, layers=[decoder.layers[index] for index in kept]), few
 
 
-def make_of(part: Any, inside: tuple[int, ...] = ()) -> object:
-    """Equal for parts of layers that differ in nothing but the numbers in their tensors; `inside`: what it belongs
-    to."""
-    if isinstance(part, Tensor):
-        aligned = part.layout is not torch.strided or part.data_ptr() % _ALIGNED == 0
-        return tuple(part.shape), part.stride(), part.dtype, part.device, aligned
-    if part is None or isinstance(part, bool | int | float | str | bytes | torch.dtype | torch.device):
-        return type(part), part
-    if id(part) in inside:
-        return inside.index(id(part))
-    if isinstance(part, tuple | list):
-        return type(part), tuple(make_of(one, (*inside, id(part))) for one in part)
-    if isinstance(part, dict):
-        return tuple((key, make_of(value, (*inside, id(part)))) for key, value in part.items())
-    if callable(part) and not hasattr(part, "weight_bytes"):  # linears are called, too
-        return type(part), getattr(part, "__qualname__", id(part))
-    return type(part), tuple((name, make_of(value, (*inside, id(part)))) for name, value in _attributes(part))
+class Makes:
+    """Numbers for parts of layers, equal where parts differ in nothing but the numbers in their tensors.
+
+    Every object is looked at once, however many others have it. What is not the engine's own (a module, a stream) is
+    like nothing but itself, and is not looked into.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[object, int] = {}
+        self._known: dict[int, tuple[int, object]] = {}
+        """The number of an object by its identity; the object too, so that none takes its place."""
+        self._within: list[int] = []
+
+    def of(self, part: Any) -> int:
+        at = id(part)
+        if at in self._known:
+            return self._known[at][0]
+        if at in self._within:
+            return self._within.index(at) - len(self._within)  # how far above this it is
+        self._within.append(at)
+        described = self._describe(part)
+        self._within.pop()
+        number = self._numbers.setdefault(described, len(self._numbers))
+        self._known[at] = number, part
+        return number
+
+    def _describe(self, part: Any) -> object:
+        if isinstance(part, Tensor):
+            aligned = part.layout is not torch.strided or part.data_ptr() % _ALIGNED == 0
+            return tuple(part.shape), part.stride(), part.dtype, part.device, aligned
+        if part is None or isinstance(part, bool | int | float | str | bytes | torch.dtype | torch.device):
+            return type(part), part
+        if isinstance(part, tuple | list):
+            return type(part), tuple(self.of(one) for one in part)
+        if isinstance(part, dict):
+            return dict, tuple((self.of(key), self.of(value)) for key, value in part.items())
+        if callable(part) and not hasattr(part, "weight_bytes"):  # linears are called, too
+            return type(part), getattr(part, "__module__", None), getattr(part, "__qualname__", id(part))
+        if type(part).__module__.partition(".")[0] != "penstock":
+            return type(part), id(part)
+        return type(part), tuple((name, self.of(value)) for name, value in _attributes(part))
 
 
 def _attributes(part: Any) -> list[tuple[str, Any]]:
