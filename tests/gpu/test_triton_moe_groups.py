@@ -305,8 +305,6 @@ def in_every_form() -> Iterator[tuple[str, ExpertMlp]]:
         GatedMlp(ops, "silu", block_fp8(2 * ffn, hidden, tile), block_fp8(hidden, ffn, tile)) for _ in range(experts)
     ]
     yield "FP8 in tiles", mixture(mlps, top_k, hidden, BF16)
-    for bits in (4, 8):
-        yield f"int{bits}", integers(experts, top_k, hidden, ffn, BF16, bits, 32, ordered=bits == 8)[0]
     yield "mxfp4", make_gpt_oss(experts, top_k, hidden, ffn, BF16)
 
 

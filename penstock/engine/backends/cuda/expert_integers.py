@@ -57,6 +57,7 @@ class IntegerStack:
         fixed: bool = False,
     ) -> Tensor:
         """See `Stack.product`."""
+        assert not fixed, "experts in integers are widened in deterministic mode"
         return moe_groups.grouped_linear(
             x,
             self.stack,
@@ -67,7 +68,6 @@ class IntegerStack:
             route_weights=route_weights,
             activation=gate or "silu",
             counters=counters,
-            config=moe_groups.fixed(gate is not None, x.element_size()) if fixed else None,
         )
 
     def put(self, index: int, linear: Linear) -> None:
@@ -80,9 +80,12 @@ class IntegerStack:
 
 
 def integer_stack(linears: list[Linear]) -> IntegerStack | None:
-    """None where one of them is in another form, or gate and up have their columns in different orders."""
+    """None where one of them is in another form, or gate and up have their columns in different orders. None in
+    deterministic mode, too: sums of groups were seen to depend on the other tokens, so experts are widened there."""
     found = [_plain(linear) for linear in linears]
     parts = [plain for plain, _ in found if plain is not None]
+    if any(part.fixed for part in parts):
+        return None
     biases = [part.bias for part in parts if part.bias is not None]
     if len(parts) != len(linears) or len(biases) not in (0, len(parts)):
         return None
@@ -120,4 +123,4 @@ def _joined(parts: list[tuple[GroupedLinear | None, Tensor | None]]) -> tuple[Gr
         size,
         any(weight.has_minimum for weight in weights),
     )
-    return GroupedLinear(whole, torch.cat(biases) if biases else None), order
+    return GroupedLinear(whole, torch.cat(biases) if biases else None, fixed=linears[0].fixed), order

@@ -310,11 +310,6 @@ def choose(pairs: int, experts: int, n: int, wide: bool, element_size: int, few:
     return GroupsConfig(128, 64 if wide else 128, num_warps=8, num_stages=3)
 
 
-def fixed(wide: bool, element_size: int) -> GroupsConfig:
-    """The one launch shape of deterministic mode: how the inputs of a row are added up depends on nothing else."""
-    return choose(1, 1, 1, wide, element_size)
-
-
 def grouped_linear(
     x: Tensor,
     stack: GroupsStack,
