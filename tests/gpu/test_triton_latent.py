@@ -139,10 +139,24 @@ def test_adapters_of_what_makes_keys_and_values_equal_another_matrix() -> None:
     adapters = [random_adapter(str(i), sites, rank=5 + 3 * i, dtype=torch.float32, pin=False, seed=i) for i in range(2)]
     for slot, adapter in enumerate(adapters):
         lora.put(slot, dataclasses.replace(adapter, data=adapter.data * 20))
-    batch, blocks = make_batch([5, 40, 1], [(7, 7), (5, 30)])
-    tokens = len(batch.positions)
-    owners = [0, 1, 2, *([3] * 7), *([4] * 5)]
-    of = np.array([[0, -1, 1, 1, 0][owner] for owner in owners], np.int32)
+    for decodes, prompts in (([5, 40, 1], [(7, 7), (5, 30)]), ([5], [])):
+        batch, blocks = make_batch(decodes, prompts)
+        counts = [1] * len(decodes) + [new for new, _ in prompts]
+        slots = [[0, -1, 1, 1, 0][i] for i, count in enumerate(counts) for _ in range(count)]
+        _compare_adapters(layout, batch, blocks, np.array(slots, np.int32), lora, sites, (keys, values), adapters)
+
+
+def _compare_adapters(
+    layout: LatentLayout,
+    batch: AttentionBatch,
+    blocks: int,
+    of: np.ndarray[Any, Any],
+    lora: TritonLora,
+    sites: AdapterLayout,
+    places: tuple[int, int],
+    adapters: list[Any],
+) -> None:
+    (keys, values), tokens = places, len(of)
     lora.begin(of)
     added = AbsorbedAdapters(lora, sites.place(0, keys), sites.place(0, values))
     q = rand(tokens, layout.heads * layout.query + layout.cached, dtype=torch.float32)

@@ -33,7 +33,8 @@ class AbsorbedAdapters:
     def _add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         tokens, heads = x.shape[0], x.shape[1]
         of = self.kernel.token_slots[:tokens]
-        slots = of.unsqueeze(1).expand(-1, heads).reshape(-1)
+        # Not `reshape`: of one token it would be a view of one number, and kernels read row by row.
+        slots = of.unsqueeze(1).expand(-1, heads).contiguous().view(-1)
         numbers = torch.arange(heads, dtype=torch.int32, device=x.device).expand(tokens, -1).reshape(-1)
         # `y` may be the first part of longer rows; those of all heads are equally far apart.
         rows = y.as_strided((tokens * heads, y.shape[2]), (y.stride(1), 1))

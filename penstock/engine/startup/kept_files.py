@@ -102,7 +102,7 @@ def identify(config: EngineConfig, part: Part) -> Identity:
         f"KV dtype: {str(part.kv_dtype).removeprefix('torch.')}",
         f"block size: {config.block_size}",
         f"window: {config.max_model_len or part.model.max_positions}",
-        f"device: {part.kv.device.type} {part.backend.product or platform.machine()}",
+        f"device: {part.backend.product or platform.machine()}",
         f"devices: {config.tensor_parallel} x {config.pipeline_parallel}"
         f"{', experts whole' if config.expert_parallel else ''}",
         f"deterministic: {config.deterministic}",

@@ -163,7 +163,16 @@ class TritonLora:
         self, x: Tensor, y: Tensor, placed: PlacedSite, slots: Tensor, experts: Tensor, weights: Tensor | None = None
     ) -> None:
         expert_lora.add_visits(
-            x, y, self._bank, self._ranks, placed, self._rank, slots.int(), experts.int(), weights, pdl=self.pdl
+            x,
+            y,
+            self._bank,
+            self._ranks,
+            placed,
+            self._rank,
+            slots.int().contiguous(),
+            experts.int().contiguous(),
+            weights,
+            pdl=self.pdl,
         )
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
