@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from penstock.engine.adapters.spec import AdapterSpec
@@ -151,6 +153,11 @@ class EngineConfig:
     def machine(self, rank: int) -> str:
         """Where a rank runs."""
         return self.machines[rank] if self.machines else LOCAL
+
+    @property
+    def disk_folder(self) -> Path:
+        """`disk_path` as the user means it: `~` is the home folder."""
+        return Path(os.path.expanduser(self.disk_path))
 
     @property
     def spans_machines(self) -> bool:

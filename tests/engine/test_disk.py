@@ -184,6 +184,15 @@ def test_after_a_failed_step_nothing_on_disk_is_trusted(folder: Path, alone: Eng
     engine.close()
 
 
+def test_a_tilde_is_the_home_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for persistent in (False, True):
+        settings = small(tmp_path, disk_path="~/kv", disk_persistent=persistent)
+        make_engine(folder, **settings).close()
+    assert os.listdir(tmp_path) == ["home"] and os.listdir(tmp_path / "home" / "kv") == ["kv-cache"]
+
+
 def test_settings_that_cannot_work_are_refused(folder: Path, tmp_path: Path) -> None:
     for wrong, why in (
         ({"host_memory": 0}, "set host_memory too"),
@@ -194,6 +203,9 @@ def test_settings_that_cannot_work_are_refused(folder: Path, tmp_path: Path) -> 
     ):
         with pytest.raises(ConfigError, match=why):
             make_engine(folder, **small(tmp_path, **wrong))
+    for wrong in ({"host_memory": 0}, {"disk_path": ""}, {"disk_memory": 0, "disk_persistent": True}):
+        with pytest.raises(ConfigError, match="disk_memory"):  # before the checkpoint is looked at
+            make_engine(tmp_path / "none", **small(tmp_path, **wrong))
     (tmp_path / "penstock-kv-left").write_bytes(b"of a process that was killed")
     make_engine(folder, **small(tmp_path)).close()
     assert os.listdir(tmp_path) == []

@@ -35,7 +35,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.setup import load_draft, make_speculation, spread_draft
 from penstock.engine.startup.adapters import adapter_rank, manage_adapters
 from penstock.engine.startup.memory import sliding_window
-from penstock.engine.startup.offload import open_tiers
+from penstock.engine.startup.offload import check_tiers, open_tiers
 from penstock.engine.startup.part import Part, Phases, Progress, load_part
 from penstock.errors import ConfigError
 
@@ -55,6 +55,7 @@ def load_engine(
     machines: Machines | None = None,
 ) -> Engine:
     """See `Engine.load`."""
+    check_tiers(config)
     if checkpoint is not None and config.disk_persistent:
         raise ConfigError("disk_persistent: weights that exist in memory only could not be known again")
     # Once, for all ranks.

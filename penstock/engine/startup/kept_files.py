@@ -54,7 +54,7 @@ def open_kept(
 ) -> KeptFiles | None:
     """`blocks`, `states`: how many places, and who owns the slots. None where it is not possible."""
     rank = 0 if member is None else member.place.rank
-    folder, identity = Path(config.disk_path), identify(config, part)
+    folder, identity = config.disk_folder, identify(config, part)
     if rank == 0 or config.machine(rank) != config.machine(0):
         sweep(folder, identity)
     slot: KeptSlot | None = None

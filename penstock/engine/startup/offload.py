@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engine.config import EngineConfig
@@ -18,8 +17,6 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.member import Member
-
-_NOTHING_TO_KEEP = "disk_persistent keeps what is in disk_memory; set that, disk_path and host_memory too"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +42,21 @@ class Tiers:
                 file.close()
 
 
+def check_tiers(config: EngineConfig) -> None:
+    """Refuse settings that cannot go together, before weights are read."""
+    if config.disk_memory and not config.host_memory:
+        raise ConfigError("disk_memory is for blocks that leave host memory; set host_memory too")
+    if config.disk_memory and not config.disk_path:
+        raise ConfigError("disk_memory needs disk_path, a folder for it on a fast disk")
+    if config.disk_persistent and not config.disk_memory:
+        raise ConfigError("disk_persistent keeps what is in disk_memory; set that, disk_path and host_memory too")
+
+
 def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -> Tiers | None:
     """Memory for blocks that leave this rank's cache; None where none is configured. All ranks have room for as many
     blocks: as many as the rank whose parts are largest."""
     if config.host_memory == 0:
-        if config.disk_memory:
-            raise ConfigError("disk_memory is for blocks that leave host memory; set host_memory too")
-        if config.disk_persistent:
-            raise ConfigError(_NOTHING_TO_KEEP)
         return None
-    if config.disk_persistent and not config.disk_memory:
-        raise ConfigError(_NOTHING_TO_KEEP)
     recurrent = part.model.recurrent or not part.kv.shape.blocks_suffice
     slots, states = count_host_blocks(config, part.kv.shape, recurrent)
     places, state_places = count_disk_places(config, part.kv.shape, recurrent)
@@ -67,8 +68,6 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
     state_mover = part.backend.block_mover(StateBlocks(part.kv), states) if recurrent else None
     tiers = Tiers(slots, mover, states, state_mover)
     if places:
-        if not config.disk_path:
-            raise ConfigError("disk_memory needs disk_path, a folder for it on a fast disk")
         if config.disk_persistent:
             kept = open_kept(
                 config, part, (places, mover), None if state_mover is None else (state_places, state_mover), member
@@ -77,7 +76,7 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
                 tiers = replace(tiers, places=places, file=kept.blocks, slot=kept.slot)
                 tiers = replace(tiers, state_places=state_places, state_file=kept.states)
         else:
-            folder = Path(config.disk_path)
+            folder = config.disk_folder
             file = BlockFile(folder, places, mover)
             try:
                 state_file = None if state_mover is None else BlockFile(folder, state_places, state_mover)
