@@ -8,7 +8,7 @@ kernels those are, not contents, so this needs no real cache.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ def compile_kernels(
     limits: StepLimits,
     adapters: AdaptedModel | None = None,
     done: Collection[object] = (),
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Collection[object]:
     """Compile whatever the decoder may launch, with a cache of `dtype`; see `Backend.compile`."""
     device = decoder.embedding.device
@@ -42,7 +43,7 @@ def compile_kernels(
     tables = torch.zeros(limits.max_rows + 1, width, dtype=torch.int32, device=device)
     fused = decoder.fused_up_to
     kinds = {(_kind_of(layer.mixer), _form_of(layer.feed_forward), fused): layer for layer in decoder.layers}
-    with building_kernels():
+    with building_kernels(wanted):
         for kind, layer in kinds.items():
             if kind not in done:
                 alone = dataclasses.replace(decoder, layers=[layer])
