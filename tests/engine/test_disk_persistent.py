@@ -429,6 +429,9 @@ def test_what_is_being_written_at_sleep_is_not_lost(
         engine.settle()
         host = engine.scheduler.allocator.pool.host
         assert host is not None and host.disk is not None and host.disk.writing, "a slow disk"
+        begin = time.monotonic()
+        engine.save(8.0, hurry=lambda: True)
+        assert time.monotonic() - begin < 4, "told to stop at once"
         engine.forget_caches(keep_disk=True)
         host.check()
         slow.set()
