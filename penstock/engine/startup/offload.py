@@ -45,9 +45,9 @@ class Tiers:
                 file.close()
 
 
-def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -> Tiers | None:
+def open_tiers(config: EngineConfig, part: Part, member: Member | None = None, before: str = "") -> Tiers | None:
     """Memory for blocks that leave this rank's cache; None where none is configured. All ranks have room for as many
-    blocks: as many as the rank whose parts are largest."""
+    blocks: as many as the rank whose parts are largest. `before`: `mark_weights`, before they were read."""
     if config.host_memory == 0:
         if config.disk_memory:
             raise ConfigError("disk_memory is for blocks that leave host memory; set host_memory too")
@@ -70,9 +70,8 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
         if not config.disk_path:
             raise ConfigError("disk_memory needs disk_path, a folder for it on a fast disk")
         if config.disk_persistent:
-            kept = open_kept(
-                config, part, (places, mover), None if state_mover is None else (state_places, state_mover), member
-            )
+            recurring = None if state_mover is None else (state_places, state_mover)
+            kept = open_kept(config, part, (places, mover), recurring, member, before)
             if kept is not None:
                 tiers = replace(tiers, places=places, file=kept.blocks, slot=kept.slot)
                 tiers = replace(tiers, state_places=state_places, state_file=kept.states)
@@ -86,5 +85,9 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
                 raise
             tiers = replace(tiers, places=places, file=file, state_places=state_places, state_file=state_file)
     if member is not None:
-        member.least(slots, "host slots")  # a rank that cannot have that memory says so before anything runs
+        try:
+            member.least(slots, "host slots")  # a rank that cannot have that memory says so before anything runs
+        except BaseException:
+            tiers.close()
+            raise
     return tiers
