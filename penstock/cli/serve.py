@@ -155,7 +155,6 @@ def serve(
                 reporter=reporter,
                 frozen_s=config.resilience.frozen_s,
                 gateways_up=gateways_up,
-                save_s=max((model.save_s for model in config.models), default=0.0),
             )
             catalogue = ModelCatalogue(config, folder)
             saved = SavedModels(Path(server.loaded_models) if server.loaded_models else None)

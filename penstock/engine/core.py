@@ -161,7 +161,10 @@ class Engine:
     def close(self, save_s: float = SAVE_S) -> None:
         """Stop the other ranks, the meter and the grammar compiler. The engine cannot be used afterwards. `save_s`:
         most time for saving what outlives it."""
-        self.save(save_s)
+        try:
+            self.save(save_s)
+        except Exception:  # a rank is lost; files and locks are closed all the same
+            log.exception("the engine could not save its KV blocks")
         self._constraints.close()
         allocator = self.scheduler.allocator
         for host in (allocator.pool.host, None if allocator.states is None else allocator.states.pool.host):

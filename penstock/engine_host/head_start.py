@@ -31,6 +31,8 @@ def begin(config: EngineConfig) -> None:
 
 def begin_libraries() -> None:
     """Have PyTorch's libraries loaded and linked, a second's work, before their turn comes. Returns at once."""
+    import penstock.engine  # noqa: F401 - sets what they read from the environment when they are loaded
+
     _on_thread("libraries", lambda: load_libraries(libraries()))
 
 

@@ -172,11 +172,12 @@ class EngineServer:
 
     def _rest_s(self) -> float:
         """How long to wait for messages while there is no work. When it has been quiet for a moment, the time is used
-        to prepare further steps instead: not at once, or a client that sends one request after the other would wait."""
+        to prepare further steps instead: not at once, or a client that sends one request after the other would wait,
+        and not while blocks are handed over, which does not break that off."""
         patience = self._handovers.patience(self._heartbeat_s)
         if self._settle():
             patience = min(patience, SETTLE_S)
-        if not self._improves or self._drain_until is not None:
+        if not self._improves or self._drain_until is not None or self._handovers.busy:
             return patience
         now = time.monotonic()
         if self._idle_since is None:

@@ -98,7 +98,6 @@ async def run_machine(
             frozen_s=config.resilience.frozen_s,
             gateways_up=gateways_up,
             engine_grace_s=config.server.drain_s + ENGINE_GRACE_S,
-            save_s=max((model.save_s for model in config.models), default=0.0),
         )
         replicas = Replicas(
             supervisor,

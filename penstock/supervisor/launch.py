@@ -103,8 +103,9 @@ def replica(
     if variant.role:
         command += ["--role", variant.role]
     unit = Unit(
-        engine_name(whole, index), command, model=model.name, replica=str(index), endpoint=endpoint, variant=variant
-    )
+        engine_name(whole, index), command, model=model.name, replica=str(index), endpoint=endpoint, variant=variant,
+        save_s=model.save_s,
+    )  # fmt: skip
     if site is not None:
         site.started(unit)
     return unit

@@ -77,16 +77,13 @@ class Supervisor:
         spawn: Spawn = spawn_child,
         answers: Callable[[], Awaitable[bool]] | None = None,
         engine_grace_s: float = ENGINE_GRACE_S,
-        save_s: float = 0.0,
     ) -> None:
         """`drain_delay_s`: how long gateways wait before they drain. `frozen_s`: a process without heartbeats for this
         long is killed; 0: never. `gateways_up`: whether all gateways are listening; with several on one port, a
         successful request proves only one. `spawn`: starts processes. `answers`: whether the gateways are ready; by
         default the one at `host` and `port` is asked. `engine_grace_s`: how long engines may take to exit after that;
-        longer where gateways on other machines use them. `save_s`: how long they may take beyond that to save what
-        outlives them."""
-        self._engine_grace_s = engine_grace_s + save_s
-        self._save_s = save_s
+        longer where gateways on other machines use them."""
+        self._engine_grace_s = engine_grace_s
         self._engines = list(engines)
         self._gateways = list(gateways)
         self._gateways_up = gateways_up
@@ -184,7 +181,7 @@ class Supervisor:
         if child is not None and child.alive:
             unit.stop_requested = True
             unit.up.clear()
-            await self._end([unit], self._drain_s + ENGINE_GRACE_S + self._save_s)
+            await self._end([unit], self._drain_s + ENGINE_GRACE_S)
             while child.alive:  # noqa: ASYNC110 (only `_supervise` waits for the exit)
                 await asyncio.sleep(TICK_S)
 
@@ -349,11 +346,11 @@ class Supervisor:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _end(self, units: list[Unit], grace_s: float) -> None:
-        """SIGTERM, then SIGKILL after `grace_s` or a second request to stop."""
+        """SIGTERM, then SIGKILL after `grace_s`, and what they may take to save, or a second request to stop."""
         running = [(unit, unit.child) for unit in units if unit.child is not None and unit.child.alive]
         for _, child in running:
             child.terminate()
-        deadline = time.monotonic() + grace_s
+        deadline = time.monotonic() + grace_s + max((unit.save_s for unit, _ in running), default=0.0)
         while any(child.alive for _, child in running):
             left = deadline - time.monotonic()
             if left <= 0 or self._kill_now.is_set():

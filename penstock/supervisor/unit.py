@@ -29,6 +29,8 @@ class Unit:
     """Of the settings that it was built from."""
     machine: str = ""
     """Where it is, if not here."""
+    save_s: float = 0.0
+    """How long it may take to save what outlives it, when it ends."""
     on_progress: Callable[[str, float], None] | None = None
     """Called with the progress of its startup."""
     optional: bool = False

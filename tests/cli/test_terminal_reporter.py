@@ -66,11 +66,13 @@ def test_children_get_the_resolved_configuration_and_each_others_addresses(tmp_p
     several = ModelConfig(
         name="b", source="hf:x/b", replicas=2, replica_devices=("cuda:0", "cuda:1"), replica_grids=("4x1", "1x2")
     )
-    config = Config(models=(ModelConfig(name="a", source="hf:x/a"), several), encoders=())
+    first = ModelConfig(name="a", source="hf:x/a", disk_persistent=True)
+    config = Config(models=(first, several), encoders=())
     config = resolved(config, {"a": Path("/cache/a"), "b": Path("/cache/b")})
     with RuntimeFolder(tmp_path) as folder:
         engines, (gateway,) = units(config, folder)
         assert [unit.name for unit in engines] == ["engine a", "engine b/0", "engine b/1"]
+        assert [unit.save_s for unit in engines] == [first.save_s, 0.0, 0.0]
         for unit, device, tensor, pipeline in zip(engines[1:], ("cuda:0", "cuda:1"), "41", "12", strict=True):
             options = ["--device", device, "--tensor-parallel", tensor, "--pipeline-parallel", pipeline]
             assert unit.command[-6:] == options

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import stat
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ import pytest
 
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
+from penstock.engine.kv import block_file
 from penstock.engine.request import Request
 from penstock.engine.sleep.sleep import EngineSleep
+from penstock.engine.startup import part
 from penstock.errors import ConfigError
 from tests.engine.adapters.files import write_adapter
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
@@ -203,7 +207,7 @@ def test_other_weights_do_not_find_them(
     engine = start(folder, disk, name="m")
     converse(engine, expected)
     engine.close()
-    (old,) = disk.glob("kv-cache/*")
+    (old,) = disk.glob("kv-cache/*/")
     other = write_checkpoint("llama-gqa", tmp_path / "other", spread=0.4)
     engine = start(other, disk, name="m")
     assert engine.load_snapshot().disk_restored_blocks == 0
@@ -260,7 +264,7 @@ def test_what_is_unused_for_long_is_deleted(folder: Path, tmp_path: Path, expect
     for file in lock.parent.iterdir():
         os.utime(file, (1, 1))
     start(folder, tmp_path, name="other").close()
-    assert not lock.exists() and len(list(tmp_path.glob("kv-cache/*"))) == 1
+    assert not lock.exists() and len(list(tmp_path.glob("kv-cache/*/"))) == 1
 
 
 def test_without_a_usable_folder_it_goes_on(
@@ -281,9 +285,9 @@ def test_without_a_usable_folder_it_goes_on(
 def test_with_several_ranks(
     folder: Path, tmp_path: Path, expected: dict[str, list[int]], tensor: int, pipeline: int
 ) -> None:
-    part = BLOCK * 2 // 3 // tensor
+    share = BLOCK * 2 // 3 // tensor
     settings = {
-        "num_blocks": 40, "host_memory": 16 * part, "disk_memory": 60 * part, "disk_path": str(tmp_path),
+        "num_blocks": 40, "host_memory": 16 * share, "disk_memory": 60 * share, "disk_path": str(tmp_path),
         "disk_persistent": True,
     }  # fmt: skip
     for found in (0, 96):
@@ -408,4 +412,97 @@ def test_a_disk_that_fails_later_is_reported_once(
     engine.close()
     engine = start(folder, tmp_path)
     assert engine.load_snapshot().disk_restored_blocks == 0
+    engine.close()
+
+
+def test_what_is_being_written_at_sleep_is_not_lost(
+    folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, tmp_path)
+    converse(engine, expected, numbers=range(2))
+    settle(engine)
+    slow, pwritev = threading.Event(), os.pwritev
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", lambda *args: slow.wait(30) and pwritev(*args))
+        converse(engine, expected, numbers=range(2, 3))
+        engine.settle()
+        engine.settle()
+        host = engine.scheduler.allocator.pool.host
+        assert host is not None and host.disk is not None and host.disk.writing, "a slow disk"
+        begin = time.monotonic()
+        engine.save(8.0, hurry=lambda: True)
+        assert time.monotonic() - begin < 4, "told to stop at once"
+        engine.forget_caches(keep_disk=True)
+        host.check()
+        slow.set()
+        settle(engine)
+    assert converse(engine, expected, numbers=range(3)) == [96] * 3
+    host.check()
+    kill(engine)
+    engine = start(folder, tmp_path)
+    assert converse(engine, expected, numbers=range(3)) == [96] * 3
+    engine.close()
+
+
+def test_an_engine_that_could_not_start_leaves_no_lock(
+    folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, tmp_path)
+    converse(engine, expected)
+    engine.close()
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr("penstock.engine.startup.engine._warm_up", fail)
+        with pytest.raises(MemoryError):
+            start(folder, tmp_path)
+    engine = start(folder, tmp_path)
+    assert converse(engine, expected) == [96] * 4, "in the same slot"
+    monkeypatch.setattr(engine, "save", fail)  # a rank is lost, say
+    engine.close()
+    engine = start(folder, tmp_path)
+    assert converse(engine, expected) == [96] * 4
+    engine.close()
+
+
+def test_weights_that_change_while_they_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = shutil.copytree(folder, tmp_path / "model")
+    (weights,) = copy.glob("*.safetensors")
+    read = part.load_part
+
+    def replaced(*args: Any, **settings: Any) -> part.Part:
+        found = read(*args, **settings)
+        os.utime(weights, ns=(1, 1))
+        return found
+
+    monkeypatch.setattr("penstock.engine.startup.engine.load_part", replaced)
+    engine = start(copy, tmp_path / "disk")
+    assert "the checkpoint changed while it was read" in caplog.text
+    assert engine.load_snapshot().total_disk_blocks == 0 and engine.persistence is None
+    engine.close()
+
+
+def test_where_space_is_needed_other_slots_go(
+    folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start(folder, tmp_path), start(folder, tmp_path)
+    converse(second, expected)
+    first.close()
+    second.close()
+    reserve, full = block_file._reserve, [True]
+
+    def reserve_once(file: int, size: int) -> None:
+        if full and full.pop():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(file, size)
+
+    monkeypatch.setattr(block_file, "_reserve", reserve_once)
+    engine = start(folder, tmp_path)
+    assert engine.load_snapshot().total_disk_blocks == 60
+    assert converse(engine, expected) == [96] * 4, "not its own"
+    assert len(files(tmp_path, "rank0.blocks")) == 1
     engine.close()

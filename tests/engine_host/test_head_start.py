@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,18 @@ def test_libraries_are_loaded_as_an_import_will_load_them(tmp_path: Path) -> Non
 
     assert head_start.load_libraries([Path(_socket.__file__)])
     assert not head_start.load_libraries([tmp_path / "missing.so"])
+
+
+def test_libraries_find_what_they_read_from_the_environment() -> None:
+    """The libraries look there once, when they are loaded, which is before most of the engine is."""
+    program = (
+        "import os, sys; from penstock.engine_host import head_start\n"
+        "head_start._on_thread = lambda name, work: print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)\n"
+        "head_start.begin_libraries()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["300", "False"]
 
 
 def test_without_a_driver_or_a_gpu_there_is_no_context() -> None:

@@ -146,6 +146,28 @@ def test_a_request_does_not_wait_for_what_is_being_prepared(monkeypatch: pytest.
             begun.append(begun[-1])
 
 
+def test_nothing_is_prepared_while_blocks_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "QUIET_S", 0.0)
+    busy = True
+    monkeypatch.setattr(server.HandoverEndpoint, "busy", property(lambda self: busy))
+    engine = ScriptedEngine()
+    prepared: list[int] = []
+
+    def improve(urgent: Callable[[], bool]) -> bool:
+        prepared.append(1)
+        return False
+
+    engine.improve = improve  # type: ignore[attr-defined]
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.submit("a", tokens=2)
+        client.finish("a")
+        time.sleep(0.05)
+        assert not prepared
+        busy = False
+        assert eventually(lambda: prepared == [1])
+
+
 def test_two_gateways_hear_only_of_their_own_requests() -> None:
     with serving(ScriptedEngine()) as running, connected(running.endpoint) as one, connected(running.endpoint) as two:
         one.hello()

@@ -124,6 +124,11 @@ def share_tests(options: argparse.Namespace, labels: list[str], seed: int) -> li
     return [label for label in labels if label not in passed]
 
 
+def _first_line(error: Exception) -> str:
+    """What went wrong, for the end of the output."""
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+
+
 def main() -> int:
     options = arguments()
     if options.interpret:
@@ -142,6 +147,7 @@ def main() -> int:
         build_in_parallel(options, harness.seed())
 
     failures = []
+    reasons: dict[str, str] = {}
     tests = [] if options.no_test else functions(("test_",), options.only)
     shared = options.jobs > 1 and harness.MODE == "device"
     if shared:
@@ -162,8 +168,9 @@ def main() -> int:
             outcome = "ok"
             if options.claims is not None:
                 (options.claims / f"{label}.passed").touch()
-        except Exception:
+        except Exception as error:
             failures.append(label)
+            reasons[label] = _first_line(error)
             outcome = "FAILED"
             traceback.print_exc()
         faulthandler.cancel_dump_traceback_later()
@@ -179,8 +186,9 @@ def main() -> int:
                     rows.append(row)
                     if harness.MODE == "device":
                         print(f"  {row[0]:58s} {row[1]:9.1f} us  {row[2]}", flush=True)
-            except Exception:
+            except Exception as error:
                 failures.append(label)
+                reasons[label] = _first_line(error)
                 traceback.print_exc()
     if harness.MODE == "compile":
         for line in sorted(harness.compiled.values()):
@@ -188,6 +196,8 @@ def main() -> int:
     if options.claims is not None:
         return 1 if failures else 0
     print(f"\n{len(tests)} tests, {len(failures)} failed: {', '.join(failures) or 'none'}")
+    for label, reason in reasons.items():
+        print(f"{label}: {reason}")
     for name, us, rate in rows if harness.MODE == "device" else []:
         print(f"{name:58s} {us:9.1f} us  {rate}")
     return 1 if failures else 0

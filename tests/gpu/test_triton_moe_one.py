@@ -15,6 +15,7 @@ from gpu_harness import (
     check,
     check_equal,
     checked_addresses,
+    integers,
     poisoned_outputs,
     rand,
     time_us,
@@ -150,6 +151,15 @@ def test_the_first_product_makes_the_choice() -> None:
             want, expected = moe_route.route(logits, choice)
             check_equal("experts", chosen, expected)
             check("weights", weights, want.double(), 1e-5)
+
+
+def test_experts_wider_than_a_launch_has_threads_for() -> None:
+    """Rows of 16,385 inputs take more steps than a thread has loads under way."""
+    width, visits = 16385, Visits(integers([1], torch.int32).view(1, 1), rand(1, 1), on_inputs=False)
+    inner, weight = rand(width), rand(2, 3, width)
+    with poisoned_outputs():
+        got = moe_one.down(inner, Matrices(weight, None), visits)
+    check("wide experts", got, (weight[1].double() @ inner.double()).view(1, -1) * visits.weights.double(), 1e-4)
 
 
 def test_one_token_reads_and_writes_nothing_outside_its_tensors() -> None:

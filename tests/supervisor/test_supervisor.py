@@ -351,3 +351,33 @@ async def test_a_hung_gateway_is_killed_and_started_again_and_does_not_delay_the
         await asyncio.sleep(1.5)
         begun = time.monotonic()
     assert time.monotonic() - begun < 20, "drain_s is a minute"
+
+
+class SlowEnd:
+    """A process that takes a moment to end when it is told to."""
+
+    name = "engine"
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._ends = float("inf")
+        self.killed = False
+
+    @property
+    def alive(self) -> bool:
+        return not self.killed and time.monotonic() < self._ends
+
+    def terminate(self) -> None:
+        self._ends = time.monotonic() + self._seconds
+
+    def kill(self) -> None:
+        self.killed = self.alive
+
+
+@pytest.mark.parametrize(("save_s", "killed"), [(0.0, True), (5.0, False)])
+async def test_an_engine_may_save_what_outlives_it(save_s: float, killed: bool) -> None:
+    """Also one that was added later, whatever the others may."""
+    unit = Unit("engine", [], save_s=save_s, child=SlowEnd(0.3))  # type: ignore[arg-type]
+    supervisor = Supervisor(engines=[], gateways=[], host="", port=0, drain_s=0.0)
+    await supervisor._end([unit], 0.05)
+    assert isinstance(unit.child, SlowEnd) and unit.child.killed is killed

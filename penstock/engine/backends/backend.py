@@ -185,9 +185,10 @@ class Backend(DeviceAccess, LayerFactory, ABC):
         limits: StepLimits,
         adapters: AdaptedModel | None,
         done: Collection[object] = (),
+        wanted: Callable[[], bool] = lambda: True,
     ) -> Collection[object]:
         """Compile every kernel that steps may launch, on whatever thread. Returns the kinds of layers there were;
-        `done`: kinds that need no more."""
+        `done`: kinds that need no more. `wanted`: asked before each kernel; once it says no, none is begun."""
         return ()
 
     def synchronize(self) -> None:

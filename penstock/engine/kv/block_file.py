@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from penstock.engine.kv.block_index import BlockIndex, Entry
 from penstock.engine.kv.mover import BlockMover
+from penstock.engine.kv.own_file import open_own
 from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class BlockFile:
         """`mover`: owns the slots of host memory that blocks come from and go to. `kept`: for a file with a name, which
         may be there already; without, the file is in `folder`."""
         self._mover = mover
+        self._kept = None if kept is None else kept.index
         self._block_bytes = sum(map(len, mover.memory(0)))
         size = places * self._block_bytes
         self._file = _open(folder, size) if kept is None else _open_kept(kept.file, size)
@@ -82,16 +84,17 @@ class BlockFile:
     def confirm(self, epoch: int, names: bytes, places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which blocks of rank 0 are here too, of its epoch; what is not is void."""
         assert self.index is not None
-        self.index.begin_epoch(epoch)
+        self.forget(epoch)
         return self.index.holds(names, places)
 
     def forget(self, epoch: int | None = None) -> None:
-        """Nothing that was written so far, or is being written, is found again, by this process or the next."""
+        """Nothing that was written so far, or is being written, is found again, by this process or the next. `epoch`:
+        the one that begins; nothing happens if it has."""
         if self.index is not None:
             try:
                 self.index.begin_epoch(epoch)
             except OSError:
-                log.exception("KV blocks on disk could not be made void; delete them before the next start")
+                log.exception("KV blocks could not be made void; delete %s before the next start", self._kept)
 
     def close(self) -> None:
         for threads in (self._writer, self._reader):
@@ -223,7 +226,7 @@ def _open(folder: Path, size: int) -> int:
 
 def _open_kept(file: Path, size: int) -> int:
     """The file of that name with `size` bytes, its space taken; what is in it stays. Raises `OSError`."""
-    opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    opened = open_own(file)
     before = os.fstat(opened).st_size
     try:
         if before > size:

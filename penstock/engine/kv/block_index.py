@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.kv.block_hash import DIGEST_SIZE
+from penstock.engine.kv.own_file import open_own
 
 _MAGIC = b"penstock kv 1\n\0\0"
 _HEADER = struct.Struct("<16sQ32s")
@@ -64,7 +65,7 @@ class BlockIndex:
         self.epoch = 0
         """Of the records."""
         self._digest = blake2b(block_format.encode(), digest_size=32).digest()
-        self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._fd = open_own(file)
         try:
             self.records: Records = np.zeros(places, _RECORD)
             self._memory = self.records.view(np.uint8).reshape(-1).data

@@ -242,13 +242,16 @@ class HostTier:
 
     def forget_all(self, keep_disk: bool = False) -> None:
         """Drop every name: what was copied may have been wrong, or was not copied at all. `keep_disk`: what has been
-        written to a disk that keeps it is right, and stays."""
+        written to a disk that keeps it is right, and stays, and so is what is being written."""
         busy = {} if self.disk is None else self.disk.slots
+        keeps = keep_disk and self._saves
         self._empty.extend(slot for slot in self._resting.values() if slot not in busy)
         self._empty.extend(slot for slot in self._moving.values() if slot not in busy)
-        if self.disk is not None and not (keep_disk and self.disk.persistent and not busy):
+        if self.disk is not None and not keeps:
             self.disk.forget_all()
         self._resting.clear()
+        if keeps:
+            self._resting.update((name, slot) for slot, name in busy.items() if name is not None)
         self._moving.clear()
         self._cooling.clear()
         self._unsaved.clear()

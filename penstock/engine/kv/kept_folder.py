@@ -1,14 +1,15 @@
 """Folders of blocks that outlive an engine: which of them this engine may use, and which are deleted.
 
-    disk_path/kv-cache/MODEL-DIGEST/identity          what the blocks were computed with, to read
-                                   /0/rank0.lock      held while an engine uses slot 0 (`flock`)
+    disk_path/kv-cache/lock                           held while slots are taken or deleted (`flock`)
+                      /MODEL-DIGEST/identity          what the blocks were computed with, to read
+                                   /0/rank0.lock      held while an engine uses slot 0
                                      /rank0.blocks    and its index; the same for states
 
 The digest is that of everything that blocks depend on, so blocks of other weights or settings are in another folder.
 Each replica on a machine has a slot, and each of its ranks files of its own there.
 
 Invariant: files belong to the process that holds their lock; nothing is deleted without it. Everything here can be read
-by its owner only.
+by its owner only, and what is not this user's is neither used nor deleted.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import os
 import re
 import shutil
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 from penstock.engine.kv.block_file import KeptFile
+from penstock.engine.kv.own_file import is_own_folder, open_own, own_folder
 
 MOST_SLOTS = 64
 """Engines that may use a folder at the same time."""
@@ -35,6 +38,7 @@ LOCK_S = 10.0
 """How long a rank may wait for the one before it to exit."""
 _POLL_S = 0.05
 _ROOT = "kv-cache"
+_LOCK = "lock"
 _IDENTITY = "identity"
 
 log = logging.getLogger(__name__)
@@ -51,7 +55,12 @@ class Identity:
 
     @property
     def text(self) -> str:
-        return "\n".join(self.lines) + "\n"
+        return "\n".join((*self.lines, self.model_line)) + "\n"
+
+    @property
+    def model_line(self) -> str:
+        """Names of folders are not enough to tell models apart."""
+        return f"model: {self.model}"
 
     @property
     def folder(self) -> str:
@@ -81,15 +90,14 @@ class KeptSlot:
 def claim(disk_path: Path, identity: Identity, rank: int = 0, number: int | None = None) -> KeptSlot:
     """Lock a slot: of those that are free the one used last, or `number`, for which it waits a while. Raises
     `OSError`."""
-    root = _private(disk_path / _ROOT, parents=True)
+    root = own_folder(disk_path / _ROOT, parents=True)
     deadline = time.monotonic() + LOCK_S
     while True:
-        with suppress(FileNotFoundError):  # another engine has just deleted it
-            folder = _private(root / identity.folder)
-            with open(folder / _IDENTITY, "w", opener=_owner_only) as file:
-                file.write(identity.text)
+        with suppress(FileNotFoundError), _alone(root):  # somebody may delete it by hand
+            folder = own_folder(root / identity.folder)
+            _describe(folder, identity)
             for each in _by_use(folder) if number is None else (number,):
-                slot = _private(folder / str(each))
+                slot = own_folder(folder / str(each))
                 lock = _try_lock(slot / f"rank{rank}.lock")
                 if lock is not None:
                     os.utime(lock)
@@ -99,29 +107,37 @@ def claim(disk_path: Path, identity: Identity, rank: int = 0, number: int | None
         time.sleep(_POLL_S)
 
 
-def sweep(disk_path: Path, identity: Identity, *, all_of_model: bool = False) -> None:
+def sweep(disk_path: Path, identity: Identity, *, for_space: bool = False) -> None:
     """Delete what no engine uses and none will: blocks of the same model with other weights, and of any model what was
-    not used for a week. `all_of_model`: also those of this model with other settings, because space is needed."""
+    not used for a week. `for_space`: also all others of this model, because space is needed."""
+    root = disk_path / _ROOT
     with suppress(OSError):
-        for folder in sorted((disk_path / _ROOT).iterdir()):
-            with suppress(OSError):
-                _sweep_folder(folder, identity, all_of_model)
+        if not is_own_folder(root):
+            return
+        with _alone(root):
+            for folder in sorted(root.iterdir()):
+                with suppress(OSError):
+                    if is_own_folder(folder):
+                        _sweep_folder(folder, identity, for_space)
 
 
-def _sweep_folder(folder: Path, identity: Identity, all_of_model: bool) -> None:
+def _sweep_folder(folder: Path, identity: Identity, for_space: bool) -> None:
     file = folder / _IDENTITY
-    if folder.is_symlink() or not file.is_file():
+    if file.is_symlink() or not file.is_file():
         return
     lines = tuple(file.read_text(errors="replace").splitlines())
-    same_model = folder.name.rpartition("-")[0] == identity.folder.rpartition("-")[0]
     why = ""
-    if same_model and folder.name != identity.folder:
-        changed = [name for line in identity.lines if line not in lines and (name := line.partition(":")[0])]
-        log.info("%s: blocks kept in %s are not used: they differ in %s", identity.model, folder, ", ".join(changed))
-        if all_of_model or lines[:1] != identity.lines[:1]:
-            why = f"they differ in {changed[0] if changed else 'their format'}"
+    if identity.model_line in lines:
+        if folder.name != identity.folder:
+            changed = [line.partition(":")[0] for line in identity.lines if line not in lines] or ["their format"]
+            model, differences = identity.model, ", ".join(changed)
+            log.info("%s: blocks kept in %s are not used: they differ in %s", model, folder, differences)
+            if lines[:1] != identity.lines[:1]:
+                why = f"they differ in {changed[0]}"
+        if for_space:
+            why = why or "space is needed"
     left = 0
-    for slot in [each for each in folder.iterdir() if each.is_dir() and not each.is_symlink()]:
+    for slot in [each for each in folder.iterdir() if each.name.isdecimal() and is_own_folder(each)]:
         unused_s = time.time() - _last_use(slot)
         reason = why or (f"not used for {unused_s / 86400:.0f} days" if unused_s > STALE_S else "")
         if not reason or not _delete(slot):
@@ -129,7 +145,35 @@ def _sweep_folder(folder: Path, identity: Identity, all_of_model: bool) -> None:
         else:
             log.warning("deleted kept blocks of %s in %s: %s", folder.name.rpartition("-")[0], slot, reason)
     if not left and folder.name != identity.folder:
-        shutil.rmtree(folder, ignore_errors=True)
+        file.unlink()
+        folder.rmdir()
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """While no other engine takes or deletes slots. Raises `OSError`."""
+    deadline = time.monotonic() + LOCK_S
+    while (lock := _try_lock(root / _LOCK)) is None:
+        if time.monotonic() > deadline:
+            raise OSError(errno.EBUSY, f"another process holds {root / _LOCK}")
+        time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _describe(folder: Path, identity: Identity) -> None:
+    """Write down what a folder is for: all of it or nothing, for others go by it."""
+    file = folder / _IDENTITY
+    with suppress(OSError, ValueError):
+        if not file.is_symlink() and file.read_text() == identity.text:
+            return
+    new = folder / f"{_IDENTITY}.new"
+    new.unlink(missing_ok=True)
+    with os.fdopen(open_own(new), "w") as handle:
+        handle.write(identity.text)
+    new.replace(file)
 
 
 def _by_use(folder: Path) -> list[int]:
@@ -153,7 +197,7 @@ def _delete(slot: Path) -> bool:
                 return False
             held.append(lock)
         shutil.rmtree(slot, ignore_errors=True)
-        return True
+        return not slot.exists()
     finally:
         for lock in held:
             os.close(lock)
@@ -161,7 +205,7 @@ def _delete(slot: Path) -> bool:
 
 def _try_lock(file: Path) -> int | None:
     """The locked file, or None where another process has it."""
-    opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    opened = open_own(file)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(opened), os.stat(file)):
@@ -175,18 +219,3 @@ def _try_lock(file: Path) -> int | None:
         raise
     os.close(opened)
     return None
-
-
-def _private(folder: Path, parents: bool = False) -> Path:
-    """A folder that is this user's alone."""
-    folder.mkdir(mode=0o700, parents=parents, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.geteuid() or folder.is_symlink():
-        raise PermissionError(errno.EPERM, f"{folder} belongs to another user")
-    if found.st_mode & 0o077:
-        folder.chmod(0o700)
-    return folder
-
-
-def _owner_only(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

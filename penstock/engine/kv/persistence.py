@@ -76,7 +76,8 @@ class Persistence:
         if left:
             log.warning("%d KV blocks and states were not saved to disk in %.1f s", left, time.monotonic() - begin)
         disks = [(host, host.disk) for host, _ in self._tiers if host.disk is not None]
-        while any(disk.slots for _, disk in disks) and time.monotonic() < begin + limit_s + _LAST_S:
+        end = begin + limit_s + _LAST_S
+        while any(disk.slots for _, disk in disks) and time.monotonic() < end and not hurry():
             time.sleep(_POLL_S)
             for host, _ in disks:
                 host.land()

@@ -203,6 +203,11 @@ class SafetensorsCheckpoint:
         if not is_host(device):
             self._read_ahead(device).begin()
 
+    def end(self) -> None:
+        """What is asked for from now on is read by itself."""
+        if self._reader is not None:
+            self._reader.end()
+
     def _read_ahead(self, device: torch.device) -> ParallelReader:
         if self._reader is None or self._reader.device != device:
             self._reader = ParallelReader(set(self._where.values()), device)

@@ -104,6 +104,13 @@ class ParallelReader:
         """Read the first tensors before any is asked for."""
         self._read_ahead(0)
 
+    def end(self) -> None:
+        """Read nothing ahead any more, and drop what nobody has asked for."""
+        self._next = len(self._order)
+        for future in self._pending.values():
+            future.cancel()
+        self._pending.clear()
+
     def tensor(self, name: str) -> Tensor:
         self._read_ahead(self._place[name])
         future = self._pending.pop(name, None) or self._pool.submit(self._read, name)

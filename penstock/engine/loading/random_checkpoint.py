@@ -74,7 +74,7 @@ class RandomCheckpoint:
             scale = self.embedding_scale
         start, size = zlib.crc32(name.encode()) % POOL, math.prod(shape)
         numbers = self._pool(where).repeat(-(-(start + size) // POOL))[start : start + size]
-        return numbers.mul_(scale).reshape(shape)
+        return numbers.mul(scale).reshape(shape)  # in memory of its own: kernels read faster what is aligned
 
     def mxfp4(self, name: str, device: str | torch.device | None = None) -> Mxfp4 | None:
         """Experts in MXFP4, where the configuration says so; None for any other tensor."""

@@ -47,6 +47,7 @@ from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.sleep.rank import RankSleep
 from penstock.engine.speculative.head_setup import distant_tap
 from penstock.engine.speculative.setup import Draft, load_draft
+from penstock.engine.startup.kept_files import mark_weights
 from penstock.engine.startup.offload import open_tiers
 from penstock.engine.startup.part import Part, Phases, load_part
 from penstock.errors import PenstockError
@@ -299,9 +300,10 @@ def run(connection: Connection, link: Connection | None = None, find_adapter: Ca
     try:
         setup = Setup.receive(connection)
         member = Worker(setup, connection, link)
+        before = mark_weights(setup.config)
         models = _load(setup, member)
         part = models[0].part
-        tiers = open_tiers(setup.config, part, member)
+        tiers = open_tiers(setup.config, part, member, before)
         server = RankServer(models, connection)
         server.member = member if setup.config.rank_restarts else None
         if tiers is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +34,7 @@ from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.setup import load_draft, make_speculation, spread_draft
 from penstock.engine.startup.adapters import adapter_rank, manage_adapters
+from penstock.engine.startup.kept_files import mark_weights
 from penstock.engine.startup.memory import sliding_window
 from penstock.engine.startup.offload import check_tiers, open_tiers
 from penstock.engine.startup.part import Part, Phases, Progress, load_part
@@ -63,7 +64,10 @@ def load_engine(
     if config.ranks == 1:
         if config.expert_parallel or config.attention_parallel == "data":
             raise ConfigError("expert_parallel: experts are spread over tensor_parallel devices; there is only one")
-        return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), None)
+        with ExitStack() as undo:
+            engine = _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), None, undo)
+            undo.pop_all()
+            return engine
     if config.attention_parallel == "data":
         _check_data_parallel(config)
     if config.rank_restarts:
@@ -71,11 +75,11 @@ def load_engine(
     from penstock.engine.parallel.launch import Ranks
 
     ranks = Ranks(config, checkpoint, machines)
-    try:
-        return _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), ranks)
-    except BaseException:
-        ranks.close(grace_s=0.0)
-        raise
+    with ExitStack() as undo:
+        undo.callback(ranks.close, grace_s=0.0)
+        engine = _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), ranks, undo)
+        undo.pop_all()
+        return engine
 
 
 def _check_restarts(config: EngineConfig) -> None:
@@ -116,7 +120,10 @@ def _assemble(
     find_adapter: Callable[[str], Path],
     phases: Phases,
     ranks: Ranks | None,
+    undo: ExitStack,
 ) -> Engine:
+    """`undo`: is told what to do should this fail; the process may go on, as one that could not be woken does."""
+    before = mark_weights(config)
     draft = load_draft(config, checkpoint, phases, ranks)
     part = load_part(
         config,
@@ -127,7 +134,8 @@ def _assemble(
         beside=0 if draft is None else draft.block_bytes,
         tap=None if draft is None else draft.tap,
     )
-    behind = _behind(config, part, ranks, phases)
+    behind = _behind(config, part, ranks, phases, before)
+    undo.callback(behind.close)
     adapters = None if part.adapters is None else manage_adapters(config, part.adapters, find_adapter, ranks)
     pipelined = config.pipeline_parallel > 1
     allocator = _allocator(config, part, behind)
@@ -290,10 +298,17 @@ class Behind:
     slot: KeptSlot | None = None
     """Where blocks on disk outlive the engine."""
 
+    def close(self) -> None:
+        for host in (self.host, self.state_host):
+            if host is not None and host.disk is not None:
+                host.disk.close()
+        if self.slot is not None:
+            self.slot.close()
 
-def _behind(config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phases) -> Behind:
+
+def _behind(config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phases, before: str) -> Behind:
     with phases("host memory") if config.host_memory else nullcontext():
-        tiers = open_tiers(config, part, ranks)
+        tiers = open_tiers(config, part, ranks, before)
     if tiers is None:
         return Behind()
     persistent, disk, state_disk = tiers.slot is not None, None, None

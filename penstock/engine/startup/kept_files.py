@@ -51,8 +51,10 @@ def open_kept(
     blocks: tuple[int, BlockMover],
     states: tuple[int, BlockMover] | None,
     member: Member | None = None,
+    before: str = "",
 ) -> KeptFiles | None:
-    """`blocks`, `states`: how many places, and who owns the slots. None where it is not possible."""
+    """`blocks`, `states`: how many places, and who owns the slots. `before`: `mark_weights`, before they were read.
+    None where it is not possible."""
     rank = 0 if member is None else member.place.rank
     folder, identity = config.disk_folder, identify(config, part)
     if rank == 0 or config.machine(rank) != config.machine(0):
@@ -61,25 +63,32 @@ def open_kept(
     opened: KeptFiles | None = None
     try:
         if rank == 0:
-            slot = _try_claim(folder, identity)
+            slot = _try_claim(folder, identity, before)
         number = _NO_SLOT if slot is None else slot.number
         if member is not None:  # rank 0 decides
             number = member.least(number if rank == 0 else MOST_SLOTS, "slots on disk")
         if number == _NO_SLOT:
             return None
-        slot = slot or claim(folder, identity, rank, number)
+        if slot is None:
+            _check_weights(identity, before)
+            slot = claim(folder, identity, rank, number)
         opened = _open(folder, identity, slot, part, blocks, states)
     except OSError as error:
-        why = error.strerror or str(error)
-        log.error("disk_persistent: %s cannot be used (%s); the engine goes on without blocks on disk", folder, why)
+        _complain(folder, error)
     finally:
         if opened is None and slot is not None:
             slot.close()
-    if member is not None and not member.least(int(opened is not None), "files on disk") and opened is not None:
+    if member is None:
+        return opened
+    everywhere = 0
+    try:
+        everywhere = member.least(int(opened is not None), "files on disk")
+    finally:
+        if not everywhere and opened is not None:
+            _close(opened)
+    if not everywhere and opened is not None:
         log.error("disk_persistent: another rank cannot use its folder; the engine goes on without blocks on disk")
-        _close(opened)
-        return None
-    return opened
+    return opened if everywhere else None
 
 
 def identify(config: EngineConfig, part: Part) -> Identity:
@@ -132,13 +141,37 @@ def _installed(package: str) -> str:
         return "unknown"
 
 
-def _try_claim(folder: Path, identity: Identity) -> KeptSlot | None:
+def mark_weights(config: EngineConfig) -> str:
+    """By which it is known whether a checkpoint is still the one that is being read; nothing where nobody asks."""
+    if not config.disk_persistent:
+        return ""
     try:
+        return f"weights: {_stored(Path(config.model))}"
+    except (OSError, ConfigError):  # whoever reads it says what is wrong
+        return "weights: unknown"
+
+
+def _check_weights(identity: Identity, before: str) -> None:
+    if before and identity.lines[0] != before:
+        raise OSError(errno.EBUSY, "the checkpoint changed while it was read; restart the engine")
+
+
+def _try_claim(folder: Path, identity: Identity, before: str) -> KeptSlot | None:
+    try:
+        _check_weights(identity, before)
         return claim(folder, identity)
     except OSError as error:
-        why = error.strerror or str(error)
-        log.error("disk_persistent: %s cannot be used (%s); the engine goes on without blocks on disk", folder, why)
+        _complain(folder, error)
         return None
+
+
+def _complain(folder: Path, error: OSError) -> None:
+    why = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        why += "; make room there, or set a smaller disk_memory"
+    elif error.errno in (errno.EACCES, errno.EROFS):
+        why += "; the user of the engine must be able to write there"
+    log.error("disk_persistent: %s cannot be used (%s); the engine goes on without blocks on disk", folder, why)
 
 
 def _open(
@@ -154,7 +187,7 @@ def _open(
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        sweep(folder, identity, all_of_model=True)
+        sweep(folder, identity, for_space=True)
         return _open_files(folder, identity, slot, part, blocks, states)
 
 

@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 
 
 class KernelBuild:
-    """The kernels of one model, for steps within `limits`."""
+    """The kernels of one model, for steps within `limits`. A context that is left before they are finished gives them
+    up: the model could not be loaded."""
 
     def __init__(self, backend: Backend, kv_dtype: torch.dtype, limits: StepLimits) -> None:
         self._backend = backend
@@ -35,22 +36,38 @@ class KernelBuild:
         self._thread: threading.Thread | None = None
         self._switch_s = sys.getswitchinterval()
         self._done: Collection[object] = ()
+        self._wanted = True
+
+    def __enter__(self) -> KernelBuild:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self._wanted = False
+        self._join()
 
     def begin(self, decoder: Decoder) -> None:
         """Build those of a decoder that has only some of its layers yet; returns at once."""
+        thread = threading.Thread(target=self._build, args=(decoder,), name="kernels")
+        thread.start()
+        self._thread, self._switch_s = thread, sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
-        self._thread = threading.Thread(target=self._build, args=(decoder,), name="kernels")
-        self._thread.start()
 
     def finish(self, decoder: Decoder, adapters: AdaptedModel | None) -> None:
         """Wait for those, and build what the whole decoder needs besides."""
-        if self._thread is not None:
-            self._thread.join()
-            sys.setswitchinterval(self._switch_s)
+        self._join()
         self._backend.compile(decoder, self._kv_dtype, self._limits, adapters, self._done)
+
+    def _join(self) -> None:
+        if self._thread is None:
+            return
+        try:
+            self._thread.join()
+        finally:
+            self._thread = None
+            sys.setswitchinterval(self._switch_s)
 
     def _build(self, decoder: Decoder) -> None:
         try:
-            self._done = self._backend.compile(decoder, self._kv_dtype, self._limits, None)
+            self._done = self._backend.compile(decoder, self._kv_dtype, self._limits, None, wanted=lambda: self._wanted)
         except Exception:
             _log.warning("kernels could not be built ahead; they are built with the whole model", exc_info=True)

@@ -52,9 +52,9 @@ def check_tiers(config: EngineConfig) -> None:
         raise ConfigError("disk_persistent keeps what is in disk_memory; set that, disk_path and host_memory too")
 
 
-def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -> Tiers | None:
+def open_tiers(config: EngineConfig, part: Part, member: Member | None = None, before: str = "") -> Tiers | None:
     """Memory for blocks that leave this rank's cache; None where none is configured. All ranks have room for as many
-    blocks: as many as the rank whose parts are largest."""
+    blocks: as many as the rank whose parts are largest. `before`: `mark_weights`, before they were read."""
     if config.host_memory == 0:
         return None
     recurrent = part.model.recurrent or not part.kv.shape.blocks_suffice
@@ -69,9 +69,8 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
     tiers = Tiers(slots, mover, states, state_mover)
     if places:
         if config.disk_persistent:
-            kept = open_kept(
-                config, part, (places, mover), None if state_mover is None else (state_places, state_mover), member
-            )
+            recurring = None if state_mover is None else (state_places, state_mover)
+            kept = open_kept(config, part, (places, mover), recurring, member, before)
             if kept is not None:
                 tiers = replace(tiers, places=places, file=kept.blocks, slot=kept.slot)
                 tiers = replace(tiers, state_places=state_places, state_file=kept.states)
@@ -85,5 +84,9 @@ def open_tiers(config: EngineConfig, part: Part, member: Member | None = None) -
                 raise
             tiers = replace(tiers, places=places, file=file, state_places=state_places, state_file=state_file)
     if member is not None:
-        member.least(slots, "host slots")  # a rank that cannot have that memory says so before anything runs
+        try:
+            member.least(slots, "host slots")  # a rank that cannot have that memory says so before anything runs
+        except BaseException:
+            tiers.close()
+            raise
     return tiers

@@ -150,43 +150,45 @@ def load_part(
         )
     most_decodes = max(max_running, config.max_verified(max_running))
     limits = StepLimits(most_decodes, budget, wanted_len, config.block_size)
-    kernels = KernelBuild(backend, kv_dtype, limits)
     # With shards, sums stand between linears and residual additions.
     alone = member is None or member.place.tensor == 1
-    with phases("weights"), torch.inference_mode():
-        decoder = _by_transformers(config, weights, model, backend, dtype, wanted_len, plan, phases) or build_decoder(
-            weights,
-            local,
-            backend,
-            dtype=dtype,
-            max_positions=wanted_len,
-            quantize=plan.quantize,
-            inner=plan.inner,
-            fused_up_to=plan.fused_up_to,
-            fp8_cache=kv_dtype == FP8,
-            head_rows=head_rows,
-            progress=lambda fraction: phases.report("weights", fraction),
-            begun=kernels.begin if backend.compiles and member is None else None,
-        )
-    if model.by_transformers:
-        model = decoder.config  # its windows were found meanwhile
-    if backend.calibrates and (kv_dtype == INT8 or plan.quantize is not None):
-        if config.rank_restarts:
-            raise ConfigError(
-                "rank_restarts: few-bit weights and keys are calibrated by all ranks together; use weights: dense and "
-                "kv_dtype: full"
+    with KernelBuild(backend, kv_dtype, limits) as kernels, _read(weights):
+        with phases("weights"), torch.inference_mode():
+            decoder = _by_transformers(
+                config, weights, model, backend, dtype, wanted_len, plan, phases
+            ) or build_decoder(
+                weights,
+                local,
+                backend,
+                dtype=dtype,
+                max_positions=wanted_len,
+                quantize=plan.quantize,
+                inner=plan.inner,
+                fused_up_to=plan.fused_up_to,
+                fp8_cache=kv_dtype == FP8,
+                head_rows=head_rows,
+                progress=lambda fraction: phases.report("weights", fraction),
+                begun=kernels.begin if backend.compiles and member is None else None,
             )
-        with phases("calibration"):
-            together = None if member is None else _together(member, decoder)
-            decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
-    cut = None
-    if member is not None:
-        experts = with_experts(config, backend)
-        cut = member.adapter_cut(model, experts=experts, whole_experts=config.expert_parallel)
-    adapters = adapt_model(config, backend, decoder, dtype=dtype, cut=cut)
-    if backend.compiles and not decoder.launched_eagerly:
-        with phases("compile"):
-            kernels.finish(decoder if alone else dataclasses.replace(decoder, fused_up_to=0), adapters)
+        if model.by_transformers:
+            model = decoder.config  # its windows were found meanwhile
+        if backend.calibrates and (kv_dtype == INT8 or plan.quantize is not None):
+            if config.rank_restarts:
+                raise ConfigError(
+                    "rank_restarts: few-bit weights and keys are calibrated by all ranks together; "
+                    "use weights: dense and kv_dtype: full"
+                )
+            with phases("calibration"):
+                together = None if member is None else _together(member, decoder)
+                decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
+        cut = None
+        if member is not None:
+            experts = with_experts(config, backend)
+            cut = member.adapter_cut(model, experts=experts, whole_experts=config.expert_parallel)
+        adapters = adapt_model(config, backend, decoder, dtype=dtype, cut=cut)
+        if backend.compiles and not decoder.launched_eagerly:
+            with phases("compile"):
+                kernels.finish(decoder if alone else dataclasses.replace(decoder, fused_up_to=0), adapters)
     stage_tap = _stage_tap(tap, model, member)
     with phases("kv cache"):
         if member is not None and config.ranks_per_device > 1:
@@ -220,6 +222,16 @@ def load_part(
             wanted_len,
         )
     return Part(backend, model, decoder, kv, kv_dtype, max_running, budget, max_model_len, adapters)
+
+
+@contextmanager
+def _read(weights: Weights) -> Iterator[None]:
+    """Behind it, whether the model was loaded or not, nothing more is read ahead: the memory is the cache's."""
+    try:
+        yield
+    finally:
+        if isinstance(weights, SafetensorsCheckpoint):
+            weights.end()
 
 
 def _tapped(decoder: Decoder, tap: Tap | StageTap | None) -> Decoder:

@@ -60,7 +60,7 @@ class RayCatalogue(ModelCatalogue):
     def unit(self, name: str, index: int, variant: Variant | None = None) -> Unit:
         model = self.model(name)
         variant = variant_at(model, index) if variant is None else variant
-        return Unit(engine_name(model, index), [], model=name, replica=str(index), variant=variant)
+        return Unit(engine_name(model, index), [], model=name, replica=str(index), variant=variant, save_s=model.save_s)
 
     def settings(self, unit: Unit) -> ModelConfig:
         """Of one replica."""

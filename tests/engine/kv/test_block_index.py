@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -97,6 +100,29 @@ def test_an_epoch_ends_for_good(tmp_path: Path) -> None:
     other = BlockIndex(tmp_path / "rank0.blocks.index", "of others", PLACES)
     assert other.entries() == [] and other.problem
     other.close()
+
+
+def test_a_rank_whose_disk_fails_has_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not lost for that, nor is the engine."""
+    mover = make_mover()
+    file = open_file(tmp_path, mover)
+    assert file.index is not None
+    fill(mover, 0, 1)
+    file.write([(0, 3)], [name_of(1)]).result(10)
+    places = np.array([3])
+    assert file.confirm(file.index.epoch, name_of(1), places).tolist() == [True]
+
+    def fail(*args: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwrite", fail)
+        broken.setattr(os, "ftruncate", fail)
+        assert file.confirm(12345, name_of(1), places).tolist() == [False]
+    assert f"delete {tmp_path / 'rank0.blocks.index'} before the next start" in caplog.text
+    file.close()
 
 
 def test_the_order_of_use_is_remembered(tmp_path: Path) -> None:

@@ -136,9 +136,10 @@ class CudaBackend(TorchCudaBackend):
         limits: StepLimits,
         adapters: AdaptedModel | None,
         done: Collection[object] = (),
+        wanted: Callable[[], bool] = lambda: True,
     ) -> Collection[object]:
         torch.cuda.set_device(self.device)  # a thread begins with the first one
-        return compile_kernels(decoder, kv_dtype, limits, adapters, done)
+        return compile_kernels(decoder, kv_dtype, limits, adapters, done, wanted)
 
 
 def _stays_in_tiles(weights: Weights) -> bool:

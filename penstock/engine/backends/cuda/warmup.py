@@ -8,7 +8,8 @@ kernels those are, not contents, so this needs no real cache.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +18,19 @@ from torch import Tensor
 from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.cuda.graphs import buckets_up_to
 from penstock.engine.backends.cuda.kernels.common import building_kernels
+from penstock.engine.backends.cuda.kernels.grouped import GroupedWeight
 from penstock.engine.backends.cuda.prompt_graphs import TOKENS
 from penstock.engine.backends.interface import AttentionBatch, StateBatch, StepLimits
 from penstock.engine.grammar.interface import words_for
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.layers.attention import Attention
 from penstock.engine.models.layers.feed_forward import FeedForward
 from penstock.engine.models.layers.mixer import TokenMixer
 from penstock.engine.models.layers.side_by_side import SideBySide
+
+_HELD = ("weight", "scale", "bias", "inner", "parts", "few")
+"""Where linears keep what they multiply with."""
 
 
 @torch.inference_mode()
@@ -35,22 +40,24 @@ def compile_kernels(
     limits: StepLimits,
     adapters: AdaptedModel | None = None,
     done: Collection[object] = (),
+    wanted: Callable[[], bool] = lambda: True,
 ) -> Collection[object]:
     """Compile whatever the decoder may launch, with a cache of `dtype`; see `Backend.compile`."""
     device = decoder.embedding.device
     width = -(-limits.max_context // limits.block_size)
     tables = torch.zeros(limits.max_rows + 1, width, dtype=torch.int32, device=device)
-    fused = decoder.fused_up_to
-    kinds = {(_kind_of(layer.mixer), _form_of(layer.feed_forward), fused): layer for layer in decoder.layers}
-    with building_kernels():
-        for kind, layer in kinds.items():
-            if kind not in done:
+    visited = set(done)
+    with building_kernels(wanted):
+        for layer in decoder.layers:
+            kinds = _kinds_of(layer, decoder.fused_up_to)
+            if not kinds <= visited:
                 alone = dataclasses.replace(decoder, layers=[layer])
                 _visit(alone, _cache_of(alone, dtype, limits), tables, limits)
+                visited |= kinds
         if adapters is not None:
             for adapted in _one_layer_each(adapters):
                 _visit_adapted(adapters, adapted, _cache_of(adapted, dtype, limits), tables, limits)
-    return kinds.keys()
+    return visited
 
 
 def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
@@ -59,6 +66,26 @@ def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
     first, further = adapters.decoder, adapters.further
     layers = [first.layers[0]] if further is None else [first.layers[0], further.layers[0], further.layers[-1]]
     return [dataclasses.replace(first, layers=[layer]) for layer in layers]
+
+
+def _kinds_of(layer: DecoderLayer, fused_up_to: int) -> set[object]:
+    """What decides on the kernels of a layer: its parts, and how each of its matrices is stored. Files leave the first
+    layers as they are, or give them more bits than others."""
+    kind = _kind_of(layer.mixer), _form_of(layer.feed_forward), fused_up_to
+    return {kind, *((kind, place, _stored(linear)) for place, linear in enumerate(layer.linears))}
+
+
+def _stored(part: Any) -> object:
+    """Equal for linears of one size that launch the same kernels."""
+    if part is None:
+        return None
+    if isinstance(part, Tensor):
+        return part.dtype
+    if isinstance(part, tuple):
+        return tuple(_stored(one) for one in part)
+    if isinstance(part, GroupedWeight):
+        return part.bits, part.group, part.has_minimum
+    return type(part), tuple(_stored(getattr(part, name, None)) for name in _HELD)
 
 
 def _kind_of(mixer: TokenMixer) -> object:

@@ -11,8 +11,8 @@ overtakes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -164,15 +164,32 @@ def _settle(kernel: Any) -> None:
         kernel.result(ignore_errors=True)
 
 
+class _Builders(ThreadPoolExecutor):
+    """Build kernels as long as they are wanted."""
+
+    def __init__(self, wanted: Callable[[], bool]) -> None:
+        super().__init__(os.cpu_count())
+        self._wanted = wanted
+
+    def submit(self, build: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        def build_if_wanted() -> Any:
+            if not self._wanted():
+                raise CancelledError
+            return build(*args, **named)
+
+        return super().submit(build_if_wanted)
+
+
 @contextmanager
-def building_kernels(threads: int | None = None) -> Iterator[None]:
-    """Inside, launches build their kernels instead of running them, several at a time; done when the block ends.
+def building_kernels(wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Inside, launches build their kernels instead of running them, several at a time; done when the block ends. Once
+    they are not `wanted` any more, none is begun.
 
     A kernel is otherwise built when it is first launched, one after another, which is most of a cold start. The calls
     inside must be those of later use (shapes, dtypes, flags); what they return has no meaning.
     """
     # A kernel that cannot be built says so when it is launched; raising here would leave Triton in this mode for good.
-    with ThreadPoolExecutor(threads or os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    with _Builders(wanted) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         token = _building.set(True)
         try:
             yield

@@ -412,6 +412,6 @@ def _gate_up_shape(depth: int) -> OneConfig:
 
 def _down_shape(width: int) -> OneConfig:
     """Rows are short and of odd lengths: steps that leave the fewest threads without work, the longest of those."""
-    fits = [step for step in (2048, 1024, 512, 256) if ceil_div(width, step) <= 8]
+    fits = [step for step in (2048, 1024, 512, 256) if ceil_div(width, step) <= 8] or [2048]
     block_k = min(fits, key=lambda step: (ceil_div(width, step) * step, -step))
     return OneConfig(block_n=1, block_k=block_k, num_warps=block_k // 256)
