@@ -492,6 +492,7 @@ def test_where_space_is_needed_other_slots_go(
     first, second = start(folder, tmp_path), start(folder, tmp_path)
     converse(second, expected)
     first.close()
+    time.sleep(0.05)  # times of files have coarse ticks
     second.close()
     reserve, full = block_file._reserve, [True]
 
