@@ -11,7 +11,20 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check, integers, poisoned_outputs, rand, rng, time_us
+from gpu_harness import (
+    DEVICE,
+    MODE,
+    QUICK,
+    Row,
+    bandwidth,
+    check,
+    checked_addresses,
+    integers,
+    poisoned_outputs,
+    rand,
+    rng,
+    time_us,
+)
 from torch import Tensor
 
 from penstock.bench.bounds import probe
@@ -21,7 +34,16 @@ from penstock.engine.adapters.layout import AdapterLayout, layout_of
 from penstock.engine.adapters.peft import random_adapter
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.experts import group, with_shared
-from penstock.engine.backends.cuda.kernels import common, latent_decode, latent_query, latent_values, moe_one, moe_route
+from penstock.engine.backends.cuda.kernels import (
+    common,
+    expert_lora,
+    latent_decode,
+    latent_prefill,
+    latent_query,
+    latent_values,
+    moe_one,
+    moe_route,
+)
 from penstock.engine.backends.cuda.kernels.latent_tile import LatentConfig as LatentTile
 from penstock.engine.backends.cuda.linear import CudaLinear
 from penstock.engine.backends.cuda.lora import TritonLora
@@ -165,7 +187,8 @@ def _compare_adapters(
     weights = LatentWeights(rand(layout.latent, dtype=torch.float32), 1e-6, up)
     table, (cache, _) = positions_table(layout.rotary, 100), make_cache(layout, blocks, torch.float32)
     theirs = cache.clone()
-    with poisoned_outputs():
+    modules = expert_lora, latent_query, latent_decode, latent_prefill, latent_values
+    with poisoned_outputs(), checked_addresses(*modules):
         got = ops.latent_attention(q, kv, layout, weights, table, batch, cache, None, added)
     if MODE == "compile":
         return
