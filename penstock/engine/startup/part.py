@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -274,11 +275,17 @@ def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Wei
     for name, is_set in refused.items():
         if is_set:
             raise ConfigError(f"{name}: not available for {model.family} models, which run through transformers")
-    if getattr(weights, "folder", None) is None:
+    if _folder_of(weights) is None:
         raise CheckpointError(
             f"{model.family} models run through transformers, which needs a folder of safetensors; GGUF files are read "
             "for families that we have"
         )
+
+
+def _folder_of(weights: Weights) -> Path | None:
+    """Where a checkpoint's safetensors are; None for one that has none."""
+    folder: Path | None = getattr(weights, "folder", None)
+    return folder
 
 
 def _by_transformers(
@@ -296,9 +303,10 @@ def _by_transformers(
         return None
     from penstock.engine.models.transformers.load import load_decoder
 
-    plain = isinstance(weights, SafetensorsCheckpoint)
+    folder, plain = _folder_of(weights), isinstance(weights, SafetensorsCheckpoint)
+    assert folder is not None, "checked before weights are read"
     return load_decoder(
-        weights.folder,  # type: ignore[attr-defined]  # checked before
+        folder,
         model,
         weights.config,
         backend,
