@@ -119,7 +119,13 @@ async def test_mistakes_are_clear(base: Path, text: TextModel, folders: dict[str
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "adapter_failed"
         assert "rank 32 is above adapter_rank 16" in answer.json()["error"]["message"]
         assert str(tmp_path) not in answer.text, "clients need not know where it lies"
-        assert (await client.get("/v1/admin/adapters")).json()["data"][0]["state"] == "failed"
+        state = ""
+        for _ in range(500):  # the engine tells of it a moment after the request has failed
+            state = (await client.get("/v1/admin/adapters")).json()["data"][0]["state"]
+            if state == "failed":
+                break
+            await asyncio.sleep(0.01)
+        assert state == "failed"
         for body, status, sentence in (
             ({"name": "x", "source": str(tmp_path / "nowhere")}, 400, "There is no adapter folder"),
             ({"name": "tiny"}, 400, "already the name of another model"),
