@@ -216,7 +216,12 @@ def test_stages_of_a_pipeline_pass_on_what_the_head_reads(
 def test_shards_with_sequences_of_their_own_have_the_same_drafts(head: Path, tmp_path: Path, pipeline: int) -> None:
     target = write_checkpoint("qwen3-moe", tmp_path, spread=0.3, num_hidden_layers=4)
     requests = [greedy(f"r{n}", [(i * 7 + n) % 199 for i in range(n)], 20) for n in (90, 2, 33, 60)]
-    settings = {"speculation": "eagle3", "draft_model": str(head), "expert_parallel": True, "attention_parallel": "data"}
+    settings = {
+        "speculation": "eagle3",
+        "draft_model": str(head),
+        "expert_parallel": True,
+        "attention_parallel": "data",
+    }
     with threaded_engine(target, 2, pipeline, num_blocks=60, token_budget=48, **settings) as engine:
         assert engine.speculation is not None
         verify_everything(engine.speculation)
