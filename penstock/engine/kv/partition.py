@@ -5,14 +5,14 @@ its own states and its own tiers behind them. `Sequence.base` says which it is: 
 blocks of all caches are numbered through. A sequence that starts goes where the longest prefix of it is, and of those
 to the one with the most free blocks, and of those to the one that has the least to forget.
 
-Copies to and from host memory are numbered through too (`kv.numbering`), so that one list of them is for all caches.
+Copies to and from host memory are numbered through too (`kv.block_numbers`), so that one list of them is for all caches.
 """
 
 from __future__ import annotations
 
 from penstock.engine.kv.allocator import BlockAllocator, Found
+from penstock.engine.kv.block_numbers import Numbering
 from penstock.engine.kv.host import HostTier, Transfers
-from penstock.engine.kv.numbering import Numbering
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.kv.states import StateStore
 from penstock.engine.request import EngineLoad

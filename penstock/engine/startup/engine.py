@@ -17,13 +17,13 @@ from penstock.engine.core import Balancer, Engine
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
 from penstock.engine.kv.block_file import OneFile
+from penstock.engine.kv.block_numbers import CacheMover, Numbering
 from penstock.engine.kv.disk import BlockStore, DiskTier
 from penstock.engine.kv.exchange import BlockExchange, SpreadCache
 from penstock.engine.kv.format import kv_format
 from penstock.engine.kv.host import HostTier
 from penstock.engine.kv.kept_folder import KeptSlot
 from penstock.engine.kv.mover import BlockMover
-from penstock.engine.kv.numbering import CacheMover, Numbering
 from penstock.engine.kv.partition import PartitionedAllocator
 from penstock.engine.kv.persistence import Persistence
 from penstock.engine.kv.pool import BlockPool

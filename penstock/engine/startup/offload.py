@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.block_file import BlockFile
+from penstock.engine.kv.block_numbers import CacheMover, Numbering, OwnMover
 from penstock.engine.kv.cache import StateBlocks, without_rows
 from penstock.engine.kv.kept_folder import KeptSlot
 from penstock.engine.kv.mover import BlockMover
-from penstock.engine.kv.numbering import CacheMover, Numbering, OwnMover
 from penstock.engine.startup.kept_files import open_kept
 from penstock.engine.startup.memory import count_disk_places, count_host_blocks
 from penstock.engine.startup.part import Part
