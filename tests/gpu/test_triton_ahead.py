@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import product
 
 import torch
 from attention_cases import FP8, Case, build, layout
@@ -74,7 +75,7 @@ def run_chain(
     for number, layer in enumerate(layers[:count]):
         after = layers[(number + 1) % len(layers)]
 
-        def product(x: Tensor, weight: tuple[Tensor, Tensor | None], gated: bool = False, **folded: object) -> Tensor:
+        def multiply(x: Tensor, weight: tuple[Tensor, Tensor | None], gated: bool = False, **folded: object) -> Tensor:
             rows, k = weight[0].shape
             n = rows // 2 if gated else rows
             shape = choose(n, k, 1, weight[0].element_size(), gated)
@@ -90,7 +91,7 @@ def run_chain(
                 return None
             return Ahead.of(weight[0], int(amount * MIB), skip=int(skip * MIB), gated=gated)
 
-        qkv = product(
+        qkv = multiply(
             residual, layer.qkv, norm=layer.norms[0], eps=EPS,
             first=some(layer.qkv, a.norm, a.down), then=some(layer.output, a.qkv),
         )  # fmt: skip
@@ -101,15 +102,15 @@ def run_chain(
             q, heads, case.batch, case.k_cache, case.v_cache, x, ops._counters_for(heads.kv_heads), shape,
             ahead=some(layer.gate_up, a.attention, gated=True), pdl=ops.pdl,  # type: ignore[arg-type]
         )  # fmt: skip
-        product(
+        multiply(
             x, layer.output, residual=residual, out=residual,
             then=some(layer.gate_up, a.output, a.attention, gated=True),
         )  # fmt: skip
-        x = product(
+        x = multiply(
             residual, layer.gate_up, gated=True, norm=layer.norms[1], eps=EPS,
             first=some(layer.gate_up, a.norm, a.attention + a.output, gated=True), then=some(layer.down, a.gate_up),
         )  # fmt: skip
-        product(x, layer.down, residual=residual, out=residual, then=some(after.qkv, a.down))
+        multiply(x, layer.down, residual=residual, out=residual, then=some(after.qkv, a.down))
 
 
 SHAPES = {
@@ -161,6 +162,10 @@ def tune_ahead() -> Iterator[Row]:
 
 
 def search(name: str, timed: Callable[[Amounts], float], size: int, folded: bool) -> Iterator[Row]:
+    if MODE == "compile":  # every form of the kernels that the search may come to
+        for large, roll, amount in product(("in order", "followed"), (-1, 0), (0, 4)):
+            timed(Amounts(large, roll, amount, amount, amount, amount, amount, amount))
+        return
     best = Amounts()
     least = timed(best)
     yield bandwidth(f"{name} {best}", least, size)
