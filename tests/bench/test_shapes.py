@@ -39,6 +39,9 @@ def test_a_shape_with_fewer_layers() -> None:
     config = shapes.named("granite4-h-tiny:8")
     assert config["num_hidden_layers"] == 8
     assert len(config["layer_types"]) == 8
+    assert shapes.parameters(shapes.named("nemotron3-nano-30b:8")) < shapes.parameters(
+        shapes.named("nemotron3-nano-30b")
+    )
     assert shapes.named("llama-8b:16")["num_hidden_layers"] == 16
     for wrong in ("llama-8b:", "llama-8b:0", "llama-8b:33", "llama-8b:x"):
         with pytest.raises(ConfigError, match="1 to 32"):
