@@ -28,7 +28,8 @@ class Amounts:
     """MiB that are asked for, by whom; and what else differs."""
 
     large: str = "in order"
-    """Grids of many programs: neither they nor what follows starts early; `followed`: what follows does; `early`: both do."""
+    """Grids of many programs: neither they nor what follows starts early; `followed`: what follows does;
+    `early`: both do."""
     roll: float = -1
     """Each program asks for the rows of the one that is this far behind it; 0: for its own. Negative: none."""
     attention: float = 0
