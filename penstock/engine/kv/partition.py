@@ -5,7 +5,7 @@ its own states and its own tiers behind them. `Sequence.base` says which it is: 
 blocks of all caches are numbered through. A sequence that starts goes where the longest prefix of it is, and of those
 to the one with the most free blocks, and of those to the one that has the least to forget.
 
-Copies to and from host memory are numbered through too (`kv.block_numbers`), so that one list of them is for all caches.
+Copies to and from host memory are numbered through too (`kv.block_numbers`): one list of them is for all caches.
 """
 
 from __future__ import annotations
