@@ -275,6 +275,10 @@ class Engine:
             return 0.0
         return self._lead.spare_s(self.clock())
 
+    def catch_up(self, spare_s: float) -> bool:
+        """Use that time for what makes steps faster that are wanted often; whether something was done."""
+        return self.runner.executor.catch_up(spare_s)
+
     def settle(self) -> bool:
         """Use a moment without work to save what outlives the engine; False when there is nothing left to do."""
         if self.persistence is None or self.has_work:
