@@ -289,9 +289,7 @@ def bench_mxfp4() -> Iterator[Row]:
 
 
 def tune_some() -> Iterator[Row]:
-    shapes = (
-        (16, 2, 4, 2, 1, 128), (16, 2, 4, 2, 1, 80), (16, 2, 2, 2, 1, 96), (16, 2, 4, 4, 1, 128), (16, 2, 4, 1, 1, 80),
-    )  # fmt: skip
+    shapes = ((16, 2, 4, 2, 1, 128), (16, 1, 4, 4, 1, 128), (16, 1, 4, 2, 1, 96), (16, 2, 8, 2, 1, 128))
     for gated in (True, False):
         yield from _time(64, gated, [StreamConfig(*shape) for shape in shapes])
 
