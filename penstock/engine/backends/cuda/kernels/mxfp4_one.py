@@ -59,7 +59,7 @@ DOWN = WarpShares(4, 4, 64)
 @constexpr_function
 def _lanes(count: int, rank: int, axis: int) -> list[list[int]]:
     """Bases of the threads of a warp along an axis; those that are too many have what others have."""
-    found = bits(min(32, count), 1, rank, axis)
+    found: list[list[int]] = bits(min(32, count), 1, rank, axis)
     return found + [[0] * rank for _ in range(5 - len(found))]
 
 
