@@ -166,9 +166,8 @@ class Engine:
         except Exception:  # a rank is lost; files and locks are closed all the same
             log.exception("the engine could not save its KV blocks")
         self._constraints.close()
-        allocator = self.scheduler.allocator
-        for host in (allocator.pool.host, None if allocator.states is None else allocator.states.pool.host):
-            if host is not None and host.disk is not None:
+        for host in self.scheduler.allocator.hosts:
+            if host.disk is not None:
                 host.disk.close()
         if self.persistence is not None:
             self.persistence.close()
@@ -323,7 +322,8 @@ class Engine:
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
             devices=None if self.meter is None else self.meter.latest,
         )
-        for part in (pool.host, scheduler.allocator.states, self.speculation, self.exchange, self.balancer):
+        scheduler.allocator.report(load)
+        for part in (self.speculation, self.exchange, self.balancer):
             if part is not None:
                 part.report(load)
         return load
