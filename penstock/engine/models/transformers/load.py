@@ -37,6 +37,7 @@ from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass,
 from penstock.engine.models.transformers.linears import EngineLinear, ModuleWeights, integer_matrices, replace_linears
 from penstock.engine.models.transformers.survey import TOKENS, Survey
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
+from penstock.engine.torch_import import with_meta_kernels
 from penstock.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ def load_decoder(
 
 
 def _read(folder: Path, model_type: str, dtype: torch.dtype, trusted: bool, stored: Weights | None) -> Any:
+    with_meta_kernels()
     library: Any = import_module("transformers")
     options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     with _quiet():
