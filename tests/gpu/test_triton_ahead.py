@@ -28,7 +28,8 @@ class Amounts:
     """MiB that are asked for, by whom; and what else differs."""
 
     large: str = "in order"
-    """Grids of many programs: neither they nor what follows starts early; `followed`: what follows does."""
+    """Grids of many programs: neither they nor what follows starts early; `followed`: what follows does;
+    `early`: both do."""
     roll: float = -1
     """Each program asks for the rows of the one that is this far behind it; 0: for its own. Negative: none."""
     attention: float = 0
@@ -50,7 +51,7 @@ class Amounts:
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "norm": (4, 12, 24),
-    "large": ("followed",),
+    "large": ("followed", "early"),
     "gate_up": (4, 12, 24),
     "attention": (8, 16, 24),
     "qkv": (4, 12),
@@ -163,7 +164,7 @@ def tune_ahead() -> Iterator[Row]:
 
 def search(name: str, timed: Callable[[Amounts], float], size: int, folded: bool) -> Iterator[Row]:
     if MODE == "compile":  # every form of the kernels that the search may come to
-        for large, roll, amount in product(("in order", "followed"), (-1, 0), (0, 4)):
+        for large, roll, amount in product(("in order", "followed", "early"), (-1, 0), (0, 4)):
             timed(Amounts(large, roll, amount, amount, amount, amount, amount, amount))
         return
     best = Amounts()
