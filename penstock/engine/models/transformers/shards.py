@@ -126,6 +126,7 @@ def _usual(shapes: dict[str, tuple[int, int]]) -> dict[str, Side]:
             first = [f"{owner}.{name}" for name in before if f"{owner}.{name}" in shapes]
             last = [f"{owner}.{name}" for name in behind if f"{owner}.{name}" in shapes]
             if first and len(last) == 1 and shapes[last[0]][1] <= max(shapes[name][0] for name in first):
-                sides |= {name: "outputs" for name in first}
+                for name in first:
+                    sides[name] = "outputs"
                 sides[last[0]] = "inputs"
     return sides
