@@ -69,6 +69,20 @@ def test_tokens_equal_the_library_alone_in_a_mixed_batch_and_preempted(model_typ
     assert_idle(tight)
 
 
+@pytest.mark.parametrize("model_type", ["bloom", pytest.param("starcoder2", marks=pytest.mark.slow)])
+def test_a_prefix_may_be_computed_in_the_same_step(model_type: str, tmp_path: Path) -> None:
+    """One token behind a shared block counts as a decode, and those are packed before the prompt that has the block."""
+    folder = write_foreign(model_type, tmp_path)
+    reference, prompt = Reference(folder), prompt_of(random.Random(7), 17)
+    others = [prompt_of(random.Random(n), 40) for n in (1, 2)]
+    engine = make_engine(folder, token_budget=256)
+    same = [greedy(f"r{n}", prompt, 6) for n in range(4)]
+    got = generate(engine, *same, *(greedy(f"o{n}", prompt[:16] + other, 6) for n, other in enumerate(others)))
+    assert engine.load_snapshot().prefix_hit_tokens >= 3 * 16
+    assert all(reference.agrees(prompt, got[f"r{n}"]) for n in range(4))
+    assert all(reference.agrees(prompt[:16] + other, got[f"o{n}"]) for n, other in enumerate(others))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt2", "starcoder2", "bloom", "nemotron"])
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])

@@ -69,13 +69,16 @@ class SequencePass:
 
     def __call__(self, entry: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         starts, contexts, rows = (x.tolist() for x in (batch.query_starts, batch.context_lens, batch.rows))
-        parts = []
-        for begin, end, context, row in zip(starts, starts[1:], contexts, rows, strict=False):
+        spans = list(zip(starts, starts[1:], contexts, rows, strict=False))
+        parts: list[Tensor] = [entry] * len(spans)
+        # One may begin behind a prefix that another computes in the same step: that other one begins before.
+        for index in sorted(range(len(spans)), key=lambda i: spans[i][2] - spans[i][1] + spans[i][0]):
+            begin, end, context, row = spans[index]
             cache = self._earlier(context - (end - begin), batch.block_tables[row], kv)
             options: dict[str, Any] = {}
             if self._positions:
                 options["position_ids"] = batch.positions[begin:end].unsqueeze(0)
-            parts.append(self._body(entry[begin:end], past_key_values=cache, use_cache=True, **options))
+            parts[index] = self._body(entry[begin:end], past_key_values=cache, use_cache=True, **options)
             self._keep(cache, batch.slots[begin:end], kv)
         return torch.cat(parts)
 
