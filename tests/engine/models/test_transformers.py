@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.families import FAMILIES
 from penstock.engine.request import Request, SamplingParams
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError
 from tests.engine.foreign import FOREIGN, write_foreign
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.tiny import COMMON, Reference, write_checkpoint
@@ -105,15 +105,6 @@ def test_speculation_and_the_host_tier(tmp_path: Path) -> None:
     generate(drafted, *others)
     assert generate(drafted, greedy("r2", prompt, 40))["r2"] == plain
     assert_idle(drafted)
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [({"deterministic": True}, "deterministic")],
-)
-def test_what_is_not_available_is_refused(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{reason}.*transformers"):
-        make_engine(write_foreign("gpt2", tmp_path), **settings)
 
 
 def changed(folder: Path, **keys: Any) -> Path:
@@ -221,6 +212,20 @@ def test_an_adapter_equals_merging_it(
         assert (merged if chosen else plain).agrees(prompt, got[name], 2e-2), name
     assert not all(plain.agrees(prompt, got[name], 2e-2) for name, (prompt, _) in asked.items())
     assert_idle(engine)
+
+
+@pytest.mark.slow
+def test_an_adapter_stays_with_its_sequence(tmp_path: Path) -> None:
+    """Sequences that run one after the other: the adapter of the first tokens of a step is not added to others'."""
+    base = write_foreign("bloom", tmp_path / "base")
+    adapter, folder = write_lora(tmp_path, base, ("query_key_value", "dense_h_to_4h"))
+    merged, plain = Reference(folder), Reference(base)
+    engine = make_engine(base, adapters=(AdapterSpec("tuned", str(adapter)),), token_budget=256)
+    short, long = prompt_of(random.Random(1), 6), prompt_of(random.Random(2), 40)
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    generate(engine, Request("load", short, params, adapter="tuned"))  # it is in a slot from now on
+    got = generate(engine, Request("tuned", short, params, adapter="tuned"), Request("plain", long, params))
+    assert merged.agrees(short, got["tuned"], 2e-2) and plain.agrees(long, got["plain"], 2e-2)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from penstock.engine.models.transformers.body import Body, CannotDivide, Junctio
 from penstock.engine.models.transformers.comparison import Comparison, refusal
 from penstock.engine.models.transformers.config import check_custom_code
 from penstock.engine.models.transformers.decoder import CachedLayer, ModelHead, TransformersDecoder
-from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass, SequencePass
+from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass, SequencePass, TokenPass
 from penstock.engine.models.transformers.linears import EngineLinear, ModuleWeights, replace_linears, shapes_by_layer
 from penstock.engine.models.transformers.read import read_model
 from penstock.engine.models.transformers.shards import Cuts, Shard
@@ -57,11 +57,13 @@ def load_decoder(
     custom_code: tuple[str, ...] = (),
     span: tuple[int, int] | None = None,
     shard: Shard | None = None,
+    alone: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> TransformersDecoder:
     """Read every weight once. `stored`: the checkpoint where it has weights in few bits; the library gets their values,
     and linears are made of them as they are stored. `custom_code`: the checkpoints whose own code may run. `span`: the
-    layers of this stage, where other ranks have others. `shard`: of several that have a part of each layer."""
+    layers of this stage, where other ranks have others. `shard`: of several that have a part of each layer. `alone`: in
+    deterministic mode, tokens are computed one by one."""
     report = progress or (lambda fraction: None)
     log.warning(
         "%s models have no family here: this one runs through transformers, exactly but slower than a family would",
@@ -91,7 +93,9 @@ def load_decoder(
             junction.shapes = junction.shapes or shapes_by_layer(model)
             body = StageBody(base, junction, config.hidden_size, dtype)
             body.find_form(body.sample(TOKENS, torch.device("cpu")))
-        return _load(model, body, config, raw, backend, dtype, max_positions, quantize, stored, staged, shard, report)
+        return _load(
+            model, body, config, raw, backend, dtype, max_positions, quantize, stored, staged, shard, alone, report
+        )
     except CannotDivide as error:
         raise refusal(config, f"{error}, so it has no parts for several ranks") from error
 
@@ -108,6 +112,7 @@ def _load(
     stored: Weights | None,
     staged: bool,
     shard: Shard | None,
+    alone: bool,
     report: Callable[[float], None],
 ) -> TransformersDecoder:
     """The decoder of a model that the library has read."""
@@ -117,8 +122,9 @@ def _load(
     head_name = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), "")
     # Rounded linears change the logits; without them the comparison covers the linears too. Shards are compared with
     # the whole in any case.
+    rounds = getattr(quantize, "few_bits", quantize) is not None
     at = device if shard is None else torch.device("cpu")
-    comparison = Comparison(model, body, config, at) if quantize is None or shard is not None else None
+    comparison = Comparison(model, body, config, at) if not rounds or shard is not None else None
     cuts = None if shard is None else Cuts(model, shard)
     modules = ModuleWeights(model, raw, None if cuts is None else cuts.apply)
     # What the checkpoint has in few bits is read from it; the rest stays as the library has it.
@@ -130,14 +136,14 @@ def _load(
         model.to(device)
     comparison = comparison or Comparison(model, body, config, device)
     head_linear = next((linear for linear in linears if linear.name == head_name), None)
-    head = ModelHead(model, model.base_model_prefix, None if head_linear is None else head_linear.linear)
+    head = ModelHead(model, model.base_model_prefix, None if head_linear is None else head_linear.linear, alone=alone)
     report(0.8)
 
     def check(hidden: HiddenStates) -> None:
-        comparison.check(hidden, None if staged else head, dtype, device, rounded=quantize is not None)
+        comparison.check(hidden, None if staged else head, dtype, device, rounded=rounds)
 
     try:
-        hidden = _first_that_fits(body, config, backend, dtype, check)
+        hidden = _first_that_fits(body, config, backend, dtype, check, alone=alone)
     except CheckpointError as error:
         if cuts is None:
             raise
@@ -201,6 +207,8 @@ def _first_that_fits(
     backend: LayerFactory,
     dtype: torch.dtype,
     check: Callable[[HiddenStates], None],
+    *,
+    alone: bool = False,
 ) -> HiddenStates:
     """How the model's hidden states are computed: with the engine's attention, or else with the model's own."""
     base = body.base
@@ -209,8 +217,9 @@ def _first_that_fits(
     if takes_positions:
         try:
             packed = _packed(body, config, backend)
-            check(packed)
-            return packed
+            hidden: HiddenStates = TokenPass(packed) if alone else packed
+            check(hidden)
+            return hidden
         except (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, CannotDivide):
             raise
         except Exception as error:
@@ -223,9 +232,9 @@ def _first_that_fits(
     )
     begin, _ = own_layers(body, config)
     sites = _cached_sites(body, config, backend.device, takes_positions)
-    alone = SequencePass(body, sites, takes_positions, dtype, backend.device, begin)
-    check(alone)
-    return alone
+    by_sequence = SequencePass(body, sites, takes_positions, dtype, backend.device, begin)
+    check(by_sequence)
+    return by_sequence
 
 
 def own_layers(body: Body, config: ModelConfig) -> tuple[int, int]:
