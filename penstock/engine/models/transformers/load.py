@@ -34,8 +34,14 @@ from penstock.engine.models.transformers.comparison import Comparison, refusal
 from penstock.engine.models.transformers.config import check_custom_code
 from penstock.engine.models.transformers.decoder import CachedLayer, ModelHead, TransformersDecoder
 from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass, SequencePass, TokenPass
-from penstock.engine.models.transformers.linears import EngineLinear, ModuleWeights, replace_linears, shapes_by_layer
-from penstock.engine.models.transformers.read import read_model
+from penstock.engine.models.transformers.linears import (
+    EngineLinear,
+    ModuleWeights,
+    await_linears,
+    replace_linears,
+    shapes_by_layer,
+)
+from penstock.engine.models.transformers.read import Reduce, read_model
 from penstock.engine.models.transformers.shards import Cuts, Shard
 from penstock.engine.models.transformers.survey import TOKENS, Survey
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
@@ -73,14 +79,15 @@ def load_decoder(
     staged = span is not None or shard is not None
     junction = Junction(span or (0, config.num_layers), config.num_layers)
     try:
-        model = read_model(
-            folder,
-            config.family,
-            dtype,
-            trusted,
-            stored,
-            None if span is None else lambda model: take_out(model, junction, dtype),
-        )
+        reduce: list[Reduce] = []
+        if span is not None:
+            reduce.append(lambda model: take_out(model, junction, dtype))
+        # What the checkpoint has in few bits is read from it; the rest stays as the library has it. Shards cut values.
+        as_stored = None
+        if stored is not None and shard is None:
+            as_stored = reader = WeightReader(stored, backend, dtype, quantize)
+            reduce.append(lambda model: await_linears(model, reader))
+        model = read_model(folder, config.family, dtype, trusted, stored, reduce)
         report(0.5)
         if getattr(model, "_is_stateful", False):
             raise refusal(config, "its layers keep a state other than keys and values")
@@ -92,9 +99,8 @@ def load_decoder(
         if staged:
             junction.shapes = junction.shapes or shapes_by_layer(model)
             body = StageBody(base, junction, config.hidden_size, dtype)
-            body.find_form(body.sample(TOKENS, torch.device("cpu")))
         return _load(
-            model, body, config, raw, backend, dtype, max_positions, quantize, stored, staged, shard, alone, report
+            model, body, config, raw, backend, dtype, max_positions, quantize, as_stored, staged, shard, alone, report
         )
     except CannotDivide as error:
         raise refusal(config, f"{error}, so it has no parts for several ranks") from error
@@ -109,7 +115,7 @@ def _load(
     dtype: torch.dtype,
     max_positions: int,
     quantize: Quantizer | None,
-    stored: Weights | None,
+    as_stored: WeightReader | None,
     staged: bool,
     shard: Shard | None,
     alone: bool,
@@ -120,21 +126,20 @@ def _load(
     if shard is None:
         model.to(device)
     head_name = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), "")
-    # Rounded linears change the logits; without them the comparison covers the linears too. Shards are compared with
-    # the whole in any case.
+    # Rounded linears change the logits, and some are not there yet; without them the comparison covers the linears
+    # too. Shards are compared with the whole in any case.
     rounds = getattr(quantize, "few_bits", quantize) is not None
+    late = as_stored is not None or (rounds and shard is None)
     at = device if shard is None else torch.device("cpu")
-    comparison = Comparison(model, body, config, at) if not rounds or shard is not None else None
+    comparison = None if late else _compared(model, body, config, at)
     cuts = None if shard is None else Cuts(model, shard)
     modules = ModuleWeights(model, raw, None if cuts is None else cuts.apply)
-    # What the checkpoint has in few bits is read from it; the rest stays as the library has it.
-    reader = WeightReader(modules, backend, dtype, quantize if stored is None or cuts is not None else None)
-    as_stored = None if stored is None or cuts is not None else WeightReader(stored, backend, dtype, quantize)
+    reader = WeightReader(modules, backend, dtype, quantize if as_stored is None else None)
     linears = replace_linears(model, reader, modules, head_name, as_stored, cuts)
     if cuts is not None:
         cuts.cut_parts(model)
         model.to(device)
-    comparison = comparison or Comparison(model, body, config, device)
+    comparison = comparison or _compared(model, body, config, device)
     head_linear = next((linear for linear in linears if linear.name == head_name), None)
     head = ModelHead(model, model.base_model_prefix, None if head_linear is None else head_linear.linear, alone=alone)
     report(0.8)
@@ -169,6 +174,12 @@ def _load(
         cuts=cuts,
         final_width=config.hidden_size if head_linear is None else head_linear.in_features,
     )
+
+
+def _compared(model: Any, body: Body, config: ModelConfig, device: torch.device) -> Comparison:
+    if isinstance(body, StageBody):
+        body.find_form(body.sample(TOKENS, device))
+    return Comparison(model, body, config, device)
 
 
 def _found(config: ModelConfig, sites: list[Site], span: tuple[int, int]) -> ModelConfig:
