@@ -100,7 +100,7 @@ class ModelHead:
         self.weight_bytes = 0 if linear is None else linear.weight_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([self._logits(row) for row in x.split(1)]) if self._alone else self._logits(x)
+        return torch.cat([self._logits(x[row : row + 1]) for row in range(len(x))]) if self._alone else self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor:
         self._hidden.states = x.unsqueeze(0)

@@ -29,13 +29,15 @@ _IN_LAYER = re.compile(r"(?:^|\.)(\d+)\.(.+)$")
 class EngineLinear(nn.Module):
     """Calls a linear of the engine's on packed tokens."""
 
-    def __init__(self, name: str, linear: Linear, inputs: int, outputs: int) -> None:
+    def __init__(self, name: str, linear: Linear, inputs: int, outputs: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.name = name
         self.linear = linear
         self.in_features = inputs
         self.out_features = outputs
         found = _IN_LAYER.search(name)
+        self.weight = torch.empty(0, dtype=dtype)
+        """Some models ask linears for the type of their weights; these have another form."""
         self.over_ranks: Callable[[Tensor], Tensor] | None = None
         """Where it is cut by inputs: adds up what all shards have."""
         self.layer = None if found is None else int(found[1])
@@ -163,7 +165,7 @@ def replace_linears(
         linear = reader.linear(f"{above}." if above else "", {last: outputs}, inputs, bias)
         if name == head:
             linear = read.backend.as_head(linear)
-        replaced = EngineLinear(name, linear, inputs, outputs)
+        replaced = EngineLinear(name, linear, inputs, outputs, read.dtype)
         if cuts is not None and side == "inputs":
             replaced.over_ranks = cuts.shard.sum
         setattr(model.get_submodule(above), last, replaced)

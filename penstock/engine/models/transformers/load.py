@@ -154,7 +154,7 @@ def _load(
             raise
         raise ConfigError(
             f"tensor_parallel: the layers of {config.family} models do not run with a part of their heads and widths "
-            f"({error}); pipeline_parallel divides them by layers"
+            f"({error}); pipeline_parallel may divide them by layers"
         ) from error
     embedding = _embedding_of(body.base, device, dtype)
     report(1.0)
