@@ -9,7 +9,7 @@ free blocks.
 from __future__ import annotations
 
 from penstock.engine.kv.allocator import BlockAllocator, Found
-from penstock.engine.kv.host import Transfers
+from penstock.engine.kv.host import HostTier, Transfers
 from penstock.engine.kv.pool import BlockPool
 from penstock.engine.kv.states import StateStore
 from penstock.engine.sequence import Sequence
@@ -37,6 +37,16 @@ class PartitionedPool(BlockPool):
     def forget_all(self, keep_disk: bool = False) -> None:
         for part in self.parts:
             part.forget_all(keep_disk)
+
+    def distrust(self) -> None:
+        for part in self.parts:
+            part.distrust()
+
+    def erase(self, owner: bytes) -> list[HostTier]:
+        return [tier for part in self.parts for tier in part.erase(owner)]
+
+    def count(self, owner: bytes) -> int:
+        return sum(part.count(owner) for part in self.parts)
 
     def check(self) -> None:
         for part in self.parts:

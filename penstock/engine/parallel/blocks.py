@@ -80,6 +80,9 @@ class LeadFiles:
     def read(self, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
         return [*self._ranks.call(f"read_{self._kind}", pairs), self._own.read(pairs)]
 
+    def erase(self, places: Sequence[int]) -> list[Future[list[bool]]]:
+        return [*self._ranks.call(f"erase_{self._kind}", list(places)), self._own.erase(places)]
+
     def found(self) -> list[Entry]:
         """What rank 0 has, as far as all others have it too."""
         index = self._own.index
@@ -359,6 +362,7 @@ def file_handlers(file: BlockFile, kind: str) -> dict[str, Callable[..., Any]]:
     calls: dict[str, Callable[..., Any]] = {
         "write": file.write,
         "read": file.read,
+        "erase": file.erase,
         "confirm": file.confirm,
         "forget": file.forget,
     }
