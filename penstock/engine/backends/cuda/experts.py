@@ -9,7 +9,7 @@ deterministic mode it is six for any number of tokens, with one launch shape.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -190,6 +190,8 @@ class GroupedExpertMlp:
     counters: Tensor
     """int32 [_COUNTERS]: zero between launches."""
     slots: ExpertSlots | None = None
+    ahead: tuple[Tensor, ...] = ()
+    """What the layer behind reads first."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -219,6 +221,10 @@ class GroupedExpertMlp:
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """See `FusedFeedForward`; for one token."""
         return _one_token(self, residual, norm=norm, eps=eps)
+
+    def asking_for(self, ahead: tuple[Tensor, ...]) -> GroupedExpertMlp:
+        """See `AsksAhead`."""
+        return replace(self, ahead=ahead)
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
         if inputs is None and len(x) == 1 and self.fuses:
@@ -358,6 +364,11 @@ class FusedSharedAndRouted(SharedAndRouted):
         routed: Any = self.routed
         return _one_token(routed, residual, self.shared, self.gate, norm=norm, eps=eps)
 
+    def asking_for(self, ahead: tuple[Tensor, ...]) -> FusedSharedAndRouted:
+        """See `AsksAhead`."""
+        routed: Any = self.routed
+        return replace(self, routed=routed.asking_for(ahead)) if self.fuses else self
+
     def forward(self, x: Tensor) -> Tensor:
         routed: Any = self.routed
         if len(x) == 1 and self.fuses:
@@ -412,7 +423,7 @@ def _one_token(
     weights, chosen, gates = score_and_route(
         x, router.weight, router.bias, routed.choice, routed.counters,
         shared=None if gate is None else gate.weight, norm=norm, eps=eps, normed=normed, logits=logits,
-        ahead=down.shared,
+        ahead=routed.ahead if down.shared is None else (down.shared, *routed.ahead),
     )  # fmt: skip
     visits = Visits(chosen, weights, routed.router.weight_inputs, logits, routed.choice)
     inner = moe_one.gate_up(normed, up, visits, routed.activation)
