@@ -167,9 +167,8 @@ class Engine:
         except Exception:  # a rank is lost; files and locks are closed all the same
             log.exception("the engine could not save its KV blocks")
         self._constraints.close()
-        allocator = self.scheduler.allocator
-        for host in (allocator.pool.host, None if allocator.states is None else allocator.states.pool.host):
-            if host is not None and host.disk is not None:
+        for host in self.scheduler.allocator.hosts:
+            if host.disk is not None:
                 host.disk.close()
         if self.persistence is not None:
             self.persistence.close()
@@ -276,6 +275,10 @@ class Engine:
             return 0.0
         return self._lead.spare_s(self.clock())
 
+    def catch_up(self, spare_s: float) -> bool:
+        """Use that time for what makes steps faster that are wanted often; whether something was done."""
+        return self.runner.executor.catch_up(spare_s)
+
     def settle(self) -> bool:
         """Use a moment without work to save what outlives the engine; False when there is nothing left to do."""
         if self.persistence is None or self.has_work:
@@ -320,7 +323,8 @@ class Engine:
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
             devices=None if self.meter is None else self.meter.latest,
         )
-        for part in (pool.host, scheduler.allocator.states, self.speculation, self.exchange, self.balancer):
+        scheduler.allocator.report(load)
+        for part in (self.speculation, self.exchange, self.balancer):
             if part is not None:
                 part.report(load)
         return load

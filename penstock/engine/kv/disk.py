@@ -265,17 +265,22 @@ class DiskTier:
         self._store.close()
 
     def report(self, load: EngineLoad) -> None:
-        load.disk_blocks, load.total_disk_blocks = self.used, self.capacity
-        load.disk_written_blocks, load.disk_read_blocks = self.written, self.read
+        """Add what is here to what other caches have."""
+        load.disk_blocks += self.used
+        load.total_disk_blocks += self.capacity
+        load.disk_written_blocks += self.written
+        load.disk_read_blocks += self.read
         load.disk_failures += self.failed
-        load.disk_restored_blocks = self.restored
+        load.disk_restored_blocks += self.restored
 
     def report_states(self, load: EngineLoad) -> None:
         """As `report`, of a tier that holds states."""
-        load.disk_states, load.total_disk_states = self.used, self.capacity
-        load.disk_written_states, load.disk_read_states = self.written, self.read
+        load.disk_states += self.used
+        load.total_disk_states += self.capacity
+        load.disk_written_states += self.written
+        load.disk_read_states += self.read
         load.disk_failures += self.failed
-        load.disk_restored_states = self.restored
+        load.disk_restored_states += self.restored
 
     def check(self) -> None:
         """Assert the invariant; used by tests."""

@@ -316,8 +316,11 @@ class HostTier:
         self._transfers = Transfers()
 
     def report(self, load: EngineLoad) -> None:
-        load.host_blocks, load.total_host_blocks = self.used, self.capacity
-        load.offloaded_blocks, load.restored_blocks = self.offloaded, self.restored
+        """Add what is here to what other caches have."""
+        load.host_blocks += self.used
+        load.total_host_blocks += self.capacity
+        load.offloaded_blocks += self.offloaded
+        load.restored_blocks += self.restored
         if self.disk is not None:
             self.disk.report(load)
 
