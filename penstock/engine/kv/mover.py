@@ -77,8 +77,8 @@ class HostBlockMover(PoolMover):
 
 
 def populate(pool: Tensor) -> int:
-    """Take the pages of a pool now, on all processors: pinning takes them too, but one after the other. Returns how many
-    bytes were taken; fewer than all where the system cannot, and then nothing is lost but time."""
+    """Take the pages of a pool now, on all processors: pinning takes them too, but one after the other. Returns how
+    many bytes were taken; fewer than all where the system cannot, and then nothing is lost but time."""
     size, address = pool.numel() * pool.element_size(), pool.data_ptr()
     first, end = -(-address // _PIECE) * _PIECE, (address + size) // _PIECE * _PIECE
     try:
@@ -90,8 +90,8 @@ def populate(pool: Tensor) -> int:
     if not pieces:
         return 0
     with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1, _POPULATING)) as threads:
-        taken = threads.map(lambda piece: madvise(piece, _PIECE, _POPULATE_WRITE) == 0, pieces)
-        return sum(taken) * _PIECE
+        failed = threads.map(lambda piece: bool(madvise(piece, _PIECE, _POPULATE_WRITE)), pieces)
+        return _PIECE * (len(pieces) - sum(failed))
 
 
 def _words(tensor: Tensor) -> Tensor:
