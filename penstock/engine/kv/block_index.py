@@ -136,6 +136,10 @@ class BlockIndex:
         self.records[self.records["used"] == 0] = np.zeros((), _RECORD)
         os.pwrite(self._fd, self.records.tobytes(), _TABLE)
 
+    def sync(self) -> None:
+        """Wait until the records are on disk."""
+        os.fdatasync(self._fd)
+
     def close(self) -> None:
         os.close(self._fd)
 

@@ -226,6 +226,10 @@ class LeadDecoder(Decoder):
     further: bool = False
     """Whether its layers have them on linears that few adapters touch, too."""
 
+    @property
+    def launched_eagerly(self) -> bool:
+        return self.stage.decoder.launched_eagerly
+
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         return self.begin(token_ids, batch, kv)()
 
@@ -350,7 +354,8 @@ def lead(
 ) -> LeadDecoder:
     """Rank 0's decoder over its own part of a model, which all ranks share, or those of `groups`."""
     stage = Stage(decoder, groups or ranks.groups, shares)
-    head: Linear = decoder.head if stage.groups.tensor is None else LeadHead(stage, ranks, model)
+    whole = stage.groups.tensor is None or decoder.config.by_transformers
+    head: Linear = decoder.head if whole else LeadHead(stage, ranks, model)
     parts = {field.name: getattr(decoder, field.name) for field in fields(Decoder)}
     known = np.zeros((max_rows, max_blocks), np.int64)
     made = LeadDecoder(**{**parts, "head": head}, stage=stage, ranks=ranks, model=model, known=known)
