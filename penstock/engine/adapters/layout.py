@@ -8,8 +8,9 @@ bringing it to the device is one copy:
 
 A site of experts has these two for every expert of the layer. Such sites lie behind all others, so that an adapter that
 does not touch them ends before them; before these lie embedding and head, which no layer has. Everything is
-proportional to r: a site begins at r times its `start`, and adapters of different rank need no padding. On CUDA B stays [outputs, r], and r is filled up with zeros to a multiple of
-8: what one output needs of B is then one aligned read, and a program that computes a single output wastes nothing.
+proportional to r: a site begins at r times its `start`, and adapters of different rank need no padding. On CUDA B stays
+[outputs, r], and r is filled up with zeros to a multiple of 8: what one output needs of B is then one aligned read, and
+a program that computes a single output wastes nothing.
 """
 
 from __future__ import annotations

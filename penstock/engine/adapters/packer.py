@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _TENSOR = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
 _END = re.compile(r"(?:.*\.)?(\w+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?")
-_WHOLE = re.compile(r"(?:.*\.)?(\w+?)(?:\.base_layer)?\.weight")
+_WHOLE = re.compile(r"(?:.*?\.)?(\w+)(?:\.base_layer)?\.weight")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
 _NESTED = ".base_layer"
 """How PEFT calls what it has wrapped already."""
