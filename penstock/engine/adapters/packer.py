@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,15 +20,20 @@ from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.spec import CONFIG
 from penstock.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from penstock.engine.adapters.base_weights import BaseWeights
-
 _TENSOR = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
 _END = re.compile(r"(?:.*\.)?(\w+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?")
 _WHOLE = re.compile(r"(?:.*?\.)?(\w+)(?:\.base_layer)?\.weight")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
 _NESTED = ".base_layer"
 """How PEFT calls what it has wrapped already."""
+
+
+class KnownMatrices(Protocol):
+    """The embedding and the head of a model, as far as an adapter's file can be compared with them."""
+
+    def has(self, attribute: str, rows: Tensor) -> bool:
+        """Whether these are the rows of the embedding, or the first of the head; True where that cannot be known."""
+        ...
 
 
 @dataclass(slots=True)
@@ -71,7 +76,7 @@ class Packer:
         max_rank: int,
         dtype: torch.dtype,
         pin: bool,
-        base: BaseWeights | None = None,
+        base: KnownMatrices | None = None,
     ) -> None:
         """`file`: its name, for messages. `base`: the model's own matrices, where these can be compared."""
         self.file = file

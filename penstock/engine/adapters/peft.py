@@ -10,19 +10,15 @@ import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, uncut
-from penstock.engine.adapters.packer import Packer
+from penstock.engine.adapters.packer import KnownMatrices, Packer
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from penstock.engine.adapters.base_weights import BaseWeights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +52,7 @@ def read_adapter(
     dtype: torch.dtype,
     pin: bool,
     cut: AdapterCut | None = None,
-    base: BaseWeights | None = None,
+    base: KnownMatrices | None = None,
 ) -> LoadedAdapter:
     """Read the adapter in the folder `path` for a model of this `layout`. `pin`: into page-locked memory. `cut`: where
     `layout` is one rank's part of a model, which part it is; then numbers are checked in that part only. `base`: see

@@ -80,7 +80,10 @@ def adapt_model(
     dtype, pin = backend.adapter_dtype(decoder, layout, dtype), not backend.in_host_memory
     most = adapter_rank(config)
     cut = cut or uncut(layout)
-    base = BaseWeights(decoder, layout, lazy=backend.in_host_memory) if library is None and as_stored else None
+    base = None
+    if library is None:
+        with torch.inference_mode():
+            base = BaseWeights(decoder, layout, lazy=backend.in_host_memory, as_stored=as_stored)
 
     def read(name: str, folder: Path) -> LoadedAdapter:
         return read_adapter(name, folder, layout, max_rank=most, dtype=dtype, pin=pin, cut=cut, base=base)
