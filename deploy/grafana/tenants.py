@@ -5,6 +5,8 @@ from __future__ import annotations
 from panels import COST, MODELS, TENANTS, Board, Panel, U, rate
 
 CACHED, PROMPT = (rate("penstock_usage_tokens_total", "tenant", f'{U}, kind="{kind}"') for kind in ("cached", "prompt"))
+THOUGHT = rate("penstock_usage_reasoning_tokens_total", "tenant", U)
+COMPLETION = rate("penstock_usage_tokens_total", "tenant", f'{U}, kind="completion"')
 
 
 def hourly(by: str = "") -> str:
@@ -101,6 +103,12 @@ TENANTS_AND_COST = Board(
                     "Cached share of prompts",
                     "By tenant. If low, move the parts of prompts that vary to the end: prompts then share a prefix.",
                     {"{{tenant}}": f"{CACHED} / {PROMPT}"},
+                    "percentunit",
+                ),
+                Panel(
+                    "Reasoning share of answers",
+                    "By tenant: completion tokens that are thoughts. Lower `reasoning_effort` or a thinking budget.",
+                    {"{{tenant}}": f"{THOUGHT} / {COMPLETION}"},
                     "percentunit",
                 ),
             ],

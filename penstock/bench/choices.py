@@ -11,10 +11,18 @@ def show_choices(console: Console) -> None:
     names = report.table("Workloads", "name", "what")
     for workload in workloads.WORKLOADS.values():
         names.add_row(workload.name, workload.summary)
-    forms = report.table("Shapes", "name", "hidden", "ffn", "layers", "heads", "vocabulary")
+    forms = report.table(
+        "Shapes; NAME:N has N layers", "name", "layers", "hidden", "parameters", "read for a token", "vocabulary"
+    )
     for name, config in shapes.SHAPES.items():
-        heads = f"{config['num_attention_heads']}/{config['num_key_value_heads']} of {config['head_dim']}"
-        sizes = (config[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
-        forms.add_row(name, *(f"{size:,}" for size in sizes), heads, f"{config['vocab_size']:,}")
+        cost = shapes.cost(config, weight_bytes=1, kv_bytes=1)
+        forms.add_row(
+            name,
+            f"{config['num_hidden_layers']}",
+            f"{config['hidden_size']:,}",
+            f"{sum(shapes.parameters(config)) / 1e9:.2f} B",
+            f"{cost.weights(1) / 1e9:.2f} B",
+            f"{config['vocab_size']:,}",
+        )
     console.print(names)
     console.print(forms)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.models.families import HFConfig, family_of, read_config
+from penstock.engine.models.families.config_keys import reference_of
 from penstock.errors import ConfigError
 from penstock.planning.config_shape import shape_of_model
 from penstock.planning.model_shape import ModelShape, known_config, with_layers
@@ -24,19 +25,22 @@ _LAYERS = {"llama4-scout": 16, "qwen3-next": 24}
 """Where not all fit into one GPU."""
 
 
-def _shape(name: str) -> dict[str, Any]:
+def _whole(name: str) -> dict[str, Any]:
     """A known model's dimensions, and what an engine wants to know beside them."""
     known = known_config(name)
     described = family_of(known["model_type"])
-    shape = {
+    usual = {"hidden_act": described.hidden_act, "attention_bias": False, "mlp_bias": False}
+    keys = reference_of(known["model_type"])
+    return {
         "architectures": [described.class_name],
-        "hidden_act": described.hidden_act,
-        "attention_bias": False,
-        "mlp_bias": False,
+        **{key: value for key, value in usual.items() if key in keys},
         "torch_dtype": "bfloat16",
         **known,
     }
-    return with_layers(shape, _LAYERS[name]) if name in _LAYERS else shape
+
+
+def _shape(name: str) -> dict[str, Any]:
+    return with_layers(_whole(name), _LAYERS[name]) if name in _LAYERS else _whole(name)
 
 
 SHAPES: dict[str, dict[str, Any]] = {name: _shape(name) for name in _NAMES}
@@ -54,11 +58,16 @@ def _counted(config: HFConfig) -> ModelShape:
 
 
 def named(name: str) -> dict[str, Any]:
-    """The configuration of a shape; a readable error lists the others."""
-    try:
-        return dict(SHAPES[name])
-    except KeyError:
-        raise ConfigError(f"unknown shape {name!r}; there are: {', '.join(SHAPES)}") from None
+    """The configuration of a shape, `name:24` the same with 24 layers; a readable error lists the others."""
+    known, colon, layers = name.partition(":")
+    if known not in SHAPES:
+        raise ConfigError(f"unknown shape {name!r}; there are: {', '.join(SHAPES)}")
+    if not colon:
+        return dict(SHAPES[known])
+    most = known_config(known)["num_hidden_layers"]
+    if not (layers.isascii() and layers.isdigit() and 1 <= int(layers) <= most):
+        raise ConfigError(f"shape {name!r}: the number behind the colon is one of layers, 1 to {most}")
+    return with_layers(_whole(known), int(layers))
 
 
 @dataclass(frozen=True, slots=True)

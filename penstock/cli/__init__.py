@@ -10,7 +10,16 @@ import sys
 def main() -> None:
     """Entry point. A `PenstockError` is shown as one red line, and so is a missing extra; any other exception keeps
     its traceback."""
-    if sys.argv[1:2] == ["engine"] and "--supervised" in sys.argv:
+    serves = sys.argv[1:2] == ["serve"]
+    if serves:
+        from penstock.supervisor import early_engine
+
+        early_engine.begin(sys.argv[2:])
+    elif sys.argv[1:3] == ["engine", "--await-command"]:
+        from penstock.cli.awaited_command import await_command
+
+        await_command()
+    elif sys.argv[1:2] == ["engine"] and "--supervised" in sys.argv:
         from penstock.engine_host.head_start import begin_libraries
 
         begin_libraries()
@@ -32,6 +41,9 @@ def main() -> None:
         if module not in EXTRA_OF:
             raise
         _end(f"this command {needs_extra(EXTRA_OF[module])}", PenstockError.exit_status)
+    finally:
+        if serves:
+            early_engine.dismiss()
 
 
 def _end(message: str, status: int) -> None:

@@ -84,6 +84,7 @@ def serve(
     from penstock.errors import ConfigError, require_extra
     from penstock.gateway.http.port import check_port
     from penstock.identity.exposure import check_exposure
+    from penstock.supervisor import early_engine
     from penstock.supervisor.autoscaler import ReplicaAutoscaler
     from penstock.supervisor.catalogue import ModelCatalogue
     from penstock.supervisor.control import ControlServer
@@ -91,7 +92,7 @@ def serve(
     from penstock.supervisor.replicas import Replicas
     from penstock.supervisor.runtime import RuntimeFolder
     from penstock.supervisor.saved_models import SavedModels
-    from penstock.supervisor.supervisor import Supervisor
+    from penstock.supervisor.supervisor import Supervisor, spawn_child, spawn_first
 
     config = load(
         config_file,
@@ -121,6 +122,9 @@ def serve(
         raise ConfigError("--ray-address and --detach need --cluster ray")
     if config.models:
         require_extra("engine", "`penstock serve` with models of its own")
+    early = early_engine.begun()
+    if config.fleet.url or not config.models:
+        early_engine.dismiss()
     server = config.server
     check_port(server.host, server.port)
     if server.admin_port is not None:
@@ -155,6 +159,7 @@ def serve(
                 reporter=reporter,
                 frozen_s=config.resilience.frozen_s,
                 gateways_up=gateways_up,
+                spawn=spawn_child if early is None else spawn_first(early),
             )
             catalogue = ModelCatalogue(config, folder)
             saved = SavedModels(Path(server.loaded_models) if server.loaded_models else None)

@@ -11,7 +11,7 @@ from penstock.cli.lists import Column, show
 from penstock.cli.options import ConfigFile, Settings
 
 Row = dict[str, str | int]
-SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
+SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens", "cost")
 
 
 def usage(
@@ -76,7 +76,7 @@ def _rows(
 
 def _columns(rows: list[Row]) -> list[Column[Row]]:
     """What the rows are by stays; of the figures, cost goes last."""
-    ranks = {"cached_tokens": 3, "requests": 2}
+    ranks = {"reasoning_tokens": 4, "cached_tokens": 3, "requests": 2}
     return [
         Column(name, lambda row, name=name: row[name], rank=ranks.get(name, int(name in SUMS)))  # type: ignore[misc]
         for name in (rows[0] if rows else ())

@@ -38,6 +38,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.config import SAVE_S, EngineConfig
 from penstock.engine.grammar import progress
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
+from penstock.engine.kv.erasure import Erasure
 from penstock.engine.kv.exchange import BlockExchange
 from penstock.engine.kv.persistence import Persistence
 from penstock.engine.lead import Lead
@@ -166,9 +167,8 @@ class Engine:
         except Exception:  # a rank is lost; files and locks are closed all the same
             log.exception("the engine could not save its KV blocks")
         self._constraints.close()
-        allocator = self.scheduler.allocator
-        for host in (allocator.pool.host, None if allocator.states is None else allocator.states.pool.host):
-            if host is not None and host.disk is not None:
+        for host in self.scheduler.allocator.hosts:
+            if host.disk is not None:
                 host.disk.close()
         if self.persistence is not None:
             self.persistence.close()
@@ -275,6 +275,10 @@ class Engine:
             return 0.0
         return self._lead.spare_s(self.clock())
 
+    def catch_up(self, spare_s: float) -> bool:
+        """Use that time for what makes steps faster that are wanted often; whether something was done."""
+        return self.runner.executor.catch_up(spare_s)
+
     def settle(self) -> bool:
         """Use a moment without work to save what outlives the engine; False when there is nothing left to do."""
         if self.persistence is None or self.has_work:
@@ -319,7 +323,8 @@ class Engine:
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
             devices=None if self.meter is None else self.meter.latest,
         )
-        for part in (pool.host, scheduler.allocator.states, self.speculation, self.exchange, self.balancer):
+        scheduler.allocator.report(load)
+        for part in (self.speculation, self.exchange, self.balancer):
             if part is not None:
                 part.report(load)
         return load
@@ -339,6 +344,10 @@ class Engine:
         self.forget_caches()
         if self.speculation is not None:
             self.speculation.reset_counters()
+
+    def erase(self, owner: str) -> Erasure:
+        """Drop what the requests of an owner have left in the KV caches and behind them. See `kv.erasure`."""
+        return Erasure(self.scheduler.allocator.pool, owner)
 
     def forget_caches(self, keep_disk: bool = False) -> None:
         """Nothing of the KV caches may be used again; no sequence is running. `keep_disk`: but what a disk keeps."""
@@ -386,6 +395,8 @@ class Engine:
             self._shrink(batch, error)
         except Exception as error:
             log.exception("step of %d sequences failed", len(batch.chunks))
+            if _is_of_device(error):  # nobody knows what it still did
+                self.scheduler.allocator.pool.forget_all()
             self._recover(batch, f"{type(error).__name__}: {error}")
 
     def _collect(self, step: PendingStep) -> None:
@@ -500,12 +511,20 @@ class Engine:
             self._finish(seq, "error", f"the engine could not run this request ({message})")
 
     def _unwind(self, batch: Batch) -> list[Sequence]:
-        """Undo a batch that did not run; its running sequences. Cached prefixes cannot be trusted any more."""
+        """Undo a batch that did not run; its running sequences. Prefixes cached on the device cannot be trusted any
+        more; those on the host and on disk can, but for what this batch was to copy."""
         while self._in_flight:
             self._collect(self._in_flight.popleft())
-        self.scheduler.allocator.pool.forget_all()
+        self.scheduler.allocator.pool.distrust()
         for chunk in batch.chunks:
             if chunk.samples and not chunk.seq.finished:
                 chunk.seq.pending -= 1
         self.scheduler.landed(batch)
         return [chunk.seq for chunk in batch.chunks if not chunk.seq.finished and chunk.seq.row >= 0]
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Whether the device itself failed, and not what was asked of it."""
+    return isinstance(error, torch.AcceleratorError) or any(
+        sign in str(error) for sign in ("CUDA error", "Triton Error [CUDA]")
+    )

@@ -1,8 +1,8 @@
 """A child process's side of not being left behind, and how old a process is.
 
-The parent holds the other end of the child's standard input and never writes to it. End of file means that it is
-gone, even by SIGKILL, and the child ends too. On Linux the kernel is also asked to kill the child then, for one that
-is too busy, or stopped, to read.
+The parent holds the other end of the child's standard input and writes nothing to it once the child is at work. End of
+file means that it is gone, even by SIGKILL, and the child ends too. On Linux the kernel is also asked to kill the child
+then, for one that is too busy, or stopped, to read.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ _PR_SET_PDEATHSIG = 1
 
 def die_with_parent() -> None:
     """Call first thing in a child process whose standard input is a pipe from its parent."""
+    end_with_parent()
+    threading.Thread(target=_wait_for_end_of_input, name="lifeline", daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """The kernel's part of it, for a child that still reads its input."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(EXIT_ORPHANED)
-    threading.Thread(target=_wait_for_end_of_input, name="lifeline", daemon=True).start()
 
 
 def _wait_for_end_of_input() -> None:

@@ -8,10 +8,12 @@ does the same in earnest.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,12 @@ if TYPE_CHECKING:
     from penstock.engine.config import EngineConfig
 
 WEIGHTS = (".safetensors", ".gguf")
+_WITH_LIBRARIES = (
+    *("zlib", "bz2", "lzma", "fcntl", "subprocess", "select", "math", "datetime", "uuid", "heapq", "json", "struct"),
+    *("zoneinfo", "binascii", "csv", "bisect", "random", "socket", "array", "pickle", "queue", "ssl", "asyncio"),
+    *("hashlib", "contextvars", "decimal", "multiprocessing.connection", "yaml", "zmq", "msgspec", "numpy"),
+)
+"""Modules that are imported in any case before PyTorch is, and load libraries of their own."""
 
 
 def begin(config: EngineConfig) -> None:
@@ -30,9 +38,15 @@ def begin(config: EngineConfig) -> None:
 
 
 def begin_libraries() -> None:
-    """Have PyTorch's libraries loaded and linked, a second's work, before their turn comes. Returns at once."""
+    """Have PyTorch's libraries loaded and linked, a second's work, before their turn comes. Returns when it has begun.
+
+    The system loads one library at a time. So the other ones that Python needs before PyTorch's turn come first: what
+    imports them would wait for all of PyTorch's."""
     import penstock.engine  # noqa: F401 - sets what they read from the environment when they are loaded
 
+    for name in _WITH_LIBRARIES:
+        with suppress(ImportError):
+            importlib.import_module(name)
     _on_thread("libraries", lambda: load_libraries(libraries()))
 
 

@@ -236,8 +236,10 @@ class EngineServer:
         """Take in what comes until the next step must be launched; see `Engine.spare_s`, which is asked again and
         again: the device may be done earlier than expected."""
         spare = getattr(self._engine, "spare_s", None)  # only some run ahead
-        while spare is not None and self._stop_reason is None and spare() >= LOOK_S:
-            self._receive(LOOK_S)
+        catch_up = getattr(self._engine, "catch_up", None)
+        while spare is not None and self._stop_reason is None and (left := spare()) >= LOOK_S:
+            if catch_up is None or not catch_up(left):
+                self._receive(LOOK_S)
 
     def _receive(self, wait_s: float) -> None:
         if wait_s > 0 and not self._poller.poll(int(wait_s * 1000)):

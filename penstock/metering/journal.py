@@ -60,7 +60,7 @@ class Journal:
         self._clock = clock
         self._patience_s = patience_s
         self._waiting: deque[tuple[Charge | Settlement, asyncio.Future[bool], float]] = deque()
-        self._progress: dict[str, tuple[int, int]] = {}
+        self._progress: dict[str, tuple[int, int, int]] = {}
         self._recent: deque[tuple[Charge | Settlement, float]] = deque()
         """Written, but perhaps not flushed yet; with the time."""
         self._interruptions = ledger.interruptions
@@ -169,9 +169,9 @@ class Journal:
                 self._waiting[index] = (settlement, future, at)
                 return
 
-    def note(self, id: str, cached_tokens: int, completion_tokens: int) -> None:
+    def note(self, id: str, cached_tokens: int, completion_tokens: int, reasoning_tokens: int = 0) -> None:
         """Records the progress of an open charge; written with the next transaction, or after `NOTE_S`."""
-        self._progress[id] = (cached_tokens, completion_tokens)
+        self._progress[id] = (cached_tokens, completion_tokens, reasoning_tokens)
         if self._noting is None:
             self._noting = asyncio.get_running_loop().call_later(NOTE_S, self._write_notes)
 

@@ -46,6 +46,11 @@ _VERSIONS = (
     ),
     ("ALTER TABLE charges_opened ADD COLUMN selection TEXT NOT NULL DEFAULT ''",),
     ("ALTER TABLE charges_opened ADD COLUMN experiment TEXT NOT NULL DEFAULT ''",),
+    # With a default, so that gateways of the version before may go on writing during an upgrade.
+    (
+        "ALTER TABLE charges_progress ADD COLUMN reasoning_tokens BIGINT NOT NULL DEFAULT 0",
+        "ALTER TABLE charges_settled ADD COLUMN reasoning_tokens BIGINT NOT NULL DEFAULT 0",
+    ),
 )
 
 _FORGOTTEN_S = 86_400.0
@@ -104,6 +109,8 @@ class Settlement(msgspec.Struct, frozen=True):
     cost_nanos: int
     finish_reason: str
     settled_by: Literal["end", "recovery"] = "end"
+    reasoning_tokens: int = 0
+    """Completion tokens that were thoughts, as far as that is known; they cost what completion tokens cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,7 @@ class OpenCharge:
     charge: Charge
     cached_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +143,8 @@ class Total:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    reasoning_tokens: int
+    """Part of the completion tokens."""
     cost_nanos: int
 
     def plus(self, other: Total) -> Total:
@@ -145,6 +155,7 @@ class Total:
             self.prompt_tokens + other.prompt_tokens,
             self.cached_tokens + other.cached_tokens,
             self.completion_tokens + other.completion_tokens,
+            self.reasoning_tokens + other.reasoning_tokens,
             self.cost_nanos + other.cost_nanos,
         )
 
@@ -156,8 +167,8 @@ _OPENED = (
 )
 _SETTLED = (
     "INSERT INTO charges_settled (id, settled_at, tenant, user_id, key_id, feature, model, adapter, tier, "
-    "prompt_tokens, cached_tokens, completion_tokens, cost_nanos, finish_reason, settled_by) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
+    "prompt_tokens, cached_tokens, completion_tokens, cost_nanos, finish_reason, settled_by, reasoning_tokens) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING"
 )
 _TRACKED = (
     "INSERT INTO charges_progress (id, cached_tokens, completion_tokens) SELECT ?, 0, 0 "
@@ -165,10 +176,11 @@ _TRACKED = (
 )
 _UNTRACKED = "DELETE FROM charges_progress WHERE id = ?"
 _PROGRESS = (
-    "UPDATE charges_progress SET cached_tokens = v.column2, completion_tokens = v.column3 FROM (VALUES {rows}) AS v "
-    "WHERE charges_progress.id = v.column1 AND charges_progress.completion_tokens < v.column3"
+    "UPDATE charges_progress SET cached_tokens = v.column2, completion_tokens = v.column3, "
+    "reasoning_tokens = v.column4 FROM (VALUES {rows}) AS v WHERE charges_progress.id = v.column1 "
+    "AND charges_progress.completion_tokens < v.column3"
 )
-_NOTE = "(CAST(? AS TEXT), CAST(? AS BIGINT), CAST(? AS BIGINT))"
+_NOTE = "(CAST(? AS TEXT), CAST(? AS BIGINT), CAST(? AS BIGINT), CAST(? AS BIGINT))"
 MOST_NOTES = 5_000
 """Maximum of charges in one statement."""
 
@@ -195,7 +207,7 @@ def settled(settlement: Settlement) -> list[Statement]:
     values = (
         charge.id, settlement.settled_at, charge.tenant, charge.user, charge.key, charge.feature, charge.model,
         charge.adapter, charge.tier, charge.prompt_tokens, settlement.cached_tokens, settlement.completion_tokens,
-        settlement.cost_nanos, settlement.finish_reason, settlement.settled_by,
+        settlement.cost_nanos, settlement.finish_reason, settlement.settled_by, settlement.reasoning_tokens,
     )  # fmt: skip
     return [(_SETTLED, values), (_UNTRACKED, (charge.id,))]
 
@@ -215,8 +227,9 @@ def entered(entries: Sequence[Charge | Settlement], *, again: bool = False) -> l
     return merged(statements)
 
 
-def progressed(notes: Mapping[str, tuple[int, int]]) -> list[Statement]:
-    """Statements for the progress of charges (cached and completion tokens): few, however many streams there are."""
+def progressed(notes: Mapping[str, tuple[int, int, int]]) -> list[Statement]:
+    """Statements for the progress of charges (cached, completion and reasoning tokens): few, however many streams
+    there are."""
     rows = [(id, *tokens) for id, tokens in notes.items()]
     return [
         (_PROGRESS.format(rows=", ".join([_NOTE] * len(part))), [value for row in part for value in row])
@@ -271,11 +284,11 @@ class Ledger:
             dead = "WHERE o.opened_at < ? AND o.gateway NOT IN (SELECT id FROM ledger_gateways WHERE seen_at > ?)"
             values = [abandoned_since, abandoned_since]
         rows = await self._database.fetch(
-            f"SELECT {columns}, p.cached_tokens, p.completion_tokens FROM charges_progress p "
+            f"SELECT {columns}, p.cached_tokens, p.completion_tokens, p.reasoning_tokens FROM charges_progress p "
             f"JOIN charges_opened o ON o.id = p.id {dead} ORDER BY o.opened_at",
             *values,
         )
-        return [OpenCharge(Charge(*row[:-2]), row[-2], row[-1]) for row in rows]
+        return [OpenCharge(Charge(*row[:-3]), *row[-3:]) for row in rows]
 
     async def totals(
         self,
@@ -304,8 +317,9 @@ class Ledger:
         grouping = f"GROUP BY {', '.join(columns)} " if columns else ""
         rows = await self._database.fetch(
             f"SELECT {''.join(f'{column}, ' for column in columns)}COUNT(*), {_sum('prompt_tokens')}, "
-            f"{_sum('cached_tokens')}, {_sum('completion_tokens')}, {_sum('cost_nanos')} AS cost FROM charges_settled "
-            f"WHERE {' AND '.join(where)} {grouping}ORDER BY cost DESC",
+            f"{_sum('cached_tokens')}, {_sum('completion_tokens')}, {_sum('reasoning_tokens')}, "
+            f"{_sum('cost_nanos')} AS cost FROM charges_settled WHERE {' AND '.join(where)} "
+            f"{grouping}ORDER BY cost DESC",
             *values,
         )
         return [_total(row, len(columns)) for row in rows]

@@ -62,6 +62,8 @@ class ChargeEntry(msgspec.Struct, frozen=True):
     finish_reason: str
     settled_by: str
     timestamp: Moment
+    reasoning_tokens: Tokens = 0
+    """Part of the completion tokens. Entries of earlier versions do not have it."""
 
 
 class VoteEntry(msgspec.Struct, frozen=True):

@@ -15,11 +15,13 @@ HALF = 50
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one request; `cached` are prompt tokens found in the cache."""
+    """Token counts of one request; `cached` are prompt tokens found in the cache, `reasoning` completion tokens that
+    are thoughts."""
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
+    reasoning: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ def rows(by: Sequence[Dimension], totals: Sequence[Total]) -> list[dict[str, str
             "prompt_tokens": total.prompt_tokens,
             "cached_tokens": total.cached_tokens,
             "completion_tokens": total.completion_tokens,
+            "reasoning_tokens": total.reasoning_tokens,
             "cost": dollars(total.cost_nanos),
         }
         for total in totals

@@ -61,7 +61,8 @@ def known_config(name: str) -> dict[str, Any]:
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """The first layers of a model, with what its configuration says of each of them."""
-    kinds = {key: config[key][:layers] for key in ("layer_types", "layers_block_type") if config.get(key)}
+    keys = ("layer_types", "layers_block_type", "hybrid_override_pattern")
+    kinds = {key: config[key][:layers] for key in keys if config.get(key)}
     return {**config, **kinds, "num_hidden_layers": layers}
 
 

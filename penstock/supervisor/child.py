@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -48,7 +49,9 @@ class Process(Protocol):
 class Child:
     """A running process on this machine: `spawn` starts it, `wait` waits for its exit."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, readers: list[asyncio.Task[None]]) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process | _Adopted, readers: list[asyncio.Task[None]]
+    ) -> None:
         self.name = name
         self.pid = process.pid
         self._process = process
@@ -78,6 +81,37 @@ class Child:
             raise
         finally:
             os.close(writable)
+        return await cls._of(name, process, readable, on_line, on_status)
+
+    @classmethod
+    async def adopt(
+        cls,
+        name: str,
+        process: subprocess.Popen[bytes],
+        readable: int,
+        *,
+        on_line: Callable[[str], None],
+        on_status: Callable[[Status], None],
+    ) -> Child:
+        """A process that was started before there was an event loop; `readable`: its status messages."""
+        adopted = _Adopted(process)
+        try:
+            await adopted.read_output()
+        except BaseException:
+            process.kill()
+            os.close(readable)
+            raise
+        return await cls._of(name, adopted, readable, on_line, on_status)
+
+    @classmethod
+    async def _of(
+        cls,
+        name: str,
+        process: asyncio.subprocess.Process | _Adopted,
+        readable: int,
+        on_line: Callable[[str], None],
+        on_status: Callable[[Status], None],
+    ) -> Child:
         assert process.stdout is not None
         status = asyncio.StreamReader()
         try:
@@ -140,6 +174,44 @@ class Child:
         if self.alive:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
+
+
+class _Adopted:
+    """A process that the event loop did not start, as `Child` needs it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
+        self._process = process
+        self.stdout: asyncio.StreamReader | None = None
+
+    async def read_output(self) -> None:
+        """Begin to read what it prints."""
+        self.stdout = reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout
+        )
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    async def wait(self) -> int:
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        if self._process.poll() is None:
+            descriptor = os.pidfd_open(self.pid)
+            loop.add_reader(descriptor, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+        return self._process.wait()
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
 
 
 async def _read_lines(stream: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:

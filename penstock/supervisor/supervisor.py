@@ -21,7 +21,8 @@ from typing import Protocol
 from penstock.engine.process import age_s
 from penstock.errors import PenstockError
 from penstock.supervisor.backoff import Backoff
-from penstock.supervisor.child import Child, Process
+from penstock.supervisor.child import STATUS_FD, Child, Process
+from penstock.supervisor.early_engine import EarlyEngine
 from penstock.supervisor.health import is_ready
 from penstock.supervisor.heartbeat import HEARTBEAT_S, Heartbeat
 from penstock.supervisor.reporter import Reporter
@@ -52,6 +53,19 @@ class Spawn(Protocol):
 async def spawn_child(unit: Unit, *, on_line: Callable[[str], None], on_status: Callable[[Status], None]) -> Process:
     """As a child of this process."""
     return await Child.spawn(unit.name, unit.command, on_line=on_line, on_status=on_status)
+
+
+def spawn_first(early: EarlyEngine) -> Spawn:
+    """The same, but the first engine is the process that was started before its command was known."""
+
+    async def spawn(unit: Unit, *, on_line: Callable[[str], None], on_status: Callable[[Status], None]) -> Process:
+        given = None if unit.optional else early.give(unit.command, STATUS_FD)
+        if given is None:
+            return await spawn_child(unit, on_line=on_line, on_status=on_status)
+        unit.spawned_at = early.started_at
+        return await Child.adopt(unit.name, *given, on_line=on_line, on_status=on_status)
+
+    return spawn
 
 
 class StartFailed(PenstockError):

@@ -23,6 +23,7 @@ class _Series:
     cached: Value
     completion: Value
     cost: Value
+    reasoning: Value
 
 
 class UsageMetrics:
@@ -34,6 +35,12 @@ class UsageMetrics:
         self._requests = registry.counter("penstock_usage_requests_total", "Requests settled in the ledger.", LABELS)
         self._tokens = registry.counter(
             "penstock_usage_tokens_total", "Tokens settled in the ledger; prompt includes cached.", (*LABELS, "kind")
+        )
+        # No further kind of the counter above: a sum over its kinds would count these tokens twice.
+        self._reasoning = registry.counter(
+            "penstock_usage_reasoning_tokens_total",
+            "Completion tokens settled in the ledger that are thoughts.",
+            LABELS,
         )
         self._cost = registry.counter("penstock_usage_cost_dollars_total", "Cost of settled requests.", LABELS)
 
@@ -48,12 +55,14 @@ class UsageMetrics:
         cached: int,
         completion: int,
         nanodollars: int,
+        reasoning: int = 0,
     ) -> None:
         series = self._series.get((tenant, model, adapter, feature)) or self._find(tenant, model, adapter, feature)
         series.requests.inc()
         series.prompt.inc(prompt)
         series.cached.inc(cached)
         series.completion.inc(completion)
+        series.reasoning.inc(reasoning)
         series.cost.inc(nanodollars / NANOS)
 
     def _find(self, tenant: str, model: str, adapter: str, feature: str) -> _Series:
@@ -65,6 +74,13 @@ class UsageMetrics:
         found = self._series.get(key)
         if found is None:
             prompt, cached, completion = (self._tokens.child(*key, kind) for kind in KINDS)
-            found = _Series(self._requests.child(*key), prompt, cached, completion, self._cost.child(*key))
+            found = _Series(
+                self._requests.child(*key),
+                prompt,
+                cached,
+                completion,
+                self._cost.child(*key),
+                self._reasoning.child(*key),
+            )
             self._series[key] = found
         return found

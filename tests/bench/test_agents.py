@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,9 +20,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from penstock.bench.agents import run, view
-from penstock.bench.agents.figures import figures
+from penstock.bench.agents.figures import Goals, figures
 from penstock.bench.agents.history import ChatHistory, Histories, TokenHistory
-from penstock.bench.agents.load import Agents, Answered, Tally
+from penstock.bench.agents.load import Agents, Answered, Progress, Tally
 from penstock.bench.agents.plan import Growth, plan
 from penstock.bench.commands.app import app
 from penstock.bench.stream import Answer, AnswerError
@@ -194,6 +195,49 @@ async def test_a_failed_turn_ends_its_conversation_and_the_session_is_named() ->
         prompts.append(asked["prompt"])
     assert [len(prompt) for prompt in prompts] == [turn.prompt_len for turn in conversations[0].turns[:2]]
     assert prompts[1][: len(prompts[0]) + 8] == [*prompts[0], *range(8)]
+
+
+async def test_a_run_that_is_ended_early_answers_what_was_sent_and_reports_it(
+    engine: Engine,  # noqa: F811
+    text: TextModel,  # noqa: F811
+) -> None:
+    growth = replace(SMALL, pause=(1.0, 30.0), turns=3)
+    settings = run.AgentsBenchSettings(
+        concurrency=2, conversations=4, growth=growth, vocab_size=text.vocab_size, seconds=1.5, warm_up=0, seed=44
+    )
+    said = Console(file=io.StringIO(), width=200)
+    async with server(engine, text) as url:
+        _, tally = await run.measure(replace(settings, url=url), None, said)
+    results = figures(tally, 3)
+    assert tally.seconds < 10 and not tally.errors and tally.unsent > 8
+    assert results["succeeded"] + results["unsent"] == 12 and results["lost"] == 0
+    assert "ended before their time" in run.warnings(settings, results)[-1]
+    assert "tools alone take" in run.forecast(settings, settings.plan())
+
+
+async def test_a_signal_ends_a_run_and_the_next_one_the_program() -> None:
+    with run._ended_early(None) as over:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(over.wait(), 5)
+        assert signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_goals_are_met_or_missed_and_a_log_says_how_far_a_run_is() -> None:
+    turns = [Answered(0, 0.0, 0.1, 0.2, 50, 0, 0, 8), Answered(1, 1.0, 1.05, 1.3, 100, 58, 56, 8)]
+    tally = Tally(turns=turns, seconds=2.0)
+    results = figures(tally, 2)
+    assert [str(verdict) for verdict in Goals(0.95, 80).verdicts(results)] == [
+        "met: 96.6% of the history from the cache, goal at least 95.0%",
+        "met: TTFT p50 of later turns 50.0 ms, goal at most 80 ms",
+    ]
+    assert [verdict.met for verdict in Goals(0.97, 40).verdicts(results)] == [False, False]
+    assert [verdict.met for verdict in Goals(0.5, 40).verdicts(figures(Tally(seconds=1.0), 2))] == [False, False]
+    assert Goals().verdicts(results) == []
+    line = view.so_far(Progress(lambda progress: None, done=2, tally=tally), 6)
+    assert line.startswith("2 of 6 turns after ") and "p50 of later turns 50 ms, 96.6% of the history" in line
+    assert "turns after" in view.so_far(Progress(lambda progress: None), 6)
+    assert "met: 96.6%" in view.render("t", results, [], Goals(0.95).verdicts(results))
 
 
 def test_the_page_and_the_notes_say_what_is_unknown_or_flattered() -> None:

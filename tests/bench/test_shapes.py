@@ -1,9 +1,13 @@
 """Named shapes and the bytes and operations counted from them."""
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 
 from penstock.bench import shapes
+from penstock.bench.choices import show_choices
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
@@ -29,6 +33,28 @@ def test_a_token_passes_few_experts_and_a_large_batch_reads_all(name: str, total
     assert cost.flops(1, 1) / 2e9 == pytest.approx(active, rel=1e-2)
     assert cost.weights(1) == cost.flops(1, 1), "two bytes and two operations for each weight of one token"
     assert cost.weights(10_000) == 2 * sum(shapes.parameters(config))
+
+
+def test_a_shape_with_fewer_layers() -> None:
+    config = shapes.named("granite4-h-tiny:8")
+    assert config["num_hidden_layers"] == 8
+    assert len(config["layer_types"]) == 8
+    assert shapes.parameters(shapes.named("nemotron3-nano-30b:8")) < shapes.parameters(
+        shapes.named("nemotron3-nano-30b")
+    )
+    assert shapes.named("llama-8b:16")["num_hidden_layers"] == 16
+    for wrong in ("llama-8b:", "llama-8b:0", "llama-8b:33", "llama-8b:x"):
+        with pytest.raises(ConfigError, match="1 to 32"):
+            shapes.named(wrong)
+
+
+def test_the_list_has_every_shape(caplog: pytest.LogCaptureFixture) -> None:
+    page = Console(record=True, width=120, file=io.StringIO())
+    show_choices(page)
+    text = page.export_text()
+    assert all(name in text for name in shapes.SHAPES)
+    assert "mix" in text
+    assert not caplog.records, "shapes have only keys that their families know"
 
 
 def test_kv_bytes_per_token_of_llama_8b() -> None:

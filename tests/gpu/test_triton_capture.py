@@ -1,4 +1,4 @@
-"""Graphs that are captured when there is no work: broken off, taken up again, and right in the end."""
+"""Graphs that are captured when there is no work or beside a step: broken off, taken up again, and right in the end."""
 
 from __future__ import annotations
 
@@ -58,6 +58,19 @@ def test_steps_whose_capture_was_broken_off_give_the_same_tokens() -> None:
                 if left < 0:
                     assert len(executor.graphs._captured) == before
                 check(requests[:3])
+            # Beside steps in flight: those that were wanted often, with too little time and with enough.
+            for number, request in enumerate(requests):
+                engine.submit(request)
+                for graphs in (executor.graphs, executor.prompt_graphs):
+                    if graphs is not None and (size := graphs._later.next) is not None:
+                        graphs._later._due[size] = None
+                executor._capture_s = 0.0
+                engine.step()
+                engine.catch_up(1e-3 * number)
+                engine.catch_up(60.0)
+            while engine.has_work:
+                engine.step()
+            check(requests)
             more = True
             while more:
                 began = time.perf_counter()

@@ -243,6 +243,21 @@ def tune_gemv_rows() -> Iterator[Row]:
             yield bandwidth(f"tune rows {label} n{block_n} w{warps}", us, size)
 
 
+def tune_rows_of_70b() -> Iterator[Row]:
+    """FP8 in the shapes of a 70B model: rows of a program, warps, weights that a thread loads at once."""
+    sweep = [
+        (8192, 8192, False, [(4, 2, 8), (4, 2, 16), (2, 4, 8), (2, 4, 16), (2, 8, 16), (1, 8, 16)]),
+        (28672, 8192, True, [(2, 2, 8), (2, 2, 16), (1, 4, 8), (1, 4, 16), (2, 4, 16), (1, 8, 16)]),
+        (8192, 28672, False, [(2, 2, 8), (2, 8, 16), (2, 4, 16), (1, 8, 16), (2, 8, 8), (1, 16, 8)]),
+    ]
+    for n, k, gated, shapes in sweep:
+        for block_n, warps, width in shapes:
+            config = GemvConfig("rows", block_n, warps * 32 * width, warps, 1)
+            us, size = timed(n, k, 1, FP8, {"gated": gated}, config)
+            label = f"{n}x{k}{' gated' if gated else ''}"
+            yield bandwidth(f"tune 70b fp8 {label} n{block_n} w{warps} x{width}", us, size)
+
+
 def tune_gemv_tiles() -> Iterator[Row]:
     sweep: Sweep = [
         (

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from attention_cases import DTYPES, FP8, INT8, build, layout, run_case
-from gpu_harness import DEVICE, MODE, QUICK, TOLERANCE, Row, bandwidth, check, poisoned_outputs, rand, time_us
+from gpu_harness import DEVICE, MODE, QUICK, TOLERANCE, Row, bandwidth, check, integers, poisoned_outputs, rand, time_us
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from penstock.bench.bounds import probe  # noqa: E402
+from penstock.bench.shapes import named  # noqa: E402
 from penstock.engine.backends.cuda.experts import GroupedExpertMlp, group  # noqa: E402
-from penstock.engine.backends.cuda.kernels import moe_plan  # noqa: E402
+from penstock.engine.backends.cuda.kernels import common, gemv, moe_one, moe_plan  # noqa: E402
 from penstock.engine.backends.cuda.linear import CudaLinear  # noqa: E402
-from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Linear  # noqa: E402
+from penstock.engine.backends.cuda.mxfp4_linear import Mxfp4Linear, Mxfp4Quantizer  # noqa: E402
 from penstock.engine.backends.cuda.ops import TritonOps  # noqa: E402
-from penstock.engine.backends.interface import ClampedSwiglu, HeadLayout  # noqa: E402
+from penstock.engine.backends.interface import AttentionBatch, ClampedSwiglu, HeadLayout  # noqa: E402
 from penstock.engine.core import Engine  # noqa: E402
+from penstock.engine.kv.cache import KVCache  # noqa: E402
 from penstock.engine.loading.mxfp4 import Mxfp4, round_mxfp4  # noqa: E402
+from penstock.engine.loading.random_checkpoint import RandomCheckpoint  # noqa: E402
+from penstock.engine.models.build import build_decoder  # noqa: E402
+from penstock.engine.models.decoder import Decoder  # noqa: E402
+from penstock.engine.models.families import read_config  # noqa: E402
 from penstock.engine.models.layers.experts import ExpertMlp, ExpertSource, Router  # noqa: E402
 from penstock.engine.models.layers.feed_forward import GatedMlp  # noqa: E402
 from tests.engine.gpt_oss_files import write_mxfp4  # noqa: E402
@@ -157,6 +168,61 @@ def test_experts_with_biases_dense_and_in_mxfp4() -> None:
                     check(name, sorted_first[:20], want, 1e-4 if dtype == torch.float32 else 2e-2)
 
 
+class OnTriton:
+    """See `LayerFactory`: what the CUDA backend makes, wherever the kernels run."""
+
+    device = DEVICE
+    ops = ops
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> CudaLinear:
+        return CudaLinear(weight, bias)
+
+    def as_head(self, linear: Any) -> Any:
+        return linear
+
+    def experts(self, stored: Callable[[], Any], widened: Callable[[], Any]) -> Any:
+        return group(stored())
+
+
+def _decoder(dtype: torch.dtype, **changes: int) -> Decoder:
+    config = {**named("gpt-oss-20b"), **changes}
+    weights = RandomCheckpoint(config, seed=5, dtype=dtype, device=DEVICE, embedding_scale=1.0)
+    quantize = Mxfp4Quantizer(DEVICE, None)
+    factory: Any = OnTriton()
+    return build_decoder(
+        weights, read_config(config), factory, dtype=dtype, max_positions=4096, quantize=quantize, fused_up_to=8
+    )
+
+
+def _filled(decoder: Decoder, context: int, dtype: torch.dtype) -> tuple[AttentionBatch, KVCache]:
+    """One sequence with that much context, its last token new; every layer has the same keys and values."""
+    mixer: Any = decoder.layers[0].mixer
+    case = build([1], [context], mixer.heads, dtype)
+    kv = KVCache(decoder.cache_shape(case.k_cache.shape[2], dtype), len(case.k_cache), DEVICE)
+    for layer in kv.layers:
+        layer.k.copy_(case.k_cache)
+        layer.v.copy_(case.v_cache)
+    return case.batch, kv
+
+
+def test_a_step_of_one_token_in_fused_launches() -> None:
+    """Norms, biases and residual additions inside of products, sinks between; the same numbers as apart."""
+    if MODE == "compile":
+        return
+    small = {
+        "hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1 if QUICK else 3, "vocab_size": 199,
+    }  # fmt: skip
+    for dtype in (torch.float32,) if QUICK else (torch.float32, BF16):
+        decoder = _decoder(dtype, **small)
+        assert decoder.fused_up_to == 1
+        batch, kv = _filled(decoder, 20, dtype)
+        apart = dataclasses.replace(decoder, fused_up_to=0)
+        token = integers([7], torch.int64)
+        found = [one.forward(token, batch, kv) for one in (decoder, apart)]
+        check(f"fused {dtype}", found[0], found[1].double(), 1e-4 if dtype == torch.float32 else 3e-2)
+
+
 def _engine(folder: Path, **settings: object) -> Engine:
     return make_engine(folder, **{"device": "cuda", "max_running": 8, "num_blocks": 200, **settings})
 
@@ -186,6 +252,46 @@ def test_the_family_in_mxfp4_equals_the_cpu() -> None:
         half = _engine(path, dtype="bfloat16")
         generate(half, greedy("a", prompts["r130"], 24))
         assert_idle(half)
+
+
+def bench_a_layer_of_one_token() -> Iterator[Row]:
+    """A layer of gpt-oss 20B from end to end, after 300 tokens, and its two parts; kernels start early. Several layers
+    in turns, of which the cache holds nothing."""
+    if MODE != "device":
+        return
+    decoder = _decoder(BF16, num_hidden_layers=4, vocab_size=4096)
+    batch, kv = _filled(decoder, 300, BF16)
+    bound = probe(DEVICE, BF16).read_gbps
+    residual, eps = rand(1, decoder.config.hidden_size, dtype=BF16), decoder.config.rms_eps
+    mixers: list[Callable[[], Tensor]] = []
+    feed_forwards: list[Callable[[], Tensor]] = []
+    for layer, cache in zip(decoder.layers, kv.layers, strict=True):
+        mixer: Any = layer.mixer
+        feed_forward: Any = layer.feed_forward
+        mixers.append(partial(mixer.fused, residual, layer.mixer_norm, eps, batch, cache))
+        feed_forwards.append(partial(feed_forward.fused, residual, layer.feed_forward_norm, eps))
+    both = [call for pair in zip(mixers, feed_forwards, strict=True) for call in pair]
+    apart = dataclasses.replace(decoder, fused_up_to=0)
+    read = {"attention": 53.1e6, "experts": 53.1e6, "whole": 106.2e6}
+    common.overlap_launches(True)
+    try:
+        for name, calls, part, count in (
+            ("attention", mixers, "attention", 1),
+            ("experts", feed_forwards, "experts", 1),
+            ("whole", both, "whole", 2),
+            ("whole, norms and sums apart", [partial(apart.run, residual, batch, kv)], "whole", 1 / len(mixers)),
+        ):
+            us = time_us(calls) * count
+            yield f"one token, {name}", us, f"{read[part] / bound / us / 10:.0f}% of the read bound"
+        for name, change in (
+            ("the norm before attention folded", patch.object(gemv, "folds_norm", lambda n, k, size: n * k < 16 << 20)),
+            ("choice made once", patch.object(moe_one, "MOST_RANKED", 0)),
+        ):
+            with change:
+                us = time_us(both) * 2
+            yield f"one token, whole, {name}", us, f"{read['whole'] / bound / us / 10:.0f}% of the read bound"
+    finally:
+        common.overlap_launches(False)
 
 
 def bench_mxfp4() -> Iterator[Row]:

@@ -28,7 +28,6 @@ from gpu_harness import (
 from torch import Tensor
 
 from penstock.bench.bounds import probe
-from penstock.bench.shapes import named
 from penstock.engine.adapters.latent import AbsorbedAdapters
 from penstock.engine.adapters.layout import AdapterLayout, layout_of
 from penstock.engine.adapters.peft import random_adapter
@@ -41,8 +40,6 @@ from penstock.engine.backends.cuda.kernels import (
     latent_prefill,
     latent_query,
     latent_values,
-    moe_one,
-    moe_route,
 )
 from penstock.engine.backends.cuda.kernels.latent_tile import LatentConfig as LatentTile
 from penstock.engine.backends.cuda.linear import CudaLinear
@@ -490,52 +487,6 @@ def bench_parts_of_a_decode_over_latents() -> Iterator[Row]:
         yield bandwidth(f"latents: queries and cache, 1 x {context}", time_us(queries), 16 * 128 * 512 * 2)
         size = context * 576 * 2 + 16 * 128 * 512 * 2
         yield bandwidth(f"latents: shares and merge, 1 x {context}", time_us(attended), size)
-
-
-def bench_a_layer_of_one_token() -> Iterator[Row]:
-    """A layer of experts of DeepSeek V2 Lite from end to end, after 300 tokens, and its two parts; kernels start early.
-    Several layers in turns, of which the cache holds nothing."""
-    if MODE != "device":
-        return
-    config = {**named("deepseek-v2-lite"), "num_hidden_layers": 4, "vocab_size": 4096}
-    weights = RandomCheckpoint(config, dtype=BF16, device=DEVICE)
-    decoder = build_decoder(
-        weights, read_config(config), OnTriton(), dtype=BF16, max_positions=4096, fused_up_to=8
-    )  # fmt: skip
-    batch, blocks = make_batch([300], [])
-    kv = KVCache(decoder.cache_shape(BLOCK, BF16), blocks, DEVICE)
-    bound = probe(DEVICE, BF16).read_gbps
-    residual, eps = rand(1, decoder.config.hidden_size, dtype=BF16), decoder.config.rms_eps
-    mixers: list[Callable[[], Tensor]] = []
-    feed_forwards: list[Callable[[], Tensor]] = []
-    for layer, cache in list(zip(decoder.layers, kv.layers, strict=True))[1:]:
-        mixer: Any = layer.mixer
-        feed_forward: Any = layer.feed_forward
-        mixers.append(partial(mixer.fused, residual, layer.mixer_norm, eps, batch, cache))
-        feed_forwards.append(partial(feed_forward.fused, residual, layer.feed_forward_norm, eps))
-    both = [call for pair in zip(mixers, feed_forwards, strict=True) for call in pair]
-    apart = dataclasses.replace(decoder, layers=decoder.layers[1:], fused_up_to=0)
-    rest = kv.of_layers(1, len(decoder.layers))
-    read = {"attention": 27.5e6, "experts": 138.7e6, "whole": 166.2e6}
-    common.overlap_launches(True)
-    try:
-        for name, calls, part, count in (
-            ("attention", mixers, "attention", 1),
-            ("experts", feed_forwards, "experts", 1),
-            ("whole", both, "whole", 2),
-            ("whole, norms and sums apart", [partial(apart.run, residual, batch, rest)], "whole", 1 / len(mixers)),
-        ):
-            us = time_us(calls) * count
-            yield f"one token, {name}", us, f"{read[part] / bound / us / 10:.0f}% of the read bound"
-        for name, change in (
-            ("nothing asked for ahead", patch.object(moe_route, "_pieces", lambda matrix: 0)),
-            ("choice made once", patch.object(moe_one, "MOST_RANKED", 0)),
-        ):
-            with change:
-                us = time_us(both) * 2
-            yield f"one token, whole, {name}", us, f"{read['whole'] / bound / us / 10:.0f}% of the read bound"
-    finally:
-        common.overlap_launches(False)
 
 
 def tune_decode_over_latents() -> Iterator[Row]:

@@ -14,9 +14,11 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from penstock.engine.backends.cuda.kernels import moe_mxfp4, moe_plan  # noqa: E402
+from penstock.engine.backends.cuda.kernels import moe_mxfp4, moe_one, moe_plan, mxfp4_one  # noqa: E402
 from penstock.engine.backends.cuda.kernels.moe_mxfp4 import PlainConfig  # noqa: E402
+from penstock.engine.backends.cuda.kernels.moe_route import Choice  # noqa: E402
 from penstock.engine.backends.cuda.kernels.mxfp4_fragments import Mxfp4Fragments, fragments, stacked  # noqa: E402
+from penstock.engine.backends.cuda.kernels.mxfp4_one import WarpShares  # noqa: E402
 from penstock.engine.backends.cuda.kernels.mxfp4_prompt import PromptConfig  # noqa: E402
 from penstock.engine.backends.cuda.kernels.mxfp4_stream import StreamConfig  # noqa: E402
 from penstock.engine.backends.interface import ClampedSwiglu  # noqa: E402
@@ -113,6 +115,63 @@ def test_products_of_prompts_equal_float64() -> None:
     _compare(6, 4, 96, 64, ((64, False, PromptConfig(64, 2, 8)),))
 
 
+def _visits(logits: Tensor, top_k: int, chooses: bool) -> tuple[moe_one.Visits, Tensor, Tensor]:
+    """What one token with these scores chooses: for the kernels, its experts, and their weights in float64."""
+    choice = Choice(top_k, normalize=True)
+    weights, chosen = choice.outputs(1, DEVICE)
+    if MODE == "compile":
+        return moe_one.Visits(chosen, weights, False, logits if chooses else None, choice), chosen, weights
+    best = logits.double().topk(top_k)
+    want = best.values.softmax(-1)
+    if chooses:
+        return moe_one.Visits(chosen, weights, False, logits, choice), best.indices[0], want[0]
+    return moe_one.Visits(best.indices.int(), want.float(), False), best.indices[0], want[0]
+
+
+def test_one_token_equals_float64() -> None:
+    """Both launches: shares that end past the last input, rows that end in the middle of a tile, a choice made by the
+    kernel or before it, three visits, a residual stream, no biases."""
+    if QUICK:
+        return
+    for experts, top_k, hidden, ffn, chooses in (
+        (32, 4, 2880, 288, True),
+        (6, 3, 96, 72, False),
+        (33, 4, 512, 160, True),
+    ):
+        gate_up, wide = _experts(experts, 2 * ffn, hidden, True)
+        down, narrow = _experts(experts, hidden, ffn // 32 * 32, False)
+        bias, last = rand(experts, 2 * ffn, dtype=BF16, scale=0.3), rand(experts, hidden, dtype=BF16, scale=0.3)
+        for residual in (None, rand(1, hidden, dtype=BF16)):
+            visits, chosen, weights = _visits(rand(1, experts), top_k, chooses)
+            x = rand(1, hidden, dtype=BF16)
+            biases = (None, None) if residual is None and not chooses else (bias, last)
+            before = None if residual is None else residual.clone()
+            with poisoned_outputs():
+                inner = mxfp4_one.gate_up(x, gate_up, biases[0], visits, GATE, following=down)
+                cut = inner[:, : ffn // 32 * 32].contiguous()
+                got = mxfp4_one.down(cut, down, biases[1], visits, residual=residual)
+            if MODE == "compile":
+                continue
+            name = f"one token {experts}x{hidden}x{ffn} {chooses}"
+            if chooses:
+                assert visits.chosen[0].tolist() == chosen.tolist(), name
+                check(name, visits.weights[0], weights, 1e-5)
+            rows = torch.einsum("k,pnk->pn", x[0].double(), wide[chosen].double())
+            if biases[0] is not None:
+                rows += bias[chosen].double()
+            gate, up = rows.chunk(2, -1)
+            gate, up = gate.clamp(max=GATE.limit), up.clamp(-GATE.limit, GATE.limit)
+            check(name, inner, gate * torch.sigmoid(GATE.alpha * gate) * (up + 1), 1e-2)
+            y = torch.einsum("pk,pnk->pn", cut.double(), narrow[chosen].double())
+            if biases[1] is not None:
+                y += last[chosen].double()
+            want = (y * weights[:, None]).sum(0, keepdim=True)
+            if before is not None:
+                assert got is residual, name
+                want += before.double()
+            check(name, got, want, 1e-2)
+
+
 def test_every_code_is_exact() -> None:
     """All sixteen values at several powers of two, times one and minus three."""
     blocks = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(64, 1)
@@ -177,6 +236,51 @@ def _label(config: StreamConfig | PromptConfig) -> str:
     return f"prompt {tile} {'early' if config.early else 'late'} r{config.registers}"
 
 
+def _time_one(config: WarpShares, gated: bool, chooses: bool = True) -> Iterator[Row]:
+    """A layer of gpt-oss 20B, with eight different choices."""
+    gate_up, down = _random(32, 5760, 2880, True), _random(32, 2880, 2880, False)
+    wide, narrow = rand(32, 5760, dtype=BF16), rand(32, 2880, dtype=BF16)
+    calls = []
+    for _ in range(8):
+        visits, _, _ = _visits(rand(1, 32), 4, chooses and gated)
+        x = rand(1 if gated else 4, 2880, dtype=BF16)
+        if gated:
+            call = partial(mxfp4_one.gate_up, x, gate_up, wide, visits, GATE, config=config, pdl=True)
+        else:
+            call = partial(mxfp4_one.down, x, down, narrow, visits, config=config, pdl=True)
+        calls.append(call)
+    size = (gate_up if gated else down).nbytes / 8
+    name = "gate and up" if gated else "down"
+    label = f"one token, {name}: {config.shares} shares, {config.ahead} ahead, {config.registers} registers"
+    yield bandwidth(label, time_us(calls), size)
+
+
+def bench_one_token() -> Iterator[Row]:
+    """Each launch alone, then both of a layer with and without asking for the second's weights."""
+    yield from _time_one(mxfp4_one.GATE_UP, True)
+    yield from _time_one(mxfp4_one.DOWN, False)
+    gate_up, down = _random(32, 5760, 2880, True), _random(32, 2880, 2880, False)
+    wide, narrow = rand(32, 5760, dtype=BF16), rand(32, 2880, dtype=BF16)
+    residual = rand(1, 2880, dtype=BF16)
+
+    def layer(visits: moe_one.Visits, following: Mxfp4Fragments | None) -> None:
+        inner = mxfp4_one.gate_up(residual, gate_up, wide, visits, GATE, following=following, pdl=True)
+        mxfp4_one.down(inner, down, narrow, visits, residual=residual, pdl=True)
+
+    drawn = [_visits(rand(1, 32), 4, True)[0] for _ in range(8)]
+    for following in (None, down):
+        calls = [partial(layer, visits, following) for visits in drawn]
+        name = f"one token, both{'' if following is None else ', the second asked for by the first'}"
+        yield bandwidth(name, time_us(calls), (gate_up.nbytes + down.nbytes) / 8)
+
+
+def tune_one_token() -> Iterator[Row]:
+    for shape in ((1, 12, 255), (2, 4, 80), (2, 12, 112), (4, 4, 64), (4, 12, 88)):
+        yield from _time_one(WarpShares(*shape), True)
+    for shape in ((2, 8, 112), (4, 4, 64), (2, 12, 112), (8, 4, 64)):
+        yield from _time_one(WarpShares(*shape), False)
+
+
 def bench_mxfp4() -> Iterator[Row]:
     """With the launch shapes that are chosen."""
     for tokens in (1, 8, 16, 64, 128, 512, 2048):
@@ -185,9 +289,7 @@ def bench_mxfp4() -> Iterator[Row]:
 
 
 def tune_some() -> Iterator[Row]:
-    shapes = (
-        (16, 2, 4, 2, 1, 128), (16, 2, 4, 2, 1, 80), (16, 2, 2, 2, 1, 96), (16, 2, 4, 4, 1, 128), (16, 2, 4, 1, 1, 80),
-    )  # fmt: skip
+    shapes = ((16, 2, 4, 2, 1, 128), (16, 1, 4, 4, 1, 128), (16, 1, 4, 2, 1, 96), (16, 2, 8, 2, 1, 128))
     for gated in (True, False):
         yield from _time(64, gated, [StreamConfig(*shape) for shape in shapes])
 

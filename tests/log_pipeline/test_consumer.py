@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -16,8 +17,8 @@ from penstock.cli.app import app
 from penstock.config.log_pipeline import LogPipelineConfig
 from penstock.metering.clickhouse.client import ClickHouse
 from penstock.metering.clickhouse.kafka_engine import VIRTUAL
-from penstock.metering.clickhouse.schema import COST_BY_HOUR, LATENCY, OUTCOMES, Retention, migrations
-from penstock.metering.log_entries import REQUESTS, Entry, Stream, encode, stream_of
+from penstock.metering.clickhouse.schema import COST_BY_DAY, COST_BY_HOUR, LATENCY, OUTCOMES, Retention, migrations
+from penstock.metering.log_entries import CHARGES, REQUESTS, Entry, Stream, encode, stream_of
 from penstock.metering.log_pipeline.batch import Batch, Message
 from penstock.metering.log_pipeline.consumer import Consumer
 from penstock.metering.log_pipeline.metrics import PipelineMetrics
@@ -142,7 +143,7 @@ def test_migrations_run_twice_and_retention_follows_the_configuration(server: Cl
     )
     clickhouse.insert(REQUESTS, [request(1)], "before")
     said: list[str] = []
-    assert clickhouse.migrate(Retention.days(300, 400), said.append) == [1] and len(said) == 11
+    assert clickhouse.migrate(Retention.days(300, 400), said.append) == [1, 2] and len(said) == 12
     said.clear()
     assert clickhouse.migrate(Retention.days(300, 400), said.append) == [] and said == []
     clickhouse.migrate(Retention.days(200, None), said.append)
@@ -150,6 +151,10 @@ def test_migrations_run_twice_and_retention_follows_the_configuration(server: Cl
     assert "request_log_cost_by_day: keeps rows for ever" in said
     clickhouse.insert(REQUESTS, [request(2)], "after")
     assert sums(clickhouse)["requests"] == 1 + sums(clickhouse)["outcomes"] == 2
+    clickhouse.insert(CHARGES, [charge(1), msgspec.structs.replace(charge(2), reasoning_tokens=3)], "charges")
+    for table in (CHARGES.table, COST_BY_HOUR, COST_BY_DAY):
+        [(count, thought)] = clickhouse.query(f"SELECT sum(completion_tokens), sum(reasoning_tokens) FROM {table}")
+        assert (count, thought) == (10, 3), table
     clickhouse._command("INSERT INTO penstock_migrations (version, about) VALUES (99, 'of a later version')")
     with pytest.raises(Exception, match="upgrade Penstock"):
         clickhouse.migrate(Retention())

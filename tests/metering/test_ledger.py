@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.metering import ledger as ledger_module
 from penstock.metering.journal import Journal
 from penstock.metering.ledger import Charge, Ledger, LedgerError, Settlement, cost_of, opened, progressed, settled
 from penstock.metering.prices import Price, PriceBook, PriceEntry, Usage, dollars
+from penstock.metering.reports import rows
 from penstock.storage import Database, DatabaseError, Statement, open_database
 from tests.gateway.conftest import eventually, until
 from tests.services import emptied
@@ -84,9 +86,42 @@ async def test_only_the_settlement_that_stands_is_announced_and_all_can_be_read_
 async def test_what_is_open_knows_how_far_it_was(ledger: Ledger) -> None:
     await ledger.write([*opened(charge("a")), *opened(charge("b", gateway="g2", opened_at=5000.0))])
     for count in (7, 9, 8):
-        await ledger.write(progressed({"a": (64, count), "nobody": (0, 5)}))
+        await ledger.write(progressed({"a": (64, count, count - 5), "nobody": (0, 5, 0)}))
     entry = (await ledger.open_charges())[0]
-    assert (entry.cached_tokens, entry.completion_tokens) == (64, 9)
+    assert (entry.cached_tokens, entry.completion_tokens, entry.reasoning_tokens) == (64, 9, 4)
+
+
+async def test_reasoning_tokens_are_summed_beside_completion_tokens(ledger: Ledger) -> None:
+    thought = msgspec.structs.replace(end(charge("a")), reasoning_tokens=7)
+    await ledger.write([*opened(charge("a")), *opened(charge("b")), *settled(thought), *settled(end(charge("b")))])
+    (total,) = await ledger.totals(["tenant"])
+    assert (total.completion_tokens, total.reasoning_tokens) == (20, 7)
+    assert total.plus(total).reasoning_tokens == 14
+    assert rows(["tenant"], [total])[0]["reasoning_tokens"] == 7
+    [page] = [page async for page in ledger.settled_since(0.0, 3000.0)]
+    assert [entry.reasoning_tokens for entry in page] == [7, 0]
+
+
+def settled_before(settlement: Settlement) -> Statement:
+    """As versions wrote it that did not know reasoning tokens."""
+    (sql, values), *_ = settled(settlement)
+    return sql.replace(", reasoning_tokens)", ")").replace("(?, ", "(", 1), values[:-1]
+
+
+async def test_a_ledger_of_the_version_before_gains_reasoning_tokens_and_still_takes_its_writes(
+    database: Database,
+) -> None:
+    """As in a rolling upgrade: an old gateway goes on writing after the new one has changed the tables."""
+    await database.migrate("ledger", ledger_module._VERSIONS[:-1])
+    one, two = end(charge("a")), end(charge("b"))
+    await database.transact([*opened(charge("a")), *opened(charge("b")), *opened(charge("c")), settled_before(one)])
+    ledger = Ledger(database)
+    await ledger.prepare()
+    await ledger.prepare()
+    await database.transact([settled_before(two)])
+    await ledger.write(settled(msgspec.structs.replace(end(charge("c")), reasoning_tokens=3)))
+    (total,) = await ledger.totals()
+    assert (total.requests, total.completion_tokens, total.reasoning_tokens) == (3, 30, 3)
 
 
 async def test_only_the_charges_of_dead_gateways_are_abandoned(ledger: Ledger) -> None:
@@ -309,7 +344,7 @@ def first(charge: Charge) -> Statement:
 async def test_a_ledger_of_the_first_version_keeps_its_open_charges(database: Database) -> None:
     await database.migrate("ledger", ledger_module._VERSIONS[:1])
     done, left = charge("done"), charge("left")
-    await database.transact([first(done), first(left), settled(end(done))[0]])
+    await database.transact([first(done), first(left), settled_before(end(done))])
     await database.execute("INSERT INTO charges_progress (id, cached_tokens, completion_tokens) VALUES ('done', 0, 9)")
     ledger = Ledger(database)
     await ledger.prepare()

@@ -1,12 +1,47 @@
-"""The figures of a run of conversations: times of first and of later turns, turn by turn, and what caches gave."""
+"""The figures of a run of conversations: times of first and of later turns, turn by turn, what caches gave, and
+whether that was enough."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.bench import stats
 from penstock.bench.agents.load import Answered, Tally
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """What later turns should reach; None: nothing is asked for."""
+
+    cached: float | None = None
+    """Least share from the cache of the tokens that the turn before had read or generated."""
+    ttft_ms: float | None = None
+    """Most of the median time to the first token."""
+
+    def verdicts(self, results: dict[str, Any]) -> list[Verdict]:
+        found = []
+        if self.cached is not None:
+            cached = results["cached_share_of_history"]
+            shown = "not known" if cached is None else f"{cached:.1%}"
+            what = f"{shown} of the history from the cache, goal at least {self.cached:.1%}"
+            found.append(Verdict(what, cached is not None and cached >= self.cached))
+        if self.ttft_ms is not None:
+            ttft = results["latency_s"]["TTFT, later turns"]
+            shown = "none" if ttft is None else f"{1e3 * ttft['p50']:.1f} ms"
+            what = f"TTFT p50 of later turns {shown}, goal at most {self.ttft_ms:g} ms"
+            found.append(Verdict(what, ttft is not None and 1e3 * ttft["p50"] <= self.ttft_ms))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    what: str
+    met: bool
+
+    def __str__(self) -> str:
+        return f"{'met' if self.met else 'MISSED'}: {self.what}"
 
 
 def figures(tally: Tally, turns: int) -> dict[str, Any]:
@@ -27,6 +62,7 @@ def figures(tally: Tally, turns: int) -> dict[str, Any]:
         "succeeded": len(answered),
         "failed": sum(tally.errors.values()),
         "lost": tally.lost,
+        "unsent": tally.unsent,
         "errors": dict(tally.errors),
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,

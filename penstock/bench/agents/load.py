@@ -1,6 +1,7 @@
 """Runs conversations on a server: each turn sends the whole history, reads the answer and waits for its tools.
 
-A turn that fails ends its conversation: what would follow has lost its history, and its times would mean nothing.
+A turn that fails ends its conversation: what would follow has lost its history, and its times would mean nothing. A run
+that is ended early sends no further turns, and those under way are answered first.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Tally:
     errors: Counter[str] = field(default_factory=Counter)
     lost: int = 0
     """Turns that were not sent, because one before them had failed."""
+    unsent: int = 0
+    """Turns that were not sent, because the run was ended before their time."""
     began: float = 0.0
     seconds: float = 0.0
 
@@ -64,6 +67,8 @@ class Progress:
     """Their tools run."""
     done: int = 0
     """Turns, failed and lost ones included."""
+    tally: Tally = field(default_factory=Tally)
+    """What there is so far."""
 
     def change(self, *, asking: int = 0, pausing: int = 0, done: int = 0) -> None:
         self.asking += asking
@@ -103,25 +108,35 @@ class Agents:
         self._timeout_s = timeout_s
 
     async def run(
-        self, conversations: Sequence[Conversation], concurrency: int, told: Callable[[Progress], None]
+        self,
+        conversations: Sequence[Conversation],
+        concurrency: int,
+        told: Callable[[Progress], None],
+        over: asyncio.Event | None = None,
     ) -> Tally:
-        """Always `concurrency` at once, while there are as many left."""
-        tally, progress, queue = Tally(began=time.perf_counter()), Progress(told), iter(conversations)
+        """Always `concurrency` at once, while there are as many left, and until `over` is set."""
+        tally, queue = Tally(began=time.perf_counter()), iter(conversations)
+        progress, over = Progress(told, tally=tally), over or asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, len(conversations))):
-                group.create_task(self._slot(queue, tally, progress))
+                group.create_task(self._slot(queue, tally, progress, over))
         tally.seconds = time.perf_counter() - tally.began
         return tally
 
-    async def _slot(self, queue: Iterator[Conversation], tally: Tally, progress: Progress) -> None:
+    async def _slot(self, queue: Iterator[Conversation], tally: Tally, progress: Progress, over: asyncio.Event) -> None:
         for conversation in queue:
-            missing = len(conversation.turns) - await self._converse(conversation, tally, progress)
-            if missing:
+            succeeded, failed = await self._converse(conversation, tally, progress, over)
+            missing = len(conversation.turns) - succeeded
+            if failed:
                 tally.lost += missing - 1
                 progress.change(done=missing)
+            else:
+                tally.unsent += missing
 
-    async def _converse(self, conversation: Conversation, tally: Tally, progress: Progress) -> int:
-        """Returns the number of turns that succeeded."""
+    async def _converse(
+        self, conversation: Conversation, tally: Tally, progress: Progress, over: asyncio.Event
+    ) -> tuple[int, bool]:
+        """Returns the number of turns that succeeded, and whether one failed."""
         target = self._target
         if self._session_header is not None:
             target = dataclasses.replace(target, headers=((self._session_header, conversation.key),))
@@ -130,13 +145,16 @@ class Agents:
             for number, turn in enumerate(conversation.turns):
                 body = self._body(conversation, turn, history.ask(turn))
                 progress.change(pausing=1)
-                await asyncio.sleep(turn.pause_s)
-                progress.change(pausing=-1, asking=1)
+                ended = await _set_within(over, turn.pause_s)
+                progress.change(pausing=-1)
+                if ended:
+                    return number, False
+                progress.change(asking=1)
                 sent = time.perf_counter()
                 answer = await self._answer(connection, history, turn, body, tally)
                 progress.change(asking=-1)
                 if answer is None:
-                    return number
+                    return number, True
                 began = tally.began
                 tally.turns.append(
                     Answered(
@@ -155,7 +173,7 @@ class Agents:
                 progress.change(done=1)
         finally:
             await connection.close()
-        return len(conversation.turns)
+        return len(conversation.turns), False
 
     def _body(self, conversation: Conversation, turn: Turn, fields: dict[str, Any]) -> bytes:
         own = {"max_tokens": turn.output_len, "seed": conversation.seed, "prompt_cache_key": conversation.key}
@@ -177,3 +195,12 @@ class Agents:
         except (AnswerError, WireError) as error:
             tally.errors[explain(error)] += 1
         return None
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait so long, or until the event is set: whether it is."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False

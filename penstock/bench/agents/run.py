@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import signal
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +18,7 @@ from rich.console import Console
 
 from penstock.bench import report
 from penstock.bench.agents import view
-from penstock.bench.agents.figures import figures
+from penstock.bench.agents.figures import Goals, figures
 from penstock.bench.agents.history import Api, Histories
 from penstock.bench.agents.load import Agents, Progress, Tally
 from penstock.bench.agents.plan import Conversation, Growth, plan
@@ -22,6 +26,8 @@ from penstock.bench.load import find_model, run_loop
 from penstock.bench.wire import Target
 from penstock.errors import PenstockError
 
+_LINE_S = 10.0
+"""How often a run tells how far it is, where no terminal shows a bar."""
 _SHORT = Growth(turns=1, tokens=40, output_len=8, pause=(0.0, 0.0))
 """Of the conversations that warm up."""
 
@@ -61,6 +67,9 @@ class AgentsBenchSettings:
     timeout_s: float = 300.0
     """Of one turn."""
     vocab_size: int | None = None
+    seconds: float | None = None
+    """No turn is sent later than this; None: all are sent."""
+    goals: Goals = field(default_factory=Goals)
 
     def plan(self) -> list[Conversation]:
         conversations = plan(self.growth, self.conversations or self.concurrency, self.seed)
@@ -116,12 +125,42 @@ async def measure(settings: AgentsBenchSettings, api_key: str | None, console: C
             if before.errors and not before.turns:
                 raise PenstockError(f"every warm-up request failed: {next(iter(before.errors))}")
             bar.remove_task(task)
-        running = bar.add_task(found.name, total=sum(len(conversation.turns) for conversation in conversations))
+        planned = sum(len(conversation.turns) for conversation in conversations)
+        running, line_at = bar.add_task(found.name, total=planned), time.monotonic() + _LINE_S
 
         def told(progress: Progress) -> None:
+            nonlocal line_at
             bar.update(running, completed=progress.done, description=f"{found.name}, turns: {progress}")
+            if not console.is_terminal and time.monotonic() >= line_at:
+                line_at = time.monotonic() + _LINE_S
+                console.print(view.so_far(progress, planned), highlight=False, soft_wrap=True)
 
-        return found.name, await agents(settings.shared_len).run(conversations, settings.concurrency, told)
+        with _ended_early(settings.seconds) as over:
+            return found.name, await agents(settings.shared_len).run(conversations, settings.concurrency, told, over)
+
+
+@contextmanager
+def _ended_early(seconds: float | None) -> Iterator[asyncio.Event]:
+    """Set after so many seconds, or by a signal to stop; a second one stops at once."""
+    over, loop = asyncio.Event(), asyncio.get_running_loop()
+    timer = None if seconds is None else loop.call_later(seconds, over.set)
+    handled = []
+
+    def asked(number: signal.Signals) -> None:
+        over.set()
+        loop.remove_signal_handler(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, asked, number)
+            handled.append(number)
+    try:
+        yield over
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for number in handled:
+            loop.remove_signal_handler(number)
 
 
 def main(
@@ -132,8 +171,10 @@ def main(
     html_file: Path | None,
     console: Console,
 ) -> bool:
-    """Runs, prints, and says whether every turn succeeded. `own`: on a server that is started for it."""
-    settings.plan()  # before anything is started
+    """Runs, prints, and says whether every turn that was sent succeeded and the goals were met. `own`: on a server that
+    is started for it."""
+    conversations = settings.plan()  # before anything is started
+    console.print(forecast(settings, conversations), highlight=False, soft_wrap=True)
     if own is None:
         name, tally = run_loop(measure(settings, api_key, console))
     else:
@@ -141,17 +182,31 @@ def main(
             settings = dataclasses.replace(settings, url=url)
             name, tally = run_loop(measure(settings, api_key, console))
     results = figures(tally, settings.growth.turns)
-    notes = warnings(settings, results)
+    notes, verdicts = warnings(settings, results), settings.goals.verdicts(results)
     title = f"{name} at {settings.url}: {settings.describe()}"
     console.print(title, style="bold", highlight=False)
-    view.show(results, notes, console)
+    view.show(results, notes, console, verdicts)
     if json_file is not None:
         facts = dataclasses.asdict(settings) | {"model": name, "server": own and dataclasses.asdict(own)}
-        report.write_json(json_file, "agents", facts, results)
+        said = {"verdicts": [dataclasses.asdict(verdict) for verdict in verdicts]}
+        report.write_json(json_file, "agents", facts, results | said)
     if html_file is not None:
-        report.write_text(html_file, view.render(title, results, notes))
+        report.write_text(html_file, view.render(title, results, notes, verdicts))
         console.print(f"Report: {html_file}", highlight=False)
-    return not tally.errors
+    return not tally.errors and all(verdict.met for verdict in verdicts)
+
+
+def forecast(settings: AgentsBenchSettings, conversations: Sequence[Conversation]) -> str:
+    """What can be known before the run."""
+    tools = [sum(turn.pause_s for turn in conversation.turns) for conversation in conversations]
+    prompts = [turn for conversation in conversations for turn in conversation.turns]
+    least = max(tools) if len(conversations) <= settings.concurrency else sum(tools) / settings.concurrency
+    new, tokens = sum(turn.input_len for turn in prompts), sum(turn.prompt_len for turn in prompts)
+    return (
+        f"{settings.describe()}: {len(prompts):,} turns with {new:,} new tokens of {tokens:,} "
+        f"({new / tokens:.1%}, which no cache can have); tools alone take {least:.0f} s"
+        + ("" if settings.seconds is None else f", and no turn is sent after {settings.seconds:g} s")
+    )
 
 
 @contextmanager
@@ -180,6 +235,8 @@ def warnings(settings: AgentsBenchSettings, results: dict[str, Any]) -> list[str
             f"{report.share(results['first_turns_cached_share'])} of the tokens of first prompts came from the cache "
             "(an earlier run with the same seed?): TTFT is flattered. Pass another --seed."
         )
+    if results["unsent"]:
+        found.append(f"{results['unsent']:,} turns were not sent, because the run was ended before their time.")
     if results["lost"]:
         found.append(f"{results['lost']} turns were not sent, because a turn before them had failed.")
     return found

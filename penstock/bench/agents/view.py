@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
 from rich.console import Console
 
-from penstock.bench import charts, page, report
+from penstock.bench import charts, page, report, stats
+from penstock.bench.agents.figures import Verdict
+from penstock.bench.agents.load import Progress
 
 _PERCENTILES = ("p50", "p90", "p99")
 _TURN_COLUMNS = ("turn", "answers", "prompt tokens", "cached", *(f"TTFT {at}, ms" for at in _PERCENTILES))
 _LATENCY_COLUMNS = ("ms", *_PERCENTILES, "mean", "max")
 
 
-def show(results: dict[str, Any], notes: Sequence[str], console: Console) -> None:
+def show(results: dict[str, Any], notes: Sequence[str], console: Console, verdicts: Sequence[Verdict] = ()) -> None:
     for columns, rows in ((_TURN_COLUMNS, _turns(results)), (_LATENCY_COLUMNS, _latencies(results))):
         made = report.table("", *columns)
         for row in rows:
@@ -27,12 +30,28 @@ def show(results: dict[str, Any], notes: Sequence[str], console: Console) -> Non
         console.print(f"{count} x {what}", style="red", markup=False)
     for note in notes:
         console.print(note, style="yellow")
+    for verdict in verdicts:
+        console.print(str(verdict), style="green" if verdict.met else "red", highlight=False)
 
 
-def render(title: str, results: dict[str, Any], notes: Sequence[str]) -> str:
+def so_far(progress: Progress, planned: int) -> str:
+    """One line about a run that is under way, for a log."""
+    tally = progress.tally
+    later = stats.percentiles(turn.ttft for turn in tally.turns if turn.turn > 0)
+    first = "" if later is None else f"; TTFT p50 of later turns {1e3 * later.p50:.0f} ms"
+    known = [turn for turn in tally.turns if turn.cached_tokens is not None]
+    history = sum(turn.history_tokens for turn in known)
+    cached = sum(turn.cached_tokens or 0 for turn in known if turn.history_tokens)
+    share = f", {cached / history:.1%} of the history cached" if history else ""
+    seconds = time.perf_counter() - tally.began
+    return f"{progress.done:,} of {planned:,} turns after {seconds:.0f} s ({progress}){first}{share}"
+
+
+def render(title: str, results: dict[str, Any], notes: Sequence[str], verdicts: Sequence[Verdict] = ()) -> str:
     """One HTML page; nothing in it is fetched."""
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="dim">{escape(report.machine_line())}</p>']
     parts += [f"<p>{escape(line)}</p>" for line in _summary(results)]
+    parts += [f"<p>{escape(str(verdict))}</p>" for verdict in verdicts]
     parts += [f'<p class="note">{escape(note)}</p>' for note in notes]
     answered = [row for row in results["turns"] if row["succeeded"]]
     if answered:

@@ -60,6 +60,16 @@ def agents(
     ] = 0,
     warm_up: Annotated[int | None, typer.Option(min=0, help="Short requests first. Default: 1 a conversation.")] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds allowed for one turn.")] = 300.0,
+    seconds: Annotated[
+        float | None, typer.Option(min=1.0, help="Send no turn after so long, and report what there is.")
+    ] = None,
+    goal_cached: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Least share of the history from the cache; else exit status 1."),
+    ] = None,
+    goal_ttft_ms: Annotated[
+        float | None, typer.Option(min=0.0, help="Most for the TTFT p50 of later turns, in ms; else exit status 1.")
+    ] = None,
     vocab_size: VocabSize = None,
     api_key: ApiKey = None,
     json_file: Json = None,
@@ -76,9 +86,12 @@ def agents(
 
         penstock bench agents --shape llama-8b --device cuda --set models.0.host_memory=96GiB --html agents.html
 
+        penstock bench agents --seconds 120 --goal-cached 0.95 --goal-ttft-ms 80
+
         penstock bench agents --url https://api.example.com --api chat --model my-model --api-key $KEY --no-ignore-eos
     """
     from penstock.bench.agents import run
+    from penstock.bench.agents.figures import Goals
     from penstock.bench.agents.plan import Growth
 
     own = own_server or shape is not None
@@ -105,6 +118,8 @@ def agents(
         warm_up=warm_up,
         timeout_s=timeout,
         vocab_size=vocab_size,
+        seconds=seconds,
+        goals=Goals(goal_cached, goal_ttft_ms),
     )
     server = run.OwnServer(model or "smollm2-135m", shape, device or "auto", tuple(server_settings or ()))
     if not run.main(settings, server if own else None, api_key, json_file, html_file, console()):

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.engine.kv.block_hash import block_name
-from penstock.engine.kv.host import Transfers
+from penstock.engine.kv.host import HostTier, Transfers
 from penstock.engine.kv.pool import NULL_BLOCK, BlockPool
 from penstock.engine.kv.states import StateStore
+from penstock.engine.request import EngineLoad
 from penstock.engine.sequence import Sequence
 
 
@@ -59,6 +60,12 @@ class BlockAllocator:
         self.prefix_cache = prefix_cache
         self.window = window
 
+    @property
+    def hosts(self) -> list[HostTier]:
+        """What is behind the cache: of blocks, and of states."""
+        found = (self.pool.host, None if self.states is None else self.states.pool.host)
+        return [host for host in found if host is not None]
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
@@ -89,8 +96,9 @@ class BlockAllocator:
             del found[self.states.usable(seq, [name for name, _ in found], known) :]
         return found
 
-    def recall(self, seq: Sequence) -> list[bytes]:
-        """Begin to read what is on disk only of the beginning of `seq`; the blocks to wait for before it is matched."""
+    def reach(self, seq: Sequence) -> list[bytes]:
+        """The blocks at the beginning of `seq` that it could start behind, once those on disk are read; none without a
+        disk."""
         host = self.pool.host
         if host is None or host.disk is None or not self.prefix_cache or seq.prompt_logprobs is not None:
             return []
@@ -103,7 +111,12 @@ class BlockAllocator:
             names.append(name)
         if self.states is not None:
             del names[self._last_state(self.states, names) :]
-        if not names:
+        return names
+
+    def recall(self, seq: Sequence) -> list[bytes]:
+        """Begin to read what is on disk only of the beginning of `seq`; the blocks to wait for before it is matched."""
+        host, names = self.pool.host, self.reach(seq)
+        if not names or host is None or host.disk is None:
             return []
         if host.disk.persistent:
             host.disk.touch(names)
@@ -222,6 +235,13 @@ class BlockAllocator:
     def take_transfers(self) -> Transfers | None:
         """Copies between device and host that the step scheduled last depends on."""
         return None if self.pool.host is None else self.pool.host.take()
+
+    def report(self, load: EngineLoad) -> None:
+        """Say what is behind the cache."""
+        if self.pool.host is not None:
+            self.pool.host.report(load)
+        if self.states is not None:
+            self.states.report(load)
 
     def _last_state(self, states: StateStore, names: list[bytes]) -> int:
         """Behind how many of these leading blocks, some of them on disk, a sequence could start once they are read."""

@@ -119,7 +119,7 @@ class BlockIndex:
         """Forget all blocks, for good when this returns. `epoch`: the one to begin; nothing happens in the same."""
         if epoch == self.epoch:
             return
-        self.epoch = secrets.randbits(64) | 1 if epoch is None else epoch
+        self.epoch = new_epoch() if epoch is None else epoch
         self.records[:] = np.zeros((), _RECORD)
         header = _HEADER.pack(_MAGIC, self.epoch, self._digest)
         try:
@@ -135,6 +135,10 @@ class BlockIndex:
         self.records["check"][:, 0] = _checks(self.records, np.arange(len(self.records), dtype=np.uint64))
         self.records[self.records["used"] == 0] = np.zeros((), _RECORD)
         os.pwrite(self._fd, self.records.tobytes(), _TABLE)
+
+    def sync(self) -> None:
+        """Wait until the records are on disk."""
+        os.fdatasync(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -186,6 +190,10 @@ class BlockIndex:
         begin = place * _ONE.size
         self._memory[begin : begin + _ONE.size] = record
         os.pwrite(self._fd, record, _TABLE + begin)
+
+
+def new_epoch() -> int:
+    return secrets.randbits(64) | 1
 
 
 def _check(header: bytes) -> bytes:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.engine.kv.kinds import CacheKind, CacheTensors, PagedKV
+from penstock.engine.kv.kinds import CacheKind, CacheTensors, PagedKV, PagedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +102,19 @@ class StateBlocks(KVCache):
         self.tensors = kv.states
         self.states = []
         self.layers = []
+
+
+def without_rows(kv: KVCache) -> tuple[KVCache, KVCache | None]:
+    """A cache without the rows that it keeps of the tokens of several caches (`models.tap`), and these: their blocks
+    are those of all caches, numbered through. None where each block has its own rows, or there are none."""
+    shape, kind = kv.shape, kv.shape.kinds[-1]
+    if not isinstance(kind, PagedRows) or kind.block_size == shape.block_size:
+        return kv, None
+    own, rows = copy(kv), copy(kv)
+    own.shape = replace(shape, kinds=shape.kinds[:-1])
+    own.tensors = kv.tensors[:-1]
+    rows.shape = CacheShape((replace(kind, block_size=shape.block_size),), shape.block_size)
+    rows.num_blocks = kv.num_blocks * (kind.block_size // shape.block_size)
+    rows.tensors = [kv.tensors[-1].view(1, 1, rows.num_blocks, shape.block_size, kind.width)]
+    rows.states, rows.layers = [], []
+    return own, rows

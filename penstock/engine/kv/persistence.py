@@ -28,33 +28,32 @@ class Persistence:
     """Saves what an engine without work still has in memory only."""
 
     def __init__(
-        self, allocator: BlockAllocator, mover: BlockMover | None, state_mover: BlockMover | None, slot: KeptSlot
+        self,
+        allocator: BlockAllocator,
+        blocks: list[tuple[HostTier, BlockMover]],
+        states: list[tuple[HostTier, BlockMover]],
+        slot: KeptSlot,
     ) -> None:
-        """`mover`, `state_mover`: make the copies to the host. `slot`: the lock on the files."""
+        """`blocks`, `states`: the tier behind every cache, with what makes its copies. `slot`: the lock on the
+        files."""
         self._allocator = allocator
         self._slot = slot
-        self._tiers: list[tuple[HostTier, BlockMover]] = []
-        states = None if allocator.states is None else allocator.states.pool.host
-        for host, own in ((allocator.pool.host, mover), (states, state_mover)):
-            if host is not None and own is not None:
-                self._tiers.append((host, own))
+        self._blocks = [host.disk for host, _ in blocks if host.disk is not None]
+        self._states = [host.disk for host, _ in states if host.disk is not None]
+        self._tiers = blocks + states
 
     def restore(self) -> None:
         """Take over what the engine before has left."""
-        found = []
-        for host, _ in self._tiers:
-            assert host.disk is not None
-            host.disk.restore()
-            found.append(host.disk.restored)
-        states = f" and {found[1]} states" if len(found) > 1 else ""
-        log.info("found %d KV blocks%s on disk (slot %d)", found[0], states, self._slot.number)
+        for disk in self._blocks + self._states:
+            disk.restore()
+        found = sum(disk.restored for disk in self._blocks)
+        states = f" and {sum(disk.restored for disk in self._states)} states" if self._states else ""
+        log.info("found %d KV blocks%s on disk (slot %d)", found, states, self._slot.number)
 
     @property
     def names(self) -> list[bytes]:
-        """Of the blocks on disk, the least recently used first."""
-        disk = self._tiers[0][0].disk
-        assert disk is not None
-        return disk.names
+        """Of the blocks on disk, the least recently used of each cache first."""
+        return list(dict.fromkeys(name for disk in self._blocks for name in disk.names))
 
     def advance(self, now: float) -> bool:
         """Copy some blocks further, while no step is in flight; False when there is nothing left to do."""

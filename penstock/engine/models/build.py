@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from penstock.engine.backends.interface import ActivationOps
+from penstock.engine.models.ahead import asking_ahead
 from penstock.engine.models.architecture import LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
@@ -91,15 +92,16 @@ def compose_decoder(
     final_norm = read.norm(f"{prefix}{family.names.final_norm}", hidden)
 
     def decoder_of(layers: list[DecoderLayer]) -> Decoder:
+        fused = min(fused_up_to, most_fused(config, layers))
         return architecture.decoder(
             config=config,
             ops=backend.ops,
             embedding=embedding,
-            layers=layers,
+            layers=asking_ahead(layers) if fused else layers,
             final_norm=final_norm,
             head=head,
             max_positions=max_positions,
-            fused_up_to=min(fused_up_to, most_fused(config, layers)),
+            fused_up_to=fused,
         )
 
     layers: list[DecoderLayer] = []

@@ -265,10 +265,10 @@ class ModelConfig:
     @property
     def plain_layers(self) -> bool:
         """Whether every layer is norm, attention, norm, SiLU-gated feed-forward, and nothing else."""
-        return self.moe is None and not self.recurrent and not self.gated_attention and self.plain_outlines
+        plain = self.moe is None and not self.recurrent and not self.gated_attention
+        return plain and self.activation == "silu" and self.plain_outlines
 
     @property
     def plain_outlines(self) -> bool:
-        """The same, but that mixers may be of any kind and feed-forwards of experts."""
-        plain = not self.parallel and not self.only and not self.sandwich_norms
-        return plain and self.activation == "silu"
+        """The same, but that mixers may be of any kind, and feed-forwards of experts or with another gate."""
+        return not self.parallel and not self.only and not self.sandwich_norms

@@ -13,15 +13,11 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from penstock.engine.kv.block_file import BlockFile
-from penstock.engine.kv.block_index import Entry
 from penstock.engine.kv.block_part import BlockPart
 from penstock.engine.kv.cache import KVCache, StateBlocks
 from penstock.engine.kv.exchange import Spread, SpreadCache
@@ -63,51 +59,6 @@ class LeadMover(BlockMover):
         with self._ranks.lost_if_it_fails():
             self._ranks.tell(Move(transfers, self._states).encode(), self._ranks.place.world)
             self._own.run(transfers)
-
-
-class LeadFiles:
-    """The `BlockStore` of several ranks: each has a file with its part of every block, at the same places."""
-
-    def __init__(self, own: BlockFile, ranks: Ranks, kind: str = BLOCKS) -> None:
-        """`kind`: what lies in the files."""
-        self._own = own
-        self._ranks = ranks
-        self._kind = kind
-
-    def write(self, pairs: list[tuple[int, int]], names: Sequence[bytes] = ()) -> list[Future[list[bool]]]:
-        return [*self._ranks.call(f"write_{self._kind}", pairs, names), self._own.write(pairs, names)]
-
-    def read(self, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
-        return [*self._ranks.call(f"read_{self._kind}", pairs), self._own.read(pairs)]
-
-    def found(self) -> list[Entry]:
-        """What rank 0 has, as far as all others have it too."""
-        index = self._own.index
-        if index is None:
-            return []
-        entries = index.entries()
-        places = np.array([place for _, place in entries], np.int64)
-        names = b"".join(name for name, _ in entries)
-        everywhere = np.ones(len(entries), np.bool_)
-        for answer in self._ranks.call(f"confirm_{self._kind}", index.epoch, names, places):
-            try:
-                everywhere &= answer.result(_OPEN_S)
-            except TimeoutError as error:
-                raise ReplicaLost(f"a rank did not say within {_OPEN_S:g} s what it has on disk") from error
-        return [entry for entry, kept in zip(entries, everywhere.tolist(), strict=True) if kept]
-
-    def forget(self) -> None:
-        """For good on rank 0, without which no block is found; the others follow."""
-        self._own.forget()
-        if self._own.index is not None:
-            self._ranks.call(f"forget_{self._kind}", self._own.index.epoch)
-
-    def reorder(self, places: Sequence[int]) -> None:
-        if self._own.index is not None:
-            self._own.index.reorder(places)
-
-    def close(self) -> None:
-        self._own.close()
 
 
 class WholeBlocks:
@@ -352,17 +303,6 @@ def open_shared(path: str, mark: str, size: int) -> memoryview | None:
     finally:
         os.close(fd)
     return memory[_MARK_BYTES:] if bytes(memory[: len(mark)]) == mark.encode() else None
-
-
-def file_handlers(file: BlockFile, kind: str) -> dict[str, Callable[..., Any]]:
-    """A worker rank's answers to calls about its file."""
-    calls: dict[str, Callable[..., Any]] = {
-        "write": file.write,
-        "read": file.read,
-        "confirm": file.confirm,
-        "forget": file.forget,
-    }
-    return {f"{name}_{kind}": handler for name, handler in calls.items()}
 
 
 def _done(value: Any) -> Future[Any]:

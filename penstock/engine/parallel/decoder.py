@@ -25,7 +25,7 @@ from torch import Tensor
 
 from penstock.engine.adapters.runtime import AdapterRuntime
 from penstock.engine.backends.host_memory import is_host
-from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch, Ints, StepShare
+from penstock.engine.backends.interface import AttentionBatch, Followers, HostBatch, Ints
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
@@ -108,9 +108,10 @@ class Stage(Releasable):
         hidden, taken = self._run(stream, batch, kv, arriving)
         if batch.share is not None and place.stage == place.pipeline - 1:
             hidden = batch.share.collect(hidden, shards)
-            if ring is None:
-                self._keep_shares(hidden, taken, batch.share, kv)
+            taken = None if taken is None else batch.share.collect(taken, shards)
         if ring is None:
+            if batch.share is not None and place.rank == 0 and self._tapped is not None:
+                self._tapped.keep(hidden, hidden if taken is None else taken, _slots(batch), kv)
             return Arriving(hidden)
         if place.stage < ring.size - 1:
             self._send(stream, ring, place.stage + 1)
@@ -138,24 +139,13 @@ class Stage(Releasable):
             taken = torch.cat((arriving.taken.take(), taken), dim=1)
         return hidden, taken if taken.shape[1] else None
 
-    def _keep_shares(self, hidden: Tensor, taken: Tensor | None, share: StepShare, kv: KVCache) -> None:
-        """On rank 0: keep the streams of all shards' tokens for the drafter; on the others: hand over theirs."""
-        shards, tapped = self.groups.tensor, self._tapped
-        if tapped is None or shards is None:
-            return
-        if taken is not None:
-            taken = share.collect(taken, shards)
-        if self.groups.place.rank == 0:
-            slots = torch.from_numpy(share.slots).to(hidden.device, non_blocking=True)
-            tapped.keep(hidden, hidden if taken is None else taken, slots, kv)
-
     def _keep(self, batch: AttentionBatch, kv: KVCache, back: Group, final: Tensor) -> Callable[[Tensor], None] | None:
         """On rank 0: what keeps the streams of a step for the drafter."""
         tapped = self._tapped
         if tapped is None:
             return None
         arriving = self._receive(tapped.stage.every, len(final), final.device, back, back.size - 1)
-        slots = batch.slots.clone()  # the next step may be packed in the same memory
+        slots = _slots(batch)
 
         def keep(hidden: Tensor) -> None:
             tapped.keep(hidden, hidden if arriving is None else arriving.take(), slots, kv)
@@ -195,6 +185,14 @@ class Stage(Releasable):
         return self.decoder.head(hidden)
 
 
+def _slots(batch: AttentionBatch) -> Tensor:
+    """Of all tokens of a step, also those of other shards; a copy, for the next step may be packed in the same
+    memory."""
+    if batch.share is None:
+        return batch.slots.clone()
+    return torch.from_numpy(batch.share.slots.copy()).to(batch.slots.device, non_blocking=True)
+
+
 class LeadHead:
     """Rank 0's head: makes the other shards run theirs."""
 
@@ -230,6 +228,10 @@ class LeadDecoder(Decoder):
     """Whether its layers have them on query, key and value only."""
     further: bool = False
     """Whether its layers have them on linears that few adapters touch, too."""
+
+    @property
+    def launched_eagerly(self) -> bool:
+        return self.stage.decoder.launched_eagerly
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         return self.begin(token_ids, batch, kv)()
@@ -355,7 +357,8 @@ def lead(
 ) -> LeadDecoder:
     """Rank 0's decoder over its own part of a model, which all ranks share, or those of `groups`."""
     stage = Stage(decoder, groups or ranks.groups, shares)
-    head: Linear = decoder.head if stage.groups.tensor is None else LeadHead(stage, ranks, model)
+    whole = stage.groups.tensor is None or decoder.config.by_transformers
+    head: Linear = decoder.head if whole else LeadHead(stage, ranks, model)
     parts = {field.name: getattr(decoder, field.name) for field in fields(Decoder)}
     known = np.zeros((max_rows, max_blocks), np.int64)
     made = LeadDecoder(**{**parts, "head": head}, stage=stage, ranks=ranks, model=model, known=known)

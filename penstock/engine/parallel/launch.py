@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -149,12 +149,22 @@ class Ranks(Member):
         `ConfigError` in the future; a rank that fails otherwise is lost. Any thread may call."""
         return self.call_each(name, itertools.repeat(args, len(self._ranks)))
 
-    def call_each(self, name: str, args: Iterable[tuple[Any, ...]]) -> list[Future[Any]]:
-        """The same with arguments for each of them, in the order of their ranks."""
+    def call_some(self, ranks: Collection[int], name: str, *args: Any) -> list[Future[Any]]:
+        """The same of some ranks, in their order."""
+        asked = [other.place.rank in ranks for other in self._ranks]
+        answers = self.call_each(name, [args if one else None for one in asked])
+        return [answer for answer, one in zip(answers, asked, strict=True) if one]
+
+    def call_each(self, name: str, args: Iterable[tuple[Any, ...] | None]) -> list[Future[Any]]:
+        """The same with arguments for each of them, in the order of their ranks; None: that one is not asked."""
         number, last, encoded, answers = next(self._calls), None, b"", list[Future[Any]]()
         try:
             with self._sends:
                 for other, own in zip(self._ranks, args, strict=True):
+                    if own is None:
+                        answers.append(Future())
+                        answers[-1].set_result(None)
+                        continue
                     if own is not last:
                         encoded, last = Call(number, name, own).encode(), own
                     answers.append(self._ask(other, number, encoded))

@@ -32,12 +32,13 @@ from penstock.engine.kv.mover import BlockMover
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
-from penstock.engine.parallel.blocks import BLOCKS, STATES, file_handlers, rank_slots
+from penstock.engine.parallel.blocks import BLOCKS, STATES, rank_slots
 from penstock.engine.parallel.cache_parts import cache_parts
 from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, receive
 from penstock.engine.parallel.data import shares_of
 from penstock.engine.parallel.decoder import Arriving, Stage, part_of
 from penstock.engine.parallel.experts import HeldExperts
+from penstock.engine.parallel.files import file_handlers
 from penstock.engine.parallel.link import Link
 from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.rendezvous import Rendezvous

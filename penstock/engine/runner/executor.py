@@ -44,6 +44,11 @@ class Executor(Releasable, ABC):
         `urgent`: asked again and again, whether to stop soon and do it another time."""
         return False
 
+    def catch_up(self, spare_s: float) -> bool:
+        """The device is busy with a step for so long: use that for what makes steps faster that are wanted often now,
+        if it suffices. Returns whether something was done."""
+        return False
+
     @property
     def recorded(self) -> TimedStep | None:
         """The recording that plain steps run from, if there is one."""

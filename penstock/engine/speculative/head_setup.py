@@ -90,10 +90,6 @@ class HeadDraft:
 
 def check_head(config: EngineConfig) -> None:
     """Refuse what a head cannot work with."""
-    if config.attention_parallel == "data" and config.pipeline_parallel > 1:
-        raise ConfigError(
-            f"speculation: {config.speculation} is not available with attention_parallel: data and pipeline_parallel"
-        )
     if config.role != "both" and config.ranks > 1:
         raise ConfigError(f"speculation: {config.speculation} with several ranks is not available with a role")
 

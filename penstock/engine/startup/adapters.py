@@ -11,7 +11,7 @@ import torch
 from penstock.engine.adapters.apply import FusedLora, adapt
 from penstock.engine.adapters.base_weights import BaseWeights
 from penstock.engine.adapters.layout import AdapterCut, layout_of, uncut
-from penstock.engine.adapters.library_modules import adapt_modules, layout_of_modules
+from penstock.engine.adapters.library_modules import adapt_modules, cut_of_modules, layout_of_modules
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.runtime import AdaptedModel, AdapterRuntime
@@ -77,6 +77,7 @@ def adapt_model(
         )
     else:
         layout = layout_of_modules(library, by_output=backend.adapters_by_output)
+        cut = cut_of_modules(library, by_output=backend.adapters_by_output)
     dtype, pin = backend.adapter_dtype(decoder, layout, dtype), not backend.in_host_memory
     most = adapter_rank(config)
     cut = cut or uncut(layout)

@@ -16,7 +16,8 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import Balancer, Engine
 from penstock.engine.grammar.constraints import MakeCompiler
 from penstock.engine.kv.allocator import BlockAllocator
-from penstock.engine.kv.block_file import BlockFile, OneFile
+from penstock.engine.kv.block_file import OneFile
+from penstock.engine.kv.block_numbers import CacheMover, Numbering
 from penstock.engine.kv.disk import BlockStore, DiskTier
 from penstock.engine.kv.exchange import BlockExchange, SpreadCache
 from penstock.engine.kv.format import kv_format
@@ -36,7 +37,7 @@ from penstock.engine.speculative.setup import load_draft, make_speculation, spre
 from penstock.engine.startup.adapters import adapter_rank, manage_adapters
 from penstock.engine.startup.kept_files import mark_weights
 from penstock.engine.startup.memory import sliding_window
-from penstock.engine.startup.offload import check_tiers, open_tiers
+from penstock.engine.startup.offload import Tiers, check_tiers, open_tiers
 from penstock.engine.startup.part import Part, Phases, Progress, load_part
 from penstock.errors import ConfigError
 
@@ -68,8 +69,10 @@ def load_engine(
             engine = _assemble(config, checkpoint, grammars, find_adapter, Phases(progress), None, undo)
             undo.pop_all()
             return engine
-    if config.attention_parallel == "data":
-        _check_data_parallel(config)
+    if config.attention_parallel == "data" and not config.expert_parallel:
+        raise ConfigError("attention_parallel: data is for expert_parallel: true; else run replicas of the model")
+    if config.attention_parallel == "data" and config.role != "both":
+        raise ConfigError("role is not available with attention_parallel: data; use attention_parallel: tensor")
     if config.rank_restarts:
         _check_restarts(config)
     from penstock.engine.parallel.launch import Ranks
@@ -97,20 +100,6 @@ def _check_restarts(config: EngineConfig) -> None:
     for name, is_set in refused.items():
         if is_set:
             raise ConfigError(f"rank_restarts is not available with {name}: there the engine restarts as a whole")
-
-
-def _check_data_parallel(config: EngineConfig) -> None:
-    """Refuse what relies on one cache for all sequences, and what would be replicas."""
-    if not config.expert_parallel:
-        raise ConfigError("attention_parallel: data is for expert_parallel: true; else run replicas of the model")
-    refused = {
-        "host_memory": config.host_memory > 0,
-        "disk_persistent": config.disk_persistent,
-        "role": config.role != "both",
-    }
-    for name, is_set in refused.items():
-        if is_set:
-            raise ConfigError(f"{name} is not available with attention_parallel: data; use attention_parallel: tensor")
 
 
 def _assemble(
@@ -209,14 +198,19 @@ def _assemble(
         _warm_up(engine)
     if behind.slot is not None:
         with phases("disk"):
-            engine.persistence = _persistence(engine, behind.slot)
+            engine.persistence = _persistence(engine, part, behind, behind.slot)
     if engine.adapters is not None:
         engine.adapters.preload()
     return engine
 
 
-def _persistence(engine: Engine, slot: KeptSlot) -> Persistence:
-    persistence = Persistence(engine.scheduler.allocator, engine.runner.mover, engine.runner.state_mover, slot)
+def _persistence(engine: Engine, part: Part, behind: Behind, slot: KeptSlot) -> Persistence:
+    persistence = Persistence(
+        engine.scheduler.allocator,
+        list(zip(behind.hosts, behind.movers(part), strict=True)),
+        list(zip(behind.state_hosts, behind.state_movers(part), strict=True)),
+        slot,
+    )
     persistence.restore()
     return persistence
 
@@ -260,14 +254,14 @@ def _allocator(config: EngineConfig, part: Part, behind: Behind) -> BlockAllocat
     window = sliding_window(part.model, part.token_budget)
     recurrent = part.model.recurrent or not part.kv.shape.blocks_suffice
 
-    def one() -> BlockAllocator:
-        states = _states(config, part, behind.state_host) if recurrent else None
-        pool = BlockPool(part.kv.num_blocks, behind.host)
+    def one(cache: int) -> BlockAllocator:
+        states = _states(config, part, behind.state_host(cache)) if recurrent else None
+        pool = BlockPool(part.kv.num_blocks, behind.host(cache))
         return BlockAllocator(pool, config.block_size, config.prefix_cache, window, states)
 
     if config.attention_parallel == "tensor":
-        return one()
-    return PartitionedAllocator([one() for _ in range(config.tensor_parallel)])
+        return one(0)
+    return PartitionedAllocator([one(cache) for cache in range(_caches(config))])
 
 
 def _states(config: EngineConfig, part: Part, host: HostTier | None) -> StateStore:
@@ -289,21 +283,44 @@ def _balancer(config: EngineConfig, part: Part, ranks: Ranks) -> Balancer:
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """The tiers behind the cache, of blocks and of states, as far as they are configured."""
+    """The tiers behind the caches, of blocks and of states, as far as they are configured."""
 
-    host: HostTier | None = None
+    hosts: tuple[HostTier, ...] = ()
+    """By cache: several where shards have sequences of their own."""
     mover: BlockMover | None = None
-    state_host: HostTier | None = None
+    """Makes the copies of all of them."""
+    state_hosts: tuple[HostTier, ...] = ()
     state_mover: BlockMover | None = None
     slot: KeptSlot | None = None
     """Where blocks on disk outlive the engine."""
 
     def close(self) -> None:
-        for host in (self.host, self.state_host):
-            if host is not None and host.disk is not None:
+        for host in (*self.hosts, *self.state_hosts):
+            if host.disk is not None:
                 host.disk.close()
         if self.slot is not None:
             self.slot.close()
+
+    def host(self, cache: int) -> HostTier | None:
+        return self.hosts[cache] if self.hosts else None
+
+    def state_host(self, cache: int) -> HostTier | None:
+        return self.state_hosts[cache] if self.state_hosts else None
+
+    def movers(self, part: Part) -> list[BlockMover]:
+        """By cache: what makes the copies of its blocks."""
+        return _by_cache(self.mover, self.hosts, part.kv.num_blocks)
+
+    def state_movers(self, part: Part) -> list[BlockMover]:
+        return _by_cache(self.state_mover, self.state_hosts, part.kv.num_states)
+
+
+def _by_cache(mover: BlockMover | None, hosts: tuple[HostTier, ...], blocks: int) -> list[BlockMover]:
+    if mover is None:
+        return []
+    if len(hosts) == 1:
+        return [mover]
+    return [CacheMover(mover, Numbering(blocks, host.capacity), cache) for cache, host in enumerate(hosts)]
 
 
 def _behind(config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phases, before: str) -> Behind:
@@ -311,26 +328,43 @@ def _behind(config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phase
         tiers = open_tiers(config, part, ranks, before)
     if tiers is None:
         return Behind()
-    persistent, disk, state_disk = tiers.slot is not None, None, None
-    if tiers.file is not None:
-        disk = DiskTier(tiers.places, _store(tiers.file, ranks), persistent=persistent)
-    if tiers.state_file is not None:
-        store = _store(tiers.state_file, ranks, states=True)
-        state_disk = DiskTier(tiers.state_places, store, persistent=persistent)
-    host = HostTier(tiers.slots, config.host_idle_s, disk)
+
+    def host(slots: int, places: int, store: BlockStore | None) -> HostTier:
+        disk = None if store is None else DiskTier(places, store, persistent=tiers.slot is not None)
+        return HostTier(slots, config.host_idle_s, disk)
+
+    caches = range(_caches(config))
+    hosts = tuple(host(tiers.slots, tiers.places, _store(tiers, ranks, cache)) for cache in caches)
     mover = _leading(tiers.mover, ranks)
     if tiers.state_mover is None:
-        return Behind(host, mover, slot=tiers.slot)
-    states = HostTier(tiers.states, config.host_idle_s, state_disk)
-    return Behind(host, mover, states, _leading(tiers.state_mover, ranks, states=True), tiers.slot)
+        return Behind(hosts, mover, slot=tiers.slot)
+    states = tuple(host(tiers.states, tiers.state_places, _state_store(tiers, ranks, cache)) for cache in caches)
+    return Behind(hosts, mover, states, _leading(tiers.state_mover, ranks, states=True), tiers.slot)
 
 
-def _store(file: BlockFile, ranks: Ranks | None, *, states: bool = False) -> BlockStore:
-    if ranks is None:
-        return OneFile(file)
-    from penstock.engine.parallel.blocks import BLOCKS, STATES, LeadFiles
+def _caches(config: EngineConfig) -> int:
+    """How many caches there are with sequences of their own."""
+    return config.tensor_parallel if config.attention_parallel == "data" else 1
 
-    return LeadFiles(file, ranks, STATES if states else BLOCKS)
+
+def _store(tiers: Tiers, ranks: Ranks | None, cache: int) -> BlockStore | None:
+    """The files of a cache's blocks."""
+    if tiers.file is None or ranks is None:
+        return None if tiers.file is None else OneFile(tiers.file)
+    from penstock.engine.parallel.blocks import BLOCKS
+    from penstock.engine.parallel.files import lead_files
+
+    rows = tiers.row_files[cache : cache + 1]
+    return lead_files(tiers.file, ranks, cache, BLOCKS, rows)
+
+
+def _state_store(tiers: Tiers, ranks: Ranks | None, cache: int) -> BlockStore | None:
+    if tiers.state_file is None or ranks is None:
+        return None if tiers.state_file is None else OneFile(tiers.state_file)
+    from penstock.engine.parallel.blocks import STATES
+    from penstock.engine.parallel.files import lead_files
+
+    return lead_files(tiers.state_file, ranks, cache, STATES)
 
 
 def _leading(mover: BlockMover, ranks: Ranks | None, *, states: bool = False) -> BlockMover:

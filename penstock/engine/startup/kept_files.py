@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import logging
 import platform
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +21,7 @@ from penstock import __version__
 from penstock.engine.backends.select import pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.block_file import BlockFile
-from penstock.engine.kv.cache import CacheShape, StateBlocks
+from penstock.engine.kv.cache import CacheShape, StateBlocks, without_rows
 from penstock.engine.kv.format import CALIBRATION, fingerprint, weight_files
 from penstock.engine.kv.kept_folder import MOST_SLOTS, Identity, KeptSlot, claim, sweep
 from penstock.engine.kv.mover import BlockMover
@@ -43,6 +45,8 @@ class KeptFiles:
     slot: KeptSlot
     blocks: BlockFile
     states: BlockFile | None
+    rows: tuple[BlockFile, ...] = ()
+    """By cache: what a drafter reads of its tokens."""
 
 
 def open_kept(
@@ -52,9 +56,10 @@ def open_kept(
     states: tuple[int, BlockMover] | None,
     member: Member | None = None,
     before: str = "",
+    rows: Sequence[BlockMover] = (),
 ) -> KeptFiles | None:
     """`blocks`, `states`: how many places, and who owns the slots. `before`: `mark_weights`, before they were read.
-    None where it is not possible."""
+    `rows`: who owns the slots of what a drafter reads, of each cache. None where it is not possible."""
     rank = 0 if member is None else member.place.rank
     folder, identity = config.disk_folder, identify(config, part)
     if rank == 0 or config.machine(rank) != config.machine(0):
@@ -72,7 +77,7 @@ def open_kept(
         if slot is None:
             _check_weights(identity, before)
             slot = claim(folder, identity, rank, number)
-        opened = _open(folder, identity, slot, part, blocks, states)
+        opened = _open(folder, identity, slot, part, blocks, states, rows)
     except OSError as error:
         _complain(folder, error)
     finally:
@@ -113,7 +118,8 @@ def identify(config: EngineConfig, part: Part) -> Identity:
         f"window: {config.max_model_len or part.model.max_positions}",
         f"device: {part.backend.product or platform.machine()}",
         f"devices: {config.tensor_parallel} x {config.pipeline_parallel}"
-        f"{', experts whole' if config.expert_parallel else ''}",
+        f"{', experts whole' if config.expert_parallel else ''}"
+        f"{', attention by sequences' if config.attention_parallel == 'data' else ''}",
         f"deterministic: {config.deterministic}",
         f"modelling code: {modelling}",
         f"draft model: {drafts}",
@@ -181,14 +187,15 @@ def _open(
     part: Part,
     blocks: tuple[int, BlockMover],
     states: tuple[int, BlockMover] | None,
+    rows: Sequence[BlockMover],
 ) -> KeptFiles:
     try:
-        return _open_files(folder, identity, slot, part, blocks, states)
+        return _open_files(folder, identity, slot, part, blocks, states, rows)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         sweep(folder, identity, for_space=True)
-        return _open_files(folder, identity, slot, part, blocks, states)
+        return _open_files(folder, identity, slot, part, blocks, states, rows)
 
 
 def _open_files(
@@ -198,26 +205,31 @@ def _open_files(
     part: Part,
     blocks: tuple[int, BlockMover],
     states: tuple[int, BlockMover] | None,
+    rows: Sequence[BlockMover],
 ) -> KeptFiles:
-    def open_one(kind: str, shape: CacheShape, places: int, mover: BlockMover) -> BlockFile:
-        kept = slot.file(kind, identity, str(shape))
-        file = BlockFile(folder, places, mover, kept)
-        if file.index is not None and file.index.problem:
-            log.warning("disk_persistent: nothing in %s is used: %s", kept.file, file.index.problem)
-        return file
+    own, every = without_rows(part.kv)
+    with ExitStack() as undo:
 
-    first = open_one("blocks", part.kv.shape, *blocks)
-    try:
-        return KeptFiles(
-            slot, first, None if states is None else open_one("states", StateBlocks(part.kv).shape, *states)
+        def open_one(kind: str, shape: CacheShape, places: int, mover: BlockMover) -> BlockFile:
+            kept = slot.file(kind, identity, str(shape))
+            file = BlockFile(folder, places, mover, kept)
+            undo.callback(file.close)
+            if file.index is not None and file.index.problem:
+                log.warning("disk_persistent: nothing in %s is used: %s", kept.file, file.index.problem)
+            return file
+
+        found = KeptFiles(
+            slot,
+            open_one("blocks", own.shape, *blocks),
+            None if states is None else open_one("states", StateBlocks(part.kv).shape, *states),
+            tuple(open_one(f"rows{at}", every.shape, blocks[0], each) for at, each in enumerate(rows)) if every else (),
         )
-    except BaseException:
-        first.close()
-        raise
+        undo.pop_all()
+        return found
 
 
 def _close(opened: KeptFiles) -> None:
-    for file in (opened.blocks, opened.states):
+    for file in (opened.blocks, opened.states, *opened.rows):
         if file is not None:
             file.close()
     opened.slot.close()

@@ -9,7 +9,7 @@ refused and free; the end of one that has is kept in memory until it can be writ
 
 Charges that a dead gateway left open are settled by any gateway that notices, with what the engine reports. An engine
 that does not know a charge has been restarted since, or never saw it; then the last count that the gateway noted
-stands.
+stands. Engines count tokens, not thoughts: the reasoning tokens of such a charge are the last that were noted.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ class Account:
             raise LedgerUnavailable
 
     def note(self) -> None:
-        self._journal.note(self._charge.id, self._generation.cached_tokens, self._generation.completion_tokens)
+        work = self._generation
+        self._journal.note(self._charge.id, work.cached_tokens, work.completion_tokens, work.reasoning_tokens)
 
     async def ended(self, finish_reason: str) -> None:
         """Write the end of the charge; returns when it is written, or will be written as soon as that is possible.
@@ -197,7 +198,10 @@ class Account:
             self.note()
             self._count(settlement)
             self._left[self._charge.id] = OpenCharge(
-                settlement.charge, settlement.cached_tokens, settlement.completion_tokens
+                settlement.charge,
+                settlement.cached_tokens,
+                settlement.completion_tokens,
+                settlement.reasoning_tokens,
             )
             self._settled = asyncio.get_running_loop().create_future()
             self._settled.set_result(True)
@@ -219,6 +223,7 @@ class Account:
             prompt=charge.prompt_tokens - before.prompt,
             cached=max(settlement.cached_tokens - before.cached, 0),
             completion=max(settlement.completion_tokens - before.completion, 0),
+            reasoning=max(settlement.reasoning_tokens - before.reasoning, 0),
             nanodollars=cost,
         )
 
@@ -229,7 +234,8 @@ class Account:
             charge = msgspec.structs.replace(charge, prompt_tokens=prompt)
         pays = self._generation.billable and not self._void
         cost = cost_of(charge, cached, completion) if pays else 0
-        return Settlement(charge, time.time(), cached, completion, cost, finish_reason)
+        thought = min(self._generation.reasoning_tokens, completion)
+        return Settlement(charge, time.time(), cached, completion, cost, finish_reason, reasoning_tokens=thought)
 
 
 class LineAccount(Account):
@@ -384,6 +390,7 @@ class Accounts:
             charge.prompt_tokens,
             max(entry.cached_tokens, counted.cached),
             max(entry.completion_tokens, counted.completion),
+            entry.reasoning_tokens,
         )
         if (told := None if self.streams is None else self.streams.used(charge.id)) is not None:
             used = told
@@ -392,7 +399,9 @@ class Accounts:
         cost = cost_of(charge, used.cached, used.completion) if used.completion or ended else 0
         # A stream that was resumed has been settled by the gateway that resumed it, and the first settlement stands.
         left = self._left.pop(charge.id, None) is not None
-        settlement = Settlement(charge, now, used.cached, used.completion, cost, "abort")
+        settlement = Settlement(
+            charge, now, used.cached, used.completion, cost, "abort", reasoning_tokens=used.reasoning
+        )
         if not left:
             settlement = msgspec.structs.replace(settlement, finish_reason="lost", settled_by="recovery")
         self.journal.settle(settlement)

@@ -39,6 +39,10 @@ class Metered(Protocol):
     def completion_tokens(self) -> int: ...
 
     @property
+    def reasoning_tokens(self) -> int:
+        """Completion tokens that are thoughts, as far as that is known."""
+
+    @property
     def most_completion_tokens(self) -> int: ...
 
     @property
@@ -76,6 +80,7 @@ class FixedWork:
     prompt_tokens: int
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     most_completion_tokens: int = 0
     billable: bool = False
     from_cache: bool = False

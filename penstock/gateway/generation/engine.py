@@ -264,6 +264,8 @@ class EngineGeneration(Generation):
         pieces: list[Piece] = []
         for arrival in arrivals:
             piece = self._receive(arrival.index, arrival.delta, arrival.at)
+            if self.before is not None and self.choices[0].completion_tokens == self.before.completion:
+                self.before = dataclasses.replace(self.before, reasoning=self.reasoning_tokens)
             if piece is not None:
                 pieces.append(piece)
                 if self._texts is not None:

@@ -151,6 +151,7 @@ class RemoteGeneration(Generation):
             spec.prompt_tokens if usage is None else usage.prompt_tokens,
             self.cached_tokens,
             produced if usage is None else usage.completion_tokens,
+            self.reasoning_tokens,
         )
         self._source.rewind()
 

@@ -126,7 +126,12 @@ class RemoteStreams:
         held.source.end()
         held.generation.caught_up()
         generation = held.generation
-        self._used[id] = Usage(generation.prompt_tokens, generation.cached_tokens, generation.completion_tokens)
+        self._used[id] = Usage(
+            generation.prompt_tokens,
+            generation.cached_tokens,
+            generation.completion_tokens,
+            generation.reasoning_tokens,
+        )
         while len(self._used) > USED_KEPT:
             del self._used[next(iter(self._used))]
 

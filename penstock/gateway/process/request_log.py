@@ -82,6 +82,7 @@ def charge_entry(settlement: Settlement) -> ChargeEntry:
         settlement.finish_reason,
         settlement.settled_by,
         settlement.settled_at,
+        settlement.reasoning_tokens,
     )
 
 

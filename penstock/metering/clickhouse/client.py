@@ -188,7 +188,7 @@ def micros(seconds: float) -> int:
 def _row(entry: Entry) -> list[Any]:
     values = [getattr(entry, name) for name in entry.__struct_fields__]
     # The driver accepts integer microseconds as they are; it would truncate a float to seconds.
-    values[-1] = micros(entry.timestamp)
+    values[entry.__struct_fields__.index("timestamp")] = micros(entry.timestamp)
     if isinstance(entry, LogEntry):
         values[2] = entry.tenant or ""
     return values

@@ -62,6 +62,7 @@ _TYPES = {
         "finish_reason": _NAME,
         "settled_by": _NAME,
         "timestamp": "DateTime64(6, 'UTC')",
+        "reasoning_tokens": "UInt32",
     },
     VOTES.name: {
         "response_id": "String",
@@ -88,6 +89,11 @@ _TYPES = {
     },
 }
 """Columns by stream, in the order of the entry's fields."""
+_LATER = {(CHARGES.name, "reasoning_tokens")}
+"""Columns that the first version of the tables does not have."""
+_COST_KEYS = "tenant, model, adapter, feature, tier"
+_COST_SUMS = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
+_WITH_THOUGHTS = (*_COST_SUMS, "reasoning_tokens")
 _SUM, _FLOAT_SUM = "SimpleAggregateFunction(sum, UInt64)", "SimpleAggregateFunction(sum, Float64)"
 _REMEMBERS = f"SETTINGS non_replicated_deduplication_window = {WINDOW}"
 
@@ -151,6 +157,15 @@ def migrations() -> tuple[Migration, ...]:
             *_grades(),
             _votes(),
         )),
+        Migration(2, "reasoning tokens of charges", (
+            f"ALTER TABLE {CHARGES.table} ADD COLUMN IF NOT EXISTS reasoning_tokens UInt32 DEFAULT 0",
+            *(
+                f"ALTER TABLE {table} ADD COLUMN IF NOT EXISTS reasoning_tokens {_SUM}"
+                for table in (COST_BY_HOUR, COST_BY_DAY)
+            ),
+            f"ALTER TABLE {COST_BY_HOUR}_mv MODIFY QUERY {_costs('hour', 'toStartOfHour(timestamp)', _WITH_THOUGHTS)}",
+            f"ALTER TABLE {COST_BY_DAY}_mv MODIFY QUERY {_costs('day', 'toStartOfDay(timestamp)', _WITH_THOUGHTS)}",
+        )),
     )  # fmt: skip
 
 
@@ -194,7 +209,8 @@ def tables() -> Sequence[str]:
 
 
 def _entries(stream: Stream) -> str:
-    columns = ", ".join(f"{name} {_TYPES[stream.name][name]}" for name in stream.fields)
+    first = (name for name in stream.fields if (stream.name, name) not in _LATER)
+    columns = ", ".join(f"{name} {_TYPES[stream.name][name]}" for name in first)
     if stream is VOTES:  # the last vote on an answer counts, in whichever month it was given
         engine = "ReplacingMergeTree(timestamp) ORDER BY (tenant, response_id)"
         return f"CREATE TABLE IF NOT EXISTS {stream.table} ({columns}) ENGINE = {engine} {_REMEMBERS}"
@@ -216,22 +232,23 @@ def _view(table: str, source: str, select: str) -> str:
 
 
 def _cost(table: str, bucket: str, start: str) -> list[str]:
-    dimensions = "tenant, model, adapter, feature, tier"
-    sums = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos")
     columns = ", ".join(
-        [f"{bucket} DateTime('UTC')", *(f"{name} {_NAME}" for name in dimensions.split(", ")), f"requests {_SUM}"]
-        + [f"{name} {_SUM}" for name in sums]
+        [f"{bucket} DateTime('UTC')", *(f"{name} {_NAME}" for name in _COST_KEYS.split(", ")), f"requests {_SUM}"]
+        + [f"{name} {_SUM}" for name in _COST_SUMS]
     )
-    added = ", ".join(f"sum(toUInt64({name})) AS {name}" for name in sums)
     return [
         f"CREATE TABLE IF NOT EXISTS {table} ({columns}) ENGINE = AggregatingMergeTree "
-        f"ORDER BY ({bucket}, {dimensions}) PARTITION BY toYYYYMM({bucket}) {_REMEMBERS}",
-        _view(
-            table,
-            f"{CHARGES.table} GROUP BY {bucket}, {dimensions}",
-            f"toDateTime({start}, 'UTC') AS {bucket}, {dimensions}, count() AS requests, {added}",
-        ),
+        f"ORDER BY ({bucket}, {_COST_KEYS}) PARTITION BY toYYYYMM({bucket}) {_REMEMBERS}",
+        f"CREATE MATERIALIZED VIEW IF NOT EXISTS {table}_mv TO {table} AS {_costs(bucket, start, _COST_SUMS)}",
     ]
+
+
+def _costs(bucket: str, start: str, sums: Sequence[str]) -> str:
+    added = ", ".join(f"sum(toUInt64({name})) AS {name}" for name in sums)
+    return (
+        f"SELECT toDateTime({start}, 'UTC') AS {bucket}, {_COST_KEYS}, count() AS requests, {added} "
+        f"FROM {CHARGES.table} GROUP BY {bucket}, {_COST_KEYS}"
+    )
 
 
 def _latency() -> list[str]:

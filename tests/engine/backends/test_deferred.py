@@ -27,11 +27,29 @@ def test_a_larger_size_stands_in_until_a_size_is_captured_or_wanted_often() -> N
     assert later.choose(size for size in sizes if size >= 36) == 64
     for _ in range(9):
         assert later.choose(size for size in sizes if size >= 20) == 32
-    assert later.choose(size for size in sizes if size >= 20) == 24
+    assert later.due is None
+    for _ in range(20):
+        assert later.choose(size for size in sizes if size >= 20) == 32
+        assert later.due == 24
+    assert later.choose(size for size in sizes if size >= 20) == 24, "no step was long enough to capture it beside"
     assert later.choose(size for size in sizes if size >= 36) == 64, "what is only passed over is not wanted"
     later.done(40)
     assert later.choose(size for size in sizes if size >= 36) == 40
     assert later.next == 24 and later.choose([48]) is None
+
+
+def test_sequences_rarely_wait_for_captures() -> None:
+    now = 0.0
+    later = Deferred(1, [24, 40], clock=lambda: now)
+    for _ in range(2):
+        assert later.choose([24, 32]) == 32 and later.choose([40, 64]) == 64
+    assert later.choose([24, 32]) == 24
+    later.done(24)
+    assert later.choose([40, 64]) == 64 and later.due == 40, "another was waited for a moment ago"
+    now = 1.0
+    assert later.choose([40, 64]) == 40
+    later.done(40)
+    assert later.due is None and later.next is None
 
 
 class CalledAgain:
@@ -108,4 +126,25 @@ def test_a_request_ends_the_capture_of_a_step_between_two_layers(engine: Engine)
     assert engine.improve()
     assert len(executor.graphs._captured) == len(captured) + 1, "the same one from its beginning"
     assert generate(engine, prompt) == before
+    assert_idle(engine)
+
+
+def test_a_step_that_is_wanted_often_is_captured_beside_a_long_one(engine: Engine) -> None:
+    executor = engine.runner.executor
+    assert isinstance(executor, GraphExecutor)
+    requests = [greedy(f"r{i}", [(i * 17 + j * 5) % 190 for j in range(3 + i)], 80) for i in range(20)]
+    before = generate(engine, *requests)
+    assert 24 not in executor.graphs._captured and executor.graphs.due
+    assert not engine.catch_up(0.001), "too short"
+    executor._capture_s = 0.0
+    assert engine.catch_up(0.0), "begun, and broken off"
+    assert 24 not in executor.graphs._captured
+    executor._capture_s = 0.0
+    assert engine.catch_up(60.0)
+    assert 24 in executor.graphs._captured and not executor.graphs.due
+    while engine.catch_up(60.0):
+        pass  # prompts that were padded
+    assert 0 < executor._capture_s < 60
+    engine.forget_caches()
+    assert generate(engine, *requests) == before
     assert_idle(engine)

@@ -168,13 +168,8 @@ REFUSED = [
     Refusal({"family": "copied experts", "grid": "1x2"}, "experts are spread over tensor_parallel devices"),
     Refusal({"family": "attention by sequences", "grid": "1x2"}, "experts are spread over tensor_parallel devices"),
     *(
-        Refusal({"family": "attention by sequences", dimension: option}, "not available with attention_parallel: data")
-        for dimension, option in (
-            ("room", "host memory"),
-            ("room", "disk"),
-            ("role", "prefill"),
-            ("role", "decode"),
-        )
+        Refusal({"family": "attention by sequences", "role": role}, "not available with attention_parallel: data")
+        for role in ("prefill", "decode")
     ),
     Refusal({"room": "no prefixes", "role": "prefill"}, "hands over blocks by name, which prefix_cache: false forbids"),
     Refusal({"room": "no prefixes", "role": "decode"}, "hands over blocks by name, which prefix_cache: false forbids"),

@@ -142,9 +142,6 @@ def test_a_head_that_does_not_fit_is_refused(target: Path, tmp_path: Path) -> No
     refused(target, "not an EAGLE-3 head")
     with pytest.raises(ConfigError, match="needs a draft_model"):
         make_engine(target, speculation="eagle3")
-    with pytest.raises(ConfigError, match="attention_parallel"):
-        spread = {"tensor_parallel": 2, "expert_parallel": True, "attention_parallel": "data", "pipeline_parallel": 2}
-        make_engine(target, speculation="eagle3", draft_model=str(change()), **spread)
 
 
 def test_auto_finds_out_what_a_drafter_is(target: Path, head: Path) -> None:
@@ -215,17 +212,22 @@ def test_stages_of_a_pipeline_pass_on_what_the_head_reads(
         assert_idle(engine)
 
 
-@pytest.mark.slow
-def test_shards_with_sequences_of_their_own_have_the_same_drafts(head: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pipeline", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_shards_with_sequences_of_their_own_have_the_same_drafts(head: Path, tmp_path: Path, pipeline: int) -> None:
     target = write_checkpoint("qwen3-moe", tmp_path, spread=0.3, num_hidden_layers=4)
     requests = [greedy(f"r{n}", [(i * 7 + n) % 199 for i in range(n)], 20) for n in (90, 2, 33, 60)]
-    spread = {"tensor_parallel": 2, "expert_parallel": True, "attention_parallel": "data"}
-    engine = drafting(target, head, num_blocks=60, token_budget=48, **spread)
-    try:
+    settings = {
+        "speculation": "eagle3",
+        "draft_model": str(head),
+        "expert_parallel": True,
+        "attention_parallel": "data",
+    }
+    with threaded_engine(target, 2, pipeline, num_blocks=60, token_budget=48, **settings) as engine:
+        assert engine.speculation is not None
+        verify_everything(engine.speculation)
         drafts = noted_drafts(engine)
         assert generate(engine, *requests) == generate(make_engine(target), *requests)
         reference = PlainHead(head, target)
         assert len(drafts) > 20
         assert all(draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts)
-    finally:
-        engine.close()
+        assert_idle(engine)

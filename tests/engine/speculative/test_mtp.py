@@ -75,13 +75,15 @@ def test_stages_of_a_pipeline_have_the_same_drafts(tmp_path: Path, family: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", CASES)
-def test_shards_with_sequences_of_their_own_have_the_same_drafts(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "pipeline"), [*((family, 1) for family in CASES), ("glm4-moe", 2), ("qwen3-next", 2)]
+)
+def test_shards_with_sequences_of_their_own_have_the_same_drafts(tmp_path: Path, family: str, pipeline: int) -> None:
     target = write_mtp(family, tmp_path)
     requests = [greedy(f"r{n}", [(i * 7 + n) % 199 for i in range(n)], 14) for n in (70, 3, 40, 90, 17)]
     alone = eager_engine(target, speculation="mtp", num_blocks=100)
     spread = {"expert_parallel": True, "attention_parallel": "data"}
-    with threaded_engine(target, 2, 1, speculation="mtp", num_blocks=60, token_budget=48, **spread) as engine:
+    with threaded_engine(target, 2, pipeline, speculation="mtp", num_blocks=60, token_budget=48, **spread) as engine:
         assert engine.speculation is not None
         verify_everything(engine.speculation)
         drafts = noted_drafts(engine)

@@ -15,8 +15,10 @@ from penstock.gateway.process.settings import ModelSettings
 from penstock.metering import journal
 from penstock.metering.ledger import Charge, Ledger, Settlement, opened, progressed, settled
 from penstock.storage import open_database
+from tests.gateway.api.test_reasoning import OPENS, SAID, scripted
 from tests.gateway.conftest import Running, Serving, eventually, until
 from tests.scripted import ScriptedEngine
+from tests.text.test_thoughts import model
 
 ANSWER = len("Hello, world!") + 1
 
@@ -56,6 +58,20 @@ async def test_what_a_request_used_is_in_the_ledger_before_its_answer_ends(servi
         await running.chat(stream=True, n=2)
         used = await total(running)
         assert (used["requests"], used["completion_tokens"]) == (2, 3 * ANSWER)
+
+
+async def test_thoughts_are_counted_apart(serving: Serving, tmp_path: Path) -> None:
+    thinker = model(tmp_path, "<think>", "</think>", template=OPENS)
+    async with serving(scripted(thinker, SAID), text=thinker, **settings(tmp_path)) as running:
+        said = (await running.chat(n=2)).json()["usage"]
+        thought = said["completion_tokens_details"]["reasoning_tokens"]
+        used = await total(running)
+        assert (used["completion_tokens"], used["reasoning_tokens"]) == (said["completion_tokens"], thought)
+        assert 0 < thought < said["completion_tokens"]
+        labels = 'tenant="default",model_name="tiny",adapter="",feature=""'
+        assert await running.metric(f"penstock_usage_reasoning_tokens_total{{{labels}}}") == thought
+        await running.chat(stream=True, max_tokens=3)  # ends inside its thought
+        assert (await total(running))["reasoning_tokens"] == thought + 3
 
 
 async def test_a_short_stream_takes_one_transaction(
@@ -131,7 +147,7 @@ async def test_a_dead_gateway_s_charges_are_settled_by_another(serving: Serving,
     ledger = Ledger(await open_database(options["store_url"]))
     await ledger.prepare()
     left = Charge("x", "req", "dead", 1000.0, "acme", "", "", "", "tiny", "", "", 50, 100, 1000, 500, 2000)
-    await ledger.write([*opened(left), *progressed({"x": (16, 7)})])
+    await ledger.write([*opened(left), *progressed({"x": (16, 7, 0)})])
     async with serving(**options) as running:
         await until(ledger.open_charges, lambda left: not left)
         used = await total(running, "by=tenant")

@@ -12,7 +12,7 @@ const PERIODS = [
   { label: "Last 30 days", value: 2592000 },
   { label: "All time", value: null },
 ];
-const FIGURES = ["requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost"];
+const FIGURES = ["requests", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens", "cost"];
 const MOST_BARS = 12;
 const named = (figure) => figure.replace("_", " ");
 

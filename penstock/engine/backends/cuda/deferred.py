@@ -1,25 +1,36 @@
 """Sizes of steps that are captured after the start: in moments without work, or once they have been wanted often.
 
 Until then a larger size stands in, padded. So a start captures few graphs, and an engine that never rests still gets
-those that its load needs: capturing one takes about as long as ten steps, and padding costs a part of each.
+those that its load needs: capturing one takes about as long as ten steps, and padding costs a part of each. Those that
+are wanted often are captured while the device is busy with a long step (`due`). Where no step is long enough, running
+sequences have to wait for a capture after all, rarely.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import time
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 Size = TypeVar("Size", bound=Hashable)
+_PATIENCE = 3
+"""A size that was wanted so many times more often than it needs to be has found no long step."""
+_APART_S = 0.5
+"""Between two captures that sequences have to wait for: of a hundred gaps between tokens, at most one is longer."""
 
 
 class Deferred(Generic[Size]):
     """The sizes that are not captured yet, in the order in which they shall be."""
 
-    def __init__(self, often: int, sizes: Iterable[Size] = ()) -> None:
-        """`often`: steps that a larger size stands in for before a size is captured while requests wait."""
+    def __init__(self, often: int, sizes: Iterable[Size] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`often`: steps that a larger size stands in for before a size is captured while there is work."""
         self._often = often
         self._wanted = dict.fromkeys(sizes, 0)
         """How many steps each would have been the best for."""
+        self._due: dict[Size, None] = {}
+        self._clock = clock
+        self._waited_at = float("-inf")
+        """When sequences had to wait for a capture."""
 
     def __contains__(self, size: Size) -> bool:
         return size in self._wanted
@@ -28,6 +39,11 @@ class Deferred(Generic[Size]):
     def next(self) -> Size | None:
         return next(iter(self._wanted), None)
 
+    @property
+    def due(self) -> Size | None:
+        """One that was wanted often, the first of them."""
+        return next(iter(self._due), None)
+
     def add(self, sizes: Iterable[Size]) -> None:
         for size in sizes:
             self._wanted.setdefault(size, 0)
@@ -35,9 +51,10 @@ class Deferred(Generic[Size]):
     def done(self, size: Size) -> None:
         """It was captured."""
         self._wanted.pop(size, None)
+        self._due.pop(size, None)
 
     def choose(self, fitting: Iterable[Size]) -> Size | None:
-        """The size for a step: the first of those that fit, smallest first, that is captured or may be now."""
+        """The size for a step: the first of those that fit, smallest first, that is captured or has to be now."""
         wanted = self._wanted
         best = True
         for size in fitting:
@@ -46,7 +63,10 @@ class Deferred(Generic[Size]):
                 return size
             if best:
                 best = False
-                wanted[size] = count + 1
-                if count + 1 >= self._often:
-                    return size
+                wanted[size] = count = count + 1
+                if count >= self._often:
+                    self._due[size] = None
+                    if count >= self._often * _PATIENCE and self._clock() - self._waited_at >= _APART_S:
+                        self._waited_at = self._clock()
+                        return size
         return None

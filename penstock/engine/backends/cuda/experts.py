@@ -2,14 +2,15 @@
 
 Six launches whatever the number of experts and tokens, and none waits for the device: scores, routing, sorting, the two
 products, the sum. With few tokens they are three: scores and routing, gate and up, down with the sum. With one token
-these have kernels of their own (`kernels.moe_one`), which also take the norm before and the residual addition behind.
+these have kernels of their own (`kernels.moe_one`, `kernels.mxfp4_one`), which also take the norm before and the
+residual addition behind.
 Weights in few bits (FP8, MXFP4, integers in groups) are widened in the kernels; activations stay as they are. In
 deterministic mode it is six for any number of tokens, with one launch shape.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -19,7 +20,7 @@ from penstock.engine.backends.activation import has_gate
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.expert_integers import IntegerStack, integer_stack
 from penstock.engine.backends.cuda.grouped_linear import GroupedLinear, Int8Linear
-from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_one
+from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_one, mxfp4_one
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.kernels.moe import SharedPart
@@ -127,6 +128,10 @@ class PackedStack:
         return ("mxfp4",)
 
     @property
+    def parts(self) -> tuple[Mxfp4Fragments, Tensor | None]:
+        return self.stack, self.bias
+
+    @property
     def experts(self) -> int:
         return self.stack.words.shape[0]
 
@@ -190,6 +195,8 @@ class GroupedExpertMlp:
     counters: Tensor
     """int32 [_COUNTERS]: zero between launches."""
     slots: ExpertSlots | None = None
+    ahead: tuple[Tensor, ...] = ()
+    """What the layer behind reads first."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -211,14 +218,20 @@ class GroupedExpertMlp:
 
     @property
     def takes_one(self) -> bool:
-        """Whether `moe_one` reads these weights."""
+        """Whether `moe_one` or `mxfp4_one` reads these weights."""
         stacks = (self.gate_up, self.down)
         plain = all(isinstance(one, Stack) and one.tile is None and one.bias is None for one in stacks)
-        return plain and has_gate(self.activation) and self.slots is None and not self.ops.batch_invariant
+        packed = all(isinstance(one, PackedStack) for one in stacks) and not self.router.weight_inputs
+        fits = has_gate(self.activation) and self.slots is None and not self.ops.batch_invariant
+        return fits and (plain or packed)
 
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """See `FusedFeedForward`; for one token."""
         return _one_token(self, residual, norm=norm, eps=eps)
+
+    def asking_for(self, ahead: tuple[Tensor, ...]) -> GroupedExpertMlp:
+        """See `AsksAhead`."""
+        return replace(self, ahead=ahead)
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
         if inputs is None and len(x) == 1 and self.fuses:
@@ -358,6 +371,11 @@ class FusedSharedAndRouted(SharedAndRouted):
         routed: Any = self.routed
         return _one_token(routed, residual, self.shared, self.gate, norm=norm, eps=eps)
 
+    def asking_for(self, ahead: tuple[Tensor, ...]) -> FusedSharedAndRouted:
+        """See `AsksAhead`."""
+        routed: Any = self.routed
+        return replace(self, routed=routed.asking_for(ahead)) if self.fuses else self
+
     def forward(self, x: Tensor) -> Tensor:
         routed: Any = self.routed
         if len(x) == 1 and self.fuses:
@@ -402,6 +420,8 @@ def _one_token(
     eps: float = 0.0,
 ) -> Tensor:
     """The experts of one token, in three launches; with `norm`, of the residual stream, to which it adds in place."""
+    if isinstance(routed.gate_up, PackedStack):
+        return _one_packed(routed, x, norm, eps)
     router: Any = routed.router.linear
     gate: Any = shared_gate
     up, down = (_matrices(*pair) for pair in _pairs(routed, shared))
@@ -412,11 +432,32 @@ def _one_token(
     weights, chosen, gates = score_and_route(
         x, router.weight, router.bias, routed.choice, routed.counters,
         shared=None if gate is None else gate.weight, norm=norm, eps=eps, normed=normed, logits=logits,
-        ahead=down.shared,
+        ahead=routed.ahead if down.shared is None else (down.shared, *routed.ahead),
     )  # fmt: skip
     visits = Visits(chosen, weights, routed.router.weight_inputs, logits, routed.choice)
     inner = moe_one.gate_up(normed, up, visits, routed.activation)
     return moe_one.down(inner, down, visits, shared_gate=gates, residual=None if norm is None else x)
+
+
+def _one_packed(routed: GroupedExpertMlp, x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
+    """The same in MXFP4."""
+    router: Any = routed.router.linear
+    gate_up, down = routed.gate_up, routed.down
+    assert isinstance(gate_up, PackedStack) and isinstance(down, PackedStack)
+    normed = x if norm is None else torch.empty_like(x)
+    fast = mxfp4_one.takes(x)
+    logits = None
+    if fast and moe_one.ranks(routed.choice, gate_up.experts):
+        logits = torch.empty((1, gate_up.experts), dtype=torch.float32, device=x.device)
+    weights, chosen, _ = score_and_route(
+        x, router.weight, router.bias, routed.choice, routed.counters, norm=norm, eps=eps, normed=normed, logits=logits
+    )
+    if not fast:
+        out = routed._products(normed, weights, FewPairs(chosen))
+        return out if norm is None else x.add_(out)
+    visits = Visits(chosen, weights, False, logits, routed.choice)
+    inner = mxfp4_one.gate_up(normed, *gate_up.parts, visits, routed.activation, following=down.stack)
+    return mxfp4_one.down(inner, *down.parts, visits, residual=None if norm is None else x)
 
 
 def _pairs(routed: GroupedExpertMlp, shared: GatedMlp | None) -> tuple[tuple[Any, Any], tuple[Any, Any]]:

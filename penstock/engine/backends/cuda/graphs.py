@@ -10,6 +10,7 @@ the rows, so the next step can be launched before the host has read them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ _ALL_UP_TO = 8
 """Numbers of rows up to which every graph is captured at the start; above, powers of two."""
 _WANTED = 64
 """Steps with a few padding rows that are as long as capturing one of the right size."""
+_CAPTURE_S = 0.02
+"""What capturing a step may take; measured from the first one on."""
+_SAFE, _SMOOTH = 1.2, 0.3
 _LORA_FIELDS = tuple((name, np.int32) for name in TABLES)
 
 
@@ -97,6 +101,8 @@ class GraphExecutor(EagerExecutor):
                 followers=resources.decoder.followers,
                 kind=Kind.PROMPTS,
             )
+        self._capture_s = _CAPTURE_S
+        """What a capture takes, and a bit more."""
         self.chains: DrawChains | None = None
         """For drafters that draw several tokens at once."""
         if resources.drawn_ahead:
@@ -174,6 +180,22 @@ class GraphExecutor(EagerExecutor):
                 return self._capture_next()
         except Interrupted:
             return True
+
+    @torch.inference_mode()
+    def catch_up(self, spare_s: float) -> bool:
+        found = [graphs for graphs in (*self._all(), self.prompt_graphs) if graphs is not None and graphs.due]
+        if not found or spare_s < self._capture_s:
+            return False
+        began = time.perf_counter()
+        until = began + spare_s
+        try:
+            with nullcontext() if self.graphs.followers else interruptible(lambda: time.perf_counter() > until):
+                found[0].capture_due()
+        except Interrupted:
+            self._capture_s = 1.5 * spare_s
+        else:
+            self._capture_s += _SMOOTH * (_SAFE * (time.perf_counter() - began) - self._capture_s)
+        return True
 
     def _capture_next(self) -> bool:
         if any(graphs.capture_next() for graphs in self._all()):
@@ -398,6 +420,16 @@ class DecodeGraphs:
             return False
         self.capture(bucket)
         return True
+
+    @property
+    def due(self) -> bool:
+        """Whether one is wanted often that was left for later."""
+        return self._later.due is not None
+
+    def capture_due(self) -> None:
+        """Capture such a one."""
+        if (bucket := self._later.due) is not None:
+            self.capture(bucket)
 
     def capture(self, bucket: int) -> _Captured:
         """Capture the step of `bucket` rows."""

@@ -251,6 +251,16 @@ class PromptGraphs:
         self.capture(shape)
         return True
 
+    @property
+    def due(self) -> bool:
+        """Whether one is wanted often that was left for later."""
+        return self._later.due is not None
+
+    def capture_due(self) -> None:
+        """Capture such a one."""
+        if (shape := self._later.due) is not None:
+            self.capture(shape)
+
     def forget(self) -> list[Shape]:
         """Drop every graph, because what they read is about to move; the shapes to capture again at once, largest
         first. Others are captured later again."""

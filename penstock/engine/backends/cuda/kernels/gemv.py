@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.backends.cuda.kernels import common
+from penstock.engine.backends.cuda.kernels import ahead, common
 from penstock.engine.backends.cuda.kernels.activation import silu_mul, to_half
+from penstock.engine.backends.cuda.kernels.ahead import Ahead, ask, ask_ahead
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, launch_successor, wait_for_inputs
 from penstock.engine.backends.cuda.kernels.epilogue import epilogue
 from penstock.engine.backends.cuda.kernels.gemv_shapes import GemvConfig, choose, folds_norm, vendor_wins
@@ -39,6 +40,7 @@ from penstock.engine.backends.cuda.kernels.inline_lora import (
 from penstock.engine.backends.cuda.kernels.norm import rms_norm
 from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink
 
+PIECE = tl.constexpr(ahead.PIECE)
 MAX_BATCH = 8
 """Above this cuBLAS is the better choice."""
 
@@ -73,6 +75,28 @@ def _weights(
 
 
 @triton.jit
+def _ask_rows(
+    weight_ptr: tl.tensor,
+    program: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr,
+    THREADS: tl.constexpr,
+) -> None:
+    """Ask for the rows that `program` reads, if it has as many as all have."""
+    WIDTH: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+    SIZE: tl.constexpr = BLOCK_N * K * WIDTH
+    PIECES: tl.constexpr = (SIZE + PIECE - 1) // PIECE
+    if K * WIDTH % 16 == 0 and 2 * PIECES <= THREADS:
+        i = tl.arange(0, THREADS)
+        piece = i % PIECES
+        at = (program * BLOCK_N).to(tl.int64) * K + (i // PIECES).to(tl.int64) * (N * K)
+        wanted = (i < (2 * PIECES if GATED else PIECES)) & ((program + 1) * BLOCK_N <= N)
+        ask(weight_ptr + at + piece * (PIECE // WIDTH), tl.minimum(PIECE, SIZE - piece * PIECE), wanted)
+
+
+@triton.jit(do_not_specialize=["ahead_half", "ahead_pieces", "ahead_stride", "askers", "distance"])
 def _rows_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -88,6 +112,12 @@ def _rows_kernel(
     start: tl.tensor,
     norm_ptr: tl.tensor,
     eps: tl.tensor,
+    ahead_ptr: tl.tensor,
+    ahead_half: tl.tensor,
+    ahead_pieces: tl.tensor,
+    ahead_stride: tl.tensor,
+    askers: tl.tensor,
+    distance: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -97,6 +127,8 @@ def _rows_kernel(
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
+    ASKS: tl.constexpr,
+    ROLLS: tl.constexpr,
     R: tl.constexpr = 0,
     PARTS: tl.constexpr = 0,
     END_0: tl.constexpr = 0,
@@ -134,6 +166,14 @@ def _rows_kernel(
         at = step * BLOCK_K + k
         for r in tl.static_range(ROWS):
             early = early + (_weights(weight_ptr, first, r, at, N, K, BLOCK_N),)  # type: ignore[assignment]
+    THREADS: tl.constexpr = BLOCK_K // 8
+    if ROLLS:
+        _ask_rows(weight_ptr, program - SHRINKS + distance, N, K, BLOCK_N, GATED, THREADS)
+    if ASKS:
+        # The last programs: what the others would ask for now competes with the rows that are read.
+        asker = program - tl.num_programs(0) + askers
+        if asker >= 0:
+            ask_ahead(ahead_ptr, ahead_half, ahead_pieces, ahead_stride, asker, askers, THREADS)
     gains = ()
     square = tl.zeros([BLOCK_K], tl.float32)
     if NORM:
@@ -309,6 +349,11 @@ def linear(
     config: GemvConfig | None = None,
     lora: InlineLora | None = None,
     pdl: bool = False,
+    first: Ahead | None = None,
+    then: Ahead | None = None,
+    askers: int = 512,
+    distance: int | None = None,
+    large: str = "in order",
 ) -> Tensor:
     """`x` [B, K] times the transpose of `weight` [N, K], for B up to `MAX_BATCH`.
 
@@ -337,7 +382,7 @@ def linear(
     if norm is not None and lora is not None:
         x = rms_norm_shrink(x, norm, eps, lora, dtype=torch.float16 if half else None, pdl=pdl)
     elif norm is not None:
-        x = rms_norm(x, norm, eps, dtype=torch.float16 if half else None, pdl=pdl)
+        x = rms_norm(x, norm, eps, dtype=torch.float16 if half else None, ahead=first, pdl=pdl)
     elif half:
         x = to_half(x, pdl=pdl)
     pointers = (
@@ -373,16 +418,22 @@ def linear(
             *pointers,
             x if gain is None else gain,
             eps,
+            *ahead.arguments(then, x),
+            min(askers, programs),
+            0 if distance is None else distance,
             N=n,
             K=k,
             BLOCK_N=shape.block_n,
             BLOCK_K=shape.block_k,
             NORM=folds,
+            ASKS=then is not None,
+            ROLLS=distance is not None,
             **flags,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
             pdl=pdl,
-            in_order=shrinks + programs > common.MOST_OVERLAPPED,
+            in_order=shrinks + programs > common.MOST_OVERLAPPED and large == "in order",
+            branches=shrinks + programs > common.MOST_OVERLAPPED and large == "followed",
         )
     else:
         launch(

@@ -22,12 +22,15 @@ from penstock.engine.backends.cuda.kernels.common import (
     wait_for_inputs,
 )
 from penstock.engine.backends.cuda.kernels.latent_tile import NEGATIVE, LatentConfig, attend, precision
+from penstock.engine.backends.cuda.kernels.next_weights import ask_for_next, next_arguments
 from penstock.engine.backends.interface import AttentionBatch, LatentLayout, LatentWeights
 
 FEW = 8
 """Up to this many sequences, `merge` also makes the values: more would read the value matrices too often."""
 MOST_SHARES = 128
 """Of a sequence."""
+MERGED = 32
+"""Values of a head that a program of `merge` makes."""
 
 
 @triton.jit
@@ -38,7 +41,7 @@ def _shares(context: tl.tensor, min_tiles: tl.tensor, BLOCK_N: tl.constexpr, SPL
     return share, tl.cdiv(tiles, share)
 
 
-@triton.jit(do_not_specialize=["min_tiles"])
+@triton.jit(do_not_specialize=["min_tiles", "ahead_pieces", "further_pieces"])
 def _decode_kernel(
     query_ptr: tl.tensor,
     cache_ptr: tl.tensor,
@@ -53,6 +56,10 @@ def _decode_kernel(
     table_stride: tl.tensor,
     scale: tl.tensor,
     min_tiles: tl.tensor,
+    ahead_ptr: tl.tensor,
+    ahead_pieces: tl.tensor,
+    further_ptr: tl.tensor,
+    further_pieces: tl.tensor,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
     LATENT_BLOCK: tl.constexpr,
@@ -88,6 +95,9 @@ def _decode_kernel(
             at = cache_ptr + block * (BLOCK_SIZE * CACHED) + n % BLOCK_SIZE * CACHED
             ask_for(at, CACHED * CACHE_BYTES, PDL)
     wait_for_inputs(PDL)
+    program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * SPLITS + split
+    programs = tl.num_programs(0) * tl.num_programs(1) * SPLITS
+    ask_for_next(ahead_ptr, ahead_pieces, further_ptr, further_pieces, program, programs, PDL)
     r = tl.arange(0, LATENT_BLOCK)
     e = tl.arange(0, ROTARY_BLOCK)
     at = (seq * HEADS + head) * (LATENT + ROTARY)
@@ -263,6 +273,7 @@ def decode(
         batch.block_tables.stride(0),
         layout.scale,
         config.min_tiles,
+        *next_arguments(weights.ahead[1:], sequences, query),
         HEADS=heads,
         LATENT=layout.latent,
         LATENT_BLOCK=latent_block,
@@ -284,7 +295,7 @@ def decode(
     if splits == 1:
         return
     out = seen if values is None else values
-    block_v = min(32, next_power_of_2(layout.value))
+    block_v = min(MERGED, next_power_of_2(layout.value))
     launch(
         _merge_kernel,
         (sequences, heads, 1 if values is None else ceil_div(layout.value, block_v)),

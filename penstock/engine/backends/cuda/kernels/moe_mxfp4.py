@@ -190,7 +190,7 @@ def choose(pairs: int, experts: int, wide: bool, few: int = 0) -> StreamConfig |
         return StreamConfig(8, 2, 2, ahead=4) if wide else StreamConfig(8, 1, 4, ahead=4, split=2)
     share = pairs / experts
     if few or share <= 12:
-        return StreamConfig(16, 2, 4, ahead=2)
+        return StreamConfig(16, 2, 4, ahead=2, registers=128)  # 16 warps to a multiprocessor
     if share <= 24:
         return StreamConfig(32, 2, 4, ahead=1, registers=128)
     return PromptConfig(64 if share <= 128 else 128, 2, 8)

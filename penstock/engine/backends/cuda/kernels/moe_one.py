@@ -30,6 +30,8 @@ from penstock.engine.backends.interface import Activation
 MOST_RANKED = 64
 """Experts of which every program of `gate_up` finds the one it works on: with more that takes longer than a choice made
 once, and the wait for it."""
+SHARED_LAST = False
+ASKS = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ def _gate_up_kernel(
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SHARED_LAST: tl.constexpr,
     CHOOSES: tl.constexpr,
     BLOCK_E: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -168,9 +171,11 @@ def _gate_up_kernel(
     pid = tl.program_id(0)
     i = tl.arange(0, BLOCK_N)
     kind = out_ptr.dtype.element_ty
+    ROUTED: tl.constexpr = TOP_K * BLOCKS
+    at = pid if SHARED_LAST else pid - FIRST
     if SHARED > 0:  # noqa: SIM102 - known when compiled; the other is not
-        if pid < FIRST:
-            n = pid * BLOCK_N + i
+        if (pid >= ROUTED) if SHARED_LAST else (pid < FIRST):
+            n = (pid - ROUTED if SHARED_LAST else pid) * BLOCK_N + i
             # Rows past the end read the last row: their sums are not stored.
             row = tl.minimum(n, SHARED - 1)
             # Weights are constants: they may be under way before the input is there.
@@ -186,8 +191,8 @@ def _gate_up_kernel(
             y = gated(gate, up, GATE, ALPHA, LIMIT)
             tl.store(out_ptr + TOP_K * WIDTH + n, y.to(kind), mask=n < SHARED)
             return
-    visit = (pid - FIRST) // BLOCKS
-    n = (pid - FIRST) % BLOCKS * BLOCK_N + i
+    visit = at // BLOCKS
+    n = at % BLOCKS * BLOCK_N + i
     wait_for_inputs(PDL)
     # Only now: what comes next looks the choices up as soon as it starts, to know what to ask for.
     launch_successor(PDL)
@@ -204,7 +209,7 @@ def _gate_up_kernel(
     gates = _load_rows(weight_ptr + row * K, K, STEPS, BLOCK_K)
     ups = _load_rows(weight_ptr + (row + WIDTH) * K, K, STEPS, BLOCK_K)
     if CHOOSES:  # noqa: SIM102
-        if (pid - FIRST) % BLOCKS == 0:
+        if at % BLOCKS == 0:
             # For what comes next.
             tl.store(chosen_ptr + visit, expert.to(tl.int32))
             tl.store(route_ptr + visit, _weight_at(visit, scores, ranks, TOP_K, NORMALIZE, SIGMOID, SCALE))
@@ -251,15 +256,16 @@ def _down_kernel(
     SCALED: tl.constexpr,
     SHARED_GATE: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    ASKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     STEPS: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1)
     launch_successor(PDL)
-    if SHARED > 0:
+    if SHARED > 0 and ASKS:
         ask_for(shared_ptr + row * SHARED, SHARED_BYTES, PDL)
-    if PDL:
+    if PDL and ASKS:
         # A hint alone, so it need not be what it will be. Programs start when the last of the launch before have, so it
         # almost always is.
         t = tl.minimum(tl.arange(0, TOP_BLOCK), TOP_K - 1)
@@ -339,6 +345,7 @@ def gate_up(
         TOP_K=visits.count,
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
+        SHARED_LAST=SHARED_LAST,
         CHOOSES=choice is not None,
         BLOCK_E=next_power_of_2(experts),
         NORMALIZE=choice is not None and choice.normalize,
@@ -397,6 +404,7 @@ def down(
         SCALED=matrices.scale is not None,
         SHARED_GATE=shared_gate is not None,
         RESIDUAL=residual is not None,
+        ASKS=ASKS,
         num_warps=shape.num_warps,
         pdl=pdl,
     )

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.common import (
-    ask_for,
     ceil_div,
     is_building,
     launch,
@@ -23,9 +22,8 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
+from penstock.engine.backends.cuda.kernels.next_weights import ask_for_next, next_arguments
 
-_PIECE = tl.constexpr(4096)
-"""Bytes that are asked for at once."""
 _LEFT_OUT = tl.constexpr(-3.0e38)
 """Score of an expert in a group that was not chosen: taken when nothing else is left."""
 
@@ -234,20 +232,7 @@ def _scores(
     return tl.sum(sums, axis=1)
 
 
-@triton.jit
-def _ask_ahead(
-    start_ptr: tl.tensor, pid: tl.tensor, PROGRAMS: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr
-) -> None:
-    """This program's share of memory that is read later, into the L2 cache."""
-    if PDL and PIECES > 0:
-        SHARE: tl.constexpr = (PIECES + PROGRAMS - 1) // PROGRAMS
-        SIZE: tl.constexpr = start_ptr.dtype.element_ty.primitive_bitwidth // 8
-        for first in range(0, SHARE, 32):
-            piece = tl.minimum(pid * SHARE + first + tl.arange(0, 32), PIECES - 1)
-            ask_for(start_ptr + piece * (_PIECE // SIZE), _PIECE, PDL)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["ahead_pieces", "further_pieces"])
 def _score_kernel(
     x_ptr: tl.tensor,
     router_ptr: tl.tensor,
@@ -261,8 +246,11 @@ def _score_kernel(
     shared_gate_ptr: tl.tensor,
     norm_ptr: tl.tensor,
     normed_ptr: tl.tensor,
-    ahead_ptr: tl.tensor,
     eps: tl.tensor,
+    ahead_ptr: tl.tensor,
+    ahead_pieces: tl.tensor,
+    further_ptr: tl.tensor,
+    further_pieces: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -270,7 +258,6 @@ def _score_kernel(
     SHARED: tl.constexpr,
     NORM: tl.constexpr,
     CHOOSE: tl.constexpr,
-    PIECES: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -301,8 +288,8 @@ def _score_kernel(
         for step in tl.static_range((HIDDEN + BLOCK_K - 1) // BLOCK_K):
             at = step * BLOCK_K + tl.arange(0, BLOCK_K)
             gains = gains + (tl.load(norm_ptr + at, mask=at < HIDDEN, other=0.0),)  # type: ignore[assignment]
-    _ask_ahead(ahead_ptr, pid, PROGRAMS, PIECES, PDL)
     wait_for_inputs(PDL)
+    ask_for_next(ahead_ptr, ahead_pieces, further_ptr, further_pieces, pid, tl.num_programs(0), PDL)
     inputs = _inputs(x_ptr + row * HIDDEN, gains, eps, HIDDEN, BLOCK_K, NORM)
     if NORM:  # noqa: SIM102 - known when compiled; the other is not
         if pid == 0:
@@ -349,13 +336,13 @@ def score_and_route(
     eps: float = 0.0,
     normed: Tensor | None = None,
     logits: Tensor | None = None,
-    ahead: Tensor | None = None,
+    ahead: tuple[Tensor, ...] = (),
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`route` of `x` [T, hidden] times the transpose of `router` [experts, hidden], in one launch. `counters`: int32,
     zero, one for every token. With `shared` [1, hidden], the gate of a shared expert, its sigmoids float32 [T] too.
     `norm`, `eps`: x is RMS-normalized first, and `normed` [T, hidden] is what it then is. With `logits` (float32 [T,
-    experts]) these are written and nothing is chosen. `ahead`: a matrix that will be read soon, whoever is chosen."""
+    experts]) these are written and nothing is chosen. `ahead`: matrices that are read soon, whoever is chosen."""
     (tokens, hidden), experts = x.shape, router.shape[0]
     weights, chosen = choice.outputs(tokens, x.device)
     block_e, warps = 2 if experts * tokens <= 1024 else 4, 4
@@ -378,8 +365,8 @@ def score_and_route(
         weights if gates is None else gates,
         x if norm is None else norm,
         x if normed is None else normed,
-        x if ahead is None else ahead,
         eps,
+        *next_arguments(ahead, tokens, x),
         HIDDEN=hidden,
         BLOCK_E=block_e,
         BLOCK_K=min(1024, next_power_of_2(hidden)),
@@ -387,13 +374,8 @@ def score_and_route(
         SHARED=shared is not None,
         NORM=norm is not None,
         CHOOSE=logits is None,
-        PIECES=0 if ahead is None else _pieces(ahead),
         **choice.options(experts),
         num_warps=warps,
         pdl=pdl,
     )
     return weights, chosen, gates
-
-
-def _pieces(matrix: Tensor) -> int:
-    return matrix.numel() * matrix.element_size() // int(_PIECE.value)

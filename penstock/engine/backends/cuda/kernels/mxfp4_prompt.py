@@ -21,7 +21,18 @@ from penstock.engine.backends.cuda.kernels.activation import gate_options
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch
 from penstock.engine.backends.cuda.kernels.moe_plan import Plan
 from penstock.engine.backends.cuda.kernels.mxfp4_fragments import Mxfp4Fragments
-from penstock.engine.backends.cuda.kernels.mxfp4_stream import _bits, _gated, _half_layout, _weights, _word_layout
+from penstock.engine.backends.cuda.kernels.mxfp4_tile import (
+    at_powers,
+    at_words,
+    bits,
+    half_layout,
+    load_inputs,
+    rows_of,
+    store_gated,
+    tiles_of,
+    weights_of,
+    word_layout,
+)
 from penstock.engine.backends.interface import Activation
 
 
@@ -45,26 +56,17 @@ class PromptConfig:
 def _input_layout(warps: int, tokens: int) -> gl.DistributedLinearLayout:
     """Of inputs [tokens, 64]: a thread has those that are neighbours in the order of the weights."""
     return gl.DistributedLinearLayout(
-        _bits(2, 1, 2, 1) + _bits(4, 16, 2, 1) + _bits(tokens // (4 * warps), 4 * warps, 2, 0),
-        _bits(8, 2, 2, 1) + _bits(4, 1, 2, 0),
-        _bits(warps, 4, 2, 0),
+        bits(2, 1, 2, 1) + bits(4, 16, 2, 1) + bits(tokens // (4 * warps), 4 * warps, 2, 0),
+        bits(8, 2, 2, 1) + bits(4, 1, 2, 0),
+        bits(warps, 4, 2, 0),
         [],
         [tokens, 64],
     )
 
 
 @gluon.jit
-def _load_inputs(rows: gl.tensor, k: gl.tensor, step: gl.tensor, K: gl.constexpr) -> gl.tensor:
-    if K % 64 != 0:
-        x = gl.load(rows + step * 64, mask=(step * 64 + k < K)[None, :], other=0.0)
-    else:
-        x = gl.load(rows + step * 64)
-    return x
-
-
-@gluon.jit
 def _put_inputs(tile: gl.shared_memory_descriptor, x: gl.tensor) -> None:
-    """Inputs [tokens, 64] into a tile, in the order of `_weights`."""
+    """Inputs [tokens, 64] into a tile, in the order of `weights_of`."""
     TOKENS: gl.constexpr = x.shape[0]
     split = gl.permute(gl.reshape(x, [TOKENS, 4, 2, 2, 2, 2]), (0, 2, 3, 4, 1, 5))
     tile.store(gl.reshape(split, [TOKENS, 64]))
@@ -103,8 +105,8 @@ def _prompt_kernel(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, TOKENS, 16]
     )
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    WORDS: gl.constexpr = _word_layout(WARPS, ROWS)
-    HALVES: gl.constexpr = _half_layout(WARPS, ROWS)
+    WORDS: gl.constexpr = word_layout(WARPS, ROWS)
+    HALVES: gl.constexpr = half_layout(WARPS, ROWS)
     POWERS: gl.constexpr = gl.SliceLayout(4, HALVES)
     INPUTS: gl.constexpr = _input_layout(WARPS, TOKENS)
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -123,25 +125,12 @@ def _prompt_kernel(
     last = gl.load(starts_ptr + expert + 1)
     first = gl.load(starts_ptr + expert) + place % tiles * TOKENS
     if first < last:
-        tile = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
-        g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
-        t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, WORDS))))
-        w = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, WORDS))))
-        # Tiles past the end read the last one: their sums are not stored.
-        tile = gl.minimum(block * HEIGHT + tile, ROW_TILES - 1)
-        words = (
-            words_ptr + expert.to(gl.int64) * (ROW_TILES * STEPS * 128) + tile[:, None, None, None] * (STEPS * 128)
-            + g[None, :, None, None] * 16 + t[None, None, :, None] * 4 + w[None, None, None, :]
-        )  # fmt: skip
-        tile_p = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, POWERS))))
-        g_p = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, POWERS))))
-        t_p = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, POWERS))))
-        h_p = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, POWERS))))
-        tile_p = gl.minimum(block * HEIGHT + tile_p, ROW_TILES - 1)
-        powers = (
-            exponents_ptr + expert.to(gl.int64) * (ROW_TILES * SPANS * 32) + tile_p[:, None, None, None] * (SPANS * 32)
-            + g_p[None, :, None, None] * 4 + (t_p // 2)[None, None, :, None] * 2 + h_p[None, None, None, :]
-        )  # fmt: skip
+        tile = tiles_of(block, ROW_TILES, HEIGHT, WORDS)
+        tile_p = tiles_of(block, ROW_TILES, HEIGHT, POWERS)
+        words = at_words(words_ptr + expert.to(gl.int64) * (ROW_TILES * STEPS * 128), tile * (STEPS * 128), WORDS)
+        powers = at_powers(
+            exponents_ptr + expert.to(gl.int64) * (ROW_TILES * SPANS * 32), tile_p * (SPANS * 32), POWERS
+        )
         k = gl.arange(0, 64, layout=gl.SliceLayout(0, INPUTS))
         column = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, MMA))
         column_x = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, INPUTS))
@@ -157,11 +146,11 @@ def _prompt_kernel(
             rows = x_ptr + source.to(gl.int64)[:, None] * K + k[None, :]
             acc = gl.zeros([HEIGHT * 16, TOKENS], gl.float32, layout=MMA)
             e = gl.load(powers)
-            x = _load_inputs(rows, k, 0, K)
-            weights = _weights(gl.load(words), e, 0, HALVES, A)
+            x = load_inputs(rows, k, 0, K)
+            weights = weights_of(gl.load(words), e, 0, HALVES, A, [HEIGHT * 16, 64])
             gl.thread_barrier()  # the tile before this one has been read
             _put_inputs(tile0, x)
-            x = _load_inputs(rows, k, gl.minimum(1, STEPS - 1), K)
+            x = load_inputs(rows, k, gl.minimum(1, STEPS - 1), K)
             taken = gl.load(words + gl.minimum(1, STEPS - 1) * 128)
             fence_async_shared()
             gl.thread_barrier()
@@ -174,9 +163,9 @@ def _prompt_kernel(
                     # Warps that read the other tile in the last step have finished it: they have met since.
                     _put_inputs(tile1 if i % 2 == 0 else tile0, x)
                     ahead = gl.minimum(span * 4 + i + 2, STEPS - 1)
-                    x = _load_inputs(rows, k, ahead, K)
+                    x = load_inputs(rows, k, ahead, K)
                     new = gl.load(words + ahead * 128)
-                    widened = _weights(taken, e, (i + 1) % 4, HALVES, A)
+                    widened = weights_of(taken, e, (i + 1) % 4, HALVES, A, [HEIGHT * 16, 64])
                     taken = new
                     # What is being read stays where it is until then.
                     if EARLY:
@@ -191,8 +180,8 @@ def _prompt_kernel(
                 if i + 1 < STEPS % 4:
                     _put_inputs(tile1 if i % 2 == 0 else tile0, x)
                     ahead = gl.minimum(STEPS // 4 * 4 + i + 2, STEPS - 1)
-                    x = _load_inputs(rows, k, ahead, K)
-                    widened = _weights(taken, e, i + 1, HALVES, A)
+                    x = load_inputs(rows, k, ahead, K)
+                    widened = weights_of(taken, e, i + 1, HALVES, A, [HEIGHT * 16, 64])
                     taken = gl.load(words + ahead * 128)
                     acc, _ = warpgroup_mma_wait(num_outstanding=0, deps=[acc, weights])
                     weights = widened
@@ -201,23 +190,12 @@ def _prompt_kernel(
                 else:
                     acc, _ = warpgroup_mma_wait(num_outstanding=0, deps=[acc, weights])
             row = gl.arange(0, HEIGHT * 16, layout=gl.SliceLayout(1, MMA)) + block * (HEIGHT * 16)
-            in_row = row < WIDE
-            if PAIRED:
-                within = row // 16 * 8 + row % 8
-                in_row = within < WIDE // 2
-                row = gl.minimum(within, WIDE // 2 - 1) + row // 8 % 2 * (WIDE // 2)
-            row = gl.minimum(row, WIDE - 1)
+            row, in_row = rows_of(row, WIDE, PAIRED)
             acc *= gl.load(scale_ptr + expert * WIDE + row)[:, None]
             if BIASED:
                 acc += gl.load(bias_ptr + expert * WIDE + row).to(gl.float32)[:, None]
             if GATED:
-                both = gl.permute(gl.reshape(acc, [HEIGHT, 2, 8, TOKENS]), (0, 2, 3, 1))
-                gate, up = gl.split(both)
-                y = gl.reshape(_gated(gate, up, GATE, ALPHA, LIMIT), [HEIGHT * 8, TOKENS])
-                n = gl.arange(0, HEIGHT * 8, layout=gl.SliceLayout(1, y.type.layout)) + block * (HEIGHT * 8)
-                m_y = gl.convert_layout(m, gl.SliceLayout(0, y.type.layout)).to(gl.int64)
-                in_y = gl.convert_layout(in_m, gl.SliceLayout(0, y.type.layout))[None, :] & (n < N)[:, None]
-                gl.store(out_ptr + m_y[None, :] * N + n[:, None], y.to(out_ptr.dtype.element_ty), mask=in_y)
+                store_gated(acc, out_ptr, m, in_m, block, N, GATE, ALPHA, LIMIT)
             else:
                 if WEIGHTED:
                     acc *= gl.load(route_ptr + pair, mask=in_m, other=0.0)[None, :]

@@ -17,13 +17,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from penstock.engine.backends.cuda.kernels.activation import gate_options, gated
+from penstock.engine.backends.cuda.kernels.activation import gate_options
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch
 from penstock.engine.backends.cuda.kernels.moe_plan import FewPairs, Plan
 from penstock.engine.backends.cuda.kernels.mxfp4_fragments import Mxfp4Fragments
+from penstock.engine.backends.cuda.kernels.mxfp4_tile import (
+    at_powers,
+    at_words,
+    bits,
+    half_layout,
+    load_inputs,
+    rows_of,
+    store_gated,
+    tiles_of,
+    weights_of,
+    word_layout,
+)
 from penstock.engine.backends.interface import Activation
-
-_gated = gluon.jit(gated.fn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,135 +53,24 @@ class StreamConfig:
     """Of a thread, at most."""
 
 
-# Of two words and one power: see `mxfp4_fragments._PLACES`. The power of step i of four is byte i of a word.
-_UNPACK = """{
-.reg .b32 m, u, v;
-prmt.b32 m, $10, 0, 0x4%d4%d;
-shl.b32 m, m, 7;
-shl.b32 u, $8, 6;
-and.b32 u, u, 0x81C081C0;
-mul.bf16x2 $0, u, m;
-shl.b32 u, $8, 2;
-and.b32 u, u, 0x81C081C0;
-mul.bf16x2 $1, u, m;
-shf.l.wrap.b32 u, $8, $8, 12;
-and.b32 u, u, 0x81C081C0;
-mul.bf16x2 $2, u, m;
-shl.b32 u, $9, 4;
-and.b32 u, u, 0x81C081C0;
-mul.bf16x2 $3, u, m;
-and.b32 u, $9, 0x81C081C0;
-mul.bf16x2 $4, u, m;
-shf.l.wrap.b32 u, $9, $9, 10;
-and.b32 u, u, 0x81C081C0;
-mul.bf16x2 $5, u, m;
-shl.b32 u, $8, 1;
-and.b32 u, u, 0x81008100;
-shr.b32 v, $9, 3;
-lop3.b32 u, v, 0x00C000C0, u, 0xEA;
-mul.bf16x2 $6, u, m;
-and.b32 u, $8, 0x81008100;
-shl.b32 v, $9, 6;
-lop3.b32 u, v, 0x00C000C0, u, 0xEA;
-mul.bf16x2 $7, u, m;
-}"""
-
-
-@constexpr_function
-def _unpack_code(number: int) -> str:
-    return _UNPACK % (number, number)
-
-
-@constexpr_function
-def _bits(count: int, first: int, rank: int, axis: int) -> list[list[int]]:
-    """Bases of a linear layout along an axis: `first`, twice that, ..., below `first * count`."""
-    bases = []
-    step = first
-    while step < first * count:
-        bases.append([step if i == axis else 0 for i in range(rank)])
-        step *= 2
-    return bases
-
-
-@constexpr_function
-def _word_layout(warps: int, rows: int) -> gl.DistributedLinearLayout:
-    """Of words [tiles of 16 rows, 8, 4, 4]."""
-    return gl.DistributedLinearLayout(
-        _bits(4, 1, 4, 3) + _bits(rows, warps, 4, 0),
-        _bits(4, 1, 4, 2) + _bits(8, 1, 4, 1),
-        _bits(warps, 1, 4, 0),
-        [],
-        [warps * rows, 8, 4, 4],
-    )
-
-
-@constexpr_function
-def _half_layout(warps: int, rows: int) -> gl.DistributedLinearLayout:
-    """The same with the last axis split into rows g and g + 8, and the two words of a row."""
-    return gl.DistributedLinearLayout(
-        _bits(2, 1, 5, 4) + _bits(2, 1, 5, 3) + _bits(rows, warps, 5, 0),
-        _bits(4, 1, 5, 2) + _bits(8, 1, 5, 1),
-        _bits(warps, 1, 5, 0),
-        [],
-        [warps * rows, 8, 4, 2, 2],
-    )
-
-
 @constexpr_function
 def _token_layout(warps: int, tokens: int) -> gl.DistributedLinearLayout:
     """Of inputs [tokens, 64]: the same in every warp."""
     return gl.DistributedLinearLayout(
-        _bits(16, 1, 2, 1) + _bits(tokens // 8, 8, 2, 0),
-        _bits(4, 16, 2, 1) + _bits(8, 1, 2, 0),
-        [[0, 0] for _ in _bits(warps, 1, 2, 0)],
+        bits(16, 1, 2, 1) + bits(tokens // 8, 8, 2, 0),
+        bits(4, 16, 2, 1) + bits(8, 1, 2, 0),
+        [[0, 0] for _ in bits(warps, 1, 2, 0)],
         [],
         [tokens, 64],
     )
 
 
 @gluon.jit
-def _weights(
-    words: gl.tensor,
-    powers: gl.tensor,
-    STEP: gl.constexpr,
-    HALVES: gl.constexpr,
-    OPERAND: gl.constexpr,
-) -> gl.tensor:
-    """Operand [rows, 64] of words [tiles, 8, 4, 4] and powers [tiles, 8, 4, 2] of four steps."""
-    TILES: gl.constexpr = words.shape[0]
-    split = gl.convert_layout(gl.reshape(words, [TILES, 8, 4, 2, 2]), HALVES, assert_trivial=True)
-    p0, p1, p2, p3, p4, p5, p6, p7 = gl.inline_asm_elementwise(
-        _unpack_code(STEP),
-        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
-        [split, gl.expand_dims(powers, 4)],
-        dtype=(
-            gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-        ),
-        is_pure=True,
-        pack=2,
-    )  # fmt: skip
-    low = gl.join(gl.join(p0, p1), gl.join(p2, p3))
-    high = gl.join(gl.join(p4, p5), gl.join(p6, p7))
-    every = gl.join(low, high)  # tile, g, t, half, e, and the three bits of r, lowest first
-    every = gl.permute(every, (0, 3, 1, 7, 6, 5, 2, 4))
-    return gl.convert_layout(gl.reshape(every, [TILES * 16, 64]), OPERAND, assert_trivial=True)
-
-
-@gluon.jit
 def _inputs(x: gl.tensor, OPERAND: gl.constexpr) -> gl.tensor:
-    """Operand [64, tokens] of inputs [tokens, 64], in the order of `_weights`."""
+    """Operand [64, tokens] of inputs [tokens, 64], in the order of `weights_of`."""
     TOKENS: gl.constexpr = x.shape[0]
     split = gl.permute(gl.reshape(x, [TOKENS, 4, 2, 2, 2, 2]), (2, 3, 4, 1, 5, 0))
     return gl.convert_layout(gl.reshape(split, [64, TOKENS]), OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _load_inputs(rows: gl.tensor, k: gl.tensor, step: gl.tensor, K: gl.constexpr) -> gl.tensor:
-    if K % 64 != 0:
-        x = gl.load(rows + step * 64, mask=(step * 64 + k < K)[None, :], other=0.0)
-    else:
-        x = gl.load(rows + step * 64)
-    return x
 
 
 @gluon.jit(do_not_specialize=["tiles"])
@@ -211,8 +110,8 @@ def _stream_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    WORDS: gl.constexpr = _word_layout(WARPS, ROWS)
-    HALVES: gl.constexpr = _half_layout(WARPS, ROWS)
+    WORDS: gl.constexpr = word_layout(WARPS, ROWS)
+    HALVES: gl.constexpr = half_layout(WARPS, ROWS)
     POWERS: gl.constexpr = gl.SliceLayout(4, HALVES)
     INPUTS: gl.constexpr = _token_layout(WARPS, TOKENS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
@@ -258,25 +157,12 @@ def _stream_kernel(
         stride = tiles * TOKENS
         present = first < last
     if present:
-        tile = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
-        g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, WORDS))))
-        t = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, WORDS))))
-        w = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, WORDS))))
-        # Tiles past the end read the last one: their sums are not stored.
-        tile = gl.minimum(block * HEIGHT + tile, ROW_TILES - 1)
-        words = (
-            words_ptr + expert.to(gl.int64) * (ROW_TILES * STEPS * 128) + tile[:, None, None, None] * (STEPS * 128)
-            + g[None, :, None, None] * 16 + t[None, None, :, None] * 4 + w[None, None, None, :]
-        )  # fmt: skip
-        tile_p = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, POWERS))))
-        g_p = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, POWERS))))
-        t_p = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, POWERS))))
-        h_p = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, POWERS))))
-        tile_p = gl.minimum(block * HEIGHT + tile_p, ROW_TILES - 1)
-        powers = (
-            exponents_ptr + expert.to(gl.int64) * (ROW_TILES * SPANS * 32) + tile_p[:, None, None, None] * (SPANS * 32)
-            + g_p[None, :, None, None] * 4 + (t_p // 2)[None, None, :, None] * 2 + h_p[None, None, None, :]
-        )  # fmt: skip
+        tile = tiles_of(block, ROW_TILES, HEIGHT, WORDS)
+        tile_p = tiles_of(block, ROW_TILES, HEIGHT, POWERS)
+        words = at_words(words_ptr + expert.to(gl.int64) * (ROW_TILES * STEPS * 128), tile * (STEPS * 128), WORDS)
+        powers = at_powers(
+            exponents_ptr + expert.to(gl.int64) * (ROW_TILES * SPANS * 32), tile_p * (SPANS * 32), POWERS
+        )
         k = gl.arange(0, 64, layout=gl.SliceLayout(0, INPUTS))
         ROUND: gl.constexpr = 8 if AHEAD == 8 else 4
         ROUNDS: gl.constexpr = STEPS // ROUND
@@ -312,7 +198,7 @@ def _stream_kernel(
                 source = gl.load(order_ptr + m_x) // TOP_K if GATED else m_x
             rows = x_ptr + source.to(gl.int64)[:, None] * K + k[None, :]
             acc = gl.zeros([HEIGHT * 16, TOKENS], gl.float32, layout=MMA)
-            x = _load_inputs(rows, k, gl.minimum(begin * ROUND, STEPS - 1), K)
+            x = load_inputs(rows, k, gl.minimum(begin * ROUND, STEPS - 1), K)
             for turn in range(begin, end):
                 for i in gl.static_range(ROUND):
                     step = turn * ROUND + i
@@ -322,8 +208,8 @@ def _stream_kernel(
                     taken = ring[i % AHEAD]  # type: ignore[var-annotated]
                     new = gl.load(words + gl.minimum(step + AHEAD, STEPS - 1) * 128)
                     ring = ring[: i % AHEAD] + (new,) + ring[i % AHEAD + 1 :]
-                    x_next = _load_inputs(rows, k, gl.minimum(step + 1, STEPS - 1), K)
-                    acc = mma_v2(_weights(taken, e, i % 4, HALVES, A), _inputs(x, B), acc)
+                    x_next = load_inputs(rows, k, gl.minimum(step + 1, STEPS - 1), K)
+                    acc = mma_v2(weights_of(taken, e, i % 4, HALVES, A, [HEIGHT * 16, 64]), _inputs(x, B), acc)
                     x = x_next
                     if i % 4 == 3:
                         e = e_next
@@ -338,28 +224,17 @@ def _stream_kernel(
                         if i + AHEAD < STEPS % ROUND:
                             new = gl.load(words + (step + AHEAD) * 128)
                             ring = ring[: i % AHEAD] + (new,) + ring[i % AHEAD + 1 :]
-                        acc = mma_v2(_weights(taken, e, i % 4, HALVES, A), _inputs(x, B), acc)
+                        acc = mma_v2(weights_of(taken, e, i % 4, HALVES, A, [HEIGHT * 16, 64]), _inputs(x, B), acc)
                         if i + 1 < STEPS % ROUND:
-                            x = _load_inputs(rows, k, step + 1, K)
+                            x = load_inputs(rows, k, step + 1, K)
             row = gl.arange(0, HEIGHT * 16, layout=gl.SliceLayout(1, MMA)) + block * (HEIGHT * 16)
-            in_row = row < WIDE
-            if PAIRED:
-                within = row // 16 * 8 + row % 8
-                in_row = within < WIDE // 2
-                row = gl.minimum(within, WIDE // 2 - 1) + row // 8 % 2 * (WIDE // 2)
-            row = gl.minimum(row, WIDE - 1)
+            row, in_row = rows_of(row, WIDE, PAIRED)
             acc *= gl.load(scale_ptr + expert * WIDE + row)[:, None]
             if BIASED:
                 bias = gl.load(bias_ptr + expert * WIDE + row).to(gl.float32)
                 acc += gl.where(share == 0, bias, 0.0)[:, None]
             if GATED:
-                both = gl.permute(gl.reshape(acc, [HEIGHT, 2, 8, TOKENS]), (0, 2, 3, 1))
-                gate, up = gl.split(both)
-                y = gl.reshape(_gated(gate, up, GATE, ALPHA, LIMIT), [HEIGHT * 8, TOKENS])
-                n = gl.arange(0, HEIGHT * 8, layout=gl.SliceLayout(1, y.type.layout)) + block * (HEIGHT * 8)
-                m_y = gl.convert_layout(m, gl.SliceLayout(0, y.type.layout)).to(gl.int64)
-                in_y = gl.convert_layout(in_m, gl.SliceLayout(0, y.type.layout))[None, :] & (n < N)[:, None]
-                gl.store(out_ptr + m_y[None, :] * N + n[:, None], y.to(out_ptr.dtype.element_ty), mask=in_y)
+                store_gated(acc, out_ptr, m, in_m, block, N, GATE, ALPHA, LIMIT)
             else:
                 if WEIGHTED:
                     acc *= gl.load(route_ptr + pair, mask=in_m, other=0.0)[None, :]
