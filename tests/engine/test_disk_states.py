@@ -159,7 +159,7 @@ def test_what_was_cut_off_is_computed_and_counted(
     assert load.disk_failures > 0
     converse(engine, expected, "later")
     assert_idle(engine)
-    engine.scheduler.allocator.pool.forget_all()  # as after a failed step
+    engine.scheduler.allocator.pool.forget_all()  # as when the device fails
     settle(engine)
     load = engine.load_snapshot()
     assert load.disk_states == load.disk_blocks == 0

@@ -42,6 +42,16 @@ class PartitionedPool(BlockPool):
         for part in self.parts:
             part.forget_all(keep_disk)
 
+    def distrust(self) -> None:
+        for part in self.parts:
+            part.distrust()
+
+    def erase(self, owner: bytes) -> list[HostTier]:
+        return [tier for part in self.parts for tier in part.erase(owner)]
+
+    def count(self, owner: bytes) -> int:
+        return sum(part.count(owner) for part in self.parts)
+
     def check(self) -> None:
         for part in self.parts:
             part.check()
