@@ -445,7 +445,7 @@ def _one_packed(routed: GroupedExpertMlp, x: Tensor, norm: Tensor | None, eps: f
     gate_up, down = routed.gate_up, routed.down
     assert isinstance(gate_up, PackedStack) and isinstance(down, PackedStack)
     normed = x if norm is None else torch.empty_like(x)
-    fast = mxfp4_one.takes(x)
+    fast = mxfp4_one.takes(x, gate_up.stack, routed.choice.top_k)
     logits = None
     if fast and moe_one.ranks(routed.choice, gate_up.experts):
         logits = torch.empty((1, gate_up.experts), dtype=torch.float32, device=x.device)
@@ -456,8 +456,10 @@ def _one_packed(routed: GroupedExpertMlp, x: Tensor, norm: Tensor | None, eps: f
         out = routed._products(normed, weights, FewPairs(chosen))
         return out if norm is None else x.add_(out)
     visits = Visits(chosen, weights, False, logits, routed.choice)
-    inner = mxfp4_one.gate_up(normed, *gate_up.parts, visits, routed.activation, following=down.stack)
-    return mxfp4_one.down(inner, *down.parts, visits, residual=None if norm is None else x)
+    return mxfp4_one.experts_of_one(
+        normed, *gate_up.parts, *down.parts, visits, routed.activation, routed.counters,
+        residual=None if norm is None else x,
+    )  # fmt: skip
 
 
 def _pairs(routed: GroupedExpertMlp, shared: GatedMlp | None) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
