@@ -44,6 +44,8 @@ from penstock.engine.models.layers.linear import Linear
 
 _COUNTERS = 1024
 """Arrival counters of a layer: for each token, or for every 16 outputs."""
+_MOST_SCORES = 2048
+"""Of tokens and experts, up to which one launch makes and compares them: the vendor's product takes two for so few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +254,8 @@ class GroupedExpertMlp:
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         linear = self.router.linear
-        if 0 < len(x) <= FEW and isinstance(linear, CudaLinear) and linear.scale is None:
+        few = 0 < len(x) <= FEW or 0 < len(x) * self.gate_up.experts <= _MOST_SCORES
+        if few and isinstance(linear, CudaLinear) and linear.scale is None:
             weights, chosen, _ = score_and_route(x, linear.weight, linear.bias, self.choice, self.counters)
             return weights, chosen
         return route(linear(x), self.choice)
