@@ -253,9 +253,8 @@ class GroupedExpertMlp:
         return 0 < len(x) <= FEW and self.down.outputs <= 16 * _COUNTERS
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        linear = self.router.linear
-        few = 0 < len(x) <= FEW or 0 < len(x) * self.gate_up.experts <= _MOST_SCORES
-        if few and isinstance(linear, CudaLinear) and linear.scale is None:
+        linear: Any = self.router.linear
+        if _is_dense(linear) and 0 < len(x) <= max(FEW, min(64, _MOST_SCORES // len(linear.weight))):
             weights, chosen, _ = score_and_route(x, linear.weight, linear.bias, self.choice, self.counters)
             return weights, chosen
         return route(linear(x), self.choice)

@@ -210,8 +210,8 @@ def _multiplied(
     for turn in range(TURNS):
         for i in gl.static_range(AHEAD):
             now = turn * AHEAD + i
-            taken = ring[i]  # type: ignore[var-annotated]
-            e = ring_e[i // 4]  # type: ignore[var-annotated]
+            taken = ring[i]
+            e = ring_e[i // 4]
             if TURNS > 1:
                 new = gl.load(words + gl.minimum(first_w + now + AHEAD, STEPS - 1) * 128)
                 ring = ring[:i] + (new,) + ring[i + 1 :]
