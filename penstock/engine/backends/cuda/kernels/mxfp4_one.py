@@ -11,6 +11,8 @@ multiprocessors hold, kernels before it end without it, and those behind it do n
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton import constexpr_function
@@ -400,6 +402,7 @@ def _programs(stack: Mxfp4Fragments, visits: int) -> int:
     return max(ceil_div(visits * stack.words.shape[1], next_power_of_2(visits)), ceil_div(stack.inputs, 16))
 
 
+@cache
 def _fits(device: torch.device, programs: int, visits: int) -> bool:
     """Whether all programs can be there at once."""
     processors = 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
