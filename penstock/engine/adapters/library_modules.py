@@ -7,43 +7,76 @@ import dataclasses
 from torch import Tensor
 
 from penstock.engine.adapters.apply import LoraKernel
-from penstock.engine.adapters.layout import AdapterLayout, Site
+from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, Rows, Site
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.transformers.decoder import TransformersDecoder
 from penstock.engine.models.transformers.hidden import HiddenStates
-from penstock.engine.models.transformers.linears import EngineLinear
+from penstock.engine.models.transformers.linears import EngineLinear, Shapes
 from penstock.errors import ConfigError
-
-Shapes = dict[str, tuple[int, int]]
-"""Of a layer's linears: inputs and outputs, by the name below the layer."""
 
 
 def layout_of_modules(decoder: TransformersDecoder, *, by_output: bool = False) -> AdapterLayout:
-    """See `layout_of`."""
-    layers: dict[int, Shapes] = {}
-    for linear in decoder.linears:
-        if linear.layer is not None:
-            shapes = layers.setdefault(linear.layer, {})
-            shapes[linear.module] = (linear.in_features, linear.out_features)
+    """See `layout_of`. Of the part of the model that this process has."""
+    cut = cut_of_modules(decoder, by_output=by_output)
+    sites = tuple(
+        Site(site.attribute, site.modules, (_size(outputs[0]),), _size(inputs))
+        for site, inputs, outputs in zip(cut.whole.sites, cut.inputs, cut.outputs, strict=True)
+    )
+    return AdapterLayout(sites, cut.layers[1] - cut.layers[0], by_output)
+
+
+def cut_of_modules(decoder: TransformersDecoder, *, by_output: bool = False) -> AdapterCut:
+    """The part of every adapter that belongs to the decoder's part of the model; all of it where that is whole."""
+    stage, model = decoder.stage, decoder.config
+    layers = _shapes(decoder) if stage is None else stage.junction.shapes
     everywhere = set.intersection(*(set(shapes.items()) for shapes in layers.values())) if layers else set()
-    if not everywhere or sorted(layers) != list(range(decoder.config.num_layers)):
+    if not everywhere or sorted(layers) != list(range(model.num_layers)):
         raise ConfigError(
-            f"adapters: the layers of a {decoder.config.family} model have no linears in common that adapters could "
-            "change; merge the adapter into the model"
+            f"adapters: the layers of a {model.family} model have no linears in common that adapters could change; "
+            "merge the adapter into the model"
         )
     # In the order of the first layer, so that the layout does not depend on hashing.
     common = [(name, shape) for name, shape in layers[0].items() if (name, shape) in everywhere]
     sites = tuple(Site(name, (name,), (outputs,), inputs) for name, (inputs, outputs) in common)
-    return AdapterLayout(sites, decoder.config.num_layers, by_output)
+    inputs, outputs = [(0, site.inputs) for site in sites], [(0, site.sizes[0]) for site in sites]
+    cuts = decoder.cuts
+    if cuts is not None:
+        sides = {linear.module: cuts.sides.get(linear.name) for linear in decoder.linears if linear.layer is not None}
+        for index, site in enumerate(sites):
+            if sides[site.attribute] == "inputs":
+                inputs[index] = cuts.shard.span(site.inputs)
+            elif sides[site.attribute] == "outputs":
+                outputs[index] = cuts.shard.span(site.sizes[0])
+    return AdapterCut(
+        AdapterLayout(sites, model.num_layers, by_output),
+        (0, model.num_layers) if stage is None else stage.junction.span,
+        tuple(inputs),
+        tuple((each,) for each in outputs),
+    )
+
+
+def _shapes(decoder: TransformersDecoder) -> dict[int, Shapes]:
+    layers: dict[int, Shapes] = {}
+    for linear in decoder.linears:
+        if linear.layer is not None:
+            layers.setdefault(linear.layer, {})[linear.module] = (linear.in_features, linear.out_features)
+    return layers
+
+
+def _size(span: Rows) -> int:
+    begin, end = span
+    assert isinstance(begin, int) and isinstance(end, int)
+    return end - begin
 
 
 def adapt_modules(decoder: TransformersDecoder, kernel: LoraKernel, layout: AdapterLayout) -> TransformersDecoder:
     """See `adapt`. Both decoders have the same modules: adapters are switched on for the passes of this one."""
+    before = 0 if decoder.stage is None else decoder.stage.junction.span[0]
     numbers = {site.attribute: index for index, site in enumerate(layout.sites)}
     for linear in decoder.linears:
         if linear.layer is not None and linear.module in numbers:
-            linear.placed = layout.place(linear.layer, numbers[linear.module])
+            linear.placed = layout.place(linear.layer - before, numbers[linear.module])
     return dataclasses.replace(decoder, hidden=_AdaptedPass(decoder.hidden, decoder.linears, kernel))
 
 
@@ -56,11 +89,11 @@ class _AdaptedPass:
         self._linears = [linear for linear in linears if linear.placed is not None]
         self._kernel = kernel
 
-    def __call__(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+    def __call__(self, entry: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         for linear in self._linears:
             linear.kernel = self._kernel
         try:
-            return self._plain(token_ids, batch, kv)
+            return self._plain(entry, batch, kv)
         finally:
             for linear in self._linears:
                 linear.kernel = None

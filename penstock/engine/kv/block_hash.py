@@ -3,6 +3,10 @@
 The name of a full block is a digest of its parent's name and its own tokens, so equal names mean equal prefixes.
 Digests, not `hash()`: a router in another process must arrive at the same names, and a collision would hand one
 request's keys to another. No torch here, so that the router can import it.
+
+Every name begins with the tag of its owner, usually a tenant, so that everything of an owner can be found wherever
+names are kept, also by a process that comes later (`kv.erasure`). Owners with equal tags share nothing: the other 96
+bits depend on the whole salt.
 """
 
 from __future__ import annotations
@@ -11,18 +15,25 @@ from array import array
 from hashlib import blake2b
 
 DIGEST_SIZE = 16
+OWNER_SIZE = 4
+_REST = DIGEST_SIZE - OWNER_SIZE
 _STATE = b"s"
 
 
 def root_name(salt: str, adapter: str = "") -> bytes:
     """The parent of a sequence's first block. Different salts never share blocks, nor do different adapters
     (`adapter` is the version of its weights)."""
-    return blake2b(salt.encode(), digest_size=DIGEST_SIZE, key=adapter.encode()).digest()
+    return owner_tag(salt) + blake2b(salt.encode(), digest_size=_REST, key=adapter.encode()).digest()
+
+
+def owner_tag(salt: str) -> bytes:
+    """What all names of an owner begin with. The owner is the part of a salt before its first NUL."""
+    return blake2b(salt.partition("\0")[0].encode(), digest_size=OWNER_SIZE).digest()
 
 
 def block_name(parent: bytes, tokens: list[int]) -> bytes:
     """The name of the block that holds `tokens` after the prefix called `parent`."""
-    return blake2b(parent + array("I", tokens).tobytes(), digest_size=DIGEST_SIZE).digest()
+    return parent[:OWNER_SIZE] + blake2b(parent + array("I", tokens).tobytes(), digest_size=_REST).digest()
 
 
 def block_names(tokens: list[int], block_size: int, salt: str = "", adapter: str = "") -> list[bytes]:

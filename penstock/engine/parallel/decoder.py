@@ -196,15 +196,18 @@ def _slots(batch: AttentionBatch) -> Tensor:
 class LeadHead:
     """Rank 0's head: makes the other shards run theirs."""
 
-    def __init__(self, stage: Stage, ranks: Ranks, model: int) -> None:
+    def __init__(self, stage: Stage, ranks: Ranks, model: int, adapters: AdapterRuntime | None = None) -> None:
+        """`adapters`: where the head has some, knows those of the rows."""
         self._stage = stage
+        self._adapters = adapters
         self._ranks = ranks
         self._model = model
         self.weight_bytes = stage.decoder.head.weight_bytes
 
     def __call__(self, x: Any) -> Tensor:
         with self._ranks.lost_if_it_fails():
-            self._ranks.tell(Head(len(x), self._model).encode(), self._stage.groups.place.tensor)
+            slots = None if self._adapters is None else self._adapters.slots.astype(np.int64)
+            self._ranks.tell(Head(len(x), self._model, slots).encode(), self._stage.groups.place.tensor)
             return self._stage.head(x.contiguous())
 
 
@@ -225,6 +228,10 @@ class LeadDecoder(Decoder):
     """Whether its layers have them on query, key and value only."""
     further: bool = False
     """Whether its layers have them on linears that few adapters touch, too."""
+
+    @property
+    def launched_eagerly(self) -> bool:
+        return self.stage.decoder.launched_eagerly
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         return self.begin(token_ids, batch, kv)()
@@ -350,7 +357,8 @@ def lead(
 ) -> LeadDecoder:
     """Rank 0's decoder over its own part of a model, which all ranks share, or those of `groups`."""
     stage = Stage(decoder, groups or ranks.groups, shares)
-    head: Linear = decoder.head if stage.groups.tensor is None else LeadHead(stage, ranks, model)
+    whole = stage.groups.tensor is None or decoder.config.by_transformers
+    head: Linear = decoder.head if whole else LeadHead(stage, ranks, model)
     parts = {field.name: getattr(decoder, field.name) for field in fields(Decoder)}
     known = np.zeros((max_rows, max_blocks), np.int64)
     made = LeadDecoder(**{**parts, "head": head}, stage=stage, ranks=ranks, model=model, known=known)
@@ -363,8 +371,13 @@ def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:
 
     def led(decoder: Decoder, narrow: bool = False, further: bool = False) -> LeadDecoder:
         stage = Stage(decoder, plain.stage.groups, plain.stage.shares)
+        head = plain.head
+        if further:
+            alone = stage.groups.tensor is None
+            head = decoder.head if alone else LeadHead(stage, plain.ranks, plain.model, adapters)
         return dataclasses.replace(
             plain,
+            head=head,
             layers=decoder.layers,
             fused_up_to=decoder.fused_up_to,
             stage=stage,

@@ -82,7 +82,7 @@ def check_layout(model: ModelConfig, tensor: int, pipeline: int, data: bool = Fa
 def splits(model: ModelConfig, tensor: int) -> bool:
     """Whether each of `tensor` shards can have an equal part of every layer."""
     # With more shards than KV heads each shard has one, and several shards have the same.
-    kv_fits = model.num_kv_heads % tensor == 0 or tensor % model.num_kv_heads == 0
+    kv_fits = model.num_kv_heads % tensor == 0 or (tensor % model.num_kv_heads == 0 and not model.by_transformers)
     widths = [model.ffn_size]
     if model.moe is not None:
         cut = [] if model.moe.placement else [model.moe.ffn_size]

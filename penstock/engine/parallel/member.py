@@ -71,6 +71,10 @@ class Member(ABC):
             self._announce()
             self._groups = Groups(self.place, self.rendezvous, backend)
 
+    def check(self, model: ModelConfig) -> None:
+        """Raise `ConfigError` when the model cannot be split over these ranks."""
+        check_layout(model, self.place.tensor, self.place.pipeline, self.place.data)
+
     def cut(
         self, weights: Weights, model: ModelConfig, expert_copies: int | None = None
     ) -> tuple[Weights, ModelConfig, int]:
@@ -80,7 +84,7 @@ class Member(ABC):
         """
         if expert_copies is not None:
             model = place_experts(model, self.place.tensor, expert_copies)
-        check_layout(model, self.place.tensor, self.place.pipeline, self.place.data)
+        self.check(model)
         return shard(weights, model, self.place), local_config(model, self.place), head_rows(model, self.place)
 
     def adapter_cut(self, model: ModelConfig, *, experts: bool, whole_experts: bool) -> AdapterCut:
@@ -90,8 +94,8 @@ class Member(ABC):
     def connect(self, decoder: Decoder) -> Decoder:
         """Put the sums and gathers between shards into a decoder made of parts."""
         group = self.groups.tensor
-        if group is None:
-            return decoder
+        if group is None or decoder.config.by_transformers:
+            return decoder  # where the library runs it, its linears add up by themselves
         mamba = decoder.config.mamba
         norm_shards = 1 if mamba is None else mamba.norm_shards
         return dataclasses.replace(

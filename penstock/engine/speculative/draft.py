@@ -3,7 +3,9 @@
 The draft model has a KV cache of its own, but no block tables of its own: block `b` of both caches belongs to the same
 tokens of the same sequence, so preemption, prefix sharing and freeing need no second bookkeeping. What it has not
 computed yet (a prompt, tokens generated while it was not asked) it computes when it is next asked, at most `budget`
-tokens at a time. A rejected draft token is simply overwritten.
+tokens at a time. A rejected draft token is simply overwritten. Recurrent layers of a draft model leave a state behind
+every token that it feeds back, in slots of the sequence's row; it goes on from the one behind the last accepted token.
+Their states are not shared between sequences: behind a cached prefix the draft model reads the prompt from its start.
 
 It samples with the noise that the target will sample with (same seed, same position), so where both models agree on the
 distribution they agree on the token too, at any temperature.
@@ -30,13 +32,26 @@ _IN_FLIGHT = 2
 class _State:
     """What is known of one sequence."""
 
-    __slots__ = ("acceptance", "epoch", "read")
+    __slots__ = ("acceptance", "base", "epoch", "read", "slots")
 
     def __init__(self, overall: Acceptance) -> None:
         self.acceptance = Acceptance(overall, decay=0.9)
         self.epoch = -1
         self.read = 0
         """Leading tokens that are in the draft model's cache."""
+        self.base = 0
+        self.slots: list[int] = []
+        """With recurrent layers: of the states behind the first `base` tokens, and behind each draft token since."""
+
+    def settle(self, row: list[int]) -> None:
+        """The state behind the `read`-th token is known to be right, the others are not needed. `row`: all slots of
+        the sequence's row."""
+        index = self.read - self.base
+        if self.read and 0 <= index < len(self.slots):
+            self.slots = [self.slots[index]]
+        else:
+            self.read, self.slots = 0, row[:1]
+        self.base = self.read
 
 
 class DraftProposer:
@@ -45,12 +60,15 @@ class DraftProposer:
     first = 0
     """The first token that it computes."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, *, window: int, budget: int) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, *, window: int, budget: int, row_states: int = 0) -> None:
+        """`row_states`: with recurrent layers, the slots of states that each row has."""
         self.runner = runner
         self.scheduler = scheduler
         self.window = window
         self.budget = budget
-        self.single_tokens = runner.executor.prefers_single_tokens
+        self.row_states = row_states
+        # A chunk of tokens that stand alone would need a slot behind each of them.
+        self.single_tokens = runner.executor.prefers_single_tokens and not row_states
         self._overall = Acceptance(0.7, decay=0.995, weight=8.0)
         self._costs = StepCosts()
         self._states: dict[Sequence, _State] = {}
@@ -91,6 +109,8 @@ class DraftProposer:
         self._overall.observe(accepted, tried)
         # The last draft token was never fed back; the other accepted ones have been computed.
         state.read = len(seq.tokens) - len(tokens) + min(accepted, len(drafts) - 1)
+        if self.row_states and seq.row >= 0:
+            state.settle(self._row(seq))
         self._note_contents(seq, state)
 
     def forget(self, seq: Sequence) -> None:
@@ -156,14 +176,32 @@ class DraftProposer:
             self._states[seq].read = len(seq.tokens)  # draft tokens count once they are accepted
         return drafts
 
+    def _row(self, seq: Sequence) -> list[int]:
+        """The slots of states that its row has; slot 0 is nobody's."""
+        first = 1 + seq.row * self.row_states
+        return list(range(first, first + self.row_states))
+
     def _chunk(self, seq: Sequence, state: _State, length: int, *, samples: bool) -> Chunk:
         first, end = state.read, state.read + length
         # Tokens beyond the last one are computed each on its own, as in verification: CUDA graphs hold such steps.
         drafts = tuple(seq.tokens[first + 1 : end]) if samples and self.single_tokens else ()
         chunk = Chunk(seq, first, length, samples, drafts)
+        if self.row_states:
+            chunk.read, chunk.writes = self._next_state(seq, state, first, end)
         self._overwrite(seq, first, end)
         state.read = end
         return chunk
+
+    def _next_state(self, seq: Sequence, state: _State, first: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """The slot of the state before token `first`, and that of the one behind the chunk. Known tokens are followed
+        in place; what a draft token may have to give back stays."""
+        if end <= len(seq.tokens):
+            state.settle(self._row(seq))
+            state.base = end
+            return (state.slots[0] if first else 0), (state.slots[0],)
+        free = next(slot for slot in self._row(seq) if slot not in state.slots)
+        state.slots.append(free)
+        return state.slots[-2], (free,)
 
     def _overwrite(self, seq: Sequence, first: int, end: int) -> None:
         """The blocks of these tokens no longer hold what they held."""
@@ -177,7 +215,8 @@ class DraftProposer:
             state = self._states[seq] = _State(self._overall)
         if state.epoch != seq.epoch:
             state.epoch = seq.epoch
-            state.read = max(self._known_prefix(seq), self.first)
+            state.read = 0 if self.row_states else max(self._known_prefix(seq), self.first)
+            state.slots = []
         return state
 
     def _known_prefix(self, seq: Sequence) -> int:

@@ -25,7 +25,7 @@ from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.draft import FOLLOWED, DraftProposer
 from penstock.engine.speculative.eagle3 import is_head
-from penstock.engine.speculative.head_setup import HEADS, HeadDraft, check_head, head_proposer, load_head
+from penstock.engine.speculative.head_setup import HEADS, HeadDraft, head_proposer, load_head
 from penstock.engine.speculative.mtp import has_mtp
 from penstock.engine.speculative.ngram import NgramProposer
 from penstock.engine.speculative.speculation import Proposer, Speculation
@@ -47,6 +47,8 @@ class Draft:
     """With a cache of one block, until the target's number of blocks is known."""
     member: DraftMember | None
     """The ranks that have the other parts; None: this is all of it."""
+    row_states: int = 0
+    """With recurrent layers: the slots of states of each row, one behind every token that is fed back."""
     caches: int = 1
     """Of the target, where shards have sequences of their own: their blocks are numbered through."""
 
@@ -64,7 +66,8 @@ class Draft:
 
     def sized_like(self, target: Part) -> Part:
         """The draft model with a cache for the sequences of the target."""
-        kv = KVCache(self.part.kv.shape, target.kv.num_blocks * self.caches, target.kv.device)
+        states = _slots(target.max_running, self.row_states)
+        kv = KVCache(self.part.kv.shape, target.kv.num_blocks * self.caches, target.kv.device, states)
         return replace(self.part, kv=kv, max_running=target.max_running, max_model_len=target.max_model_len)
 
 
@@ -75,8 +78,6 @@ def spread_draft(config: EngineConfig, checkpoint: object | None = None) -> Engi
         config = replace(config, speculation=_form(config, checkpoint))
         log.info("speculation: auto means %s here", config.speculation)
     most, asked = config.tensor_parallel, config.draft_tensor_parallel
-    if config.speculation in HEADS:
-        check_head(config)
     if config.draft_model is not None and config.speculation not in ("draft", "eagle3"):
         raise ConfigError("draft_model is only used with speculation: draft or eagle3")
     if config.speculation != "draft":
@@ -134,9 +135,17 @@ def load_draft(
         except ConfigError as error:
             remedy = "; draft_tensor_parallel: 1 leaves it whole" if shards > 1 else ""
             raise ConfigError(f"draft_model: {error}{remedy}") from error
-    if not part.kv.shape.blocks_suffice:
-        raise ConfigError("draft_model: a model with recurrent layers cannot draft; use one with attention only")
-    return Draft(part, among, config.tensor_parallel if config.attention_parallel == "data" else 1)
+    row_states = 0
+    if part.model.recurrent or not part.kv.shape.blocks_suffice:
+        # Taken before the target's cache is sized from what is left.
+        row_states = max(config.speculation_depth, 1)
+        part = replace(part, kv=KVCache(part.kv.shape, 1, part.kv.device, _slots(part.max_running, row_states)))
+    return Draft(part, among, row_states, config.tensor_parallel if config.attention_parallel == "data" else 1)
+
+
+def _slots(rows: int, row_states: int) -> int:
+    """Slots of states of a draft model's cache; slot 0 is nobody's."""
+    return 1 + max(rows * row_states, 1)
 
 
 def _alone(config: EngineConfig) -> EngineConfig:
@@ -213,7 +222,7 @@ def _draft_proposer(
     runner.executor.prepare(target.token_budget)
     positions = part.model.max_positions
     window = min(part.max_model_len, config.max_model_len or positions, positions)
-    return DraftProposer(runner, scheduler, window=window, budget=target.token_budget)
+    return DraftProposer(runner, scheduler, window=window, budget=target.token_budget, row_states=draft.row_states)
 
 
 def _lead(part: Part, member: DraftMember, ranks: Ranks) -> Decoder:

@@ -24,7 +24,7 @@ from penstock.engine.backends.interface import FP8, INT8, StepLimits
 from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.loading.checkpoint import SafetensorsCheckpoint
+from penstock.engine.loading.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint
 from penstock.engine.models.build import build_decoder
 from penstock.engine.models.calibration import Forward, calibrate
 from penstock.engine.models.decoder import Decoder
@@ -113,7 +113,9 @@ def load_part(
         if model.by_transformers:
             check_by_transformers(config, model, weights)
         head_rows = None
-        if member is not None:
+        if member is not None and model.by_transformers:
+            member.check(model)  # the library cuts it
+        elif member is not None:
             weights, local, head_rows = member.cut(
                 weights, model, config.expert_copies if config.expert_parallel else None
             )
@@ -156,7 +158,7 @@ def load_part(
     with KernelBuild(backend, kv_dtype, limits) as kernels, _read(weights):
         with phases("weights"), torch.inference_mode():
             decoder = _by_transformers(
-                config, weights, model, backend, dtype, wanted_len, plan, phases
+                config, weights, model, backend, dtype, wanted_len, plan, phases, member
             ) or build_decoder(
                 weights,
                 local,
@@ -183,10 +185,18 @@ def load_part(
                 together = None if member is None else _together(member, decoder)
                 decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
         cut = None
-        if member is not None:
+        if member is not None and not model.by_transformers:
             experts = with_experts(config, backend)
             cut = member.adapter_cut(model, experts=experts, whole_experts=config.expert_parallel)
-        adapters = adapt_model(config, backend, decoder, dtype=dtype, cut=cut)
+        adapters = adapt_model(
+            config,
+            backend,
+            decoder,
+            dtype=dtype,
+            cut=cut,
+            head_rows=head_rows,
+            as_stored=not isinstance(weights, GGUFCheckpoint),
+        )
         if backend.compiles and not decoder.launched_eagerly:
             with phases("compile"):
                 kernels.finish(decoder if alone else dataclasses.replace(decoder, fused_up_to=0), adapters)
@@ -270,7 +280,9 @@ def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Wei
     """Refuse what models that the `transformers` library runs do not have."""
     refused = {
         "deterministic": config.deterministic,
-        "tensor_parallel, pipeline_parallel": config.ranks > 1,
+        "expert_parallel": config.expert_parallel,
+        "attention_parallel: data": config.attention_parallel == "data",
+        "role, with several devices": config.role != "both" and config.ranks > 1,
     }
     for name, is_set in refused.items():
         if is_set:
@@ -297,11 +309,21 @@ def _by_transformers(
     max_positions: int,
     plan: WeightPlan,
     phases: Phases,
+    member: Member | None,
 ) -> Decoder | None:
-    """The decoder of a model that no family describes; None for all others."""
+    """The decoder of a model that no family describes, or this rank's part of it; None for all others."""
     if not model.by_transformers:
         return None
     from penstock.engine.models.transformers.load import load_decoder
+    from penstock.engine.models.transformers.shards import Shard
+
+    span = shard = None
+    if member is not None:
+        from penstock.engine.parallel.layout import layer_span
+
+        place, group = member.place, member.groups.tensor
+        span = layer_span(model.num_layers, place) if place.pipeline > 1 else None
+        shard = None if group is None else Shard(place.shard, place.tensor, group.sum)
 
     folder, plain = _folder_of(weights), isinstance(weights, SafetensorsCheckpoint)
     assert folder is not None, "checked before weights are read"
@@ -315,6 +337,8 @@ def _by_transformers(
         quantize=plan.quantize,
         stored=None if plain else weights,
         custom_code=config.trust_remote_code,
+        span=span,
+        shard=shard,
         progress=lambda fraction: phases.report("weights", fraction),
     )
 
@@ -335,7 +359,7 @@ def open_weights(config: EngineConfig, checkpoint: object | None) -> Weights:
     """`checkpoint`, or the one that `config` names."""
     if checkpoint is not None:
         return cast(Weights, checkpoint)
-    from penstock.engine.loading.checkpoint import GGUFCheckpoint, open_checkpoint
+    from penstock.engine.loading.checkpoint import open_checkpoint
     from penstock.engine.loading.random_checkpoint import possible_tensors
 
     opened = open_checkpoint(config.model)

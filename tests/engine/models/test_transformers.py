@@ -95,7 +95,7 @@ def test_speculation_and_the_host_tier(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"deterministic": True}, "deterministic"), ({"tensor_parallel": 2}, "tensor_parallel")],
+    [({"deterministic": True}, "deterministic")],
 )
 def test_what_is_not_available_is_refused(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{reason}.*transformers"):

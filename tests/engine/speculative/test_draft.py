@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,3 +151,51 @@ def test_the_draft_has_its_share_of_the_cache_memory(target: Path) -> None:
     assert both.info.num_blocks == alone.info.num_blocks // 2
     replaced = replace(alone.config, speculation="draft")
     assert replaced.max_verified(4) >= 4
+
+
+RECURRENT = ["qwen3-next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", "falcon-h1"))]
+
+
+@pytest.mark.parametrize("model", RECURRENT)
+def test_a_recurrent_draft_goes_on_from_the_state_behind_the_last_accepted_token(model: str, tmp_path: Path) -> None:
+    """Drafting for itself it is always right, whatever it was rejected for before; for another model it is harmless."""
+    hybrid = write_checkpoint(model, tmp_path / "hybrid", spread=0.3)
+    itself = drafting(hybrid, hybrid, speculation_depth=4, num_blocks=40)
+    requests = [Request(f"r{n}", list(range(n)), SamplingParams(max_tokens=31, temperature=0.0)) for n in (5, 40)]
+    expected = generate(make_engine(hybrid), *requests)
+    assert generate(itself, *requests) == expected
+    load = itself.load_snapshot()
+    assert load.accepted_tokens == load.draft_tokens > 40
+    assert_idle(itself)
+
+    target = write_checkpoint("llama-gqa", tmp_path / "target", spread=0.3)
+    several = any_requests(7)
+    engine = drafting(target, hybrid, num_blocks=11, token_budget=64)
+    got = run(engine, several)
+    expected_text = run(make_engine(target, num_blocks=400), several)
+    assert {name: delta.tokens for name, delta in got.items()} == {n: d.tokens for n, d in expected_text.items()}
+    load = engine.load_snapshot()
+    assert load.draft_tokens > 100 and load.preemptions > 0
+    assert_idle(engine)
+
+
+def test_a_recurrent_draft_forgets_rejected_tokens(tmp_path: Path) -> None:
+    """A penalty that it does not follow makes the target reject some of its tokens; behind them it must propose what
+    the model itself would go on with."""
+    hybrid = write_checkpoint("qwen3-next-dense", tmp_path, spread=0.3)
+    engine, plain = drafting(hybrid, hybrid, speculation_depth=4), make_engine(hybrid)
+    proposer = engine.speculation.proposer  # type: ignore[union-attr]
+    propose, seen = proposer.propose, []
+
+    def noted(depths: dict[Any, int]) -> dict[Any, list[int]]:
+        drafts = propose(depths)
+        seen.extend((list(seq.tokens), tokens[0]) for seq, tokens in drafts.items())
+        return drafts
+
+    proposer.propose = noted  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=24, temperature=0.0, presence_penalty=1.5)
+    generate(engine, Request("r", list(range(30)), params))
+    load = engine.load_snapshot()
+    assert 0 < load.accepted_tokens < load.draft_tokens
+    wanted = generate(plain, *(greedy(str(number), tokens, 1) for number, (tokens, _) in enumerate(seen)))
+    assert wanted == {str(number): [first] for number, (_, first) in enumerate(seen)}

@@ -13,8 +13,10 @@ from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.kinds import PagedKV
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.layers.linear import Linear
+from penstock.engine.models.transformers.body import StageBody
 from penstock.engine.models.transformers.hidden import HiddenStates
 from penstock.engine.models.transformers.linears import EngineLinear
+from penstock.engine.models.transformers.shards import Cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +47,37 @@ class TransformersDecoder(Decoder):
     """All that the engine has replaced."""
     other_bytes: int = 0
     """Of weights that no linear of the engine's holds, such as stacked experts."""
+    stage: StageBody | None = None
+    """Where other ranks have other parts of the model: this one."""
+    cuts: Cuts | None = None
+    """Where shards have parts of its linears: which."""
+    final_width: int = 0
+    """Of the hidden states that the head reads."""
 
     @property
     def launched_eagerly(self) -> bool:
         return True
 
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        assert self.stage is not None, "a whole model that transformers runs begins with token ids"
+        return self.stage.embed(token_ids)
+
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
-        return self.hidden(token_ids, batch, kv)
+        if self.stage is None:
+            return self.hidden(token_ids, batch, kv)
+        return self.run(self.embed(token_ids), batch, kv)
 
     def run(self, residual: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
-        raise NotImplementedError("a model that transformers runs begins with token ids")
+        assert self.stage is not None, "a whole model that transformers runs begins with token ids"
+        hidden = self.hidden(residual, batch, kv)
+        if self.stage.junction.last:
+            return hidden
+        residual.copy_(hidden)  # what the next stage is sent
+        return hidden.new_empty(len(hidden), self.final_width)
 
     @property
     def weight_bytes(self) -> int:

@@ -11,12 +11,13 @@ from importlib import import_module
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.engine.backends.interface import FP8, AttentionBatch, KVScales
 from penstock.engine.backends.reference.ops import CachedBlocks, store
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.transformers.attention import CALLS, PagedCalls, Site
+from penstock.engine.models.transformers.body import Body
 
 
 class HiddenStates(Protocol):
@@ -24,45 +25,49 @@ class HiddenStates(Protocol):
 
     sites: list[Site]
 
-    def __call__(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
-        """[T, hidden]; `kv` knows the tokens afterwards."""
+    def __call__(self, entry: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        """[T, hidden] of what a pass begins with (see `Body`); `kv` knows the tokens afterwards."""
         ...
 
 
 class PackedPass:
     """See `HiddenStates`."""
 
-    def __init__(self, base: nn.Module, sites: list[Site], calls: PagedCalls) -> None:
+    def __init__(self, body: Body, sites: list[Site], calls: PagedCalls) -> None:
         self.sites = sites
-        self._base = base
+        self._body = body
         self._calls = calls
 
-    def __call__(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+    def __call__(self, entry: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         self._calls.begin(batch, kv)
         token = CALLS.set(self._calls)
         try:
-            out = self._base(
-                input_ids=token_ids.unsqueeze(0), position_ids=batch.positions.unsqueeze(0), use_cache=False
-            )
+            return self._body(entry, position_ids=batch.positions.unsqueeze(0), use_cache=False)
         finally:
             CALLS.reset(token)
-        hidden: Tensor = out.last_hidden_state
-        return hidden[0]
 
 
 class SequencePass:
     """See `HiddenStates`."""
 
-    def __init__(self, base: nn.Module, sites: list[Site], positions: bool) -> None:
-        """`positions`: whether the model is told them."""
+    def __init__(
+        self,
+        body: Body,
+        sites: list[Site],
+        positions: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        before: int = 0,
+    ) -> None:
+        """`positions`: whether the model is told them. `before`: layers of other stages before these."""
         self.sites = sites
-        self._base = base
+        self._body = body
         self._positions = positions
-        first = next(p for p in base.parameters() if p.is_floating_point())
-        self._dtype = first.dtype
-        self._ones = [torch.ones(site.heads.kv_heads, device=first.device) for site in sites]
+        self._before = before
+        self._dtype = dtype
+        self._ones = [torch.ones(site.heads.kv_heads, device=device) for site in sites]
 
-    def __call__(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+    def __call__(self, entry: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         starts, contexts, rows = (x.tolist() for x in (batch.query_starts, batch.context_lens, batch.rows))
         parts = []
         for begin, end, context, row in zip(starts, starts[1:], contexts, rows, strict=False):
@@ -70,11 +75,8 @@ class SequencePass:
             options: dict[str, Any] = {}
             if self._positions:
                 options["position_ids"] = batch.positions[begin:end].unsqueeze(0)
-            out = self._base(
-                input_ids=token_ids[begin:end].unsqueeze(0), past_key_values=cache, use_cache=True, **options
-            )
+            parts.append(self._body(entry[begin:end], past_key_values=cache, use_cache=True, **options))
             self._keep(cache, batch.slots[begin:end], kv)
-            parts.append(out.last_hidden_state[0])
         return torch.cat(parts)
 
     def _scales(self, index: int, layer: Any) -> KVScales | None:
@@ -86,7 +88,8 @@ class SequencePass:
     def _earlier(self, length: int, table: Tensor, kv: KVCache) -> Any:
         """The cache of a sequence as the library has it."""
         library: Any = import_module("transformers.cache_utils")
-        layers: list[Any] = []
+        # Models read off the first layer how many tokens there were.
+        layers: list[Any] = [_of_length(library, length, table.device) for _ in range(self._before)]
         for index, (site, cache) in enumerate(zip(self.sites, kv.layers, strict=True)):
             layer = library.DynamicLayer()
             if length:
@@ -103,9 +106,19 @@ class SequencePass:
         """Write the new tokens of a sequence into its blocks."""
         new = len(slots)
         block, offset = slots // kv.block_size, slots % kv.block_size
-        for index, (layer, paged) in enumerate(zip(cache.layers, kv.layers, strict=True)):
+        for index, (layer, paged) in enumerate(zip(cache.layers[self._before :], kv.layers, strict=False)):
             scales = self._scales(index, paged) or (None, None)
             for x, into, scale in ((layer.keys, paged.k, scales[0]), (layer.values, paged.v, scales[1])):
                 rows = x[0, :, -new:].transpose(0, 1)
                 rows = torch.nn.functional.pad(rows, (0, into.shape[-1] - rows.shape[-1]))
                 store(rows, into, scale, block, offset)
+
+
+def _of_length(library: Any, length: int, device: torch.device) -> Any:
+    """The cache of a layer in another stage: of it only the length is known."""
+    layer = library.DynamicLayer()
+    if length:
+        nothing = torch.empty(1, 1, length, 1, device=device)
+        layer.lazy_initialization(nothing, nothing)
+        layer.keys = layer.values = nothing
+    return layer

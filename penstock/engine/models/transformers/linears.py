@@ -4,8 +4,8 @@ have the form that is fastest here, may be quantized, and take adapters."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,14 @@ from torch import Tensor, nn
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.weights import WeightReader
 
+if TYPE_CHECKING:
+    from penstock.engine.models.transformers.shards import Cuts
+
 _KINDS = frozenset({"Linear", "Conv1D", "FalconLinear"})
 """Classes that compute x W^T + b and nothing else; a subclass by another name may compute more."""
+
+Shapes = dict[str, tuple[int, int]]
+"""Of a layer's linears: inputs and outputs, by the name below the layer."""
 
 _IN_LAYER = re.compile(r"(?:^|\.)(\d+)\.(.+)$")
 """The first number in a module's name is that of its layer."""
@@ -30,6 +36,8 @@ class EngineLinear(nn.Module):
         self.in_features = inputs
         self.out_features = outputs
         found = _IN_LAYER.search(name)
+        self.over_ranks: Callable[[Tensor], Tensor] | None = None
+        """Where it is cut by inputs: adds up what all shards have."""
         self.layer = None if found is None else int(found[1])
         self.module = "" if found is None else found[2]
         """Its name below the layer."""
@@ -42,15 +50,21 @@ class EngineLinear(nn.Module):
         y = self.linear(rows)
         if self.kernel is not None:
             self.kernel.add(rows, y, self.placed)
+        if self.over_ranks is not None:
+            y = self.over_ranks(y)
         return y.view(*x.shape[:-1], self.out_features)
 
 
 class ModuleWeights:
     """The weights of a loaded model. See `Weights`."""
 
-    def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, config: dict[str, Any], cut: Callable[[str, Tensor], Tensor] | None = None
+    ) -> None:
+        """`cut`: takes this shard's part of a tensor."""
         self.config = config
         self._modules = dict(linears_of(model))
+        self._cut = cut
 
     def names(self) -> Collection[str]:
         parts = [(name, module) for name, module in self._modules.items()]
@@ -63,7 +77,7 @@ class ModuleWeights:
         tensor: Tensor = getattr(module, kind).detach()
         if kind == "weight" and type(module).__name__ == "Conv1D":
             tensor = tensor.t().contiguous()
-        return tensor.to(device)
+        return (tensor if self._cut is None else self._cut(name, tensor)).to(device)
 
     def release(self, name: str) -> None:
         """Forget a module whose weights were read."""
@@ -81,6 +95,17 @@ def shape_of(module: Any) -> tuple[int, int]:
     return (columns, rows) if type(module).__name__ == "Conv1D" else (rows, columns)
 
 
+def shapes_by_layer(model: nn.Module) -> dict[int, Shapes]:
+    """Of all linears in layers, by the number of the layer."""
+    shapes: dict[int, Shapes] = {}
+    for name, module in linears_of(model):
+        found = _IN_LAYER.search(name)
+        if found is not None:
+            outputs, inputs = shape_of(module)
+            shapes.setdefault(int(found[1]), {})[found[2]] = (inputs, outputs)
+    return shapes
+
+
 def integer_matrices(weights: object) -> Collection[str]:
     """The matrices that a checkpoint has in integers, which are [out, in] whatever module they are for."""
     found: Collection[str] = getattr(weights, "integer_matrices", ())
@@ -93,12 +118,18 @@ def replace_linears(
     weights: ModuleWeights,
     head: str,
     as_stored: WeightReader | None = None,
+    cuts: Cuts | None = None,
 ) -> list[EngineLinear]:
     """Replace every linear; memory peaks at the model plus one of them. `head`: the name of the output projection.
-    `as_stored` reads a checkpoint in few bits: the linears that it has by the name of their module are made of it."""
+    `as_stored` reads a checkpoint in few bits: the linears that it has by the name of their module are made of it.
+    `cuts`: which of them `weights` has cut."""
     made = []
     for name, module in linears_of(model):
         outputs, inputs = shape_of(module)
+        side = None if cuts is None else cuts.sides.get(name)
+        if cuts is not None and side is not None:
+            parts = cuts.shard.count
+            outputs, inputs = (outputs // parts, inputs) if side == "outputs" else (outputs, inputs // parts)
         above, _, last = name.rpartition(".")
         bias = getattr(module, "bias", None) is not None
         reader = as_stored if as_stored is not None and _stores(as_stored, name, module) else read
@@ -106,6 +137,8 @@ def replace_linears(
         if name == head:
             linear = read.backend.as_head(linear)
         replaced = EngineLinear(name, linear, inputs, outputs)
+        if cuts is not None and side == "inputs":
+            replaced.over_ranks = cuts.shard.sum
         setattr(model.get_submodule(above), last, replaced)
         weights.release(name)
         made.append(replaced)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from inspect import signature
@@ -16,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.backends.interface import AttentionBatch, HeadLayout
-from penstock.engine.kv.cache import CacheShape, KVCache
+from penstock.engine.backends.interface import HeadLayout
 from penstock.engine.models.decoder import DecoderLayer
 from penstock.engine.models.layers.factory import LayerFactory
 from penstock.engine.models.layers.linear import Linear
@@ -31,24 +29,19 @@ from penstock.engine.models.transformers.attention import (
     attention_function,
     cached_dim,
 )
+from penstock.engine.models.transformers.body import Body, CannotDivide, Junction, StageBody, WholeBody, take_out
+from penstock.engine.models.transformers.comparison import Comparison, refusal
 from penstock.engine.models.transformers.config import check_custom_code
 from penstock.engine.models.transformers.decoder import CachedLayer, ModelHead, TransformersDecoder
 from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass, SequencePass
-from penstock.engine.models.transformers.linears import EngineLinear, ModuleWeights, integer_matrices, replace_linears
+from penstock.engine.models.transformers.linears import EngineLinear, ModuleWeights, replace_linears, shapes_by_layer
+from penstock.engine.models.transformers.read import read_model
+from penstock.engine.models.transformers.shards import Cuts, Shard
 from penstock.engine.models.transformers.survey import TOKENS, Survey
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
-from penstock.engine.torch_import import with_meta_kernels
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
-
-_COMPARED = 24
-"""Tokens of the comparison with the library, in two chunks."""
-_BLOCK = 16
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
-"""Of logits, relative to their size: other orders of summation, not another computation."""
-_ROUNDED = 0.15
-"""The same where linears round what they are applied to."""
 
 
 def load_decoder(
@@ -62,46 +55,101 @@ def load_decoder(
     quantize: Quantizer | None = None,
     stored: Weights | None = None,
     custom_code: tuple[str, ...] = (),
+    span: tuple[int, int] | None = None,
+    shard: Shard | None = None,
     progress: Callable[[float], None] | None = None,
 ) -> TransformersDecoder:
     """Read every weight once. `stored`: the checkpoint where it has weights in few bits; the library gets their values,
-    and linears are made of them as they are stored. `custom_code`: the checkpoints whose own code may run."""
+    and linears are made of them as they are stored. `custom_code`: the checkpoints whose own code may run. `span`: the
+    layers of this stage, where other ranks have others. `shard`: of several that have a part of each layer."""
     report = progress or (lambda fraction: None)
     log.warning(
         "%s models have no family here: this one runs through transformers, exactly but slower than a family would",
         config.family,
     )
     trusted = check_custom_code(raw, folder, custom_code)
-    model = _read(folder, config.family, dtype, trusted, stored).to(backend.device)
-    report(0.5)
-    if getattr(model, "_is_stateful", False):
-        raise _refusal(config, "its layers keep a state other than keys and values")
-    base_name = model.base_model_prefix
-    base: Any = getattr(model, base_name, None)
-    if not isinstance(base, nn.Module) or base is model:
-        raise _refusal(config, f"{type(model).__name__} does not keep its layers apart from its head")
+    staged = span is not None or shard is not None
+    junction = Junction(span or (0, config.num_layers), config.num_layers)
+    try:
+        model = read_model(
+            folder,
+            config.family,
+            dtype,
+            trusted,
+            stored,
+            None if span is None else lambda model: take_out(model, junction, dtype),
+        )
+        report(0.5)
+        if getattr(model, "_is_stateful", False):
+            raise refusal(config, "its layers keep a state other than keys and values")
+        base_name = model.base_model_prefix
+        base: Any = getattr(model, base_name, None)
+        if not isinstance(base, nn.Module) or base is model:
+            raise refusal(config, f"{type(model).__name__} does not keep its layers apart from its head")
+        body: Body = WholeBody(base, config.vocab_size)
+        if staged:
+            junction.shapes = junction.shapes or shapes_by_layer(model)
+            body = StageBody(base, junction, config.hidden_size, dtype)
+            body.find_form(body.sample(TOKENS, torch.device("cpu")))
+        return _load(model, body, config, raw, backend, dtype, max_positions, quantize, stored, staged, shard, report)
+    except CannotDivide as error:
+        raise refusal(config, f"{error}, so it has no parts for several ranks") from error
+
+
+def _load(
+    model: Any,
+    body: Body,
+    config: ModelConfig,
+    raw: dict[str, Any],
+    backend: LayerFactory,
+    dtype: torch.dtype,
+    max_positions: int,
+    quantize: Quantizer | None,
+    stored: Weights | None,
+    staged: bool,
+    shard: Shard | None,
+    report: Callable[[float], None],
+) -> TransformersDecoder:
+    """The decoder of a model that the library has read."""
+    device = backend.device
+    if shard is None:
+        model.to(device)
     head_name = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), "")
-    # Rounded linears change the logits; without them the comparison covers the linears too.
-    comparison = _Comparison(model, config, backend.device) if quantize is None else None
-    modules = ModuleWeights(model, raw)
+    # Rounded linears change the logits; without them the comparison covers the linears too. Shards are compared with
+    # the whole in any case.
+    at = device if shard is None else torch.device("cpu")
+    comparison = Comparison(model, body, config, at) if quantize is None or shard is not None else None
+    cuts = None if shard is None else Cuts(model, shard)
+    modules = ModuleWeights(model, raw, None if cuts is None else cuts.apply)
     # What the checkpoint has in few bits is read from it; the rest stays as the library has it.
-    reader = WeightReader(modules, backend, dtype, quantize if stored is None else None)
-    as_stored = None if stored is None else WeightReader(stored, backend, dtype, quantize)
-    linears = replace_linears(model, reader, modules, head_name, as_stored)
-    comparison = comparison or _Comparison(model, config, backend.device)
-    head_linear = next((linear.linear for linear in linears if linear.name == head_name), None)
-    head = ModelHead(model, base_name, head_linear)
+    reader = WeightReader(modules, backend, dtype, quantize if stored is None or cuts is not None else None)
+    as_stored = None if stored is None or cuts is not None else WeightReader(stored, backend, dtype, quantize)
+    linears = replace_linears(model, reader, modules, head_name, as_stored, cuts)
+    if cuts is not None:
+        cuts.cut_parts(model)
+        model.to(device)
+    comparison = comparison or Comparison(model, body, config, device)
+    head_linear = next((linear for linear in linears if linear.name == head_name), None)
+    head = ModelHead(model, model.base_model_prefix, None if head_linear is None else head_linear.linear)
     report(0.8)
 
     def check(hidden: HiddenStates) -> None:
-        comparison.check(hidden, head, dtype, _TOLERANCE[dtype] if quantize is None else _ROUNDED)
+        comparison.check(hidden, None if staged else head, dtype, device, rounded=quantize is not None)
 
-    hidden = _first_that_fits(base, config, backend, check)
-    embedding = _embedding_of(base)
-    windows = tuple(site.heads.window for site in hidden.sites)
+    try:
+        hidden = _first_that_fits(body, config, backend, dtype, check)
+    except CheckpointError as error:
+        if cuts is None:
+            raise
+        raise ConfigError(
+            f"tensor_parallel: the layers of {config.family} models do not run with a part of their heads and widths "
+            f"({error}); pipeline_parallel divides them by layers"
+        ) from error
+    embedding = _embedding_of(body.base, device, dtype)
     report(1.0)
+    stage = body if isinstance(body, StageBody) else None
     return TransformersDecoder(
-        config=replace(config, windows=windows),
+        config=_found(config, hidden.sites, (0, config.num_layers) if stage is None else stage.junction.span),
         ops=backend.ops,
         embedding=embedding.detach(),
         layers=_layers(hidden.sites, linears, head_name, backend),
@@ -110,76 +158,18 @@ def load_decoder(
         max_positions=max_positions,
         hidden=hidden,
         linears=linears,
-        other_bytes=_other_bytes(base),
+        other_bytes=_other_bytes(body.base),
+        stage=stage,
+        cuts=cuts,
+        final_width=config.hidden_size if head_linear is None else head_linear.in_features,
     )
 
 
-def _read(folder: Path, model_type: str, dtype: torch.dtype, trusted: bool, stored: Weights | None) -> Any:
-    with_meta_kernels()
-    library: Any = import_module("transformers")
-    options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
-    with _quiet():
-        try:
-            if stored is None:
-                model, found = library.AutoModelForCausalLM.from_pretrained(
-                    str(folder), trust_remote_code=trusted, local_files_only=True, use_safetensors=True, **options
-                )
-            else:
-                kind, config = _class_and_config(library, folder, trusted)
-                values = _values(stored, kind, config, dtype)
-                model, found = kind.from_pretrained(None, config=config, state_dict=values, **options)
-        except (KeyboardInterrupt, MemoryError):
-            raise
-        except Exception as error:
-            raise CheckpointError(f"{folder}: transformers cannot load this {model_type} model: {error}") from error
-    missing = sorted(found["missing_keys"])
-    if missing:
-        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise CheckpointError(f"the checkpoint has no tensor {missing[0]!r}{more}; it is incomplete: fetch it again")
-    unused = sorted(found["unexpected_keys"])
-    if unused:
-        log.warning("%d tensors of the checkpoint are not used by its model, such as %s", len(unused), unused[0])
-    return model.eval().requires_grad_(False)
-
-
-def _class_and_config(library: Any, folder: Path, trusted: bool) -> tuple[Any, Any]:
-    """The model's class, and its configuration as if its weights were not stored in few bits."""
-    config = library.AutoConfig.from_pretrained(str(folder), trust_remote_code=trusted, local_files_only=True)
-    for part in (config, config.get_text_config(decoder=True)):
-        vars(part).pop("quantization_config", None)
-    if not trusted:
-        return library.AutoModelForCausalLM._model_mapping[type(config)], config
-    dynamic: Any = import_module("transformers.dynamic_module_utils")
-    reference = config.auto_map["AutoModelForCausalLM"]
-    return dynamic.get_class_from_dynamic_module(reference, str(folder), local_files_only=True), config
-
-
-def _values(stored: Weights, kind: Any, config: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What the stored numbers stand for, by the names of the checkpoint. Few-bit layouts have matrices as [out, in];
-    the library keeps those of `Conv1D` the other way around."""
-    with torch.device("meta"):
-        turned = [name for name, module in kind(config).named_modules() if type(module).__name__ == "Conv1D"]
-    integers = integer_matrices(stored)
-    values = {}
-    for name in stored.names():
-        value = stored.tensor(name)
-        if name in integers and any(f".{module}.weight".endswith(f".{name}") for module in turned):
-            value = value.t().contiguous()
-        values[name] = value.to(dtype) if value.is_floating_point() else value
-    return values
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The library's progress bars would end up in the log."""
-    library: Any = import_module("transformers.utils.logging")
-    shown = library.is_progress_bar_enabled()
-    library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            library.enable_progress_bar()
+def _found(config: ModelConfig, sites: list[Site], span: tuple[int, int]) -> ModelConfig:
+    """The configuration with what was found of attention: windows, of other stages' layers none."""
+    windows = tuple(site.heads.window for site in sites)
+    behind = config.num_layers - span[1]
+    return replace(config, windows=((None,) * span[0] + windows + (None,) * behind))
 
 
 def _register() -> None:
@@ -206,17 +196,22 @@ def _use(base: nn.Module, implementation: str) -> None:
 
 
 def _first_that_fits(
-    base: Any, config: ModelConfig, backend: LayerFactory, check: Callable[[HiddenStates], None]
+    body: Body,
+    config: ModelConfig,
+    backend: LayerFactory,
+    dtype: torch.dtype,
+    check: Callable[[HiddenStates], None],
 ) -> HiddenStates:
     """How the model's hidden states are computed: with the engine's attention, or else with the model's own."""
+    base = body.base
     takes_positions = "position_ids" in signature(base.forward).parameters
     reason = "it does not take positions"
     if takes_positions:
         try:
-            packed = _packed(base, config, backend)
+            packed = _packed(body, config, backend)
             check(packed)
             return packed
-        except (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
+        except (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, CannotDivide):
             raise
         except Exception as error:
             reason = str(error)
@@ -226,58 +221,66 @@ def _first_that_fits(
         config.family,
         reason,
     )
-    alone = SequencePass(base, _cached_sites(base, config, backend.device, takes_positions), takes_positions)
+    begin, _ = own_layers(body, config)
+    sites = _cached_sites(body, config, backend.device, takes_positions)
+    alone = SequencePass(body, sites, takes_positions, dtype, backend.device, begin)
     check(alone)
     return alone
 
 
-def _packed(base: Any, config: ModelConfig, backend: LayerFactory) -> PackedPass:
+def own_layers(body: Body, config: ModelConfig) -> tuple[int, int]:
+    """The layers that this process has."""
+    return body.junction.span if isinstance(body, StageBody) else (0, config.num_layers)
+
+
+def _packed(body: Body, config: ModelConfig, backend: LayerFactory) -> PackedPass:
     """With the engine's attention, wherever the model calls it."""
-    device = backend.device
+    device, base = backend.device, body.base
     _register()
     survey = Survey({module: name for name, module in base.named_modules()}, config.family)
     _use(base, SURVEYED)
     token = CALLS.set(survey)
-    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=device)
     try:
-        base(input_ids=ids, position_ids=torch.arange(TOKENS, device=device).unsqueeze(0), use_cache=False)
+        body(
+            body.sample(TOKENS, device), position_ids=torch.arange(TOKENS, device=device).unsqueeze(0), use_cache=False
+        )
     finally:
         CALLS.reset(token)
     if not survey.sites:
-        raise _refusal(config, "it is not on the library's attention interface")
-    _check_layers(config, len({site.module for site in survey.sites}))
+        raise refusal(config, "it is not on the library's attention interface")
+    _check_layers(config, len({site.module for site in survey.sites}), own_layers(body, config))
     _use(base, PAGED)
-    return PackedPass(base, survey.sites, PagedCalls(survey.sites, backend.ops, device))
+    return PackedPass(body, survey.sites, PagedCalls(survey.sites, backend.ops, device))
 
 
-def _cached_sites(base: Any, config: ModelConfig, device: torch.device, takes_positions: bool) -> list[Site]:
+def _cached_sites(body: Body, config: ModelConfig, device: torch.device, takes_positions: bool) -> list[Site]:
     """What a model with attention of its own keeps, as seen in a cache of the library's."""
     library: Any = import_module("transformers.cache_utils")
     cache = library.DynamicCache()
-    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=device)
     positions = {"position_ids": torch.arange(TOKENS, device=device).unsqueeze(0)} if takes_positions else {}
     try:
-        base(input_ids=ids, past_key_values=cache, use_cache=True, **positions)
+        body(body.sample(TOKENS, device), past_key_values=cache, use_cache=True, **positions)
     except Exception as error:
-        raise _refusal(config, f"it does not run with a cache of keys and values ({error})") from error
-    _check_layers(config, len(cache.layers))
+        raise refusal(config, f"it does not run with a cache of keys and values ({error})") from error
+    begin, end = own_layers(body, config)
+    _check_layers(config, len(cache.layers) - begin, (begin, end))
     sites = []
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(cache.layers[begin:], start=begin):
         if type(layer) is not library.DynamicLayer or layer.keys is None or layer.keys.dim() != 4:
-            raise _refusal(config, f"layer {index} keeps something other than keys and values")
+            raise refusal(config, f"layer {index} keeps something other than keys and values")
         (_, heads, tokens, key_dim), (_, value_heads, _, value_dim) = layer.keys.shape, layer.values.shape
         if tokens != TOKENS or heads != value_heads:
-            raise _refusal(config, f"layer {index} does not keep one key and one value for every token")
+            raise refusal(config, f"layer {index} does not keep one key and one value for every token")
         layout = HeadLayout(heads=heads, kv_heads=heads, head_dim=cached_dim(key_dim, value_dim), scale=1.0)
         sites.append(Site(str(index), layout, key_dim, value_dim))
     return sites
 
 
-def _check_layers(config: ModelConfig, attending: int) -> None:
-    if attending != config.num_layers:
-        raise _refusal(
+def _check_layers(config: ModelConfig, attending: int, span: tuple[int, int]) -> None:
+    if attending != span[1] - span[0]:
+        raise refusal(
             config,
-            f"{attending} of its {config.num_layers} layers attend to keys and values; what the others keep of earlier "
+            f"{attending} of its {span[1] - span[0]} layers attend to keys and values; what the others keep of earlier "
             "tokens is not known",
         )
 
@@ -299,11 +302,11 @@ def _layers(sites: list[Site], linears: list[EngineLinear], head: str, backend: 
     return layers
 
 
-def _embedding_of(base: nn.Module) -> Tensor:
+def _embedding_of(base: nn.Module, device: torch.device, dtype: torch.dtype) -> Tensor:
     """The embedding of tokens, as far as it can be told: the engine asks for its type and device."""
     tables = (module.weight for module in base.modules() if isinstance(module, nn.Embedding))
     found: Tensor | None = next(tables, None)
-    return next(p for p in base.parameters() if p.is_floating_point()) if found is None else found
+    return torch.empty(0, dtype=dtype, device=device) if found is None else found
 
 
 def layer_of(name: str) -> int | None:
@@ -315,47 +318,3 @@ def layer_of(name: str) -> int | None:
 def _other_bytes(base: nn.Module) -> int:
     embeddings = {id(module.weight) for module in base.modules() if isinstance(module, nn.Embedding)}
     return sum(p.nbytes for p in base.parameters() if p.dim() > 1 and id(p) not in embeddings)
-
-
-class _Comparison:
-    """What the library computes of a few tokens by itself. A model whose tokens do not come out alike is refused: one
-    that ignores positions, or in which tokens reach each other by another way than attention."""
-
-    @torch.inference_mode()
-    def __init__(self, model: Any, config: ModelConfig, device: torch.device) -> None:
-        self._config = config
-        count = min(_COMPARED, config.max_positions)
-        self._ids = (torch.arange(count, device=device) * 7 + 3) % config.vocab_size
-        self._expected: Tensor = model(input_ids=self._ids.unsqueeze(0), use_cache=False).logits[0].float()
-
-    @torch.inference_mode()
-    def check(self, hidden: HiddenStates, head: Linear, dtype: torch.dtype, tolerance: float) -> None:
-        """CheckpointError where the same tokens, in two chunks, give something else."""
-        tokens, device = len(self._ids), self._ids.device
-        kinds = tuple(site.cache_kind(_BLOCK, dtype) for site in hidden.sites)
-        kv = KVCache(CacheShape(kinds, _BLOCK), -(-tokens // _BLOCK) + 1, device)
-        whole = AttentionBatch.of_one(tokens, _BLOCK, device)
-        parts = []
-        for begin, end in ((0, tokens // 2), (tokens // 2, tokens)):
-            batch = replace(
-                whole,
-                positions=whole.positions[begin:end],
-                slots=whole.slots[begin:end],
-                query_starts=torch.tensor([0, end - begin], dtype=torch.int32, device=device),
-                context_lens=torch.tensor([end], dtype=torch.int32, device=device),
-                max_query=end - begin,
-                max_context=end,
-            )
-            if end > begin:
-                parts.append(head(hidden(self._ids[begin:end], batch, kv)).float())
-        errors = (torch.cat(parts) - self._expected).norm(dim=-1) / self._expected.norm(dim=-1).clamp_min(1e-6)
-        # Each chunk by itself: what earlier tokens pass on shows in the second only. In few bits of the median token,
-        # since one that is sent to another expert by a rounding may differ.
-        exact = tolerance == _TOLERANCE[torch.float32]
-        error = max(float(part.max() if exact else part.median()) for part in errors.split(max(tokens // 2, 1)))
-        if not error < tolerance:
-            raise _refusal(self._config, f"its logits differ from the library's, relatively by {error:.2g}")
-
-
-def _refusal(config: ModelConfig, reason: str) -> CheckpointError:
-    return CheckpointError(f"a {config.family} model cannot be run through transformers: {reason}")

@@ -74,6 +74,61 @@ def convolved(
 
 
 @triton.jit
+def taps(
+    ring_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    channel: tl.tensor,
+    mask: tl.tensor,
+    position: tl.tensor,
+    read: tl.tensor,
+    CHANNELS: tl.constexpr,
+    CONV: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """What the convolution at a run's first token needs beside the step's own rows, for `tapped`: its weights, those of
+    the token itself first, and the inputs that were kept."""
+    found = ()
+    for back in tl.static_range(CONV):
+        weight = tl.load(weight_ptr + channel * CONV + (CONV - 1 - back), mask=mask, other=0.0)
+        found = found + (weight,)  # type: ignore[assignment]
+    for back in tl.static_range(1, CONV):
+        known = (read > 0) & (position >= back)
+        kept = ring_ptr + (read.to(tl.int64) * CONV + (position + CONV - back) % CONV) * CHANNELS + channel
+        found = found + (tl.load(kept, mask=mask & known, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def tapped(
+    found: tl.tensor,
+    x_ptr: tl.tensor,
+    ring_ptr: tl.tensor,
+    column: tl.tensor,
+    channel: tl.tensor,
+    mask: tl.tensor,
+    token: tl.tensor,
+    first: tl.tensor,
+    position: tl.tensor,
+    read: tl.tensor,
+    x_stride: tl.tensor,
+    CHANNELS: tl.constexpr,
+    CONV: tl.constexpr,
+) -> tl.tensor:
+    """As `convolved`, with what `taps` found."""
+    total = tl.zeros(channel.shape, tl.float32)
+    later = mask & (token > first)
+    for back in tl.static_range(CONV):
+        if back == 0:
+            x = tl.load(x_ptr + token * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+        else:
+            x = conv_input(
+                x_ptr, ring_ptr, column, channel, later, token, first, position, read, back, x_stride, CHANNELS, CONV
+            )
+            x = tl.where(token > first, x, found[CONV + back - 1])
+        total += found[back] * x
+    return total / (1.0 + tl.exp(-total))
+
+
+@triton.jit
 def keep(
     x_ptr: tl.tensor,
     ring_ptr: tl.tensor,

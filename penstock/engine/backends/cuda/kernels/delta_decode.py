@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.common import launch, launch_successor, next_power_of_2, wait_for_inputs
-from penstock.engine.backends.cuda.kernels.delta_conv import convolve, convolved, keep
+from penstock.engine.backends.cuda.kernels.delta_conv import convolve, keep, tapped, taps
 from penstock.engine.backends.cuda.kernels.delta_layout import (
     LEAST_SIDE,
     columns,
@@ -74,15 +74,35 @@ def _decode_kernel(
     CHANNELS: tl.constexpr = 2 * K_HEADS * K_DIM + V_HEADS * V_DIM
     RATIO: tl.constexpr = V_HEADS // K_HEADS
     launch_successor(PDL)
+    # Before the inputs are there: what no launch of this step has written. States and kept inputs are those of an
+    # earlier step, which has ended: every step begins with an operation of PyTorch's.
     decay = tl.load(decay_ptr + head)
     bias = tl.load(bias_ptr + head)
+    last = tl.load(last_ptr + token0)
+    leads = tl.load(first_ptr + token0) == token0
+    read = tl.load(reads_ptr + token0)
+    position0 = tl.load(positions_ptr + token0)
+    ks = tl.arange(0, BLOCK_K)
+    vs = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_mask, v_mask = ks < K_DIM, vs < V_DIM
+    q_col, k_col, v_col, z_col, b_col, a_col = columns(head, K_HEADS, V_HEADS, K_DIM, V_DIM, GROUPED)
+    group = head // RATIO
+    q_chan = group * K_DIM + ks
+    k_chan = K_HEADS * K_DIM + group * K_DIM + ks
+    v_chan = 2 * K_HEADS * K_DIM + head * V_DIM + vs
+    inside = ks[:, None] * V_DIM + vs[None, :]
+    tile = k_mask[:, None] & v_mask[None, :]
+    SIZE: tl.constexpr = K_DIM * V_DIM
+    source = state_ptr + (read.to(tl.int64) * V_HEADS + head) * SIZE
+    state = tl.load(source + inside, mask=tile & (read > 0) & leads, other=0.0)
+    if not APART:
+        q_taps = taps(ring_ptr, conv_ptr, q_chan, k_mask & leads, position0, read, CHANNELS, CONV)
+        k_taps = taps(ring_ptr, conv_ptr, k_chan, k_mask & leads, position0, read, CHANNELS, CONV)
+        v_taps = taps(ring_ptr, conv_ptr, v_chan, v_mask & leads, position0, read, CHANNELS, CONV)
     wait_for_inputs(PDL)
     program = (token0 * V_HEADS + head) * tl.num_programs(2) + part
     programs = tl.num_programs(0) * V_HEADS * tl.num_programs(2)
     ask_for_next(ahead_ptr, ahead_pieces, further_ptr, further_pieces, program, programs, PDL)
-    last = tl.load(last_ptr + token0)
-    vs = part * BLOCK_V + tl.arange(0, BLOCK_V)
-    v_mask = vs < V_DIM
     if NORM == NORM_LATER:
         result_ptr = raw_ptr
     else:
@@ -90,20 +110,7 @@ def _decode_kernel(
     if last < token0:  # padding
         nothing = tl.zeros((BLOCK_V,), result_ptr.dtype.element_ty)
         tl.store(result_ptr + (token0 * V_HEADS + head) * V_DIM + vs, nothing, mask=v_mask)
-    if tl.load(first_ptr + token0) == token0:
-        read = tl.load(reads_ptr + token0)
-        ks = tl.arange(0, BLOCK_K)
-        k_mask = ks < K_DIM
-        q_col, k_col, v_col, z_col, b_col, a_col = columns(head, K_HEADS, V_HEADS, K_DIM, V_DIM, GROUPED)
-        group = head // RATIO
-        q_chan = group * K_DIM + ks
-        k_chan = K_HEADS * K_DIM + group * K_DIM + ks
-        v_chan = 2 * K_HEADS * K_DIM + head * V_DIM + vs
-        inside = ks[:, None] * V_DIM + vs[None, :]
-        tile = k_mask[:, None] & v_mask[None, :]
-        SIZE: tl.constexpr = K_DIM * V_DIM
-        source = state_ptr + (read.to(tl.int64) * V_HEADS + head) * SIZE
-        state = tl.load(source + inside, mask=tile & (read > 0), other=0.0)
+    if leads:
         for token in range(token0, last + 1):
             position = tl.load(positions_ptr + token)
             write = tl.load(writes_ptr + token)
@@ -113,12 +120,12 @@ def _decode_kernel(
                 k = tl.load(mixed + k_chan, mask=k_mask, other=0.0)
                 v = tl.load(mixed + v_chan, mask=v_mask, other=0.0)
             else:
-                q = convolved(x_ptr, ring_ptr, conv_ptr, q_col + ks, q_chan, k_mask, token, token0, position, read,
-                               x_stride, CHANNELS, CONV)  # fmt: skip
-                k = convolved(x_ptr, ring_ptr, conv_ptr, k_col + ks, k_chan, k_mask, token, token0, position, read,
-                               x_stride, CHANNELS, CONV)  # fmt: skip
-                v = convolved(x_ptr, ring_ptr, conv_ptr, v_col + vs, v_chan, v_mask, token, token0, position, read,
-                               x_stride, CHANNELS, CONV)  # fmt: skip
+                q = tapped(q_taps, x_ptr, ring_ptr, q_col + ks, q_chan, k_mask, token, token0, position, read,
+                           x_stride, CHANNELS, CONV)  # fmt: skip
+                k = tapped(k_taps, x_ptr, ring_ptr, k_col + ks, k_chan, k_mask, token, token0, position, read,
+                           x_stride, CHANNELS, CONV)  # fmt: skip
+                v = tapped(v_taps, x_ptr, ring_ptr, v_col + vs, v_chan, v_mask, token, token0, position, read,
+                           x_stride, CHANNELS, CONV)  # fmt: skip
             q = q * (tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (K_DIM**-0.5))
             k = k * tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
             b = tl.load(gates_ptr + token * gates_stride + b_col).to(tl.float32)

@@ -1,0 +1,91 @@
+"""What the library computes of a few tokens by itself, to compare the engine's way with.
+
+A model whose tokens do not come out alike is refused: one that ignores positions, or in which tokens reach each other
+by another way than attention. Of the whole model the logits are compared, of a pipeline stage its residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.backends.interface import AttentionBatch
+from penstock.engine.kv.cache import CacheShape, KVCache
+from penstock.engine.models.model_config import ModelConfig
+from penstock.engine.models.transformers.body import Body, WholeBody
+from penstock.engine.models.transformers.hidden import HiddenStates
+from penstock.errors import CheckpointError
+
+_COMPARED = 24
+"""Tokens, in two chunks."""
+_BLOCK = 16
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
+"""Of logits, relative to their size: other orders of summation, not another computation."""
+_ROUNDED = 0.15
+"""The same where linears round what they are applied to."""
+
+
+def refusal(config: ModelConfig, reason: str) -> CheckpointError:
+    return CheckpointError(f"a {config.family} model cannot be run through transformers: {reason}")
+
+
+class Comparison:
+    """See above."""
+
+    @torch.inference_mode()
+    def __init__(self, model: Any, body: Body, config: ModelConfig, device: torch.device) -> None:
+        """`device`: where the model is now."""
+        self._config = config
+        entry = body.sample(min(_COMPARED, config.max_positions), device)
+        if isinstance(body, WholeBody):
+            expected = model(input_ids=entry.unsqueeze(0), use_cache=False).logits[0]
+        else:
+            expected = body(entry, use_cache=False)
+        self._entry, self._expected = entry, expected.float()
+
+    @torch.inference_mode()
+    def check(
+        self,
+        hidden: HiddenStates,
+        head: Callable[[Tensor], Tensor] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        rounded: bool,
+    ) -> None:
+        """CheckpointError where the same tokens, in two chunks, give something else. `head`: of the whole model."""
+        tokens, entry, expected = len(self._entry), self._entry.to(device), self._expected.to(device)
+        kinds = tuple(site.cache_kind(_BLOCK, dtype) for site in hidden.sites)
+        kv = KVCache(CacheShape(kinds, _BLOCK), -(-tokens // _BLOCK) + 1, device)
+        whole = AttentionBatch.of_one(tokens, _BLOCK, device)
+        parts = []
+        for begin, end in ((0, tokens // 2), (tokens // 2, tokens)):
+            if end > begin:
+                states = hidden(entry[begin:end], _chunk(whole, begin, end), kv)
+                parts.append((states if head is None else head(states)).float())
+        errors = (torch.cat(parts) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-6)
+        tolerance = _ROUNDED if rounded else _TOLERANCE[dtype]
+        # Each chunk by itself: what earlier tokens pass on shows in the second only. In few bits of the median token,
+        # since one that is sent to another expert by a rounding may differ.
+        exact = tolerance == _TOLERANCE[torch.float32]
+        error = max(float(part.max() if exact else part.median()) for part in errors.split(max(tokens // 2, 1)))
+        if not error < tolerance:
+            what = "the residual stream behind its layers differs" if head is None else "its logits differ"
+            raise refusal(self._config, f"{what} from the library's, relatively by {error:.2g}")
+
+
+def _chunk(whole: AttentionBatch, begin: int, end: int) -> AttentionBatch:
+    device = whole.positions.device
+    return replace(
+        whole,
+        positions=whole.positions[begin:end],
+        slots=whole.slots[begin:end],
+        query_starts=torch.tensor([0, end - begin], dtype=torch.int32, device=device),
+        context_lens=torch.tensor([end], dtype=torch.int32, device=device),
+        max_query=end - begin,
+        max_context=end,
+    )

@@ -1,0 +1,119 @@
+"""Models that run through `transformers`, on several devices: stages have their own layers only, shards parts of each,
+and the tokens are the library's."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.adapters.spec import AdapterSpec
+from penstock.engine.models.transformers.decoder import TransformersDecoder
+from penstock.engine.request import Request, SamplingParams
+from penstock.errors import ConfigError
+from tests.engine.foreign import write_foreign
+from tests.engine.harness import assert_idle, generate, greedy
+from tests.engine.models.test_transformers import WITHOUT_FAMILY, prompt_of, write_lora
+from tests.engine.models.test_transformers_stored import PROMPTS, is_linear
+from tests.engine.parallel.threads import threaded_engine
+from tests.engine.quantization.layouts import write
+from tests.engine.tiny import Reference
+
+UNCUT = {"gpt2", "gpt2-odd", "gpt_bigcode", "persimmon", "bloom", "falcon", "falcon-alibi", "doge", "xglm", "diffllama"}
+"""Their linears have no tensor-parallel plan, or their attention does not run with a part of its heads."""
+QUICK = {("starcoder2", 1, 2), ("starcoder2", 2, 1)}
+CASES = [
+    pytest.param(
+        name, tensor, pipeline, marks=() if (name, tensor, pipeline) in QUICK else pytest.mark.slow
+    )
+    for name in WITHOUT_FAMILY
+    for tensor, pipeline in ((1, 2), (2, 1), (2, 2))
+    if tensor == 1 or name not in UNCUT
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "tensor", "pipeline"), CASES)
+def test_tokens_equal_the_library(model_type: str, tensor: int, pipeline: int, tmp_path: Path) -> None:
+    folder = write_foreign(model_type, tmp_path)
+    reference, rng = Reference(folder), random.Random(7)
+    prompts = {f"r{n}": prompt_of(rng, n) for n in (1, 17, 70)}
+    requests = [greedy(f"{again}{name}", prompt, 10) for name, prompt in prompts.items() for again in ("", "again-")]
+    with threaded_engine(folder, tensor, pipeline, token_budget=48, num_blocks=40, max_running=4) as engine:
+        got = generate(engine, *requests)
+        for name, prompt in prompts.items():
+            assert len(got[name]) == 10 and reference.agrees(prompt, got[name]), name
+            assert got[f"again-{name}"] == got[name]
+        assert_idle(engine)
+        assert engine.info.runs_through == "transformers"
+        part: Any = engine.runner.decoder.stage.decoder  # type: ignore[attr-defined]
+        assert isinstance(part, TransformersDecoder)
+        if pipeline > 1:
+            assert part.stage is not None
+            held = {name: value for name, value in part.stage.base.named_parameters() if re.search(r"\.\d+\.", name)}
+            # The first of three layers; the others were never read here.
+            assert all(re.search(r"\.0\.", f".{name}") for name in held)
+            assert {linear.layer for linear in part.linears} <= {0, None}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gpt2", "no plan for the linears of gpt2"),
+        pytest.param("doge", "do not run with a part of their heads", marks=pytest.mark.slow),
+    ],
+)
+def test_linears_that_cannot_be_cut_are_refused(model_type: str, reason: str, tmp_path: Path) -> None:
+    folder = write_foreign(model_type, tmp_path)
+    with pytest.raises(ConfigError, match=reason), threaded_engine(folder, 2, 1):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1), (2, 2)])
+def test_adapters_speculation_and_the_host_tier(tensor: int, pipeline: int, tmp_path: Path) -> None:
+    base = write_foreign("starcoder2", tmp_path / "base")
+    adapter, folder = write_lora(tmp_path, base, ("q_proj", "o_proj", "c_fc"))
+    merged, plain = Reference(folder), Reference(base)
+    rng = random.Random(2)
+    asked = {f"r{i}": (prompt_of(rng, 9 + 13 * i), "tuned" if i % 2 else "") for i in range(6)}
+    settings = {"speculation": "ngram", "host_memory": 1 << 20, "num_blocks": 24, "token_budget": 40}
+    with threaded_engine(base, tensor, pipeline, adapters=(AdapterSpec("tuned", str(adapter)),), **settings) as engine:
+        for turn in range(2):
+            got = generate(engine, *(
+                Request(f"{name}-{turn}", prompt, SamplingParams(max_tokens=10, temperature=0.0), adapter=chosen)
+                for name, (prompt, chosen) in asked.items()
+            ))  # fmt: skip
+            for name, (prompt, chosen) in asked.items():
+                assert (merged if chosen else plain).agrees(prompt, got[f"{name}-{turn}"], 2e-2), name
+        assert_idle(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1)])
+def test_few_bit_checkpoints(tensor: int, pipeline: int, tmp_path: Path) -> None:
+    dense = write_foreign("starcoder2", tmp_path / "dense")
+    few, same, _ = write(dense, "gptq", tmp_path / "stored", is_linear=is_linear)
+    reference = Reference(same)
+    with threaded_engine(few, tensor, pipeline) as engine:
+        outputs = generate(engine, *(greedy(str(i), prompt, 12) for i, prompt in enumerate(PROMPTS)))
+        for i, prompt in enumerate(PROMPTS):
+            assert reference.agrees(prompt, outputs[str(i)], tie=0.02)
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"tensor_parallel": 4}, "tensor_parallel: 4 cannot split 4 heads over 2 KV heads"),
+        ({"pipeline_parallel": 4}, "pipeline_parallel: 4 is more than the 3 layers"),
+        ({"pipeline_parallel": 2, "role": "prefill"}, "role, with several devices: not available"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    tensor, pipeline = settings.pop("tensor_parallel", 1), settings.pop("pipeline_parallel", 1)
+    folder = write_foreign("starcoder2", tmp_path)
+    with pytest.raises(ConfigError, match=reason), threaded_engine(folder, tensor, pipeline, **settings):
+        pass
