@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import suppress
 from types import ModuleType
 
 _META = "torch._meta_registrations"
@@ -26,6 +27,16 @@ def import_torch() -> None:
             del sys.modules[_META]
     if vars(torch).get("_meta_registrations") is placeholder:
         del vars(torch)["_meta_registrations"]
+    _allow_generators(torch)
+
+
+def _allow_generators(torch: ModuleType) -> None:
+    """A module that came with those kernels gives `torch.Generator` its metaclass, without which newer versions of
+    PyTorch make none. It may do so again later."""
+    give = getattr(torch._C, "_set_generator_metaclass", None)
+    if give is not None:
+        with suppress(ImportError, AttributeError):
+            give(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)
 
 
 def with_meta_kernels() -> None:

@@ -12,9 +12,11 @@ import_torch()
 import torch
 kernels = "torch._meta_registrations"
 assert kernels not in sys.modules and not hasattr(torch, "_meta_registrations")
+assert torch.rand(2, generator=torch.Generator().manual_seed(1)).shape == (2,)
 weight = torch.ones(2, 2, device="meta")
 assert (weight @ weight).shape == (2, 2) and torch.ones(2, 2).topk(1).values.shape == (2, 1)
 with_meta_kernels()
+assert torch.rand(2, generator=torch.Generator().manual_seed(1)).shape == (2,)
 assert hasattr(sys.modules[kernels], "register_meta") and torch._meta_registrations is sys.modules[kernels]
 assert torch.ones(3, 3, device="meta").topk(2).values.shape == (3, 2)
 import_torch()
