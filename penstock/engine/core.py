@@ -38,6 +38,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.config import SAVE_S, EngineConfig
 from penstock.engine.grammar import progress
 from penstock.engine.grammar.constraints import Constraints, MakeCompiler
+from penstock.engine.kv.erasure import Erasure
 from penstock.engine.kv.exchange import BlockExchange
 from penstock.engine.kv.persistence import Persistence
 from penstock.engine.lead import Lead
@@ -282,6 +283,10 @@ class Engine:
         """Use a moment without work to save what outlives the engine; False when there is nothing left to do."""
         if self.persistence is None or self.has_work:
             return False
+        return self._settle() if self._restarts is None else bool(self._restarts.step(self._settle))
+
+    def _settle(self) -> bool:
+        assert self.persistence is not None
         try:
             return self.persistence.advance(self.clock())
         except ReplicaLost:
@@ -344,6 +349,10 @@ class Engine:
         if self.speculation is not None:
             self.speculation.reset_counters()
 
+    def erase(self, owner: str) -> Erasure:
+        """Drop what the requests of an owner have left in the KV caches and behind them. See `kv.erasure`."""
+        return Erasure(self.scheduler.allocator.pool, owner)
+
     def forget_caches(self, keep_disk: bool = False) -> None:
         """Nothing of the KV caches may be used again; no sequence is running. `keep_disk`: but what a disk keeps."""
         self.scheduler.allocator.pool.forget_all(keep_disk)
@@ -390,6 +399,8 @@ class Engine:
             self._shrink(batch, error)
         except Exception as error:
             log.exception("step of %d sequences failed", len(batch.chunks))
+            if _is_of_device(error):  # nobody knows what it still did
+                self.scheduler.allocator.pool.forget_all()
             self._recover(batch, f"{type(error).__name__}: {error}")
 
     def _collect(self, step: PendingStep) -> None:
@@ -504,12 +515,20 @@ class Engine:
             self._finish(seq, "error", f"the engine could not run this request ({message})")
 
     def _unwind(self, batch: Batch) -> list[Sequence]:
-        """Undo a batch that did not run; its running sequences. Cached prefixes cannot be trusted any more."""
+        """Undo a batch that did not run; its running sequences. Prefixes cached on the device cannot be trusted any
+        more; those on the host and on disk can, but for what this batch was to copy."""
         while self._in_flight:
             self._collect(self._in_flight.popleft())
-        self.scheduler.allocator.pool.forget_all()
+        self.scheduler.allocator.pool.distrust()
         for chunk in batch.chunks:
             if chunk.samples and not chunk.seq.finished:
                 chunk.seq.pending -= 1
         self.scheduler.landed(batch)
         return [chunk.seq for chunk in batch.chunks if not chunk.seq.finished and chunk.seq.row >= 0]
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Whether the device itself failed, and not what was asked of it."""
+    return isinstance(error, torch.AcceleratorError) or any(
+        sign in str(error) for sign in ("CUDA error", "Triton Error [CUDA]")
+    )

@@ -282,6 +282,8 @@ def adapter_bytes(deployment: Deployment, stage: int = 0) -> int:
         per_rank = 3 * shape.hidden + queries + gates + 2 * keys + queries + shape.hidden
     first, last = _span(deployment, stage)
     units = sum(per_rank + _adapted_rest(deployment, index) for index in range(first, last))
+    if not first:  # embedding and head
+        units += shape.vocab + 2 * shape.hidden + -(-shape.vocab // tensor)
     elements = deployment.adapter_slots * deployment.adapter_rank * units
     return elements * (2 if deployment.device.kind == "gpu" else 4)
 

@@ -173,7 +173,7 @@ def test_a_disk_that_hangs_or_fails_costs_only_time(
 
 
 @pytest.mark.slow
-def test_after_a_failed_step_nothing_on_disk_is_trusted(folder: Path, alone: Engine, tmp_path: Path) -> None:
+def test_when_the_device_fails_nothing_on_disk_is_trusted(folder: Path, alone: Engine, tmp_path: Path) -> None:
     engine = make_engine(folder, **small(tmp_path))
     for number in range(8):
         generate(engine, greedy(f"{number}", text(number, 100), 2))

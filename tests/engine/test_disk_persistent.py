@@ -9,6 +9,7 @@ import shutil
 import stat
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
 from penstock.engine.kv import block_file
+from penstock.engine.kv.block_hash import owner_tag
+from penstock.engine.kv.kept_folder import erase
 from penstock.engine.request import Request
 from penstock.engine.sleep.sleep import EngineSleep
 from penstock.engine.startup import part
@@ -240,7 +243,105 @@ def test_two_engines_have_a_slot_each(folder: Path, tmp_path: Path, expected: di
     engine.close()
 
 
-def test_after_a_failed_step_nothing_is_found(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
+def test_after_a_failed_step_the_rest_is_found(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
+    engine = start(folder, tmp_path)
+    converse(engine, expected)
+    settle(engine)
+    launch = engine.runner.executor.run
+
+    def failing(*args: Any) -> Any:
+        engine.runner.executor.run = launch  # type: ignore[method-assign]
+        raise RuntimeError("broken")
+
+    engine.runner.executor.run = failing  # type: ignore[method-assign, assignment]
+    generate(engine, greedy("x", text(9), 3))
+    assert converse(engine, expected) == [96] * 4
+    kill(engine)
+    engine = start(folder, tmp_path)
+    assert engine.load_snapshot().disk_restored_blocks == 4 * 6
+    engine.close()
+
+
+def test_what_an_owner_left_can_be_erased(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
+    engine = start(folder, tmp_path, num_blocks=100, host_memory=40 * BLOCK)
+    salts = ("acme", "acme\0divided", "other")
+    for number, salt in enumerate(salts):
+        converse(engine, expected, salt, range(number, number + 1))
+    settle(engine)
+    disk = engine.scheduler.allocator.pool.host.disk  # type: ignore[union-attr]
+    assert disk is not None
+    (file,) = files(tmp_path, "rank0.blocks")
+    acme = [disk._places[name] for name in disk.names if name.startswith(owner_tag("acme"))]
+    content = [at_place(file, place) for place in acme]
+    assert len(acme) == 12 and all(map(any, content))
+    erasure = engine.erase("acme")
+    assert erasure.blocks == 12
+    wait(erasure.advance)
+    assert erasure.failed == 0 and not any(any(at_place(file, place)) for place in acme)
+    assert [converse(engine, expected, salts[at], range(at, at + 1)) for at in (2, 0)] == [[96], [0]]
+    again = engine.erase("acme")
+    assert again.blocks == 6
+    wait(again.advance)
+    assert engine.erase("nobody").advance()
+    kill(engine)
+    engine = start(folder, tmp_path)
+    assert [converse(engine, expected, salt, range(at, at + 1)) for at, salt in enumerate(salts)] == [[0], [0], [96]]
+    engine.close()
+
+
+def test_an_owner_can_be_erased_in_files_that_no_engine_uses(
+    folder: Path, tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    engine = start(folder, tmp_path)
+    for number, salt in enumerate(("acme", "other")):
+        converse(engine, expected, salt, range(number, number + 1))
+    settle(engine)
+    (file,) = files(tmp_path, "rank0.blocks")
+    assert erase(tmp_path, "acme").busy == [file.parent], "its engine must be told"
+    before = file.read_bytes()
+    engine.close()
+    found = erase(tmp_path, "acme")
+    assert (found.blocks, found.busy) == (6, []) and erase(tmp_path, "acme").blocks == 0
+    after = file.read_bytes()
+    gone = [at for at in range(0, len(after), BLOCK) if after[at : at + BLOCK] != before[at : at + BLOCK]]
+    assert len(gone) == 6 and not any(any(after[at : at + BLOCK]) for at in gone)
+    engine = start(folder, tmp_path)
+    assert converse(engine, expected, "acme", range(1)) + converse(engine, expected, "other", range(1, 2)) == [0, 96]
+    engine.close()
+    assert erase(tmp_path / "nowhere", "acme").blocks == 0
+
+
+def at_place(file: Path, place: int) -> bytes:
+    with file.open("rb") as handle:
+        handle.seek(place * BLOCK)
+        return handle.read(BLOCK)
+
+
+def wait(over: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not over():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_blocks_and_index_are_synced(
+    folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_file, "SYNC_S", 0.01)
+    synced: list[int] = []
+    sync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda file: (synced.append(file), sync(file)))
+    engine = start(folder, tmp_path)
+    converse(engine, expected)
+    settle(engine)
+    wait(lambda: len(synced) >= 2)
+    blocks, index = synced[:2]
+    assert os.readlink(f"/proc/self/fd/{blocks}").endswith(".blocks")
+    assert os.readlink(f"/proc/self/fd/{index}").endswith(".blocks.index")
+    engine.close()
+
+
+def test_when_the_device_fails_nothing_is_found(folder: Path, tmp_path: Path, expected: dict[str, list[int]]) -> None:
     engine = start(folder, tmp_path)
     converse(engine, expected)
     settle(engine)

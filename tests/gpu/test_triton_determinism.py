@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -53,6 +54,41 @@ def test_the_engine_is_batch_invariant() -> None:
                 deltas = run(engine, others_in_batch(others) + WATCHED)
                 for name, wanted in expected.items():
                     assert bits(deltas, name) == wanted, (dtype, name, budget, others)
+
+
+def test_the_engine_is_batch_invariant_with_adapters() -> None:
+    """Requests with and without adapters, in company of others with and without."""
+    if not ON_DEVICE:
+        return
+    from penstock.engine.adapters.spec import AdapterSpec
+    from tests.engine.adapters.files import write_adapter
+    from tests.engine.adapters.test_ends import write_ends
+    from tests.engine.harness import make_engine
+    from tests.engine.test_determinism import WATCHED, bits, others_in_batch, run
+    from tests.engine.tiny import write_checkpoint
+
+    for family, dtype in (("llama-gqa", "bfloat16"), ("llama-gqa", "float32"), ("qwen3-moe", "bfloat16")):
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_checkpoint(family, Path(folder) / "base", spread=0.6)
+            targets = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+            files = [write_adapter(Path(folder) / "0", path, rank=5, targets=targets)]
+            files.append(write_ends(Path(folder) / "1", path, linears=("k_proj",)))
+            files.append(write_adapter(Path(folder) / "2", path, rank=20, seed=2, targets=("q_proj", "v_proj")))
+            specs = tuple(AdapterSpec(str(i), str(file)) for i, file in enumerate(files))
+            fixed = {"device": "cuda", "dtype": dtype, "deterministic": True, "num_blocks": 400, "max_running": 16}
+            requests = [replace(request, adapter=name) for request, name in zip(WATCHED, "01", strict=False)]
+            requests += [WATCHED[2], replace(WATCHED[0], request_id="narrow", adapter="2")]
+            alone = make_engine(path, **fixed, adapters=specs)
+            expected = {request.request_id: bits(run(alone, [request]), request.request_id) for request in requests}
+            for budget, others in ((512, 3), (64, 11), (7, 2)):
+                engine = make_engine(path, **fixed, adapters=specs, token_budget=budget)
+                company = [
+                    replace(other, adapter=("", "0", "1", "2")[i % 4])
+                    for i, other in enumerate(others_in_batch(others))
+                ]
+                deltas = run(engine, company + requests)
+                for name, wanted in expected.items():
+                    assert bits(deltas, name) == wanted, (family, dtype, name, budget, others)
 
 
 def bench_fixed_linears() -> Iterator[Row]:

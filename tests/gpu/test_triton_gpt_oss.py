@@ -261,7 +261,7 @@ def bench_a_layer_of_one_token() -> Iterator[Row]:
         return
     decoder = _decoder(BF16, num_hidden_layers=4, vocab_size=4096)
     batch, kv = _filled(decoder, 300, BF16)
-    bound = probe(DEVICE, BF16).read_gbps
+    bound = probe(torch.device("cuda", torch.cuda.current_device()), BF16).read_gbps
     residual, eps = rand(1, decoder.config.hidden_size, dtype=BF16), decoder.config.rms_eps
     mixers: list[Callable[[], Tensor]] = []
     feed_forwards: list[Callable[[], Tensor]] = []

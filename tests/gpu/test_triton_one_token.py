@@ -140,7 +140,7 @@ def _timed(step: Step, left_out: str = "") -> float:
 
 
 def _report(name: str, step: Step, variants: dict[str, Any]) -> Iterator[Row]:
-    bound = probe(DEVICE, BF16).read_gbps
+    bound = probe(torch.device("cuda", 0), BF16).read_gbps
 
     def share(us: float) -> str:
         return f"{step.read / step.layers / bound / us / 10:.0f}% of the read bound" if us else "-"
@@ -234,7 +234,12 @@ def bench_deepseek() -> Iterator[Row]:
         "nothing of the layer behind": asking(step, 2, False),
         "12 MB at most": patched((next_weights, "MOST", 12 << 20)),
         "second product does not ask": patched((moe_one, "ASKS", False)),
-        "shared expert last": patched((moe_one, "SHARED_LAST", True)),
+        "no guesses": patched((moe_one, "GUESSES", False)),
+        "shared expert last": patched((moe_one, "LEAD", 0)),
+        "264 of the shared expert first": patched((moe_one, "LEAD", 264)),
+        "two blocks of rows": patched((moe_one, "REPEATS", 2)),
+        "two blocks of rows, 264 first": patched((moe_one, "REPEATS", 2), (moe_one, "LEAD", 264)),
+        "four blocks of rows": patched((moe_one, "REPEATS", 4)),
         "choice made once": patched((moe_one, "MOST_RANKED", 0)),
         "merge of 16 values": patched((latent_decode, "MERGED", 16)),
         "shares: one stage": patched(tiles(32, 4, 1)),
@@ -254,6 +259,8 @@ def bench_qwen3() -> Iterator[Row]:
     yield from _report("qwen3-30b-a3b", step, {
         "nothing asked for": patched((next_weights, "MOST", 0)),
         "second product does not ask": patched((moe_one, "ASKS", False)),
+        "no guesses": patched((moe_one, "GUESSES", False)),
+        "two blocks of rows": patched((moe_one, "REPEATS", 2)),
         "first product 2 rows": patched(first_product(2, 4)),
         "second product, 4 visits": patched(second_product(256, 12)),
         "second product, all visits": patched(second_product(256, 24)),
@@ -269,6 +276,8 @@ def bench_qwen3_next() -> Iterator[Row]:
         "mixers ask for nothing": asking(step, 0, True),
         "nothing of the layer behind": asking(step, 2, False),
         "second product does not ask": patched((moe_one, "ASKS", False)),
+        "no guesses": patched((moe_one, "GUESSES", False)),
+        "two blocks of rows": patched((moe_one, "REPEATS", 2)),
         "projections 4 rows, 4 warps": patched(product(12352, 4, 4)),
         "projections 4 rows, 8 warps": patched(product(12352, 4, 8)),
         "first product 2 rows": patched(first_product(2, 4)),

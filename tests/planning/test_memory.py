@@ -118,7 +118,8 @@ def test_a_device_holds_what_the_engine_would_give_its_rank(name: str, grid: tup
 def test_adapters_have_the_bytes_of_the_engines_sites(name: str, tensor: int) -> None:
     local = local_config(read_config(known_config(name)), Place(0, tensor, 1))
     deployment = deployed(name, "h100", tensor_parallel=tensor, adapter_slots=3, adapter_rank=8)
-    assert adapter_bytes(deployment) == 3 * 8 * layout_of(local, experts=False).unit * 2
+    rows = -(-local.vocab_size // tensor)
+    assert adapter_bytes(deployment) == 3 * 8 * layout_of(local, experts=False, head_rows=rows).unit * 2
 
 
 @pytest.mark.parametrize(

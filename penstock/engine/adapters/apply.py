@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from penstock.engine.adapters.delta_nets import adapted_linears
+from penstock.engine.adapters.ends import adapt_ends
 from penstock.engine.adapters.experts import adapt_experts
 from penstock.engine.adapters.kernel import AdaptedLinear
 from penstock.engine.adapters.kernel import LoraKernel as LoraKernel
@@ -113,6 +114,7 @@ def adapt(
         for index, site in enumerate(layout.sites[:sites]):
             if (
                 (not both and (site.of_attention if recurrent else site.of_recurrent))
+                or site.end
                 or not site.is_in(number)
                 or (site.further and not further)
             ):
@@ -142,7 +144,8 @@ def adapt(
             adapted_experts = adapt_experts(layer.feed_forward, kernel, others, decoder.ops)
             changed = dataclasses.replace(changed, feed_forward=adapted_experts)
         layers.append(changed)
-    return dataclasses.replace(decoder, layers=layers, fused_up_to=fused_up_to)
+    adapted_decoder = dataclasses.replace(decoder, layers=layers, fused_up_to=fused_up_to)
+    return adapt_ends(adapted_decoder, kernel, layout) if further else adapted_decoder
 
 
 def _replaced(mixer: Any, changes: dict[str, Any]) -> Any:

@@ -27,6 +27,18 @@ class LoraKernel(Protocol):
         """y[t] += B(A x[t]) of each token's adapter, in place. `x` is what the linear read, `y` what it gave."""
         ...
 
+    def begin_head(self, slots: np.ndarray) -> None:
+        """The adapter slot of every row of logits that comes next, where these are not the step's tokens."""
+        ...
+
+    def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        """`add` for logits, which may be wider than `x`."""
+        ...
+
+    def add_embedding(self, token_ids: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        """y[t] += B A[:, token_ids[t]] of each token's adapter, in place; `y` is the residual stream."""
+        ...
+
     @property
     def token_slots(self) -> Tensor:
         """int32 [T] on the device: the slots of the step that has begun."""

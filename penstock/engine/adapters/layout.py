@@ -7,9 +7,10 @@ bringing it to the device is one copy:
     for each layer, for each site:   A [parts * r, inputs]   B transposed [r, outputs]     (B holds alpha / r already)
 
 A site of experts has these two for every expert of the layer. Such sites lie behind all others, so that an adapter that
-does not touch them ends before them. Everything is proportional to r: a site begins at r times its `start`, and
-adapters of different rank need no padding. On CUDA B stays [outputs, r], and r is filled up with zeros to a multiple of
-8: what one output needs of B is then one aligned read, and a program that computes a single output wastes nothing.
+does not touch them ends before them; before these lie embedding and head, which no layer has. Everything is
+proportional to r: a site begins at r times its `start`, and adapters of different rank need no padding. On CUDA B stays
+[outputs, r], and r is filled up with zeros to a multiple of 8: what one output needs of B is then one aligned read, and
+a program that computes a single output wastes nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ LATENT_IN, LATENT_OUT = "latent_in", "latent_out"
 """Attributes of sites of a mixture of experts: `adapters.experts` knows where they are."""
 LATENT_KEYS, LATENT_VALUES = "latent_keys", "latent_values"
 """Attributes of sites of heads: `adapters.latent` knows where they are."""
+EMBEDDING, HEAD = "embedding", "lm_head"
+"""Attributes of what no layer has: `adapters.ends` knows where they are."""
 ANY = "#"
 """Stands for the number of an expert in the names of modules."""
 DELTA_MIX, DELTA_GATES, DELTA_OUTPUT = "delta_mix", "delta_gates", "delta_output"
@@ -85,6 +88,10 @@ class Site:
     `adapters.latent`."""
     stack: Stack | None = None
     """Of experts: the parameter that holds this linear of all of them, as PEFT sees it."""
+    end: Literal["", "embedding", "head"] = ""
+    """Of what stands before or behind all layers: one of the two. See `adapters.ends`."""
+    factor: float = 1.0
+    """What the model's own matrix was multiplied by when it was loaded."""
 
     @property
     def outputs(self) -> int:
@@ -124,6 +131,10 @@ class AdapterLayout:
     layers: int
     by_output: bool = False
     """B is [outputs, r] and r a multiple of `_WIDE`; else B is transposed."""
+    ends: bool = True
+    """Whether it has room for embedding and head: stages behind the first have neither."""
+    tied: bool = False
+    """Whether the head is the embedding."""
 
     def width(self, rank: int) -> int:
         """The r that an adapter of this rank is stored with."""
@@ -135,18 +146,26 @@ class AdapterLayout:
 
     @property
     def shared_unit(self) -> int:
-        """Elements per rank of an adapter that touches no expert."""
+        """Elements per rank of an adapter that touches no expert, embedding or head."""
         return sum(self._units(layer, experts=False) for layer in range(self.layers))
+
+    @property
+    def unit_to_ends(self) -> int:
+        """The same of one that touches no expert."""
+        return self.shared_unit + self._units_of_ends(len(self.sites))
 
     @property
     def unit(self) -> int:
         """Elements of an adapter per rank."""
-        return self.shared_unit + sum(self._units(layer, experts=True) for layer in range(self.layers))
+        return self.unit_to_ends + sum(self._units(layer, experts=True) for layer in range(self.layers))
 
     def place(self, layer: int, index: int) -> PlacedSite:
+        """`layer`: 0 for embedding and head."""
         site = self.sites[index]
+        if site.end:
+            return PlacedSite(site, layer, index, self.shared_unit + self._units_of_ends(index))
         experts = bool(site.experts)
-        start = self.shared_unit if experts else 0
+        start = self.unit_to_ends if experts else 0
         start += sum(self._units(before, experts) for before in range(layer))
         start += self._units(layer, experts, self.sites[:index])
         return PlacedSite(site, layer, index, start)
@@ -157,7 +176,11 @@ class AdapterLayout:
 
     def _units(self, layer: int, experts: bool, sites: tuple[Site, ...] | None = None) -> int:
         every = self.sites if sites is None else sites
-        return sum(site.unit for site in every if bool(site.experts) is experts and site.is_in(layer))
+        return sum(site.unit for site in every if not site.end and bool(site.experts) is experts and site.is_in(layer))
+
+    def _units_of_ends(self, index: int) -> int:
+        """Of those before a site."""
+        return sum(site.unit for site in self.sites[:index] if site.end) if self.ends else 0
 
 
 Span = tuple[int, int]
@@ -196,16 +219,30 @@ def uncut(layout: AdapterLayout) -> AdapterCut:
     return AdapterCut(layout, (0, layout.layers), inputs, outputs, (0, heads))
 
 
-def layout_of(config: ModelConfig, *, by_output: bool = False, experts: bool = True) -> AdapterLayout:
-    """Attention and feed-forward linears, routers and experts, the same sites for all parts of a model; experts only
-    with `experts`, since they are large, and so is what makes keys and values of latents."""
+def layout_of(
+    config: ModelConfig, *, by_output: bool = False, experts: bool = True, head_rows: int | None = None
+) -> AdapterLayout:
+    """Attention and feed-forward linears, routers and experts, embedding and head, the same sites for all parts of a
+    model; experts only with `experts`, since they are large, and so is what makes keys and values of latents.
+    `head_rows`: see `compose_decoder`."""
     sites = (
         *_attention_sites(config),
         *_latent_sites(config, experts),
         *_dense_sites(config),
         *_expert_sites(config, experts),
+        *_end_sites(config, head_rows),
     )
-    return AdapterLayout(sites, config.num_layers, by_output)
+    return AdapterLayout(sites, config.num_layers, by_output, ends=head_rows != 0, tied=config.tied_embeddings)
+
+
+def _end_sites(config: ModelConfig, head_rows: int | None) -> tuple[Site, Site]:
+    """An embedding is a linear that reads a one for its token, and zeros."""
+    hidden, vocab, name = config.hidden_size, config.vocab_size, family_of(config.family).names.embedding
+    factor = config.embedding_scale
+    return (
+        Site(EMBEDDING, (name,), (hidden,), vocab, further=True, end="embedding", factor=factor),
+        Site(HEAD, (HEAD,), (head_rows or vocab,), hidden, further=True, end="head"),
+    )
 
 
 def _attention_sites(config: ModelConfig) -> tuple[Site, ...]:

@@ -10,27 +10,38 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.layout import ANY, AdapterCut, AdapterLayout, rows_of
+from penstock.engine.adapters.layout import ANY, AdapterCut, AdapterLayout, Site, rows_of
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.spec import CONFIG
 from penstock.errors import CheckpointError
 
 _TENSOR = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.([\w.]+?)\.lora_([AB])(?:\.default)?\.weight")
+_END = re.compile(r"(?:.*\.)?(\w+)\.lora_(?:embedding_)?([AB])(?:\.default)?(?:\.weight)?")
+_WHOLE = re.compile(r"(?:.*?\.)?(\w+)(?:\.base_layer)?\.weight")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
 _NESTED = ".base_layer"
 """How PEFT calls what it has wrapped already."""
+
+
+class KnownMatrices(Protocol):
+    """The embedding and the head of a model, as far as an adapter's file can be compared with them."""
+
+    def has(self, attribute: str, rows: Tensor) -> bool:
+        """Whether these are the rows of the embedding, or the first of the head; True where that cannot be known."""
+        ...
 
 
 @dataclass(slots=True)
 class _Target:
     """What a pair of tensors changes."""
 
-    layer: int
+    layer: int | None
+    """None: it belongs to none."""
     module: str
     path: str
     """Of the module or parameter in the whole model."""
@@ -46,7 +57,7 @@ class _Target:
 
     @property
     def where(self) -> str:
-        return f"layer {self.layer} {self.module}"
+        return self.module if self.layer is None else f"layer {self.layer} {self.module}"
 
 
 class Packer:
@@ -65,8 +76,9 @@ class Packer:
         max_rank: int,
         dtype: torch.dtype,
         pin: bool,
+        base: KnownMatrices | None = None,
     ) -> None:
-        """`file`: its name, for messages."""
+        """`file`: its name, for messages. `base`: the model's own matrices, where these can be compared."""
         self.file = file
         self.layout = layout
         self.cut = cut
@@ -75,10 +87,14 @@ class Packer:
         self._max_rank = max_rank
         self._dtype = dtype
         self._pin = pin
+        self._base = base
         self._content = hashlib.blake2b(str(dtype).encode(), digest_size=16)
         self._places: dict[str, tuple[int, range]] = {}
         self._stacks: dict[str, list[int]] = {}
+        self._ends = {site.modules[0]: index for index, site in enumerate(cut.whole.sites) if site.end}
         for index, site in enumerate(cut.whole.sites):
+            if site.end:
+                continue
             for part, module in enumerate(site.modules):
                 self._places.setdefault(module, (index, range(part, part + 1)))
             for alias in site.aliases:
@@ -95,20 +111,27 @@ class Packer:
 
     def pack(self, tensors: Any) -> None:
         found: dict[tuple[int, str], dict[str, str]] = {}
+        ends: dict[str, dict[str, str]] = {}
         for key in tensors.keys():  # noqa: SIM118 - a safetensors handle is not a mapping
             match = _TENSOR.fullmatch(key)
-            if match is None:
+            if match is not None:
+                found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
+            elif (match := _END.fullmatch(key)) is not None and match[1] in self._ends:
+                ends.setdefault(match[1], {})[match[2]] = key
+            elif (match := _WHOLE.fullmatch(key)) is not None and match[1] in self._ends:
+                self._check_whole(self._ends[match[1]], key, tensors)
+            else:
                 raise self._refusal(key)
-            found.setdefault((int(match[1]), match[2]), {})[match[3]] = key
-        if not found:
+        if not found and not ends:
             raise CheckpointError(f"{self.file} holds no LoRA matrices")
-        targets = []
+        targets = [(self._end(module, pair), pair) for module, pair in sorted(ends.items())]
         for (layer, module), pair in sorted(found.items()):
             target = self._target(layer, module, next(iter(pair.values())), pair, tensors)
+            targets.append((target, pair))
+        for target, pair in targets:
             if len(pair) != 2:
                 missing = "B" if "A" in pair else "A"
                 raise CheckpointError(f"{self.file}: {target.where} has no lora_{missing}")
-            targets.append((target, pair))
         self.rank = max(target.rank for target, _ in targets)
         if self.rank > self._max_rank:
             raise CheckpointError(
@@ -116,20 +139,63 @@ class Packer:
             )
         sites = self.layout.sites
         experts = any(sites[target.index].experts for target, _ in targets)
-        unit, width = self.layout.unit if experts else self.layout.shared_unit, self.layout.width(self.rank)
+        shared = self.layout.unit_to_ends if ends else self.layout.shared_unit
+        unit, width = self.layout.unit if experts else shared, self.layout.width(self.rank)
         self.data = torch.zeros(width * unit, dtype=self._dtype, pin_memory=self._pin)
         for target, pair in targets:
             self._put(target, *(tensors.get_tensor(pair[side]) for side in "AB"), key=pair["A"])
             self.ranks[target.index] = width
             if sites[target.index].heads:
                 self.ranks[target.index + 1] = width
+            if target.layer is None and self._tied and len(ends) == 1:
+                self._put_tied(target, *(tensors.get_tensor(pair[side]) for side in "AB"), key=pair["A"])
 
     def _refusal(self, key: str) -> CheckpointError:
-        modules = ", ".join(sorted({module.rpartition(".")[2] for module in self._places}))
+        modules = ", ".join(sorted({module.rpartition(".")[2] for module in (*self._places, *self._ends)}))
         hint = ""
         if (".experts." in key or ".kv_b_proj." in key) and not any(site.experts for site in self.cut.whole.sites):
             hint = "; for adapters of experts or of kv_b_proj set adapter_experts: true"
         return CheckpointError(f"{self.file}: cannot apply {key!r}; adapters may change {modules}{hint}")
+
+    @property
+    def _tied(self) -> bool:
+        return self.config.tied and self.layout.tied
+
+    def _end(self, module: str, pair: dict[str, str]) -> _Target:
+        key = next(iter(pair.values()))
+        path = key.rpartition(".lora_")[0].removeprefix("base_model.model.")
+        named = any(self.config.applies(name, "weight", None) for name in (path, *(self._ends if self._tied else ())))
+        if not named:
+            raise CheckpointError(
+                f"{self.file} changes {path}, which {CONFIG} leaves out (target_modules, target_parameters, "
+                "exclude_modules or layers_to_transform)"
+            )
+        return _Target(None, module, path, self._ends[module], range(1), rank=self.config.rank_of(path))
+
+    def _check_whole(self, index: int, key: str, tensors: Any) -> None:
+        """PEFT saves the matrices of embedding and head with an adapter of one of them: they must be the model's."""
+        site, shape = self.cut.whole.sites[index], tuple(tensors.get_slice(key).get_shape())
+        embedding = site.end == "embedding"
+        vocab, hidden = (site.inputs, site.outputs) if embedding else (site.outputs, site.inputs)
+        if shape != (vocab, hidden):
+            hint = "; an adapter cannot bring tokens of its own" if shape[1:] == (hidden,) else ""
+            raise CheckpointError(
+                f"{self.file}: {key!r} is {shape}, and the model's {site.modules[0]} is {(vocab, hidden)}{hint}"
+            )
+        span = (0, vocab) if embedding else self.cut.outputs[index][0]
+        if self._base is None or self._base.has(site.attribute, rows_of(tensors.get_tensor(key), span)):
+            return
+        raise CheckpointError(
+            f"{self.file}: {key!r} is another matrix than the model's own, so the adapter belongs to another model or "
+            f"has {site.modules[0]} trained as a whole, which cannot be applied; merge it into the model"
+        )
+
+    def _put_tied(self, target: _Target, a: Tensor, b: Tensor, *, key: str) -> None:
+        """The same matrices at the other end (`ensure_weight_tying`)."""
+        (other,) = (module for module in self._ends if module != target.module)
+        index = self._ends[other]
+        self._put(replace(target, index=index, module=other), b.t().contiguous(), a.t().contiguous(), key=key)
+        self.ranks[index] = self.layout.width(self.rank)
 
     def _target(self, layer: int, module: str, key: str, pair: dict[str, str], tensors: Any) -> _Target:
         layers = self.cut.whole.layers
@@ -221,6 +287,8 @@ class Packer:
             inputs, outputs = values.inputs, whole.experts * (keys.inputs + values.outputs)
         ins, outs = (outputs, inputs) if target.turned else (inputs, outputs)
         for side, tensor, shape in (("A", a, (count * rank, ins)), ("B", b, (outs, count * rank))):
+            if whole.end and len(tensor.shape) == 2 and tensor.shape[side == "A"] != shape[side == "A"]:
+                self._check_vocabulary(target, whole, side, tuple(tensor.shape))
             if tuple(tensor.shape) != shape:
                 raise CheckpointError(
                     f"{self.file}: lora_{side} of {target.where} is {tuple(tensor.shape)}; rank {rank} "
@@ -246,6 +314,15 @@ class Packer:
         for expert in range(count):
             self._place(target, expert, downs[expert], ups[expert], scale, key)
 
+    def _check_vocabulary(self, target: _Target, site: Site, side: str, shape: tuple[int, ...]) -> None:
+        """Say so where the adapter was trained with another number of tokens."""
+        if (side == "A") is (site.end == "embedding"):
+            count, vocab = shape[side == "A"], site.inputs if side == "A" else site.outputs
+            raise CheckpointError(
+                f"{self.file}: {target.where} has {count} tokens, and the model {vocab}; an adapter cannot bring "
+                "tokens of its own"
+            )
+
     def _place_heads(self, target: _Target, a: Tensor, b: Tensor, scale: float, key: str) -> None:
         """Of what makes keys and values of latents, those of each head: see `adapters.latent`."""
         keys = self.cut.whole.sites[target.index]
@@ -258,17 +335,19 @@ class Packer:
     def _place(self, target: _Target, expert: int, a: Tensor, b: Tensor, scale: float, key: str) -> None:
         """A [r, inputs] and B [outputs, r] of some parts of a linear."""
         first, last = self.cut.layers
-        if not first <= target.layer < last:
+        if not self.layout.ends if target.layer is None else not first <= target.layer < last:
             return
         index, parts = target.index, target.parts
         whole, spans = self.cut.whole.sites[index], self.cut.outputs[index]
         a, rows = a[:, slice(*self.cut.inputs[index])], torch.split(b, [whole.sizes[part] for part in parts])
+        scale *= whole.factor
         ups = [rows_of(row, spans[part]).float() * scale for part, row in zip(parts, rows, strict=True)]
         if not all(bool(each.to(self.data.dtype).isfinite().all()) for each in (a, *ups)):
             raise CheckpointError(
                 f"{self.file}: {key!r} or its partner holds values that are not finite in {self.data.dtype}"
             )
-        placed, width = self.layout.place(target.layer - first, index), self.layout.width(self.rank)
+        layer = 0 if target.layer is None else target.layer - first
+        placed, width = self.layout.place(layer, index), self.layout.width(self.rank)
         site = placed.site
         begin = width * (placed.start + expert * site.each)
         middle = begin + width * len(site.sizes) * site.inputs
@@ -277,4 +356,4 @@ class Packer:
         for part, matrix in zip(parts, ups, strict=True):
             column = sum(site.sizes[:part])
             down[part, : target.rank] = a
-            up[: target.rank, column : column + site.sizes[part]] = matrix.t()
+            up[: target.rank, column : column + len(matrix)] = matrix.t()  # behind it: padding of a shard's head

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, uncut
-from penstock.engine.adapters.packer import Packer
+from penstock.engine.adapters.packer import KnownMatrices, Packer
 from penstock.engine.adapters.peft_config import LoraConfig
 from penstock.engine.adapters.spec import CONFIG, WEIGHTS
 from penstock.errors import CheckpointError
@@ -52,9 +52,11 @@ def read_adapter(
     dtype: torch.dtype,
     pin: bool,
     cut: AdapterCut | None = None,
+    base: KnownMatrices | None = None,
 ) -> LoadedAdapter:
     """Read the adapter in the folder `path` for a model of this `layout`. `pin`: into page-locked memory. `cut`: where
-    `layout` is one rank's part of a model, which part it is; then numbers are checked in that part only."""
+    `layout` is one rank's part of a model, which part it is; then numbers are checked in that part only. `base`: see
+    `Packer`."""
     from safetensors import SafetensorError, safe_open  # only those who read adapters need it
 
     if not path.is_dir():
@@ -64,7 +66,7 @@ def read_adapter(
     if not file.exists():
         hint = "; its weights are pickled: save them as safetensors" if (path / "adapter_model.bin").exists() else ""
         raise CheckpointError(f"{path} has no {WEIGHTS}{hint}")
-    packer = Packer(file.name, layout, cut or uncut(layout), config, max_rank=max_rank, dtype=dtype, pin=pin)
+    packer = Packer(file.name, layout, cut or uncut(layout), config, max_rank=max_rank, dtype=dtype, pin=pin, base=base)
     try:
         with safe_open(file, framework="pt") as tensors:
             packer.pack(tensors)
@@ -84,12 +86,13 @@ def random_adapter(
     seed: int,
     modules: Collection[str] | None = None,
 ) -> LoadedAdapter:
-    """An adapter of small noise on `modules`, or on all, for benchmarks: it costs what a trained one does."""
+    """An adapter of small noise on `modules`, or on all of the layers, for benchmarks: it costs what a trained one
+    does."""
     width = layout.width(rank)
     noise = torch.randn(width * layout.unit, generator=torch.Generator().manual_seed(seed)).mul_(0.01).to(dtype)
     ranks = torch.zeros(len(layout.sites), dtype=torch.int32)
     for index, site in enumerate(layout.sites):
-        if modules is None or any(module in modules for module in site.modules):
+        if not site.end if modules is None else any(module in modules for module in site.modules):
             ranks[index] = width
     if pin:
         noise, ranks = noise.pin_memory(), ranks.pin_memory()

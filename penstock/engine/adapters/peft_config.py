@@ -30,7 +30,7 @@ RULES = KeyRules(
     },
     read={
         "peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights", "target_modules", "exclude_modules",
-        "layers_to_transform", "target_parameters", "rank_pattern", "alpha_pattern",
+        "layers_to_transform", "target_parameters", "rank_pattern", "alpha_pattern", "ensure_weight_tying",
     },
     limited={
         "bias": ("none",),
@@ -40,7 +40,7 @@ RULES = KeyRules(
     inert={
         "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
         "lora_dropout", "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config",
-        "lora_ga_config", "fan_in_fan_out", "qalora_group_size", "runtime_config", "ensure_weight_tying",
+        "lora_ga_config", "fan_in_fan_out", "qalora_group_size", "runtime_config",
     },
     strict=True,
 )  # fmt: skip
@@ -73,6 +73,8 @@ class LoraConfig:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     """Ranks and alphas of modules whose paths match, where they are not those of the others."""
+    tied: bool = False
+    """Whether an adapter of the embedding is one of the head too, where these are tied."""
 
     @classmethod
     def read(cls, folder: Path) -> LoraConfig:
@@ -97,6 +99,9 @@ class LoraConfig:
         rooted = raw.get("use_rslora", False)
         if rooted not in (True, False, None):
             raise CheckpointError(f"{where}: use_rslora must be true or false, found {rooted!r:.80}")
+        tied = raw.get("ensure_weight_tying", False)
+        if tied not in (True, False, None):
+            raise CheckpointError(f"{where}: ensure_weight_tying must be true or false, found {tied!r:.80}")
         targets, layers = raw.get("target_modules"), raw.get("layers_to_transform")
         return cls(
             rank,
@@ -109,10 +114,12 @@ class LoraConfig:
             bool(rooted),
             _patterns(raw.get("rank_pattern"), "rank_pattern", int),
             _patterns(raw.get("alpha_pattern"), "alpha_pattern", (int, float)),
+            bool(tied),
         )
 
-    def applies(self, module: str, parameter: str, layer: int) -> bool:
-        """Whether the configuration lets the module with this path be changed, or its `parameter`."""
+    def applies(self, module: str, parameter: str, layer: int | None) -> bool:
+        """Whether the configuration lets the module with this path be changed, or its `parameter`. `layer`: None where
+        it belongs to none."""
         if _is_named(f"{module}.{parameter}", self.parameters):
             return True
         if self.targets is not None and not _is_named(module, self.targets):

@@ -35,6 +35,9 @@ class AdaptedModel:
     not touch."""
     further: Decoder | None = None
     """One for steps in which some adapter touches linears that few do (see `Site`), where the model has those."""
+    always: bool = False
+    """Whether that one runs all steps, also those without adapters: in deterministic mode on devices on which its
+    layers take other launches than those of the plain decoder."""
 
     def with_decoders(self, change: Callable[[Decoder], Decoder]) -> AdaptedModel:
         narrow = None if self.narrow is None else change(self.narrow)
@@ -68,7 +71,7 @@ class AdapterRuntime:
         self.narrow = model.narrow
         self.further = model.further
         self.slots = np.empty(0, np.int32)
-        """Of each token of the step that has begun; -1 where it has no adapter."""
+        """Of each token of the step that has begun, or row of logits; -1 where it has no adapter."""
         self._others = others
 
     @property
@@ -97,14 +100,24 @@ class AdapterRuntime:
         if self._others is not None:
             self._others.renew(self.pool.slots.placed)
 
+    def touches_further(self, batch: Batch) -> bool:
+        """Whether a batch needs the decoder of that name."""
+        adapters = (chunk.seq.adapter for chunk in batch.chunks)
+        return self.model.always or any(adapter is not None and adapter.further for adapter in adapters)
+
+    def begin_head(self, slots: np.ndarray) -> None:
+        """Prepare the kernel for logits of rows with these slots."""
+        self.slots = slots
+        self.kernel.begin_head(slots)
+
     def begin(self, batch: Batch) -> Decoder | None:
         """Prepare the kernel for a batch; the decoder that runs it, None when no sequence of it uses an adapter."""
         slots = slots_of(batch)
-        if slots.max() < 0:
+        if slots.max() < 0 and not self.model.always:
             return None
         self.slots = slots
         self.kernel.begin(slots)
-        if self.further is not None and touches_further(batch):
+        if self.further is not None and self.touches_further(batch):
             return self.further
         return self.narrow if self.narrow is not None and is_narrow(batch) else self.decoder
 
@@ -113,12 +126,6 @@ def is_narrow(batch: Batch) -> bool:
     """Whether all adapters of a batch are; see `LoadedAdapter`."""
     adapters = (chunk.seq.adapter for chunk in batch.chunks)
     return all(adapter is None or adapter.narrow for adapter in adapters)
-
-
-def touches_further(batch: Batch) -> bool:
-    """Whether some adapter of a batch touches linears that few do."""
-    adapters = (chunk.seq.adapter for chunk in batch.chunks)
-    return any(adapter is not None and adapter.further for adapter in adapters)
 
 
 def slots_of(batch: Batch) -> np.ndarray:

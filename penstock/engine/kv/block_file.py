@@ -6,6 +6,11 @@ has a name, in a folder of its own (`kept_folder`), and an index beside it (`blo
 
 Invariant: what is read is what was written. The sum of every block is kept; a block that comes back with another one,
 from a damaged or truncated file, counts as not read.
+
+Durability of a file that is kept: a record goes to the index behind its block, and neither waits for the disk.
+`SYNC_S` later, and before the file is closed, both are synced, the blocks first. So a process may
+be killed without loss, and power that fails costs what was written since: such a block is missing in the index, or its
+sum is wrong. What is erased has been synced when that is said.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import errno
 import logging
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -25,13 +31,15 @@ import numpy.typing as npt
 
 from penstock.engine.kv.block_index import BlockIndex, Entry
 from penstock.engine.kv.mover import BlockMover
-from penstock.engine.kv.own_file import open_own
+from penstock.engine.kv.own_file import open_own, overwrite
 from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
 _PREFIX = "penstock-kv-"
 _PAGE = 4096
 _WEIGHT = np.uint64(0x9E3779B97F4A7C15)
+SYNC_S = 5.0
+"""How long a block that was written may be lost with the machine's power."""
 Pairs = list[tuple[int, int]]
 """Slots in host memory and places in the file."""
 
@@ -70,6 +78,7 @@ class BlockFile:
         self._sums: dict[int, int] = {}
         """By place: of what was written there last. Those of a file with an index are there."""
         self._complained = False
+        self._next_sync: threading.Timer | None = None
         self._writer, self._reader = (ThreadPoolExecutor(1, f"kv file {name}") for name in ("writer", "reader"))
 
     def write(self, pairs: Pairs, names: Sequence[bytes] = ()) -> Future[list[bool]]:
@@ -80,6 +89,10 @@ class BlockFile:
     def read(self, pairs: Pairs) -> Future[list[bool]]:
         """Copy places to their slots; whether each was."""
         return self._reader.submit(self._read_all, pairs)
+
+    def erase(self, places: Sequence[int]) -> Future[list[bool]]:
+        """Overwrite what lies at these places, and their records; whether that is on disk."""
+        return self._writer.submit(self._erase_all, places)
 
     def confirm(self, epoch: int, names: bytes, places: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which blocks of rank 0 are here too, of its epoch; what is not is void."""
@@ -99,6 +112,10 @@ class BlockFile:
     def close(self) -> None:
         for threads in (self._writer, self._reader):
             threads.shutdown(cancel_futures=True)
+        if self._next_sync is not None:
+            self._next_sync.cancel()
+        if self.index is not None:
+            self._sync()
         os.close(self._file)
         if self.index is not None:
             self.index.close()
@@ -106,7 +123,12 @@ class BlockFile:
     def _write_all(self, pairs: Pairs, names: Sequence[bytes], epoch: int) -> list[bool]:
         if self.index is not None:
             named = zip(pairs, names, strict=True)
-            return [self._keep(self.index, slot, place, name, epoch) for (slot, place), name in named]
+            kept = [self._keep(self.index, slot, place, name, epoch) for (slot, place), name in named]
+            if self._next_sync is None:
+                self._next_sync = threading.Timer(SYNC_S, self._sync_now)
+                self._next_sync.daemon = True
+                self._next_sync.start()
+            return kept
         made: list[bool] = []
         for slot, place in pairs:
             made.append(self._copy(os.pwritev, slot, place * self._block_bytes))
@@ -120,6 +142,35 @@ class BlockFile:
             if not self._copy(os.pwritev, slot, place * self._block_bytes):
                 return False
             index.put(place, name, _sum(self._mover.memory(slot)), epoch)
+        except OSError as error:
+            return self._failed(error)
+        return True
+
+    def _sync_now(self) -> None:
+        with suppress(RuntimeError):  # it was closed meanwhile
+            self._writer.submit(self._sync)
+
+    def _sync(self) -> bool:
+        """Wait until everything that was written is on disk."""
+        self._next_sync = None
+        try:
+            os.fdatasync(self._file)
+            if self.index is not None:
+                self.index.sync()
+        except OSError as error:
+            return self._failed(error)
+        return True
+
+    def _erase_all(self, places: Sequence[int]) -> list[bool]:
+        made = [self._erase(place) for place in places]
+        return made if self._sync() else [False] * len(made)
+
+    def _erase(self, place: int) -> bool:
+        self._sums.pop(place, None)
+        try:
+            if self.index is not None:
+                self.index.clear(place)
+            overwrite(self._file, place * self._block_bytes, self._block_bytes)
         except OSError as error:
             return self._failed(error)
         return True
@@ -175,6 +226,9 @@ class OneFile:
 
     def read(self, pairs: Pairs) -> list[Future[list[bool]]]:
         return [self._file.read(pairs)]
+
+    def erase(self, places: Sequence[int]) -> list[Future[list[bool]]]:
+        return [self._file.erase(places)]
 
     def found(self) -> list[Entry]:
         return [] if self._file.index is None else self._file.index.entries()

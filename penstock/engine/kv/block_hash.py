@@ -3,6 +3,10 @@
 The name of a full block is a digest of its parent's name and its own tokens, so equal names mean equal prefixes.
 Digests, not `hash()`: a router in another process must arrive at the same names, and a collision would hand one
 request's keys to another. No torch here, so that the router can import it.
+
+Every name begins with the tag of its owner, usually a tenant, so that everything of an owner can be found wherever
+names are kept, also by a process that comes later (`kv.erasure`). Owners with equal tags share nothing: the other 96
+bits depend on the whole salt.
 """
 
 from __future__ import annotations
@@ -11,28 +15,41 @@ from array import array
 from hashlib import blake2b
 
 DIGEST_SIZE = 16
+OWNER_SIZE = 4
+_REST = DIGEST_SIZE - OWNER_SIZE
 _STATE = b"s"
 
 
 def root_name(salt: str, adapter: str = "") -> bytes:
     """The parent of a sequence's first block. Different salts never share blocks, nor do different adapters
     (`adapter` is the version of its weights)."""
-    return blake2b(salt.encode(), digest_size=DIGEST_SIZE, key=adapter.encode()).digest()
+    return owner_tag(salt) + blake2b(salt.encode(), digest_size=_REST, key=adapter.encode()).digest()
+
+
+def owner_tag(salt: str) -> bytes:
+    """What all names of an owner begin with. The owner is the part of a salt before its first NUL."""
+    return blake2b(salt.partition("\0")[0].encode(), digest_size=OWNER_SIZE).digest()
 
 
 def block_name(parent: bytes, tokens: list[int]) -> bytes:
     """The name of the block that holds `tokens` after the prefix called `parent`."""
-    return blake2b(parent + array("I", tokens).tobytes(), digest_size=DIGEST_SIZE).digest()
+    return parent[:OWNER_SIZE] + blake2b(parent + array("I", tokens).tobytes(), digest_size=_REST).digest()
+
+
+def names_after(parent: bytes, tokens: list[int], block_size: int) -> list[bytes]:
+    """The names of the full blocks of `tokens`, one after the other, after the prefix called `parent`."""
+    names: list[bytes] = []
+    owner, content = parent[:OWNER_SIZE], array("I", tokens)
+    width, data = block_size * content.itemsize, content.tobytes()
+    for end in range(width, len(data) + 1, width):
+        parent = owner + blake2b(parent + data[end - width : end], digest_size=_REST).digest()
+        names.append(parent)
+    return names
 
 
 def block_names(tokens: list[int], block_size: int, salt: str = "", adapter: str = "") -> list[bytes]:
     """Names of every full block of `tokens`."""
-    names: list[bytes] = []
-    parent = root_name(salt, adapter)
-    for end in range(block_size, len(tokens) + 1, block_size):
-        parent = block_name(parent, tokens[end - block_size : end])
-        names.append(parent)
-    return names
+    return names_after(root_name(salt, adapter), tokens, block_size)
 
 
 def state_name(block: bytes) -> bytes:

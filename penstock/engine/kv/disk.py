@@ -6,16 +6,19 @@ asked for between steps (`poll`). Invariant: a place that is being read or writt
 name is found here only when its block has been written on all ranks.
 
 A persistent tier begins with what the engine before has left on all ranks (`restore`); nothing is written until then.
+
+A copy that fails costs its block and no other. Blocks that may not be used any more (`forget`) are overwritten, at once
+or when the copies of them are over; their places are free again after that.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
 
 from penstock.engine.kv.block_index import Entry
 from penstock.engine.request import EngineLoad
@@ -25,6 +28,7 @@ MOST_WRITES = 128
 """Blocks on their way to the disk at a time; blocks that leave the host while it has no time for more are lost."""
 WRITES_AT_ONCE = 8
 
+T = TypeVar("T")
 Pairs = list[tuple[int, int]]
 """Slots in host memory and places on disk."""
 
@@ -40,6 +44,10 @@ class BlockStore(Protocol):
 
     def found(self) -> list[Entry]:
         """What every rank has from before, the least recently used first."""
+        ...
+
+    def erase(self, places: Sequence[int]) -> list[Future[list[bool]]]:
+        """Overwrite what lies there, and let nobody find it again; whether that is on disk."""
         ...
 
     def forget(self) -> None:
@@ -70,6 +78,12 @@ class _Job:
     answers: list[Future[list[bool]]]
     void: bool = False
     """Whether its names have been forgotten meanwhile."""
+    doomed: set[bytes] = field(default_factory=set)
+    """Names that are to be erased when it is over."""
+    awaited: bool = False
+    """Whether something that was forgotten is gone only when it is over."""
+    erases: bool = False
+    """Whether it overwrites its places; it has no names and no slots then."""
 
 
 class DiskTier:
@@ -86,8 +100,12 @@ class DiskTier:
         self.read = 0
         self.failed = 0
         """Copies that some rank could not make."""
+        self.unerased = 0
+        """Places that some rank could not overwrite."""
         self._store = store
         self._free = list(range(num_places - 1, -1, -1))
+        self._soiled: set[int] = set()
+        """Free places in which something was left."""
         self._places: OrderedDict[bytes, int] = OrderedDict()
         self._writing: set[bytes] = set()
         self._reading: set[bytes] = set()
@@ -113,7 +131,17 @@ class DiskTier:
     @property
     def slots(self) -> dict[int, bytes | None]:
         """Slots in host memory that copies are using, and the block that rests in those that are being written."""
-        return {slot: None if job.reads or job.void else name for job in self._jobs for name, slot, _ in job.blocks}
+        return {
+            slot: None if job.reads or job.void or name in job.doomed else name
+            for job in self._jobs
+            if not job.erases
+            for name, slot, _ in job.blocks
+        }
+
+    @property
+    def erasing(self) -> bool:
+        """Whether blocks that were forgotten are still there."""
+        return any(job.erases or job.doomed or job.awaited for job in self._jobs)
 
     def is_writing(self, name: bytes) -> bool:
         return name in self._writing
@@ -125,6 +153,11 @@ class DiskTier:
     def names(self) -> list[bytes]:
         """Of the blocks here, the least recently used first."""
         return list(self._places)
+
+    @property
+    def all_names(self) -> list[bytes]:
+        """Also of those on their way."""
+        return [*self._places, *self._writing]
 
     def restore(self) -> None:
         """Take over what the engine before has left. Before anything is written."""
@@ -146,6 +179,7 @@ class DiskTier:
         for name, slot in blocks:
             if self._free:
                 found.append((name, slot, self._free.pop()))
+                self._soiled.discard(found[-1][2])
                 continue
             oldest = next((name for name in self._places if name not in self._reading), None)
             gone.append(name if oldest is None else oldest)
@@ -154,30 +188,62 @@ class DiskTier:
         self._writing.update(name for name, _, _ in found)
         for begin in range(0, len(found), WRITES_AT_ONCE):
             part = found[begin : begin + WRITES_AT_ONCE]
-            self._jobs.append(_Job(False, part, self._write(part)))
+            self._jobs.append(_Job(False, part, _asked(self._write, part)))
         return gone
 
     def begin_read(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         """Copy blocks that are here into slots of host memory."""
         found = [(name, slot, self._places[name]) for name, slot in blocks]
         self._reading.update(name for name, _, _ in found)
-        self._jobs.append(_Job(True, found, self._store.read([(slot, place) for _, slot, place in found])))
+        pairs = [(slot, place) for _, slot, place in found]
+        self._jobs.append(_Job(True, found, _asked(self._store.read, pairs)))
 
     def poll(self) -> list[Moved]:
-        """Copies that are over now."""
+        """Copies that are over now. Raises `ReplicaLost` when a rank that makes some is gone; then none is over."""
         over: list[Moved] = []
-        for job in [job for job in self._jobs if all(answer.done() for answer in job.answers)]:
+        ready = [job for job in self._jobs if all(answer.done() for answer in job.answers)]
+        outcomes = [[_outcome(answer, len(job.blocks), job.void) for answer in job.answers] for job in ready]
+        for job, answers in zip(ready, outcomes, strict=True):
             self._jobs.remove(job)
-            answers = [_outcome(answer, len(job.blocks)) for answer in job.answers]
+            doomed: list[int] = []
             for (name, slot, place), *made in zip(job.blocks, *answers, strict=True):
-                made_everywhere = all(made) and not job.void
+                if job.erases:
+                    self.unerased += not all(made)
+                    self._free.append(place)
+                    continue
                 self.failed += not all(made)
+                if name in job.doomed:
+                    doomed.append(place)
+                    over.append(Moved(name, slot, False))
+                    continue
+                made_everywhere = all(made) and not job.void
                 if job.reads:
                     self._end_read(name, place, made_everywhere, job.void)
                 else:
                     self._end_write(name, place, made_everywhere, job.void)
                 over.append(Moved(name, slot, job.reads and made_everywhere))
+            self._erase(doomed)
         return over
+
+    def forget(self, names: Collection[bytes]) -> None:
+        """Drop these blocks, also those that are being copied, and overwrite them; for those that come after this
+        engine too. With them goes what failures have left in free places, whosever it is."""
+        wanted = set(names)
+        pinned: set[int] = set()
+        for job in self._jobs:
+            for name, _, place in job.blocks:
+                pinned.add(place)
+                if name in wanted and not job.erases and not job.void:
+                    job.doomed.add(name)
+            job.awaited = True  # it may overwrite a block of these that had to leave
+        self._writing -= wanted
+        self._reading -= wanted
+        places = [self._places.pop(name) for name in names if name in self._places]
+        left = [place for place in self._free if place in self._soiled]
+        if left:
+            self._free = [place for place in self._free if place not in self._soiled]
+            self._soiled.clear()
+        self._erase([*left, *(place for place in places if place not in pinned)])
 
     def forget_all(self) -> None:
         """Drop every name, also of copies that are under way, and for those that come after this engine."""
@@ -185,11 +251,26 @@ class DiskTier:
             self._store.forget()
         pinned = {place for job in self._jobs for _, _, place in job.blocks}
         self._free.extend(place for place in self._places.values() if place not in pinned)
+        self._soiled.update(self._places.values())
         self._places.clear()
         self._writing.clear()
         self._reading.clear()
         for job in self._jobs:
             job.void = True
+
+    def start_over(self) -> None:
+        """A rank is gone, and another will be in its place. Where the disk keeps blocks they stay, but for those that
+        are being copied; else there is nothing left on that rank."""
+        if not self.persistent:
+            self.forget_all()
+            return
+        for job in self._jobs:
+            for name, _, place in job.blocks:
+                if self._places.get(name) == place:
+                    del self._places[name]
+            job.void = True
+        self._writing.clear()
+        self._reading.clear()
 
     def remember_order(self) -> None:
         """So that the next engine evicts what this one would have."""
@@ -227,6 +308,11 @@ class DiskTier:
         assert len(set(self._places.values())) == len(self._places), "a place has two names"
         assert not self._writing & self._places.keys(), "a block is found before it is written"
 
+    def _erase(self, places: list[int]) -> None:
+        if places:
+            blocks = [(b"", -1, place) for place in places]
+            self._jobs.append(_Job(False, blocks, _asked(self._store.erase, places), erases=True))
+
     def _write(self, blocks: list[tuple[bytes, int, int]]) -> list[Future[list[bool]]]:
         pairs = [(slot, place) for _, slot, place in blocks]
         if not self.persistent:
@@ -235,14 +321,14 @@ class DiskTier:
 
     def _end_read(self, name: bytes, place: int, made: bool, void: bool) -> None:
         if void:
-            self._free.append(place)
+            self._leave(place)
             return
         self._reading.discard(name)
         if made:
             self._places.move_to_end(name)
             self.read += 1
         else:
-            self._free.append(self._places.pop(name))
+            self._leave(self._places.pop(name))
 
     def _end_write(self, name: bytes, place: int, made: bool, void: bool) -> None:
         if not void:
@@ -251,11 +337,27 @@ class DiskTier:
             self._places[name] = place
             self.written += 1
         else:
-            self._free.append(place)
+            self._leave(place)
+
+    def _leave(self, place: int) -> None:
+        """A place is free, and something may have been left there."""
+        self._free.append(place)
+        self._soiled.add(place)
 
 
-def _outcome(answer: Future[list[bool]], count: int) -> list[bool]:
+def _asked(ask: Callable[[T], list[Future[list[bool]]]], what: T) -> list[Future[list[bool]]]:
+    """The answers; when a rank is gone, one that says so."""
+    try:
+        return ask(what)
+    except ReplicaLost as error:
+        lost: Future[list[bool]] = Future()
+        lost.set_exception(error)
+        return [lost]
+
+
+def _outcome(answer: Future[list[bool]], count: int, void: bool) -> list[bool]:
+    """`void`: nobody needs it any more."""
     error = answer.exception()
-    if isinstance(error, ReplicaLost):
+    if isinstance(error, ReplicaLost) and not void:
         raise error
     return [False] * count if error is not None else answer.result()

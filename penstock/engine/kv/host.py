@@ -58,6 +58,10 @@ class HostTier:
         """With a persistent disk: device blocks that nobody uses and that may be neither here nor there."""
         self._written: OrderedDict[bytes, None] = OrderedDict()
         """With a disk: the blocks here that are there too. They leave before those that are not."""
+        self._latest: list[bytes] = []
+        """Blocks that the copies taken last bring here."""
+        self._doomed: set[bytes] = set()
+        """Blocks to be forgotten once the copies of them have been taken."""
         self._unwritten: OrderedDict[bytes, None] = OrderedDict()
         """Those that are not, nor on their way; about half of all slots when the disk keeps up, none when it is
         persistent."""
@@ -227,6 +231,20 @@ class HostTier:
 
     def take(self) -> Transfers | None:
         """The copies collected so far, to be made before anything else happens on the device."""
+        arriving = {slot for _, slot in self._transfers.out}
+        self._latest = [name for name, slot in self._moving.items() if slot in arriving]
+        self._rest()
+        if self._doomed:
+            doomed, self._doomed = self._doomed, set()
+            self.forget(doomed)
+        transfers = self._transfers
+        if not transfers.out and not transfers.back:
+            return None
+        self._transfers = Transfers()
+        return transfers
+
+    def _rest(self) -> None:
+        """What was to be copied has been, or is held no longer."""
         self._resting.update(self._moving)
         if self.disk is not None:
             for name in self._moving:
@@ -234,11 +252,47 @@ class HostTier:
                     (self._written if name in self.disk else self._unwritten)[name] = None
                 self._touch(name)
         self._moving.clear()
-        transfers = self._transfers
-        if not transfers.out and not transfers.back:
-            return None
+
+    def names_of(self, owner: bytes) -> list[bytes]:
+        """Of the blocks here and on disk, those whose names begin so."""
+        names = [*self._resting, *self._moving, *(() if self.disk is None else self.disk.all_names)]
+        return [name for name in dict.fromkeys(names) if name.startswith(owner)]
+
+    def forget(self, names: Collection[bytes]) -> None:
+        """Drop these blocks, here and on disk. A block that is about to be copied to the device still is."""
+        busy = {} if self.disk is None else self.disk.slots
+        leaving = {slot for _, slot in self._transfers.out}
+        dropped = set(names)
+        for name in names:
+            slot = self._resting.pop(name, None)
+            if slot is None and name in self._moving:
+                if self._moving[name] not in leaving or self._moving[name] in self._transfers.back.values():
+                    self._doomed.add(name)
+                    dropped.discard(name)
+                    continue
+                slot = self._moving.pop(name)
+                self._transfers.out = [pair for pair in self._transfers.out if pair[1] != slot]
+            self._written.pop(name, None)
+            self._unwritten.pop(name, None)
+            if slot is not None and slot not in busy:  # those return when their copies are over
+                self._empty.append(slot)
+        for block in [block for block, (name, _) in self._cooling.items() if name in dropped]:
+            self.warm(block)
+        if self.disk is not None:
+            self.disk.forget(dropped)
+
+    def distrust(self) -> None:
+        """A step failed, and the device has lost its names: copies that the step was to make may not have been made,
+        nor will those be that were collected since. What earlier steps brought here is right, and on disk too."""
+        arriving = {slot for _, slot in self._transfers.out}
+        doubtful = [*self._latest, *(name for name, slot in self._moving.items() if slot in arriving)]
+        self._latest = []
         self._transfers = Transfers()
-        return transfers
+        self._cooling.clear()
+        self._unsaved.clear()
+        self._rest()
+        self.forget([*doubtful, *self._doomed])
+        self._doomed.clear()
 
     def forget_all(self, keep_disk: bool = False) -> None:
         """Drop every name: what was copied may have been wrong, or was not copied at all. `keep_disk`: what has been
@@ -257,7 +311,15 @@ class HostTier:
         self._unsaved.clear()
         self._written.clear()
         self._unwritten.clear()
+        self._latest.clear()
+        self._doomed.clear()
         self._transfers = Transfers()
+
+    def start_over(self) -> None:
+        """A rank is gone, and what was in its memory; what a disk keeps stays."""
+        if self.disk is not None:
+            self.disk.start_over()
+        self.forget_all(keep_disk=True)
 
     def report(self, load: EngineLoad) -> None:
         """Add what is here to what other caches have."""

@@ -42,6 +42,20 @@ class PartitionedPool(BlockPool):
         for part in self.parts:
             part.forget_all(keep_disk)
 
+    def distrust(self) -> None:
+        for part in self.parts:
+            part.distrust()
+
+    def start_over(self) -> None:
+        for part in self.parts:
+            part.start_over()
+
+    def erase(self, owner: bytes) -> list[HostTier]:
+        return [tier for part in self.parts for tier in part.erase(owner)]
+
+    def count(self, owner: bytes) -> int:
+        return sum(part.count(owner) for part in self.parts)
+
     def check(self) -> None:
         for part in self.parts:
             part.check()
@@ -90,6 +104,10 @@ class PartitionedAllocator(BlockAllocator):
         self._blocks = first.pool.num_blocks
         states = [part.states for part in parts if part.states is not None]
         self.states = PartitionedStates(states) if states else None
+
+    @property
+    def caches(self) -> list[BlockAllocator]:
+        return self.parts
 
     @property
     def hosts(self) -> list[HostTier]:

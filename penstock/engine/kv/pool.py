@@ -164,18 +164,57 @@ class BlockPool:
         if self._references[block] == 0:
             del self._cached[block]
             self._empty.append(block)
+            if self.host is not None:
+                self.host.warm(block)
 
     def forget_all(self, keep_disk: bool = False) -> None:
-        """Drop every name: the contents can no longer be trusted (a step failed half-way), or are about to be lost
+        """Drop every name: the contents can no longer be trusted (the device failed), or are about to be lost
         (`keep_disk`: then what a persistent disk has stays)."""
-        self._block_of.clear()
-        self._name_of.clear()
-        self._empty.extend(self._cached)
-        self._cached.clear()
+        self._drop_all()
         if self.host is not None:
             self.host.forget_all(keep_disk)
         if self.states is not None:
             self.states.forget_all(keep_disk)
+
+    def distrust(self) -> None:
+        """A step failed half-way: drop every name here, and of what is on the host what the step was to copy."""
+        self._drop_all()
+        if self.host is not None:
+            self.host.distrust()
+        if self.states is not None:
+            self.states.distrust()
+
+    def start_over(self) -> None:
+        """A rank is gone, and with it the contents of all blocks and what is behind them, but for what a disk keeps."""
+        self._drop_all()
+        if self.host is not None:
+            self.host.start_over()
+        if self.states is not None:
+            self.states.start_over()
+
+    def erase(self, owner: bytes) -> list[HostTier]:
+        """Drop every name that begins with the tag of an owner; the tiers in which blocks may still be overwritten.
+        Sequences that run keep their blocks."""
+        for name in [name for name in self._block_of if name.startswith(owner)]:
+            self.drop(name)
+        tiers: list[HostTier] = []
+        if self.host is not None:
+            self.host.forget(self.host.names_of(owner))
+            tiers.append(self.host)
+        return tiers if self.states is None else [*tiers, *self.states.erase(owner)]
+
+    def count(self, owner: bytes) -> int:
+        """Blocks of an owner here and behind, and states."""
+        names = {name for name in self._block_of if name.startswith(owner)}
+        if self.host is not None:
+            names.update(self.host.names_of(owner))
+        return len(names) + (0 if self.states is None else self.states.count(owner))
+
+    def _drop_all(self) -> None:
+        self._block_of.clear()
+        self._name_of.clear()
+        self._empty.extend(self._cached)
+        self._cached.clear()
 
     def check(self) -> None:
         """Assert the invariant; used by tests and by the idle-time integrity check."""

@@ -58,6 +58,8 @@ class Decoder(ABC):
     """Positions that the rotary tables cover."""
     fused_up_to: int = 0
     """Steps of at most this many tokens take the fused path; 0 where some part of a layer has none."""
+    embedded: Callable[[Tensor, Tensor], None] | None = None
+    """Called with tokens and their initial residual stream, to add to it in place."""
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         """Final hidden states [T, hidden] of the packed tokens; `kv` knows the tokens afterwards."""
@@ -89,8 +91,11 @@ class Decoder(ABC):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The initial residual stream."""
-        embedded = F.embedding(token_ids, self.embedding)
-        return embedded if self.stream_dtype is embedded.dtype else self.ops.widen(embedded)
+        stream = F.embedding(token_ids, self.embedding)
+        stream = stream if self.stream_dtype is stream.dtype else self.ops.widen(stream)
+        if self.embedded is not None:
+            self.embedded(token_ids, stream)
+        return stream
 
     @property
     def stream_dtype(self) -> torch.dtype:

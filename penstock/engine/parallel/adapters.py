@@ -20,8 +20,10 @@ from penstock.engine.adapters.layout import (
     DELTA_GATES,
     DELTA_MIX,
     DELTA_OUTPUT,
+    EMBEDDING,
     EXPERT_DOWN,
     EXPERT_GATE_UP,
+    HEAD,
     LATENT_IN,
     LATENT_KEYS,
     LATENT_OUT,
@@ -38,7 +40,7 @@ from penstock.engine.adapters.runtime import AdaptedModel
 from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
-from penstock.engine.parallel.shards import delta_cuts, mamba_projection, mamba_spans
+from penstock.engine.parallel.shards import delta_cuts, mamba_projection, mamba_spans, vocabulary_span
 from penstock.errors import CheckpointError, ReplicaLost
 
 READ, PUT, DROP = "read_adapter", "put_adapter", "drop_adapter"
@@ -94,6 +96,8 @@ def adapter_cut(model: ModelConfig, place: Place, *, experts: bool = True, whole
     if mamba is not None:
         inputs |= {"in_proj": hidden, "out_proj": mamba_spans(mamba, place)[0]}
         outputs |= {"in_proj": (mamba_projection(mamba, place),), "out_proj": (hidden,)}
+    inputs |= {EMBEDDING: (0, model.vocab_size), HEAD: hidden}
+    outputs |= {EMBEDDING: (hidden,), HEAD: (vocabulary_span(model, place),)}
     return AdapterCut(
         whole,
         layer_span(model.num_layers, place),

@@ -139,9 +139,17 @@ class Head:
 
     count: int
     model: int = TARGET
+    adapter_slots: Ints | None = None
+    """Of each of them; None: the head has no adapters in this step."""
 
     def encode(self) -> bytes:
-        return np.array([Op.HEAD, self.model, self.count], np.int64).tobytes()
+        slots = () if self.adapter_slots is None else self.adapter_slots
+        return np.array([Op.HEAD, self.model, self.count, *slots], np.int64).tobytes()
+
+    @classmethod
+    def decode(cls, data: Ints) -> Head:
+        slots = data[3:]
+        return cls(int(data[2]), int(data[1]), slots if len(slots) else None)
 
 
 @dataclass(slots=True)
@@ -258,4 +266,4 @@ def receive(connection: Connection) -> Forward | Head | Move | Call | Replay | C
     if operation == Op.CAPTURE:
         model, kind, first, second = map(int, data[1:])
         return Capture(kind, (first, second), model)
-    return Forward.decode(data) if operation == Op.FORWARD else Head(int(data[2]), int(data[1]))
+    return Forward.decode(data) if operation == Op.FORWARD else Head.decode(data)

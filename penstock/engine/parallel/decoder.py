@@ -196,15 +196,18 @@ def _slots(batch: AttentionBatch) -> Tensor:
 class LeadHead:
     """Rank 0's head: makes the other shards run theirs."""
 
-    def __init__(self, stage: Stage, ranks: Ranks, model: int) -> None:
+    def __init__(self, stage: Stage, ranks: Ranks, model: int, adapters: AdapterRuntime | None = None) -> None:
+        """`adapters`: where the head has some, knows those of the rows."""
         self._stage = stage
+        self._adapters = adapters
         self._ranks = ranks
         self._model = model
         self.weight_bytes = stage.decoder.head.weight_bytes
 
     def __call__(self, x: Any) -> Tensor:
         with self._ranks.lost_if_it_fails():
-            self._ranks.tell(Head(len(x), self._model).encode(), self._stage.groups.place.tensor)
+            slots = None if self._adapters is None else self._adapters.slots.astype(np.int64)
+            self._ranks.tell(Head(len(x), self._model, slots).encode(), self._stage.groups.place.tensor)
             return self._stage.head(x.contiguous())
 
 
@@ -368,8 +371,13 @@ def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:
 
     def led(decoder: Decoder, narrow: bool = False, further: bool = False) -> LeadDecoder:
         stage = Stage(decoder, plain.stage.groups, plain.stage.shares)
+        head = plain.head
+        if further:
+            alone = stage.groups.tensor is None
+            head = decoder.head if alone else LeadHead(stage, plain.ranks, plain.model, adapters)
         return dataclasses.replace(
             plain,
+            head=head,
             layers=decoder.layers,
             fused_up_to=decoder.fused_up_to,
             stage=stage,

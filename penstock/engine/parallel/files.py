@@ -47,6 +47,9 @@ class LeadFiles:
     def read(self, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
         return [*self._call("read", pairs), *(file.read(pairs) for file in self._own)]
 
+    def erase(self, places: Sequence[int]) -> list[Future[list[bool]]]:
+        return [*self._call("erase", list(places)), *(file.erase(places) for file in self._own)]
+
     def found(self) -> list[Entry]:
         """What the file that leads has, as far as all others have it too."""
         own, others = self._own, self._others
@@ -121,6 +124,7 @@ def file_handlers(file: BlockFile, kind: str) -> dict[str, Callable[..., Any]]:
     calls: dict[str, Callable[..., Any]] = {
         "write": file.write,
         "read": file.read,
+        "erase": file.erase,
         "list": lambda: list_file(file),
         "confirm": file.confirm,
         "forget": file.forget,

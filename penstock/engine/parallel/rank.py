@@ -160,7 +160,11 @@ class ServedModel:
 
     def head(self, message: Head) -> None:
         shape, dtype = (message.count, self.part.model.hidden_size), self.part.decoder.embedding.dtype
-        self.stage.head(torch.empty(shape, dtype=dtype, device=self.device))
+        stage, adapters = self.stage, self.part.adapters
+        if message.adapter_slots is not None and adapters is not None:
+            adapters.kernel.begin_head(message.adapter_slots.astype(np.int32))
+            stage = self.adapted[False, True]
+        stage.head(torch.empty(shape, dtype=dtype, device=self.device))
 
 
 class RankServer:

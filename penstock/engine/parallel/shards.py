@@ -117,10 +117,8 @@ class Cuts:
             self._dense = {**self._dense, tensors.expert_latents[1]: Cut(inputs=(0, model.moe.latent))}
         if place.data:
             self._attention, self._dense, self._shared = {}, {}, {}
-        rows = head_rows(model, place)
-        begin = min(place.shard * rows, model.vocab_size)
-        end = min(begin + rows, model.vocab_size)
-        self._head = Cut(outputs=((begin, end),), padding=rows - (end - begin))
+        begin, end = vocabulary_span(model, place)
+        self._head = Cut(outputs=((begin, end),), padding=head_rows(model, place) - (end - begin))
         self._names: dict[str, str] = {}
         for name in names:
             found = _LAYER.fullmatch(name)
@@ -240,6 +238,13 @@ def mamba_cuts(mamba: MambaConfig, place: Place, prefix: str) -> dict[str, Cut]:
 def head_rows(model: ModelConfig, place: Place) -> int:
     """Rows of the head on this rank; none behind the first stage."""
     return -(-model.vocab_size // place.tensor) if place.first else 0
+
+
+def vocabulary_span(model: ModelConfig, place: Place) -> Span:
+    """The tokens whose logits this rank computes; the last shards may have fewer, and padding."""
+    rows = head_rows(model, place)
+    begin = min(place.shard * rows, model.vocab_size)
+    return begin, min(begin + rows, model.vocab_size)
 
 
 def shard(weights: Weights, model: ModelConfig, place: Place) -> Weights:

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.interface import Ints
 from penstock.engine.batch import Batch
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.linear import Linear
 from penstock.engine.runner.executor import Executor
 from penstock.engine.runner.inputs import Packed, StepInputs, chunk_targets
 from penstock.engine.runner.resources import RunnerResources
@@ -49,17 +51,34 @@ class EagerExecutor(Executor):
     def _launch(self, batch: Batch, packed: Packed, decoder: Decoder) -> PendingStep:
         step = PendingStep(batch, self._rows)
         inputs = self._inputs.upload(batch, packed)
-        step.sampling = partial(self._finish, step, inputs, decoder.begin(inputs.token_ids, inputs.attention, self._kv))
+        begun = decoder.begin(inputs.token_ids, inputs.attention, self._kv)
+        step.sampling = partial(self._finish, step, inputs, begun, self._head_slots(decoder, packed.sample_at))
         if not self._deferred:
             step.finish()
         return step
 
+    def _head_slots(self, decoder: Decoder, at: Ints) -> np.ndarray | None:
+        """The adapters of the tokens `at` of the step that has begun, where the decoder adds them to logits."""
+        adapters = self._adapters
+        return adapters.slots[at] if adapters is not None and decoder is adapters.further else None
+
+    def _head(self, slots: np.ndarray | None) -> Linear:
+        """The head for rows with these adapters."""
+        adapters = self._adapters
+        if slots is None or adapters is None or adapters.further is None or not len(slots) or slots.max() < 0:
+            return self._decoder.head
+        adapters.begin_head(slots)
+        return adapters.further.head
+
     @torch.inference_mode()
-    def _finish(self, step: PendingStep, inputs: StepInputs, take: Callable[[], Tensor]) -> None:
+    def _finish(
+        self, step: PendingStep, inputs: StepInputs, take: Callable[[], Tensor], slots: np.ndarray | None = None
+    ) -> None:
+        """`slots`: see `_head_slots`."""
         hidden = take()
-        self._score_prompts(step.batch, hidden)
+        self._score_prompts(step.batch, hidden, slots is not None)
         if inputs.sampling is not None:
-            self._sample(step, self._decoder.head(hidden[inputs.sample_at]), inputs.sampling)
+            self._sample(step, self._head(slots)(hidden[inputs.sample_at]), inputs.sampling)
 
     def _sample(self, step: PendingStep, logits: Tensor, request: SampleRequest) -> None:
         ops = self._decoder.ops
@@ -84,14 +103,16 @@ class EagerExecutor(Executor):
         )
         step.logprobs = LogprobTensors(chosen, top_ids, top)
 
-    def _score_prompts(self, batch: Batch, hidden: Tensor) -> None:
-        """Log-probabilities of prompt tokens, for the sequences that asked for them."""
+    def _score_prompts(self, batch: Batch, hidden: Tensor, adapted: bool = False) -> None:
+        """Log-probabilities of prompt tokens, for the sequences that asked for them. `adapted`: with adapters on the
+        head."""
         for index, begin, wanted in chunk_targets(batch) if self._scores_prompts else ():
             seq = batch.chunks[index].seq
             count = seq.params.prompt_logprobs or 0
             assert seq.prompt_logprobs is not None
             for part in range(0, len(wanted), _SCORED_AT_ONCE):
                 targets = wanted[part : part + _SCORED_AT_ONCE].to(hidden.device)
-                logits = self._decoder.logits(hidden[begin + part : begin + part + len(targets)])
+                slots = np.full(len(targets), seq.slot, np.int32) if adapted else None
+                logits = self._head(slots)(hidden[begin + part : begin + part + len(targets)]).float()
                 scored = logprobs_of(logits, targets, count, one_by_one=self._rows.one_by_one, ranked=True)
                 seq.prompt_logprobs.extend(scored.to_lists([count] * len(targets)))

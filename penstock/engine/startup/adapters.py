@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.engine.adapters.apply import FusedLora, adapt
+from penstock.engine.adapters.base_weights import BaseWeights
 from penstock.engine.adapters.layout import AdapterCut, layout_of, uncut
 from penstock.engine.adapters.library_modules import adapt_modules, cut_of_modules, layout_of_modules
 from penstock.engine.adapters.peft import LoadedAdapter, read_adapter
@@ -48,10 +49,18 @@ def with_experts(config: EngineConfig, backend: Backend) -> bool:
 
 
 def adapt_model(
-    config: EngineConfig, backend: Backend, decoder: Decoder, *, dtype: torch.dtype, cut: AdapterCut | None = None
+    config: EngineConfig,
+    backend: Backend,
+    decoder: Decoder,
+    *,
+    dtype: torch.dtype,
+    cut: AdapterCut | None = None,
+    head_rows: int | None = None,
+    as_stored: bool = True,
 ) -> AdaptedModel | None:
     """`decoder` with slots for adapters, or None when the configuration has none. Device memory is taken here. `cut`:
-    which part of the model it is, when other ranks have others."""
+    which part of the model it is, when other ranks have others; `head_rows`: see `compose_decoder`. `as_stored`:
+    whether the embedding has not lost precision when the checkpoint was written."""
     slots = slot_count(config)
     if not slots:
         if config.adapters:
@@ -60,16 +69,25 @@ def adapt_model(
     _check(config, slots)
     library = decoder if isinstance(decoder, TransformersDecoder) else None
     if library is None:
-        layout = layout_of(decoder.config, by_output=backend.adapters_by_output, experts=with_experts(config, backend))
+        layout = layout_of(
+            decoder.config,
+            by_output=backend.adapters_by_output,
+            experts=with_experts(config, backend),
+            head_rows=head_rows,
+        )
     else:
         layout = layout_of_modules(library, by_output=backend.adapters_by_output)
         cut = cut_of_modules(library, by_output=backend.adapters_by_output)
     dtype, pin = backend.adapter_dtype(decoder, layout, dtype), not backend.in_host_memory
     most = adapter_rank(config)
     cut = cut or uncut(layout)
+    base = None
+    if library is None:
+        with torch.inference_mode():
+            base = BaseWeights(decoder, layout, lazy=backend.in_host_memory, as_stored=as_stored)
 
     def read(name: str, folder: Path) -> LoadedAdapter:
-        return read_adapter(name, folder, layout, max_rank=most, dtype=dtype, pin=pin, cut=cut)
+        return read_adapter(name, folder, layout, max_rank=most, dtype=dtype, pin=pin, cut=cut, base=base)
 
     kernel = backend.lora_kernel(layout, slots, most, dtype)
     if library is not None:
@@ -81,7 +99,10 @@ def adapt_model(
     if any(site.further for site in layout.sites):
         further = adapt(decoder, kernel, layout, summed=summed, further=True)
     plain = adapt(decoder, kernel, layout, summed=summed)
-    return AdaptedModel(kernel, plain, layout, dtype, read, narrow, further)
+    # Experts and delta nets take other launches with adapters. Embedding and head do not: to most they add nothing.
+    other_launches = not backend.in_host_memory and any(site.further and not site.end for site in layout.sites)
+    always = decoder.ops.batch_invariant and other_launches
+    return AdaptedModel(kernel, plain, layout, dtype, read, narrow, further, always)
 
 
 def manage_adapters(

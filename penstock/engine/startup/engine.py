@@ -71,8 +71,6 @@ def load_engine(
             return engine
     if config.attention_parallel == "data" and not config.expert_parallel:
         raise ConfigError("attention_parallel: data is for expert_parallel: true; else run replicas of the model")
-    if config.attention_parallel == "data" and config.role != "both":
-        raise ConfigError("role is not available with attention_parallel: data; use attention_parallel: tensor")
     if config.rank_restarts:
         _check_restarts(config)
     from penstock.engine.parallel.launch import Ranks
@@ -91,7 +89,6 @@ def _check_restarts(config: EngineConfig) -> None:
         "CUDA devices": pick_device(config.device).type != "cpu",
         "ranks on other machines": config.spans_machines,
         "adapters": bool(config.adapters or config.adapter_slots),
-        "host_memory": config.host_memory > 0,
         f"weights: {config.weights}": config.weights in ("int8", "int4"),
         "kv_dtype: int8": config.kv_dtype == "int8",
         f"role: {config.role}": config.role != "both",
@@ -186,8 +183,8 @@ def _assemble(
             spread=None if ranks is None else _spread(part, ranks),
             step_tokens=part.token_budget,
             version=lambda name: None if scheduler.adapters is None else scheduler.adapters.version(name),
-            flush=None if behind.mover is None else behind.mover.run,
-            flush_states=None if behind.state_mover is None else behind.state_mover.run,
+            flush=[mover.run for mover in behind.movers(part)],
+            flush_states=[mover.run for mover in behind.state_movers(part)],
         )
     if ranks is not None and config.expert_parallel:
         engine.balancer = _balancer(config, part, ranks)

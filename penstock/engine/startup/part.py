@@ -24,7 +24,7 @@ from penstock.engine.backends.interface import FP8, INT8, StepLimits
 from penstock.engine.backends.select import pick_backend, pick_device, pick_dtype
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv.cache import KVCache
-from penstock.engine.loading.checkpoint import SafetensorsCheckpoint
+from penstock.engine.loading.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint
 from penstock.engine.models.build import build_decoder
 from penstock.engine.models.calibration import Forward, calibrate
 from penstock.engine.models.decoder import Decoder
@@ -188,7 +188,15 @@ def load_part(
         if member is not None and not model.by_transformers:
             experts = with_experts(config, backend)
             cut = member.adapter_cut(model, experts=experts, whole_experts=config.expert_parallel)
-        adapters = adapt_model(config, backend, decoder, dtype=dtype, cut=cut)
+        adapters = adapt_model(
+            config,
+            backend,
+            decoder,
+            dtype=dtype,
+            cut=cut,
+            head_rows=head_rows,
+            as_stored=not isinstance(weights, GGUFCheckpoint),
+        )
         if backend.compiles and not decoder.launched_eagerly:
             with phases("compile"):
                 kernels.finish(decoder if alone else dataclasses.replace(decoder, fused_up_to=0), adapters)
@@ -351,7 +359,7 @@ def open_weights(config: EngineConfig, checkpoint: object | None) -> Weights:
     """`checkpoint`, or the one that `config` names."""
     if checkpoint is not None:
         return cast(Weights, checkpoint)
-    from penstock.engine.loading.checkpoint import GGUFCheckpoint, open_checkpoint
+    from penstock.engine.loading.checkpoint import open_checkpoint
     from penstock.engine.loading.random_checkpoint import possible_tensors
 
     opened = open_checkpoint(config.model)

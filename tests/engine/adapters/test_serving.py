@@ -164,7 +164,7 @@ def broken(folder: Path, good: Path, how: str) -> Path:
         case "not finite":
             weights[first][0, 0] = float("nan")
         case "another module":
-            weights["base_model.model.lm_head.lora_A.weight"] = torch.zeros(1, 64)
+            weights["base_model.model.classifier.lora_A.weight"] = torch.zeros(1, 64)
         case "too many layers":
             weights[first.replace("layers.0", "layers.7")] = weights[first].clone()
         case "rank above the limit":

@@ -45,6 +45,9 @@ class FakeDisk:
     def read(self, pairs: list[tuple[int, int]]) -> list[Future[list[bool]]]:
         return self._begin(True, pairs)
 
+    def erase(self, places: Iterable[int]) -> list[Future[list[bool]]]:
+        return self._begin(False, [(-1, place) for place in places])
+
     def found(self) -> list[Entry]:
         return [Entry(name, place) for place, name in self.kept.items()]
 
@@ -63,6 +66,11 @@ class FakeDisk:
     def work(self, at: int, fine: bool) -> None:
         reads, pairs, answer = self.pending.pop(at)
         for slot, place in pairs:
+            if slot < 0:
+                self.kept.pop(place, None)
+                self._names.pop(place, None)
+                self._content.pop(place, None)
+                continue
             pieces = self._mover.memory(slot)
             if not reads:
                 self.kept.pop(place, None)
@@ -71,6 +79,8 @@ class FakeDisk:
                 if place in self._names:
                     self.kept[place] = self._names[place]
             elif reads:
+                if not fine:
+                    self.kept.pop(place, None)
                 for piece, there in zip(pieces, self._content[place], strict=True):
                     piece[:] = there if fine else bytes(len(piece))
         answer.set_result([fine] * len(pairs))
@@ -87,6 +97,8 @@ class World:
         self.persistent = persistent
         self.begin()
         self.names: dict[bytes, int] = {}
+        self.gone: set[bytes] = set()
+        """Names that were erased."""
 
     def begin(self) -> None:
         """A new engine, with what is on disk."""
@@ -144,6 +156,30 @@ class World:
             self.mover.run(transfers)
         return transfers is not None
 
+    def fail_step(self) -> None:
+        """What the step was to copy is not copied, and what it computed is noise."""
+        block = self.pool.allocate()
+        self.pool.name(block, b"noise")
+        self.host.take()
+        self.kv.tensors[0][:, :, block] = 99
+        self.pool.distrust()
+        self.pool.release(block)
+
+    def erase(self) -> None:
+        digit = str(self.chance.randrange(1, 10)).encode()
+        count = self.pool.count(digit)
+        assert (count == 0) == (not self.of(digit))
+        self.pool.erase(digit)
+        assert self.of(digit) == [] and self.pool.count(digit) == 0
+        for name in [name for name in self.names if name.startswith(digit)]:
+            self.gone.add(name)
+
+    def of(self, digit: bytes) -> list[bytes]:
+        return [name for name in self.names if name.startswith(digit) and self.finds(name)]
+
+    def finds(self, name: bytes) -> bool:
+        return self.pool.find(name) is not None or self.host.has(name) or self.disk.is_writing(name)
+
     def disk_works(self) -> None:
         if self.store.pending:
             self.store.work(self.chance.randrange(len(self.store.pending)), self.chance.random() < 0.9)
@@ -161,13 +197,19 @@ def test_contents_survive_the_way_to_the_disk_and_back(seed: int) -> None:
         if world.chance.random() < 0.005:
             world.pool.forget_all()
             assert world.disk.used == 0 and world.host.used == 0
+        elif world.chance.random() < 0.01:
+            world.fail_step()
+        elif world.chance.random() < 0.01:
+            world.erase()
         world.pool.check()
+        assert not any(map(world.finds, world.gone)), "an erased block is found again"
     assert world.disk.written > 30 and world.disk.read > 10 and world.host.restored > 10 and world.disk.failed > 0
+    world.host.land()
     while world.store.pending:
         world.disk_works()
-    world.host.write_ahead()
+        world.host.land()
     world.pool.check()
-    assert not world.disk.slots
+    assert not world.disk.slots and not world.disk.erasing
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -184,10 +226,19 @@ def test_contents_outlive_engines(seed: int) -> None:
                 (world.compute, world.come_back, world.recall, world.disk_works, world.settle), (3, 4, 4, 6, 4)
             )[0]
             what()
+            if world.chance.random() < 0.02:
+                world.erase()
+            if world.chance.random() < 0.02:
+                world.fail_step()
             world.pool.check()
         if world.chance.random() < 0.2:
             world.pool.forget_all(keep_disk=world.chance.random() < 0.5)
             world.pool.check()
+        world.host.land()
+        while world.disk.erasing:
+            world.disk_works()
+            world.host.land()
+        assert not any(map(world.finds, world.gone)) and not world.gone & set(world.store.kept.values())
     assert restored > 20 and world.host.capacity == 6
     world.begin()
     for _ in range(8):
@@ -197,6 +248,36 @@ def test_contents_outlive_engines(seed: int) -> None:
             world.store.work(0, True)
     newest = list(world.names)[-8:]
     assert world.host.unsaved == 0 and all(name in world.disk for name in newest), "all is saved when there is time"
+
+
+def test_a_failed_step_costs_what_it_was_to_copy() -> None:
+    world = World(0)
+    for _ in range(8):
+        world.compute()
+    before = {name for name in world.names if name in world.host}
+    block = world.pool.allocate()
+    world.host.take()
+    world.pool.distrust()
+    world.pool.release(block)
+    assert before == {name for name in world.names if name in world.host} and len(before) > 3
+    world.pool.check()
+
+
+def test_a_place_is_free_when_it_has_been_overwritten() -> None:
+    world = World(0)
+    disk = world.disk
+    disk.begin_write([(b"acme", 0), (b"other", 1)])
+    world.store.work(0, True)
+    disk.poll()
+    disk.begin_read([(b"acme", 2)])
+    disk.forget([b"acme", b"unknown"])
+    assert b"acme" not in disk and disk.erasing and not disk.is_reading(b"acme")
+    world.store.work(0, True)
+    assert [moved.was_read for moved in disk.poll()] == [False] and disk.erasing
+    disk.check()
+    world.store.work(0, False)
+    assert disk.poll() == [] and not disk.erasing and disk.unerased == 1 and disk.used == 1
+    disk.check()
 
 
 def test_a_small_disk_is_not_written_over_and_over() -> None:

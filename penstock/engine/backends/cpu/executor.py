@@ -26,6 +26,11 @@ class RecordedExecutor(EagerExecutor):
         self.plain: RecordedStep | None = None
         self.adapted: RecordedStep | None = None
         """For steps in which some sequence uses an adapter."""
+        self.further: RecordedStep | None = None
+        """For steps in which some adapter touches embedding, head or other linears that few do; recorded with the first
+        of them."""
+        self._further_size = 0
+        """Tokens of the largest step, until that was tried."""
 
     @property
     def recorded(self) -> RecordedStep | None:
@@ -35,19 +40,30 @@ class RecordedExecutor(EagerExecutor):
         self.plain = self._record(self._decoder, token_budget)
         if self._adapters is not None and self.plain is not None:
             self.adapted = self._record(self._adapters.decoder, token_budget)
+            self._further_size = token_budget
 
     def run(self, batch: Batch) -> PendingStep:
         decoder, recorded = self._decoder, self.plain
         if self._adapters is not None and (adapted := self._adapters.begin(batch)) is not None:
-            decoder, recorded = adapted, self.adapted if adapted is self._adapters.decoder else None
+            decoder, recorded = adapted, self._recorded(adapted)
         if recorded is not None and batch.plain and recorded.has_head:
             # Nearly every step: natively from tokens to tokens, unless a row needs more than a draw.
             count = len(batch.chunks)
             if recorded.fits(count, count, count):
+                if recorded is self.further and self._adapters is not None:
+                    self._adapters.begin_head(self._adapters.slots)
                 self._rows.update(batch)
                 if not recorded.load_decodes(decode_entries(batch.chunks)) & ~Flag.RANDOM:
                     return PendingStep(batch, self._rows, batch.chunks, recorded.draw())
         return self._run_packed(batch, decoder, recorded)
+
+    def _recorded(self, adapted: Decoder) -> RecordedStep | None:
+        """The recording of a decoder with adapters, if it could be recorded."""
+        if self._adapters is None or adapted is self._adapters.decoder:
+            return self.adapted
+        if self._further_size:
+            self.further, self._further_size = self._record(adapted, self._further_size), 0
+        return self.further
 
     @torch.inference_mode()
     def _run_packed(self, batch: Batch, decoder: Decoder, recorded: RecordedStep | None) -> PendingStep:
@@ -60,16 +76,20 @@ class RecordedExecutor(EagerExecutor):
         """Any step that fits; rows that need more than a draw are sampled from its logits."""
         step = PendingStep(batch, self._rows)
         at, flags = packed.sample_at, packed.flags
+        slots = None
+        if recorded is self.further and self._adapters is not None:
+            slots = self._adapters.slots[at]
+            self._adapters.begin_head(slots)
         recorded.load(packed.host, at, packed.sample_rows, packed.keys() if flags & Flag.RANDOM else None)
         if not len(at):
             recorded.forward()
         elif not recorded.has_head:
-            self._sample(step, self._decoder.head(recorded.forward()[at]), self._inputs.sampling_of(batch, packed))
+            self._sample(step, self._head(slots)(recorded.forward()[at]), self._inputs.sampling_of(batch, packed))
         elif flags & ~DRAWN:
             self._sample(step, recorded.logits(), self._inputs.sampling_of(batch, packed))
         else:
             step.chunks, step.tokens = sampling_chunks(batch), recorded.draw()
-        self._score_prompts(batch, recorded.hidden)
+        self._score_prompts(batch, recorded.hidden, slots is not None)
         return step
 
     def _record(self, decoder: Decoder, tokens: int) -> RecordedStep | None:
@@ -77,7 +97,7 @@ class RecordedExecutor(EagerExecutor):
         return record(
             self._ops,
             decoder.forward,
-            self._decoder.head,
+            decoder.head,
             self._kv,
             row_arrays(self._rows),
             block_size=self._inputs.block_size,

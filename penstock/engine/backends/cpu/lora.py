@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.adapters.layout import AdapterLayout, PlacedSite
+from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import Tiles, make_tiles
 from penstock.engine.backends.cpu.native import Handle, LoraArgs, LoraStep
 from penstock.engine.backends.cpu.ops import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 
+LORA_FAILURES = {1: "an adapter's token is not one of the step", 2: "a token id is outside the embedding table"}
+"""By what `pk_lora` returns."""
 _BLOCK = 32
 """Tokens per tile: few enough that a prompt gives every core some, enough that a row of A is read from its cache."""
 
@@ -30,9 +32,10 @@ class CpuLora:
         self._ranks = np.zeros((slots, len(layout.sites)), np.int32)
         self._sizes = [np.array(site.sizes, np.int64) for site in layout.sites]
         self._dtype = dtype
-        self._step = LoraStep()
+        self._step, self._head_step = LoraStep(), LoraStep()
         self._slots = np.empty(0, np.int32)
         self._tiles: Tiles | None = None
+        self._head_tiles: Tiles | None = None
         self._common = {
             "step": ctypes.addressof(self._step), "slots": self._pointers.ctypes.data,
             "ranks": self._ranks.ctypes.data, "sites": len(layout.sites),
@@ -49,6 +52,10 @@ class CpuLora:
         self._tiles = tiles = make_tiles(slots, _BLOCK)
         self._fill(self._step, tiles, self._ranks)
 
+    def begin_head(self, slots: np.ndarray) -> None:
+        self._head_tiles = tiles = make_tiles(slots, _BLOCK)
+        self._fill(self._head_step, tiles, self._ranks)
+
     def _fill(self, step: LoraStep, tiles: Tiles, ranks: np.ndarray) -> None:
         step.order, step.tile_slots = tiles.order.ctypes.data, tiles.slots.ctypes.data
         step.tile_starts, step.tile_counts = tiles.starts.ctypes.data, tiles.counts.ctypes.data
@@ -61,6 +68,19 @@ class CpuLora:
 
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._add(x, y, placed, self._common)
+
+    def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        self._add(x, y, placed, {**self._common, "step": ctypes.addressof(self._head_step)})
+
+    def add_embedding(self, token_ids: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        need_contiguous(token_ids, "token_ids")
+        need_contiguous(y, "y")
+        site = placed.site
+        if token_ids.dtype is not torch.int64 or y.dtype is not torch.float32:
+            raise LayoutError(f"tokens of {token_ids.dtype} and a stream of {y.dtype}")
+        if y.shape != (len(token_ids), site.outputs):
+            raise LayoutError(f"{len(token_ids)} tokens and y {tuple(y.shape)} do not fit {site}")
+        self._call(site, placed, {**self._common, "ids": token_ids.data_ptr()}, y, dtype_code(y, "y"))
 
     def add_visits(
         self, x: Tensor, y: Tensor, placed: PlacedSite, slots: Tensor, experts: Tensor, weights: Tensor | None = None
@@ -97,12 +117,15 @@ class CpuLora:
         need_contiguous(y, "y")
         if self._dtype not in (x.dtype, torch.float16) or (x.dtype is torch.bfloat16 and self._dtype is not x.dtype):
             raise LayoutError(f"adapters of {self._dtype} do not go with activations of {x.dtype}")
-        if x.dtype is not y.dtype or x.shape[1] != site.inputs or y.shape != (x.shape[0], site.outputs):
+        if y.dtype not in (x.dtype, torch.float32) or x.shape[1] != site.inputs or y.shape != (len(x), site.outputs):
             raise LayoutError(f"x {x.dtype} {tuple(x.shape)} and y {y.dtype} {tuple(y.shape)} do not fit {site}")
+        self._call(site, placed, {**common, "x": x.data_ptr()}, y, dtype_code(x, "x"))
+
+    def _call(self, site: Site, placed: PlacedSite, common: dict[str, int], y: Tensor, dtype: int) -> None:
         args = LoraArgs(
-            x=x.data_ptr(), y=y.data_ptr(), tokens=x.shape[0], dtype=dtype_code(x, "x"),
+            y=y.data_ptr(), tokens=y.shape[0], dtype=dtype, out_dtype=dtype_code(y, "y"),
             inputs=site.inputs, outputs=site.outputs, parts=len(site.sizes), start=placed.start,
             site=placed.index, sizes=self._sizes[placed.index].ctypes.data, **common,
         )  # fmt: skip
-        if self._handle.lib.pk_lora(self._handle.pointer, byref(args)):
-            raise LayoutError("an adapter's token is not one of the step")
+        if code := self._handle.lib.pk_lora(self._handle.pointer, byref(args)):
+            raise LayoutError(LORA_FAILURES[code])

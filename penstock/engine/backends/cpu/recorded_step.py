@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.engine.backends.cpu.lora import LORA_FAILURES
 from penstock.engine.backends.cpu.native import CountPatch, DecodeArgs, RecordedCall
 from penstock.engine.backends.cpu.ops import CpuOps, LayoutError
 from penstock.engine.backends.cpu.quant_linear import QuantLinear
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 _FAILURES: Final = {
     ("pk_embed", 1): "a token id is outside the embedding table",
     ("pk_store_rows", 1): "a slot is outside the cache",
-    ("pk_lora", 1): "an adapter's token is not one of the step",
+    **{("pk_lora", code): text for code, text in LORA_FAILURES.items()},
     ("pk_rope_and_cache", 1): "a position is outside the rotary table",
     ("pk_rope_and_cache", 2): "a slot is outside the cache",
 }

@@ -56,6 +56,7 @@ class CudaBackend(TorchCudaBackend):
     bounds_are_compiled = True
     compiles = True
     adapters_by_output = True
+    invariant_adapters = True
 
     def _make_ops(self) -> Ops:
         overlap_launches(torch.cuda.get_device_capability(self.device) >= (9, 0))
@@ -118,7 +119,7 @@ class CudaBackend(TorchCudaBackend):
         return TorchCudaBackend(self.device)
 
     def lora_kernel(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype) -> LoraKernel:
-        return TritonLora(layout, slots, rank, dtype, self.device)
+        return TritonLora(layout, slots, rank, dtype, self.device, fixed=self.ops.batch_invariant)
 
     def executor(self, resources: RunnerResources) -> Executor:
         return GraphExecutor(resources)

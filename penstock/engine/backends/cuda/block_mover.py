@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.host import Transfers
-from penstock.engine.kv.mover import PoolMover
+from penstock.engine.kv.mover import PoolMover, populate
 from penstock.errors import ConfigError
 
 _BUFFER_BYTES = 64 << 20
@@ -35,6 +35,7 @@ class CudaBlockMover(PoolMover):
         self._written: dict[int, torch.cuda.Event] = {}
         self._read: dict[int, torch.cuda.Event] = {}
         for pool in self._pools:
+            populate(pool)
             _pin(pool)
 
     def is_idle(self, slot: int) -> bool:
@@ -43,7 +44,10 @@ class CudaBlockMover(PoolMover):
 
     @torch.inference_mode()
     def run(self, transfers: Transfers) -> None:
-        out, back = list(transfers.out), [(slot, block) for block, slot in transfers.back.items()]
+        # In the order of slots, in which neighbours cross together: a sequence leaves with its end first and comes back
+        # with its beginning first, which would be a copy for every block.
+        out = sorted(transfers.out, key=lambda pair: pair[1])
+        back = sorted((slot, block) for block, slot in transfers.back.items())
         for begin in range(0, len(out), self._at_once):
             self._send(out[begin : begin + self._at_once])
         for begin in range(0, len(back), self._at_once):

@@ -44,6 +44,8 @@ from penstock.engine.models.layers.linear import Linear
 
 _COUNTERS = 1024
 """Arrival counters of a layer: for each token, or for every 16 outputs."""
+_MOST_SCORES = 2048
+"""Of tokens and experts, up to which one launch makes and compares them: the vendor's product takes two for so few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +253,8 @@ class GroupedExpertMlp:
         return 0 < len(x) <= FEW and self.down.outputs <= 16 * _COUNTERS
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        linear = self.router.linear
-        if 0 < len(x) <= FEW and isinstance(linear, CudaLinear) and linear.scale is None:
+        linear: Any = self.router.linear
+        if _is_dense(linear) and 0 < len(x) <= max(FEW, min(64, _MOST_SCORES // len(linear.weight))):
             weights, chosen, _ = score_and_route(x, linear.weight, linear.bias, self.choice, self.counters)
             return weights, chosen
         return route(linear(x), self.choice)
@@ -445,7 +447,7 @@ def _one_packed(routed: GroupedExpertMlp, x: Tensor, norm: Tensor | None, eps: f
     gate_up, down = routed.gate_up, routed.down
     assert isinstance(gate_up, PackedStack) and isinstance(down, PackedStack)
     normed = x if norm is None else torch.empty_like(x)
-    fast = mxfp4_one.takes(x)
+    fast = mxfp4_one.takes(x, gate_up.stack, routed.choice.top_k)
     logits = None
     if fast and moe_one.ranks(routed.choice, gate_up.experts):
         logits = torch.empty((1, gate_up.experts), dtype=torch.float32, device=x.device)
@@ -456,8 +458,10 @@ def _one_packed(routed: GroupedExpertMlp, x: Tensor, norm: Tensor | None, eps: f
         out = routed._products(normed, weights, FewPairs(chosen))
         return out if norm is None else x.add_(out)
     visits = Visits(chosen, weights, False, logits, routed.choice)
-    inner = mxfp4_one.gate_up(normed, *gate_up.parts, visits, routed.activation, following=down.stack)
-    return mxfp4_one.down(inner, *down.parts, visits, residual=None if norm is None else x)
+    return mxfp4_one.experts_of_one(
+        normed, *gate_up.parts, *down.parts, visits, routed.activation, routed.counters,
+        residual=None if norm is None else x,
+    )  # fmt: skip
 
 
 def _pairs(routed: GroupedExpertMlp, shared: GatedMlp | None) -> tuple[tuple[Any, Any], tuple[Any, Any]]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.apply import TABLES, GraphLora
-from penstock.engine.adapters.runtime import is_narrow, slots_of, touches_further
+from penstock.engine.adapters.runtime import is_narrow, slots_of
 from penstock.engine.backends.cuda.capture import Interrupted, interruptible, record, watched
 from penstock.engine.backends.cuda.deferred import Deferred
 from penstock.engine.backends.cuda.draw_chains import DrawChains
@@ -228,9 +228,10 @@ class GraphExecutor(EagerExecutor):
         """The graphs that can run a batch; None when it has to be launched kernel by kernel."""
         if not self.graphs.fits(batch):
             return None
-        if self._adapters is None or all(chunk.seq.slot < 0 for chunk in batch.chunks):
+        adapters = self._adapters
+        if adapters is None or (not adapters.model.always and all(chunk.seq.slot < 0 for chunk in batch.chunks)):
             return self.graphs
-        if self.further_graphs is not None and touches_further(batch):
+        if self.further_graphs is not None and adapters.touches_further(batch):
             return self.further_graphs
         return self.narrow_graphs if self.narrow_graphs is not None and is_narrow(batch) else self.adapted_graphs
 

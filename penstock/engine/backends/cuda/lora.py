@@ -29,7 +29,12 @@ from penstock.engine.backends.cuda.kernels import expert_lora
 from penstock.engine.backends.cuda.kernels.addends import Addends
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, next_power_of_2
 from penstock.engine.backends.cuda.kernels.inline_lora import COPIES, TILE_ROWS, InlineLora, open_pass
-from penstock.engine.backends.cuda.kernels.tiled_lora import expand_kernel, shrink_kernel, tiles_kernel
+from penstock.engine.backends.cuda.kernels.tiled_lora import (
+    column_kernel,
+    expand_kernel,
+    shrink_kernel,
+    tiles_kernel,
+)
 from penstock.engine.backends.staging import staging_for
 
 _FEW, _MANY = 16, 64
@@ -58,8 +63,20 @@ class TritonLora:
     pdl = False
     """As in `CudaLinear`."""
 
-    def __init__(self, layout: AdapterLayout, slots: int, rank: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        slots: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        fixed: bool = False,
+    ) -> None:
+        """`fixed`: what a token gets does not depend on the others of its step: all steps go one way, over tiles of
+        one size, and sums are rounded where they are added."""
         assert layout.by_output
+        self._fixed = fixed
         self._layout = layout
         self._sites = len(layout.sites)
         self._count = slots
@@ -82,7 +99,7 @@ class TritonLora:
 
     def begin(self, slots: np.ndarray) -> None:
         # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
-        block = _MANY if len(slots) > 4 * _MANY else _FEW
+        block = _MANY if len(slots) > 4 * _MANY and not self._fixed else _FEW
         tiles = make_tiles(slots, block)
         tables = [tiles.order, tiles.slots, tiles.starts, tiles.counts, slots.astype(np.int32)]
         order, of, starts, counts, tokens = self._staging.upload(tables)
@@ -104,14 +121,16 @@ class TritonLora:
         self._tiles = None
 
     def fits_inline(self, layout: AdapterLayout) -> bool:
-        return all(size % TILE_ROWS == 0 for site in layout.sites for size in site.sizes)
+        return not self._fixed and all(
+            size % TILE_ROWS == 0 for site in layout.sites if not site.end for size in site.sizes
+        )
 
     def inline(self, placed: PlacedSite) -> InlineLora:
         step, site = self._step, placed.site
         assert step is not None
         tokens = step.tokens.shape[0]
         copies = COPIES if tokens == 1 else tokens
-        sizes = [copies * len(each.sizes) * self._rank for each in self._layout.sites]
+        sizes = [0 if each.end else copies * len(each.sizes) * self._rank for each in self._layout.sites]
         if self._pass is None:
             sums = torch.empty((self._layout.layers, sum(sizes)), dtype=torch.int32, device=self._bank.device)
             ranks = torch.empty((self._sites, tokens), dtype=torch.int32, device=self._bank.device)
@@ -134,7 +153,7 @@ class TritonLora:
     def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
         step = self._step
         assert step is not None
-        if not step.captured:  # launched from the host, a second stream would gain nothing
+        if self._fixed or not step.captured:  # launched from the host, a second stream would gain nothing
             y = base(x)
             self.add(x, y, placed)
             return y
@@ -178,6 +197,36 @@ class TritonLora:
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         self._launch(x, self._partial(x, placed), y, placed, add=True)
 
+    def begin_head(self, slots: np.ndarray) -> None:
+        self.begin(slots)
+
+    def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        """In a graph all tokens have logits, so their tiles are those of the step."""
+        self.add(x, y, placed)
+
+    def add_embedding(self, token_ids: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        step, site = self._step, placed.site
+        assert step is not None
+        if not step.tiles:
+            return
+        columns = torch.empty((1, step.tiles * step.block, self._rank), dtype=torch.float32, device=y.device)
+        launch(
+            column_kernel,
+            (step.tiles,),
+            token_ids,
+            self._bank,
+            *self._where(step, placed),
+            columns,
+            self._bank.stride(0),
+            placed.start,
+            K=site.inputs,
+            R=self._rank,
+            BLOCK_M=step.block,
+            num_warps=4,
+            pdl=self.pdl,
+        )
+        self._expand(columns, y, placed, add=True)
+
     def _partial(self, x: Tensor, placed: PlacedSite) -> Tensor:
         """Room for the partial sums of `_launch`."""
         step = self._step
@@ -216,39 +265,51 @@ class TritonLora:
             self._tiles = tokens, ranks, token_ranks
         return self._tiles
 
-    def _launch(self, x: Tensor, sums: Tensor, y: Tensor, placed: PlacedSite, *, add: bool) -> None:
-        step, site = self._step, placed.site
-        assert step is not None
-        inputs, outputs, parts = site.inputs, site.outputs, len(site.sizes)
-        splits, entries = sums.shape[:2]
+    def _where(self, step: _Step, placed: PlacedSite) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each tile: slot, rank at the site, tokens."""
         tile_tokens, tile_ranks, _ = self._tiled(step)
-        where = (step.slots, tile_ranks[placed.index], tile_tokens)
-        common: dict[str, Any] = {
-            "K": inputs,
-            "PARTS": parts,
+        return step.slots, tile_ranks[placed.index], tile_tokens
+
+    def _common(self, step: _Step, site: Site, splits: int) -> dict[str, Any]:
+        return {
+            "K": site.inputs,
+            "PARTS": len(site.sizes),
             "R": self._rank,
             "BLOCK_M": step.block,
             "SPLITS": splits,
-            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "PRECISION": "ieee" if self._bank.dtype == torch.float32 else "tf32",
         }
+
+    def _launch(self, x: Tensor, sums: Tensor, y: Tensor, placed: PlacedSite, *, add: bool) -> None:
+        step, site = self._step, placed.site
+        assert step is not None
+        if not step.tiles:
+            return
+        splits, entries = sums.shape[:2]
         launch(
             shrink_kernel,
-            (step.tiles, parts * splits),
+            (step.tiles, len(site.sizes) * splits),
             x,
             self._bank,
-            *where,
+            *self._where(step, placed),
             sums,
             x.stride(0),
             self._bank.stride(0),
             placed.start,
             entries,
-            BLOCK_K=min(128, max(16, next_power_of_2(inputs))),
+            BLOCK_K=min(128, max(16, next_power_of_2(site.inputs))),
             num_warps=4,
             num_stages=5 if step.block == _FEW else 3,
             pdl=self.pdl,
             branches=True,
-            **common,
+            **self._common(step, site, splits),
         )
+        self._expand(sums, y, placed, add=add)
+
+    def _expand(self, sums: Tensor, y: Tensor, placed: PlacedSite, *, add: bool) -> None:
+        step, site = self._step, placed.site
+        assert step is not None
+        outputs, (splits, entries) = site.outputs, sums.shape[:2]
         block_n = 256 if outputs > 8192 else 128
         end_0, end_1 = _ends(site)
         launch(
@@ -256,7 +317,7 @@ class TritonLora:
             (step.tiles, ceil_div(outputs, block_n)),
             sums,
             self._bank,
-            *where,
+            *self._where(step, placed),
             y,
             y.stride(0),
             self._bank.stride(0),
@@ -270,7 +331,7 @@ class TritonLora:
             num_warps=4,
             num_stages=2,
             pdl=self.pdl,
-            **common,
+            **self._common(step, site, splits),
         )
 
 

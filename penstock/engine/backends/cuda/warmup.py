@@ -57,6 +57,7 @@ def compile_kernels(
         if adapters is not None:
             for adapted in _one_layer_each(adapters):
                 _visit_adapted(adapters, adapted, _cache_of(adapted, dtype, limits), tables, limits)
+            _visit_ends(adapters, limits, device)
     return visited
 
 
@@ -64,7 +65,9 @@ def _one_layer_each(adapters: AdaptedModel) -> list[Decoder]:
     """Linears are alike in all layers, but for those of experts and delta nets: the first and the last layer have
     what there is."""
     first, further = adapters.decoder, adapters.further
-    layers = [first.layers[0]] if further is None else [first.layers[0], further.layers[0], further.layers[-1]]
+    layers = [first.layers[0]]
+    if further is not None and any(site.further and not site.end for site in adapters.layout.sites):
+        layers += further.layers[0], further.layers[-1]
     return [dataclasses.replace(first, layers=[layer]) for layer in layers]
 
 
@@ -112,6 +115,18 @@ def _visit_adapted(adapters: AdaptedModel, decoder: Decoder, kv: KVCache, tables
     for prompts in ([17], [limits.budget - 1], [20] * 4):
         adapters.kernel.begin(np.zeros(1 + sum(prompts), np.int32))
         _forward(decoder, kv, tables, limits, 1, prompts)
+
+
+def _visit_ends(adapters: AdaptedModel, limits: StepLimits, device: torch.device) -> None:
+    """Adapters of embedding and head, where this rank has these."""
+    further = adapters.further
+    if further is None or further.embedded is None:
+        return
+    for tokens in (1, limits.max_rows, limits.budget):
+        adapters.kernel.begin(np.zeros(tokens, np.int32))
+        stream = further.embed(torch.zeros(tokens, dtype=torch.int64, device=device))
+        if tokens <= limits.max_rows:
+            further.head(stream.to(further.embedding.dtype))
 
 
 def _visit(decoder: Decoder, kv: KVCache, tables: Tensor, limits: StepLimits) -> None:

@@ -59,13 +59,32 @@ class ReferenceLora:
                 delta = self._delta(x[rows], data, width, at)
                 y.index_add_(0, rows, delta if weights is None else (delta * weights.view(-1, 1)[rows]).to(y.dtype))
 
+    def begin_head(self, slots: np.ndarray) -> None:
+        self.begin(slots)
+
+    def add_head(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        self.add(x, y, placed)
+
+    def add_embedding(self, token_ids: Tensor, y: Tensor, placed: PlacedSite) -> None:
+        site = placed.site
+        for slot, tokens in self._groups:
+            adapter, data = self._adapters[slot], self._data[slot]
+            assert adapter is not None and data is not None
+            width = int(adapter.ranks[placed.index])
+            if width:
+                begin, middle = width * placed.start, width * (placed.start + site.inputs)
+                down = data[begin:middle].view(width, site.inputs)
+                up = self._layout.up(data[middle : middle + width * site.outputs], width, site.outputs)
+                added = down[:, token_ids[tokens]].t().float() @ up.float()
+                y.index_add_(0, tokens, added.to(y.dtype))
+
     def add(self, x: Tensor, y: Tensor, placed: PlacedSite) -> None:
         for slot, tokens in self._groups:
             adapter, data = self._adapters[slot], self._data[slot]
             assert adapter is not None and data is not None
             width = int(adapter.ranks[placed.index])
             if width:
-                y.index_add_(0, tokens, self._delta(x[tokens], data, width, placed))
+                y.index_add_(0, tokens, self._delta(x[tokens], data, width, placed).to(y.dtype))
 
     def _delta(self, x: Tensor, data: Tensor, width: int, placed: PlacedSite) -> Tensor:
         site = placed.site

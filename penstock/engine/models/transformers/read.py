@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from penstock.engine.models.transformers.body import CannotDivide
 from penstock.engine.models.transformers.linears import integer_matrices
 from penstock.engine.models.weights import Weights
-from penstock.engine.torch_import import with_meta_kernels
 from penstock.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,6 @@ def read_model(
     reduce: Sequence[Reduce] = (),
 ) -> Any:
     """`trusted`: the checkpoint's own code runs. `stored`: the checkpoint, where it has weights in few bits."""
-    with_meta_kernels()
     library: Any = import_module("transformers")
     options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     absent: list[Callable[[str], bool]] = []

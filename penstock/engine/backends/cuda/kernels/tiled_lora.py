@@ -97,6 +97,39 @@ def shrink_kernel(
     tl.store(out_ptr + rows[:, None] + r[None, :], acc, mask=in_m[:, None])
 
 
+@triton.jit
+def column_kernel(
+    ids_ptr: tl.tensor,
+    bank_ptr: tl.tensor,
+    tile_slots_ptr: tl.tensor,
+    tile_ranks_ptr: tl.tensor,
+    tile_tokens_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    slot_stride: tl.tensor,
+    start: tl.tensor,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """The column of A of every token [entries, R] in float32: what `shrink_kernel` gives for an embedding."""
+    tile = tl.program_id(0)
+    launch_successor(PDL)
+    wait_for_inputs(PDL)
+    entry = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot = tl.load(tile_slots_ptr + tile)
+    rank = tl.multiple_of(tl.load(tile_ranks_ptr + tile), 8)
+    tokens = tl.load(tile_tokens_ptr + entry).to(tl.int64)
+    if rank == 0:
+        return
+    r = tl.arange(0, R)
+    in_m = tokens >= 0
+    ids = tl.load(ids_ptr + tokens, mask=in_m, other=0).to(tl.int64)
+    a_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * start
+    a = tl.load(a_ptr + ids[:, None] + r[None, :] * K, mask=in_m[:, None] & (r < rank)[None, :], other=0.0)
+    tl.store(out_ptr + entry[:, None] * R + r[None, :], a.to(tl.float32), mask=in_m[:, None])
+
+
 @triton.jit(do_not_specialize=["entries"])
 def expand_kernel(
     sums_ptr: tl.tensor,

@@ -117,13 +117,14 @@ bool touched(const LoraArgs& a) {
     return false;
 }
 
-template <class T, class W>
+// T: of x; W: of the matrices; Y: of y.
+template <class T, class W, class Y>
 void apply(Context* ctx, const LoraArgs& a) {
     const LoraStep& step = *a.step;
     const int width = a.parts * step.most_rank;
     float* sums = ctx->shared.floats(size_t(step.entries) * width);
     const T* x = static_cast<const T*>(a.x);
-    T* y = static_cast<T*>(a.y);
+    Y* y = static_cast<Y*>(a.y);
     const int groups = (width + kRowsPerTask - 1) / kRowsPerTask;
     ctx->pool.run(step.tiles * groups, [&](int task, int) {
         const int tile = task / groups, slot = step.tile_slots[tile], rank = a.ranks[slot * a.sites + a.site];
@@ -131,6 +132,14 @@ void apply(Context* ctx, const LoraArgs& a) {
         if (rows <= 0) return;
         const W* matrix = static_cast<const W*>(a.slots[slot]) + rank * a.start + first * a.inputs;
         const int start = step.tile_starts[tile];
+        if (a.ids) {
+            for (int m = 0; m < step.tile_counts[tile]; ++m) {
+                const W* column = matrix + a.ids[step.order[start + m]];
+                float* to = sums + int64_t(start + m) * width + first;
+                for (int r = 0; r < rows; ++r) to[r] = to_float(column[r * a.inputs]);
+            }
+            return;
+        }
         in_groups(step.tile_counts[tile], [&](int done, auto number) {
             const T* from[kTokens];
             float* to[kTokens];
@@ -153,13 +162,13 @@ void apply(Context* ctx, const LoraArgs& a) {
             const int64_t from = std::max(low, begin), end = std::min(high, begin + a.sizes[part]);
             if (from >= end) continue;
             in_groups(step.tile_counts[tile], [&](int done, auto number) {
-                T* to[kTokens];
+                Y* to[kTokens];
                 const float* by[kTokens];
                 for (int m = 0; m < number; ++m) {
                     to[m] = y + step.order[start + done + m] * a.outputs;
                     by[m] = sums + int64_t(start + done + m) * width + part * rank;
                 }
-                expand<T, W, decltype(number)::value>(to, matrix, a.outputs, rank, by, from, end);
+                expand<Y, W, decltype(number)::value>(to, matrix, a.outputs, rank, by, from, end);
             });
         }
     });
@@ -168,18 +177,25 @@ void apply(Context* ctx, const LoraArgs& a) {
 }  // namespace
 
 // Matrices have the type of the activations; beside float32 also float16 (half the bytes, which is what a step with many
-// adapters waits for).
-// 1: a token of the tiles is not one of the step; nothing is written then.
+// adapters waits for). y is float32 where x is not for logits and for the residual stream.
+// 1: a token of the tiles is not one of the step; 2: one is not in the vocabulary; nothing is written then.
 PK_FUNCTION(int, pk_lora)(Context* ctx, const LoraArgs* args) {
     Guard hold(ctx->busy);
     const LoraStep& step = *args->step;
     for (int32_t i = 0; i < step.entries; ++i)
         if (uint32_t(step.order[i]) >= uint64_t(args->tokens)) return 1;
+    if (args->ids)
+        for (int32_t i = 0; i < step.entries; ++i)
+            if (uint64_t(args->ids[step.order[i]]) >= uint64_t(args->inputs)) return 2;
     if (!touched(*args)) return 0;
     switch (args->dtype) {
-        case 0: args->matrix_dtype ? apply<float, f16>(ctx, *args) : apply<float, float>(ctx, *args); break;
-        case 1: apply<f16, f16>(ctx, *args); break;
-        default: apply<bf16, bf16>(ctx, *args);
+        case 0:
+            if (args->matrix_dtype == 0) apply<float, float, float>(ctx, *args);
+            else if (args->matrix_dtype == 1) apply<float, f16, float>(ctx, *args);
+            else apply<float, bf16, float>(ctx, *args);
+            break;
+        case 1: args->out_dtype ? apply<f16, f16, f16>(ctx, *args) : apply<f16, f16, float>(ctx, *args); break;
+        default: args->out_dtype ? apply<bf16, bf16, bf16>(ctx, *args) : apply<bf16, bf16, float>(ctx, *args);
     }
     return 0;
 }

@@ -1,0 +1,89 @@
+"""Whether whole matrices in an adapter's file are the model's own.
+
+PEFT saves the embedding and the head beside an adapter that targets one of them, unchanged. If they were changed (new
+tokens, other values), the adapter cannot be applied to this model. Rows of the embedding are compared by a digest of
+their bfloat16 values; those of the head, which may be kept in few bits, by their products with a few random vectors.
+Both are taken when the model is loaded, so that nothing has to be read from the device while it works.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.engine.adapters.ends import bare_head
+from penstock.engine.adapters.layout import EMBEDDING, AdapterLayout
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.linear import Linear
+
+_AT_ONCE = 1 << 22
+"""Numbers that are widened at the same time."""
+_PROBES = 16
+_CLOSE, _CLOSE_IN_FEW_BITS = 0.05, 0.3
+"""How far products of a row may be apart, in units of its length: the mean over the probes."""
+
+
+class BaseWeights:
+    """See `KnownMatrices`."""
+
+    def __init__(self, decoder: Decoder, layout: AdapterLayout, *, lazy: bool, as_stored: bool) -> None:
+        """`lazy`: the embedding is in host memory, and may be read whenever it is asked for; `as_stored`: it has the
+        values that it was trained with."""
+        self._embedding = decoder.embedding
+        self._factor = next((site.factor for site in layout.sites if site.attribute == EMBEDDING), 1.0)
+        self._digests = None if lazy or not layout.ends else row_digests(decoder.embedding)
+        self._as_stored = as_stored
+        self._dtype, hidden = decoder.embedding.dtype, decoder.embedding.shape[1]
+        self._probes = torch.randn(_PROBES, hidden, generator=torch.Generator().manual_seed(2))
+        self._probes = self._probes.to(self._dtype).float()
+        self._logits, self._close = None, _CLOSE
+        if layout.ends:
+            head = _matrix(decoder.head)
+            logits = head(self._probes.to(self._dtype).to(decoder.embedding.device))
+            self._logits = logits.float().cpu()
+            dense = head.weight_bytes >= 2 * logits.shape[1] * hidden
+            self._close = _CLOSE if dense else _CLOSE_IN_FEW_BITS
+
+    def has(self, attribute: str, rows: Tensor) -> bool:
+        if attribute != EMBEDDING:
+            return self._is_head(rows)
+        if not self._as_stored:
+            return True
+        known = row_digests(self._embedding) if self._digests is None else self._digests
+        kept = rows.to(self._dtype)
+        return torch.equal(row_digests(kept if self._factor == 1.0 else kept * self._factor), known)
+
+    def _is_head(self, rows: Tensor) -> bool:
+        if self._logits is None:
+            return True
+        step = max(1, _AT_ONCE // rows.shape[1])
+        for begin in range(0, len(rows), step):
+            piece = rows[begin : begin + step].float()
+            apart = (self._probes @ piece.t() - self._logits[:, begin : begin + len(piece)]).abs().mean(0)
+            if bool((apart > self._close * piece.norm(dim=1) + 1e-6).any()):
+                return False
+        return True
+
+
+def row_digests(matrix: Tensor) -> Tensor:
+    """int64 [rows]: sums over the bits of each row's bfloat16 values, each times a number of its own. On the host."""
+    columns = matrix.shape[1]
+    generator = torch.Generator().manual_seed(1)
+    factors = torch.randint(1 << 62, (columns,), generator=generator).mul_(2).add_(1).to(matrix.device)
+    parts = [
+        ((piece.to(torch.bfloat16) + 0.0).view(torch.int16).long() * factors).sum(1)
+        for piece in torch.split(matrix, max(1, _AT_ONCE // columns))
+    ]
+    return torch.cat(parts).cpu()
+
+
+def _matrix(head: Linear) -> Linear:
+    """Without what the family does to the logits."""
+    found: list[Linear] = []
+
+    def seen(linear: Linear) -> Linear:
+        found.append(linear)
+        return linear
+
+    bare_head(head, seen)
+    return found[0]

@@ -1,0 +1,56 @@
+"""Adapters on the embedding and the head, which stand before and behind all layers.
+
+An adapter of the embedding adds B times a column of A, that of the token. One of the head adds to logits, which are
+computed for some tokens of a step: which adapters those use is said behind the pass (`LoraKernel.begin_head`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.engine.adapters.kernel import AdaptedLinear, LoraKernel
+from penstock.engine.adapters.layout import EMBEDDING, HEAD, AdapterLayout, PlacedSite
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.linear import Linear, Scaled, SoftCapped
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingAdapters:
+    """See `Decoder.embedded`."""
+
+    kernel: LoraKernel
+    placed: PlacedSite
+
+    def __call__(self, token_ids: Tensor, stream: Tensor) -> None:
+        self.kernel.add_embedding(token_ids, stream, self.placed)
+
+
+class AdaptedHead(AdaptedLinear):
+    """A head, then the adapters of the tokens whose logits they are."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        self._kernel.add_head(x, y, self._placed)
+        return y
+
+
+def adapt_ends(decoder: Decoder, kernel: LoraKernel, layout: AdapterLayout) -> Decoder:
+    """`decoder` with adapters on embedding and head, where the layout has these."""
+    places = {site.attribute: layout.place(0, index) for index, site in enumerate(layout.sites) if site.end}
+    if not places or not layout.ends:
+        return decoder
+    head = bare_head(decoder.head, lambda base: AdaptedHead(base, kernel, places[HEAD]))
+    return dataclasses.replace(decoder, head=head, embedded=EmbeddingAdapters(kernel, places[EMBEDDING]))
+
+
+def bare_head(head: Linear, change: Callable[[Linear], Linear]) -> Linear:
+    """`head` with the matrix in it changed, inside of what its family does to the logits."""
+    if isinstance(head, Scaled):
+        return Scaled(bare_head(head.linear, change), head.factor)
+    if isinstance(head, SoftCapped):
+        return SoftCapped(bare_head(head.linear, change), head.cap)
+    return change(head)

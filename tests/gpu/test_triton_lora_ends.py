@@ -1,0 +1,98 @@
+"""Adapters on embedding and head on CUDA: the kernels against plain PyTorch, the engine against merged checkpoints."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from gpu_harness import DEVICE, QUICK, TOLERANCE, check, check_equal, poisoned_outputs, rand
+from test_triton_lora import kernels, use
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from penstock.engine.adapters.layout import AdapterLayout, Site  # noqa: E402
+
+ON_DEVICE = torch.cuda.is_available() and os.environ.get("PENSTOCK_GPU_TESTS") != "compile"
+TIE = 2e-2
+ENDS = AdapterLayout(
+    (
+        Site("qkv", ("q", "k", "v"), (32, 16, 16), 48),
+        Site("embedding", ("embed_tokens",), (48,), 199, further=True, end="embedding"),
+        Site("lm_head", ("lm_head",), (199,), 48, further=True, end="head"),
+    ),
+    2,
+    by_output=True,
+)
+
+
+def test_each_token_gets_the_embedding_and_the_logits_of_its_adapter() -> None:
+    rng = np.random.default_rng(2)
+    embedding, head = ENDS.place(0, 1), ENDS.place(0, 2)
+    for dtype in (torch.bfloat16, torch.float32):
+        ours, reference = kernels(ENDS, [1, 5, 16, 24], dtype, 24)
+        for tokens in (1, 20) if QUICK else (1, 17, 40, 300):
+            slots = rng.integers(-1, 4, tokens).astype(np.int32)
+            slots[0] = 3
+            ids = torch.from_numpy(rng.integers(0, 199, tokens)).to(DEVICE)
+            reference.begin(slots)
+            for captured in (False, True) if tokens < 100 else (False,):
+                if captured:
+                    use(ours, slots, tokens)
+                else:
+                    ours.begin(slots)
+                y = rand(tokens, 48, dtype=dtype)
+                got, want = y.clone(), y.float()
+                with poisoned_outputs():
+                    ours.add_embedding(ids, got, embedding)
+                reference.add_embedding(ids, want, embedding)
+                check(f"{dtype} {tokens} embedding", got, want, 2 * TOLERANCE[dtype])
+                x, logits = rand(tokens, 48, dtype=dtype), rand(tokens, 199, dtype=dtype)
+                added, sums = logits.clone(), logits.float()
+                with poisoned_outputs():
+                    ours.add_head(x, added, head)
+                reference.add_head(x.float(), sums, head)
+                check(f"{dtype} {tokens} head", added, sums, 2 * TOLERANCE[dtype])
+                without = torch.from_numpy(np.flatnonzero(slots < 0)).to(DEVICE)
+                check_equal(f"{dtype} {tokens}: tokens without adapter", added[without], logits[without])
+
+
+def test_engine_with_adapters_on_embedding_and_head() -> None:
+    """Decode graphs, prompts beside them, several adapters and none in one batch, more adapters than slots."""
+    if not ON_DEVICE:
+        return
+    from penstock.engine.adapters.spec import AdapterSpec
+    from tests.engine.adapters.test_ends import merged, write_ends
+    from tests.engine.adapters.test_equals_merging import ask
+    from tests.engine.harness import assert_idle, generate, make_engine
+    from tests.engine.tiny import Reference, write_checkpoint
+
+    rng = random.Random(8)
+    for family in ("llama-gqa", "llama-mqa-tied", "gemma2"):
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            base = write_checkpoint(family, root / "base")
+            specs, references = [], {"": Reference(base)}
+            for i, ends in enumerate((("embed_tokens", "lm_head"), ("lm_head",), ("embed_tokens",))):
+                path = write_ends(root / f"a{i}", base, ends=ends, rank=2 + 5 * i, seed=i, whole=True)
+                specs.append(AdapterSpec(f"a{i}", str(path)))
+                references[f"a{i}"] = Reference(merged(base, path, root / f"m{i}"))
+            engine = make_engine(
+                base, device="cuda", adapters=tuple(specs), adapter_slots=2, max_running=8, num_blocks=200,
+                token_budget=96,
+            )  # fmt: skip
+            names = list(references)
+            asked = {
+                f"r{i}": ([rng.randrange(199) for _ in range(rng.randrange(1, 120))], names[i % len(names)])
+                for i in range(12)
+            }
+            got = generate(engine, *(ask(id, prompt, name, 16) for id, (prompt, name) in asked.items()))
+            for id, (prompt, name) in asked.items():
+                margins = references[name].margins(prompt, got[id])
+                assert float(margins.max()) < TIE, (family, id, name, margins)
+            assert_idle(engine)
