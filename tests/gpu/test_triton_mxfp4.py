@@ -265,7 +265,7 @@ def tune_some() -> Iterator[Row]:
         yield from _time(64, gated, [StagedConfig(*shape) for shape in STAGED])
 
 
-STAGED = ((16, 2, 4, 2), (16, 2, 4, 2, 3, 0), (16, 1, 4, 4, 3, 8, 96), (16, 1, 4, 2, 3, 8, 80))
+STAGED = ((16, 2, 4, 2), (16, 2, 4, 4), (16, 1, 4, 4, 3, 8, 96), (16, 1, 4, 4, 3, 8, 80), (16, 1, 4, 4, 3, 0, 80))
 
 
 def tune_prompt() -> Iterator[Row]:
