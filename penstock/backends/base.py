@@ -27,6 +27,7 @@ from penstock.protocol.messages import (
     AdapterOperation,
     AdapterResult,
     Claimed,
+    Erased,
     LoadAdapter,
     PinAdapter,
     Placement,
@@ -96,6 +97,10 @@ class Backend(Protocol):
 
     async def claim(self, charge: str, request: Request) -> Claimed:
         """The tokens of a resumable request of this charge; see `Claim`."""
+
+    async def erase(self, owner: str) -> dict[str, Erased]:
+        """Erases what the requests of an owner have left in the KV caches; see `Erase`. The outcome by replica; that of
+        one that cannot be asked says why."""
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         """The deltas of one request. Closing the iterator early aborts the request."""
@@ -245,6 +250,9 @@ class EngineClient(ABC):
 
     async def claim(self, charge: str, request: Request) -> Claimed:
         return Claimed("")
+
+    async def erase(self, owner: str) -> dict[str, Erased]:
+        return {self.name: Erased("", error="this engine cannot erase")}
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         return deltas_of(self, request)

@@ -32,6 +32,8 @@ from penstock.protocol.messages import (
     Claimed,
     Count,
     Counted,
+    Erase,
+    Erased,
     FromEngine,
     Goodbye,
     Hello,
@@ -49,7 +51,7 @@ from penstock.protocol.messages import (
     Wake,
 )
 from penstock.protocol.transport import CurveClient, set_heartbeats
-from penstock.protocol.versions import PLACED_SINCE, Proposal
+from penstock.protocol.versions import ERASE_SINCE, PLACED_SINCE, Proposal
 
 log = logging.getLogger("penstock.backends.native")
 
@@ -155,7 +157,18 @@ class NativeBackend(EngineClient):
         claimed: Claimed = await self._ask(Claim(self._next_operation(), charge, request))
         return claimed
 
-    async def _ask(self, question: Count | Claim) -> Any:
+    async def erase(self, owner: str) -> dict[str, Erased]:
+        if not self._up:
+            return {self.name: Erased("", error="the engine is not up")}
+        if self._proposal.version < ERASE_SINCE:
+            return {self.name: Erased("", error="the engine is of a release that cannot erase; upgrade it")}
+        try:
+            erased: Erased = await self._ask(Erase(self._next_operation(), owner))
+        except ApiError as error:
+            erased = Erased("", error=error.message)
+        return {self.name: erased}
+
+    async def _ask(self, question: Count | Claim | Erase) -> Any:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._questions[question.question] = answer
         try:
@@ -245,7 +258,7 @@ class NativeBackend(EngineClient):
                 self._leaves()
             case Counted(question, entries):
                 self._answered(question, entries)
-            case Claimed(question):
+            case Claimed(question) | Erased(question):
                 self._answered(question, message)
             case Placed(placements):
                 for placement in placements:
@@ -266,7 +279,7 @@ class NativeBackend(EngineClient):
             self.problem = self._proposal.problem
             log.error("engine cannot be used", extra={"engine": self.name, "why": self.problem})
 
-    def _answered(self, question: str, answer: list[Produced] | Claimed) -> None:
+    def _answered(self, question: str, answer: list[Produced] | Claimed | Erased) -> None:
         if self._asked is not None and question == self._asked[0]:
             self.round_trip.measured(self._clock() - self._asked[1])
             self._asked = None

@@ -27,6 +27,7 @@ from penstock.cli.health import health
 from penstock.cli.ingest import ingest
 from penstock.cli.join import join
 from penstock.cli.keys import keys, tenants
+from penstock.cli.kv import app as kv
 from penstock.cli.log_pipeline import app as log_pipeline
 from penstock.cli.models import app as models
 from penstock.cli.plan import plan
@@ -113,6 +114,7 @@ app.add_typer(adapters, name="adapters")
 app.add_typer(batch, name="batch")
 app.add_typer(models, name="models")
 app.add_typer(cache, name="cache")
+app.add_typer(kv, name="kv")
 for experiment in (arms, promote, rollback, detect):
     route.command(help=experiment.__doc__)(experiment)
 app.add_typer(route, name="route")

@@ -18,6 +18,7 @@ from penstock.engine.adapters.spec import AdapterStatus
 from penstock.engine.encoder.request import EncodeOutput
 from penstock.engine.request import Delta, EngineLoad, EngineState, Request, StepOutput
 from penstock.engine_host.adapters import operate
+from penstock.engine_host.erasures import Erasures
 from penstock.engine_host.handover.endpoint import HandoverEndpoint
 from penstock.engine_host.interfaces import EncoderLike, EngineLike, Sleeper
 from penstock.engine_host.pacer import Pacing
@@ -42,6 +43,8 @@ from penstock.protocol.messages import (
     Counted,
     Drain,
     Encode,
+    Erase,
+    Erased,
     Goodbye,
     Hello,
     Leaving,
@@ -108,6 +111,7 @@ class EngineServer:
         self._handovers = HandoverEndpoint(self._poller, listener.socket, listener.secret_key)
         self._tally = Tally()
         self._placements = Placements()
+        self._erasures = Erasures()
         self._announce_found()
         self._sleeper = sleeper
         self._state: EngineState = state
@@ -175,7 +179,7 @@ class EngineServer:
         to prepare further steps instead: not at once, or a client that sends one request after the other would wait,
         and not while blocks are handed over, which does not break that off."""
         patience = self._handovers.patience(self._heartbeat_s)
-        if self._settle():
+        if self._settle() or self._erasures.open:
             patience = min(patience, SETTLE_S)
         if not self._improves or self._drain_until is not None or self._handovers.busy:
             return patience
@@ -288,6 +292,8 @@ class EngineServer:
                     self._answer(identity, counted)
             case Claim(question, charge, request):
                 self._claim(identity, question, charge, request)
+            case Erase(question, owner):
+                self._erasures.begin(self._engine, question, owner, lambda erased: self._answer(identity, erased))
             case LoadAdapter() | UnloadAdapter() | PinAdapter():
                 operate(self._engine, message, lambda result: self._answer(identity, result))
             case Hello(gateway, version):
@@ -436,13 +442,16 @@ class EngineServer:
             self._peers.lost.clear()
         if self._handovers.open:
             self._hand_over()
-        if self._state == "drowsy" and not self._engine.has_work and not self._handovers.busy and self._peers.flushed:
+        if self._erasures.open:
+            self._erase()
+        idle = not self._engine.has_work and not self._handovers.busy and not self._erasures.open
+        if self._state == "drowsy" and idle and self._peers.flushed:
             self._fall_asleep()
         if self._drain_until is not None:
             if not self._said_leaving:
                 self._said_leaving = True
                 self._peers.tell_all(Leaving(), now)
-            if not self._engine.has_work and not self._handovers.busy and self._peers.flushed:
+            if idle and self._peers.flushed:
                 self.stop("drained")
             elif now > self._drain_until:
                 self.stop("the time to drain is over")
@@ -456,6 +465,13 @@ class EngineServer:
             return
         for request in requests:
             self._accept(request.request_id, partial(self._engine.submit, request))
+
+    def _erase(self) -> None:
+        try:
+            self._erasures.advance()
+        except ReplicaLost as error:
+            log.critical("the engine is lost: %s", error)
+            self.fail(str(error))
 
     def _prepare_sleep(self) -> None:
         """Sleep at once when idle, otherwise when running requests have finished."""
@@ -527,7 +543,7 @@ class EngineServer:
         self._tally.add(deltas)
         self._peers.deliver(deltas, load, time.monotonic())
 
-    def _answer(self, identity: bytes, result: AdapterResult | Counted | Claimed) -> None:
+    def _answer(self, identity: bytes, result: AdapterResult | Counted | Claimed | Erased) -> None:
         peer = self._peers.get(identity)
         if peer is not None:
             self._peers.send(peer, result, time.monotonic())

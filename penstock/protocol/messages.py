@@ -21,6 +21,8 @@ of its own):
                      ◄──────────────────  Counted   at once, from memory
     Claim            ──────────────────►            a client came back whose gateway had died
                      ◄──────────────────  Claimed   at once, from memory
+    Erase            ──────────────────►
+                     ◄──────────────────  Erased    when it is done, which may take minutes
     Pull             ──────────────────►            from another engine, which is a client like a gateway
                      ◄──────────────────  Block     one per block asked for, with its bytes in further frames
     Placed           ──────────────────►            what was sent here, for the other gateways
@@ -166,6 +168,14 @@ class Claim(msgspec.Struct, frozen=True, tag="claim"):
     request: Request
 
 
+class Erase(msgspec.Struct, frozen=True, tag="erase"):
+    """Drop what the requests of an owner have left in the KV caches, and overwrite it where it lies on disk. `owner`:
+    the part of their salts before the first NUL, usually a tenant."""
+
+    question: str
+    owner: str
+
+
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """Send these KV blocks, in this order, each as soon as it is computed. `request_id`: the sender's own request that
     computes them; once that has ended, blocks that are missing will not come."""
@@ -183,6 +193,7 @@ ToEngine: TypeAlias = (
     | Encode
     | Count
     | Claim
+    | Erase
     | Pull
     | Placed
     | Goodbye
@@ -282,6 +293,16 @@ class Claimed(msgspec.Struct, frozen=True, tag="claimed"):
     """How it had ended; None: it was broken off."""
 
 
+class Erased(msgspec.Struct, frozen=True, tag="erased"):
+    """What was erased: blocks, and states of recurrent layers. `failed`: of those on disk, how many could not be
+    overwritten. `error`: why nothing was erased."""
+
+    question: str
+    blocks: int = 0
+    failed: int = 0
+    error: str = ""
+
+
 class Block(msgspec.Struct, frozen=True, tag="block"):
     """A block that was asked for: its bytes are in the frames behind this one. Not `found`: it will not come."""
 
@@ -291,7 +312,19 @@ class Block(msgspec.Struct, frozen=True, tag="block"):
 
 
 FromEngine: TypeAlias = (
-    Ready | State | Step | Encoded | Leaving | Stopped | Adapters | AdapterResult | Counted | Claimed | Block | Placed
+    Ready
+    | State
+    | Step
+    | Encoded
+    | Leaving
+    | Stopped
+    | Adapters
+    | AdapterResult
+    | Counted
+    | Claimed
+    | Erased
+    | Block
+    | Placed
 )
 
 

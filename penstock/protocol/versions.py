@@ -12,11 +12,13 @@ no supported version uses them.
 
 from __future__ import annotations
 
-PROTOCOL_VERSION = 4
-"""3: the first that is kept compatible. 4: `Placed`."""
+PROTOCOL_VERSION = 5
+"""3: the first that is kept compatible. 4: `Placed`. 5: `Erase`."""
 OLDEST_VERSION = 3
 PLACED_SINCE = 4
 """`Placed` is sent from this version on."""
+ERASE_SINCE = 5
+"""And `Erase` from this one."""
 
 
 def answer(proposed: int) -> int:

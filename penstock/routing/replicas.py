@@ -19,7 +19,7 @@ from penstock.engine.adapters.spec import AdapterSpec, AdapterStatus
 from penstock.engine.request import Delta, EngineInfo, EngineLoad, EngineState, Request
 from penstock.identity.labels import REGION, Demand, Requirement
 from penstock.protocol.errors import ApiError, EngineUnavailable
-from penstock.protocol.messages import Claimed, Produced
+from penstock.protocol.messages import Claimed, Erased, Produced
 from penstock.routing.dispatch import TICK_S, Dispatcher, Resilience
 from penstock.routing.handover import HandoverPolicy
 from penstock.routing.hold import HoldLimits, HoldQueue
@@ -273,6 +273,12 @@ class ReplicaSet:
         # While one stops it, another may have the tokens of an earlier part.
         found = [answer for answer in known if answer.running] or [answer for answer in known if answer.found]
         return max(found, key=lambda answer: len(answer.tokens), default=Claimed(""))
+
+    async def erase(self, owner: str) -> dict[str, Erased]:
+        """On every replica, also on those that are not up, which say so."""
+        answers = await asyncio.gather(*(member.backend.erase(owner) for member in self._members))
+        found = {replica: erased for answer in answers for replica, erased in answer.items()}
+        return found or {"": Erased("", error="no engine of this model runs")}
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         return deltas_of(self, request)

@@ -16,9 +16,10 @@ from penstock.backends.base import Clock, EngineClient, monotonic
 from penstock.engine.config import EngineConfig
 from penstock.engine.request import Request, StepOutput
 from penstock.engine_host.adapters import operate
+from penstock.engine_host.erasures import Erasures
 from penstock.engine_host.interfaces import EngineLike
 from penstock.protocol.errors import EngineLost, InvalidRequest
-from penstock.protocol.messages import AdapterOperation, Sleep, Wake
+from penstock.protocol.messages import AdapterOperation, Erase, Erased, Sleep, Wake
 from penstock.sources.adapters import resolve_adapter
 from penstock.text.vocabulary import grammars_of
 
@@ -40,7 +41,8 @@ class InProcessBackend(EngineClient):
         super().__init__(name, max_in_flight=max_in_flight, max_waiters=max_in_flight, clock=clock)
         self._engine = engine
         self._heartbeat_s = heartbeat_s
-        self._inbox: queue.SimpleQueue[Request | str | AdapterOperation | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Request | str | AdapterOperation | Erase | None] = queue.SimpleQueue()
+        self._erased: dict[str, asyncio.Future[Erased]] = {}
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -79,16 +81,30 @@ class InProcessBackend(EngineClient):
     def _send_operation(self, operation: AdapterOperation) -> None:
         self._inbox.put(operation)
 
+    async def erase(self, owner: str) -> dict[str, Erased]:
+        question = Erase(self._next_operation(), owner)
+        answer = self._erased[question.question] = asyncio.get_running_loop().create_future()
+        self._inbox.put(question)
+        try:
+            return {self.name: await answer}
+        finally:
+            del self._erased[question.question]
+
+    def _finish_erasure(self, erased: Erased) -> None:
+        self._erased[erased.question].set_result(erased)
+
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         def tell(callback: Callable[..., None], *args: object) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(callback, *args)
 
-        engine, revision = self._engine, -1
+        engine, revision, erasures = self._engine, -1, Erasures()
         try:
             while True:
                 try:
-                    message = self._inbox.get(block=not engine.has_work, timeout=self._heartbeat_s)
+                    message = self._inbox.get(
+                        block=not engine.has_work and not erasures.open, timeout=self._heartbeat_s
+                    )
                     while True:
                         if message is None:
                             return
@@ -96,6 +112,9 @@ class InProcessBackend(EngineClient):
                             engine.submit(message)
                         elif isinstance(message, str):
                             engine.abort(message)
+                        elif isinstance(message, Erase):
+                            question, owner = message.question, message.owner
+                            erasures.begin(engine, question, owner, lambda done: tell(self._finish_erasure, done))
                         else:
                             operate(engine, message, lambda result: tell(self._finish_operation, result))
                         message = self._inbox.get_nowait()
@@ -103,6 +122,7 @@ class InProcessBackend(EngineClient):
                     pass
                 output = engine.step() or StepOutput([], engine.load_snapshot())
                 tell(self._deliver, output)
+                erasures.advance()
                 if engine.adapters is not None and engine.adapters.revision != revision:
                     revision = engine.adapters.revision
                     tell(self._tell_adapters, engine.adapters.statuses())

@@ -56,7 +56,7 @@ def assert_idle(engine: Engine) -> None:
     engine.check_idle()
 
 
-def carry(giver: Engine, taker: Engine, names: Sequence[bytes]) -> list[Held]:
+def carry(giver: Engine, taker: Engine, names: Sequence[bytes], cache: int = 0) -> list[Held]:
     """What the network does: blocks from the slots of one engine to those of another; they are held there."""
     here, there = giver.exchange, taker.exchange
     assert here is not None and there is not None
@@ -67,7 +67,7 @@ def carry(giver: Engine, taker: Engine, names: Sequence[bytes]) -> list[Held]:
             pass
         for source, memory in zip(here.memory(slot), there.memory(target), strict=True):
             memory[:] = source
-        blocks += there.take_in([(name, target)])
+        blocks += there.take_in([(name, target)], cache)
         here.give_back(slot)
         there.give_back(target)
     return blocks

@@ -19,6 +19,7 @@ from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
 from penstock.engine.kv import block_file
 from penstock.engine.kv.block_hash import owner_tag
+from penstock.engine.kv.kept_folder import erase
 from penstock.engine.request import Request
 from penstock.engine.sleep.sleep import EngineSleep
 from penstock.engine.startup import part
@@ -286,6 +287,28 @@ def test_what_an_owner_left_can_be_erased(folder: Path, tmp_path: Path, expected
     engine = start(folder, tmp_path)
     assert [converse(engine, expected, salt, range(at, at + 1)) for at, salt in enumerate(salts)] == [[0], [0], [96]]
     engine.close()
+
+
+def test_an_owner_can_be_erased_in_files_that_no_engine_uses(
+    folder: Path, tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    engine = start(folder, tmp_path)
+    for number, salt in enumerate(("acme", "other")):
+        converse(engine, expected, salt, range(number, number + 1))
+    settle(engine)
+    (file,) = files(tmp_path, "rank0.blocks")
+    assert erase(tmp_path, "acme").busy == [file.parent], "its engine must be told"
+    before = file.read_bytes()
+    engine.close()
+    found = erase(tmp_path, "acme")
+    assert (found.blocks, found.busy) == (6, []) and erase(tmp_path, "acme").blocks == 0
+    after = file.read_bytes()
+    gone = [at for at in range(0, len(after), BLOCK) if after[at : at + BLOCK] != before[at : at + BLOCK]]
+    assert len(gone) == 6 and not any(any(after[at : at + BLOCK]) for at in gone)
+    engine = start(folder, tmp_path)
+    assert converse(engine, expected, "acme", range(1)) + converse(engine, expected, "other", range(1, 2)) == [0, 96]
+    engine.close()
+    assert erase(tmp_path / "nowhere", "acme").blocks == 0
 
 
 def at_place(file: Path, place: int) -> bytes:

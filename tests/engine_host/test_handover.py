@@ -250,6 +250,40 @@ def test_several_at_once_and_a_prefiller_that_decodes_nothing(folder: Path, alon
         assert giver.load_snapshot().generation_tokens <= 6, "a prompt's own token, at most"
 
 
+@pytest.mark.slow
+def test_shards_with_sequences_of_their_own_give_and_take_prompts(tmp_path: Path) -> None:
+    """Engines of several processes: prompts go to the shards that have room, some are aborted on their way."""
+    folder = write_checkpoint("qwen3-moe", tmp_path, spread=0.3)
+    alone = make_engine(folder)
+    spread = {"tensor_parallel": 2, "expert_parallel": True, "attention_parallel": "data", "num_blocks": 150}
+    requests = [greedy(f"r{number}", text(number, 300 + 50 * number), 10) for number in range(6)]
+    expected = generate(alone, *requests)
+    with ExitStack() as ends, pair(folder, giver={**SLOW, **spread}, **spread) as (world, giver):
+        for engine in (giver, world.engine):
+            ends.callback(engine.close)
+        for number in range(4):
+            world.ask(greedy(f"gone{number}", text(10 + number, 400), 10))
+        assert eventually(lambda: world.counts.blocks_in > 0)
+        for number in range(4):
+            world.client.send(Abort(f"gone{number}"))
+        for request in requests:
+            world.ask(request)
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        ended = 0
+        for delta in world.client.deltas(60):
+            if delta.request_id in tokens:
+                tokens[delta.request_id] += delta.tokens
+                ended += delta.finish_reason is not None
+            if ended == len(requests):
+                break
+        assert tokens == expected and world.counts.handovers >= 5
+        used = [cache.pool.cached > 0 for cache in world.engine.scheduler.allocator.caches]
+        assert used == [True, True]
+        again = greedy("again", text(0, 300), 10)
+        answer, first = world.answer(again)
+        assert answer == expected["r0"] and (first.cached_tokens or 0) >= 288
+
+
 def test_requests_with_the_same_prompt_wait_for_one_of_them(folder: Path, alone: Engine) -> None:
     """`n` choices, or a burst behind one long system prompt. The one that fetches may leave: another goes on."""
     requests = [greedy(f"r{number}", text(1) + [number], 8) for number in range(4)]

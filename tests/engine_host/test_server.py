@@ -9,6 +9,7 @@ import pytest
 
 from penstock.engine.request import Delta, EngineLoad, Request, SamplingParams
 from penstock.engine_host import server
+from penstock.engine_host.erasures import NOT_NOW
 from penstock.engine_host.peers import Peers
 from penstock.protocol.codec import decode_from_engine
 from penstock.protocol.messages import (
@@ -17,6 +18,8 @@ from penstock.protocol.messages import (
     NOT_REGISTERED,
     Abort,
     Drain,
+    Erase,
+    Erased,
     Goodbye,
     Hello,
     Ready,
@@ -474,3 +477,40 @@ def test_an_engine_that_cannot_sleep_says_so() -> None:
         while not isinstance(message := client.receive(), State):
             assert message is not None
         assert message.state == "awake" and message.problem == "this engine cannot sleep"
+
+
+class SlowErasure:
+    """Is over when it has been looked at a few times."""
+
+    blocks, failed = 7, 1
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def advance(self) -> bool:
+        self.looks += 1
+        return self.looks > 3
+
+
+def test_an_erasure_is_answered_when_it_is_over() -> None:
+    engine, owners = ScriptedEngine(), list[str]()
+
+    def erase(owner: str) -> SlowErasure:
+        owners.append(owner)
+        return SlowErasure()
+
+    with serving(engine) as running, connected(running.endpoint) as client:
+        client.hello()
+        client.send(Erase("1", "acme"))
+        assert answer_to("1", client).error == NOT_NOW, "as while it sleeps"
+        engine.erase = erase  # type: ignore[attr-defined]
+        client.send(Erase("2", "acme"))
+        assert answer_to("2", client) == Erased("2", 7, 1) and owners == ["acme"]
+
+
+def answer_to(question: str, client: Client) -> Erased:
+    while True:
+        message = client.receive()
+        assert message is not None
+        if isinstance(message, Erased) and message.question == question:
+            return message

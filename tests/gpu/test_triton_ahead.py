@@ -7,17 +7,21 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 
 import torch
 from attention_cases import FP8, Case, build, layout
 from gpu_harness import DEVICE, MODE, QUICK, Row, bandwidth, check_equal, rand, time_us
+from test_triton_gemv import make_weight
 from test_triton_layer import BF16, EPS, Layer, make_layer
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels import decode
 from penstock.engine.backends.cuda.kernels.ahead import Ahead
 from penstock.engine.backends.cuda.kernels.gemv import linear
-from penstock.engine.backends.cuda.kernels.gemv_shapes import choose, folds_norm
+from penstock.engine.backends.cuda.kernels.gemv_shapes import folds_norm
+from penstock.engine.backends.cuda.kernels.norm import rms_norm
+from penstock.engine.backends.cuda.kernels.rope import rope_and_cache
 from penstock.engine.backends.cuda.ops import TritonOps
 
 MIB = 1 << 20
@@ -27,39 +31,32 @@ MIB = 1 << 20
 class Amounts:
     """MiB that are asked for, by whom; and what else differs."""
 
-    large: str = "in order"
-    """Grids of many programs: neither they nor what follows starts early; `followed`: what follows does;
-    `early`: both do."""
-    roll: float = -1
-    """Each program asks for the rows of the one that is this far behind it; 0: for its own. Negative: none."""
-    attention: float = 0
-    """Of gate and up, by attention."""
+    early: int = 8
+    """Loads of a product that do not wait for its input."""
     norm: float = 0
     """Of what the norm's result is multiplied by, by the norm."""
-    qkv: float = 0
-    """Of the next product's weights, by each product: here the output's."""
-    output: float = 0
-    gate_up: float = 0
-    down: float = 0
-    askers: int = 512
-    """The last programs of a product, which ask for the next one's weights."""
+    every: int = 1
+    """One of so many pieces."""
+    attention: float = 0
+    """Of gate and up, by attention."""
+    rope: float = 0
+    """Of the output's weights, by the kernel that rotates and stores."""
 
     def __str__(self) -> str:
         changed = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
         return ", ".join(changed) or "nothing asked for"
 
 
-CHOICES: dict[str, tuple[object, ...]] = {
-    "norm": (4, 12, 24),
-    "large": ("followed", "early"),
-    "gate_up": (4, 12, 24),
-    "attention": (8, 16, 24),
-    "qkv": (4, 12),
-    "down": (4, 12),
-    "output": (4, 12),
-    "roll": (0, 4, 12),
-    "askers": (132, 2048),
-}
+CHOICES: tuple[tuple[str, tuple[object, ...]], ...] = (
+    ("early", (16, 32)),
+    ("norm", (3, 6, 12)),
+    ("every", (2,)),
+    ("norm", (3, 6, 12, 20)),
+    ("rope", (4, 8, 16)),
+    ("attention", (4, 8, 16)),
+    ("every", (1, 2)),
+    ("early", (8, 16, 32)),
+)
 
 
 def run_chain(
@@ -69,49 +66,33 @@ def run_chain(
     case: Case,
     cos_sin: Tensor,
     a: Amounts,
-    count: int | None = None,
 ) -> None:
-    """The layers, or the first `count` of them, one after another; each asks for what is behind it."""
     heads = case.layout
-    for number, layer in enumerate(layers[:count]):
-        after = layers[(number + 1) % len(layers)]
+    for layer in layers:
 
-        def multiply(x: Tensor, weight: tuple[Tensor, Tensor | None], gated: bool = False, **folded: object) -> Tensor:
-            rows, k = weight[0].shape
-            n = rows // 2 if gated else rows
-            shape = choose(n, k, 1, weight[0].element_size(), gated)
-            bytes_each = shape.block_n * k * weight[0].element_size() * (2 if gated else 1)
-            distance = None if a.roll < 0 else int(a.roll * MIB / bytes_each)
-            return linear(
-                x, weight[0], weight_scale=weight[1], gated=gated, distance=distance, askers=a.askers, large=a.large,
-                pdl=ops.pdl, **folded,  # type: ignore[arg-type]
-            )  # fmt: skip
-
-        def some(weight: tuple[Tensor, Tensor | None], amount: float, skip: float = 0, gated: bool = False) -> object:
+        def some(weight: tuple[Tensor, Tensor | None], amount: float, skip: float = 0, gated: bool = False) -> Any:
             if amount <= 0:
                 return None
-            return Ahead.of(weight[0], int(amount * MIB), skip=int(skip * MIB), gated=gated)
+            return Ahead.of(weight[0], int(amount * MIB), skip=int(skip * MIB), gated=gated, every=a.every)
 
-        qkv = multiply(
-            residual, layer.qkv, norm=layer.norms[0], eps=EPS,
-            first=some(layer.qkv, a.norm, a.down), then=some(layer.output, a.qkv),
+        def multiply(x: Tensor, weight: tuple[Tensor, Tensor | None], **folded: Any) -> Tensor:
+            return linear(x, weight[0], weight_scale=weight[1], early=a.early, pdl=ops.pdl, **folded)
+
+        qkv = multiply(residual, layer.qkv, norm=layer.norms[0], eps=EPS, ahead=some(layer.qkv, a.norm))
+        q = rope_and_cache(
+            qkv, heads, cos_sin, case.batch, case.k_cache, case.v_cache, None, None, EPS,
+            ahead=some(layer.output, a.rope), pdl=ops.pdl,
         )  # fmt: skip
-        q = ops.rope_and_cache(qkv, heads, cos_sin, case.batch, case.k_cache, case.v_cache, None, None, EPS)
         x = torch.empty((1, heads.heads * heads.head_dim), dtype=q.dtype, device=q.device)
         shape = decode.choose(1, heads.kv_heads, heads.head_dim, 2, ops.processors)
         decode.decode_attention(
             q, heads, case.batch, case.k_cache, case.v_cache, x, ops._counters_for(heads.kv_heads), shape,
-            ahead=some(layer.gate_up, a.attention, gated=True), pdl=ops.pdl,  # type: ignore[arg-type]
+            ahead=some(layer.gate_up, a.attention, gated=True), pdl=ops.pdl,
         )  # fmt: skip
-        multiply(
-            x, layer.output, residual=residual, out=residual,
-            then=some(layer.gate_up, a.output, a.attention, gated=True),
-        )  # fmt: skip
-        x = multiply(
-            residual, layer.gate_up, gated=True, norm=layer.norms[1], eps=EPS,
-            first=some(layer.gate_up, a.norm, a.attention + a.output, gated=True), then=some(layer.down, a.gate_up),
-        )  # fmt: skip
-        multiply(x, layer.down, residual=residual, out=residual, then=some(after.qkv, a.down))
+        multiply(x, layer.output, residual=residual, out=residual)
+        asked = some(layer.gate_up, a.norm, a.attention, gated=True)
+        x = multiply(residual, layer.gate_up, gated=True, norm=layer.norms[1], eps=EPS, ahead=asked)
+        multiply(x, layer.down, residual=residual, out=residual)
 
 
 SHAPES = {
@@ -129,8 +110,7 @@ def test_asking_changes_nothing() -> None:
         case = build([1], [40], heads, BF16)
         cos_sin, start = rand(64, 64), rand(1, hidden, dtype=BF16)
         results = []
-        every = Amounts("followed", 0.01, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 16)
-        for amounts in (Amounts(), every, replace(every, roll=0)):
+        for amounts in (Amounts(), Amounts(32, 0.1, 2, 0.1, 0.1)):
             residual = start.clone()
             run_chain(TritonOps(DEVICE, pdl=MODE != "interpret"), layers, residual, case, cos_sin, amounts)
             results.append(residual)
@@ -154,8 +134,7 @@ def tune_ahead() -> Iterator[Row]:
             count = len(made)
 
             def call(number: int) -> Callable[[], None]:
-                pair = [made[number], made[(number + 1) % count]]
-                return lambda: run_chain(ops, pair, residual, case, cos_sin, a, 1)  # noqa: B023
+                return lambda: run_chain(ops, [made[number]], residual, case, cos_sin, a)  # noqa: B023
 
             return time_us([call(i % count) for i in range(1 if MODE == "compile" else 24)])
 
@@ -164,14 +143,14 @@ def tune_ahead() -> Iterator[Row]:
 
 def search(name: str, timed: Callable[[Amounts], float], size: int, folded: bool) -> Iterator[Row]:
     if MODE == "compile":  # every form of the kernels that the search may come to
-        for large, roll, amount in product(("in order", "followed", "early"), (-1, 0), (0, 4)):
-            timed(Amounts(large, roll, amount, amount, amount, amount, amount, amount))
+        for early, amount in product((8, 16, 32), (0, 4)):
+            timed(Amounts(early, amount, 1, amount, amount))
         return
     best = Amounts()
     least = timed(best)
     yield bandwidth(f"{name} {best}", least, size)
-    for knob, values in CHOICES.items():
-        if folded and knob in ("norm", "large"):
+    for knob, values in CHOICES:
+        if folded and knob == "norm":
             continue
         start = best
         for value in values:
@@ -183,3 +162,25 @@ def search(name: str, timed: Callable[[Amounts], float], size: int, folded: bool
     again = timed(Amounts())
     yield bandwidth(f"{name} again, nothing asked for", again, size)
     yield bandwidth(f"{name} BEST {best}", timed(best), size)
+
+
+def tune_asked_for() -> Iterator[Row]:
+    """Whether a product is shorter at all that finds its weights in the cache: a large product, a norm that asks for so
+    many MiB of the weights, three norms meanwhile, the product."""
+    x, gain = rand(1, 4096, dtype=BF16), rand(4096, dtype=BF16)
+    other, weights = make_weight(28672, 4096, FP8), [make_weight(4096, 4096, FP8) for _ in range(4)]
+
+    def chain(weight: tuple[Tensor, Tensor | None], amount: float, every: int, multiplied: bool) -> None:
+        linear(x, other[0], weight_scale=other[1], pdl=True)
+        asked = Ahead.of(weight[0], int(amount * MIB), every=every) if amount else None
+        y = rms_norm(x, gain, EPS, ahead=asked, pdl=True)
+        for _ in range(3):
+            y = rms_norm(y, gain, EPS, pdl=True)
+        if multiplied:
+            linear(y, weight[0], weight_scale=weight[1], pdl=True)
+
+    asked = ((0, 1), (4, 1), (8, 1), (16, 1), (4, 2), (8, 2))
+    for multiplied, (amount, every) in [(False, (0, 1)), (False, (16, 1)), *product((True,), asked)]:
+        calls = [lambda w=w, a=amount, e=every, m=multiplied: chain(w, a, e, m) for w in weights]
+        label = f"{'product' if multiplied else 'no product'} behind {amount} MiB asked for, one of {every}"
+        yield bandwidth(label, time_us(calls), 16 * MIB)

@@ -140,7 +140,7 @@ def _timed(step: Step, left_out: str = "") -> float:
 
 
 def _report(name: str, step: Step, variants: dict[str, Any]) -> Iterator[Row]:
-    bound = probe(DEVICE, BF16).read_gbps
+    bound = probe(torch.device("cuda", 0), BF16).read_gbps
 
     def share(us: float) -> str:
         return f"{step.read / step.layers / bound / us / 10:.0f}% of the read bound" if us else "-"

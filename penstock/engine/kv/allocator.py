@@ -61,6 +61,11 @@ class BlockAllocator:
         self.window = window
 
     @property
+    def caches(self) -> list[BlockAllocator]:
+        """Those with sequences of their own: this is the only one."""
+        return [self]
+
+    @property
     def hosts(self) -> list[HostTier]:
         """What is behind the cache: of blocks, and of states."""
         found = (self.pool.host, None if self.states is None else self.states.pool.host)

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from penstock.engine.kv.block_index import BlockIndex, Entry
 from penstock.engine.kv.mover import BlockMover
-from penstock.engine.kv.own_file import open_own
+from penstock.engine.kv.own_file import open_own, overwrite
 from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ _PAGE = 4096
 _WEIGHT = np.uint64(0x9E3779B97F4A7C15)
 SYNC_S = 5.0
 """How long a block that was written may be lost with the machine's power."""
-_ZEROS = bytes(2**20)
 Pairs = list[tuple[int, int]]
 """Slots in host memory and places in the file."""
 
@@ -259,13 +258,6 @@ def _sum(pieces: list[memoryview]) -> int:
             last = int(np.frombuffer(rest[:whole], np.uint64).sum()) + sum(rest[whole:])
             total = (total * 31 + int((words * weights).sum()) + last) % 2**64
     return total
-
-
-def overwrite(file: int, begin: int, size: int) -> None:
-    """Zeros in place of what was there. Raises `OSError`."""
-    end = begin + size
-    while begin < end:
-        begin += os.pwrite(file, memoryview(_ZEROS)[: end - begin], begin)
 
 
 def _open(folder: Path, size: int) -> int:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.kv.block_hash import DIGEST_SIZE
-from penstock.engine.kv.own_file import open_own
+from penstock.engine.kv.own_file import open_own, overwrite
 
 _MAGIC = b"penstock kv 1\n\0\0"
 _HEADER = struct.Struct("<16sQ32s")
@@ -177,6 +177,7 @@ class BlockIndex:
         except (AttributeError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
+            os.ftruncate(self._fd, _TABLE + self.records.nbytes)  # its size says how many places there are
 
     def _load(self, place: int) -> tuple[bytes, int, int, int, int]:
         """Name, sum, epoch, when it was used, check."""
@@ -190,6 +191,25 @@ class BlockIndex:
         begin = place * _ONE.size
         self._memory[begin : begin + _ONE.size] = record
         os.pwrite(self._fd, record, _TABLE + begin)
+
+
+def erase_owned(index: int, blocks: int, tag: bytes) -> int:
+    """Overwrite every block of an owner in a file of blocks that no engine uses, and its record, be it void; how many.
+    Both files are open. Raises `OSError`."""
+    data = os.pread(index, os.fstat(index).st_size - _TABLE, _TABLE) if os.fstat(index).st_size > _TABLE else b""
+    places = len(data) // _RECORD.itemsize
+    size = os.fstat(blocks).st_size // max(places, 1)
+    owned = [at for at in range(places) if data.startswith(tag, at * _RECORD.itemsize) and _is_used(data, at)]
+    for place in owned:
+        os.pwrite(index, _EMPTY, _TABLE + place * _RECORD.itemsize)
+        overwrite(blocks, place * size, size)
+    os.fdatasync(blocks)
+    os.fdatasync(index)
+    return len(owned)
+
+
+def _is_used(data: bytes, place: int) -> bool:
+    return data[place * _RECORD.itemsize : (place + 1) * _RECORD.itemsize] != _EMPTY
 
 
 def new_epoch() -> int:

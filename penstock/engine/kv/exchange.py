@@ -4,12 +4,15 @@ Names are digests of everything up to a block's end (`block_hash`), salt and ada
 are interchangeable; so are the states that stand at their ends. What comes and goes lies in slots of host memory
 meanwhile (`transit`). Nothing here knows where blocks go or come from.
 
+Where an engine has several caches, with sequences of their own (`kv.partition`), blocks go out from whichever has them;
+what a sequence lacks comes into one of them (`choose`), so that all of it is there.
+
 Invariant: what is taken in (`take_in`) is held until given up (`release`); only then can it be evicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -21,7 +24,8 @@ from penstock.engine.kv.block_hash import block_names, is_state, of_state, state
 from penstock.engine.kv.cache import CacheShape, KVCache, StateBlocks
 from penstock.engine.kv.host import Transfers
 from penstock.engine.kv.pool import BlockPool
-from penstock.engine.kv.transit import MakeMover, Transit
+from penstock.engine.kv.states import StateStore
+from penstock.engine.kv.transit import CachePool, MakeMover, Transit
 from penstock.engine.request import EngineLoad, HandoverLoad, Request
 
 MOST_BYTES = 1 << 30
@@ -72,43 +76,36 @@ class BlockExchange:
         *,
         step_tokens: int,
         version: Callable[[str], str | None],
-        flush: Callable[[Transfers], None] | None = None,
-        flush_states: Callable[[Transfers], None] | None = None,
+        flush: Sequence[Callable[[Transfers], None]] = (),
+        flush_states: Sequence[Callable[[Transfers], None]] = (),
         spread: SpreadCache | None = None,
     ) -> None:
         """`step_tokens`: most tokens of one step; twice as many have a slot. `version`: which weights an adapter's name
-        stands for, None when they are not known now. `flush`: makes copies to the host tier, if there is one. `spread`:
-        where `kv` is a part of the cache."""
+        stands for, None when they are not known now. `flush`: of every cache, makes copies to the host tier, if there
+        is one. `spread`: where `kv` is a part of the cache."""
         self.counts = HandoverLoad()
         self._allocator = allocator
-        self._pool = pool = allocator.pool
+        self._caches = allocator.caches
         self._version = version
         blocks = Spread(kv.shape.block_bytes, partial(backend.block_mover, kv)) if spread is None else spread.blocks
         self.num_slots = max(1, min(2 * allocator.blocks_for(step_tokens), MOST_BYTES // max(1, blocks.piece_bytes)))
         self.at_once = max(1, backend.exchange_step_bytes // max(1, kv.shape.block_bytes))
         """Blocks to take in between two steps, at most."""
-        self.blocks = Transit(
-            pool,
-            blocks.make_mover,
-            num_slots=self.num_slots,
-            piece_bytes=blocks.piece_bytes,
-            flush=flush,
-            room=lambda: pool.free,
-        )
+        pools = [cache.pool for cache in self._caches]
+        found = [_pool_of(pool, partial(_free, pool), flush, at) for at, pool in enumerate(pools)]
+        self.blocks = Transit(found, blocks.make_mover, num_slots=self.num_slots, piece_bytes=blocks.piece_bytes)
         self.states: Transit | None = None
-        store = allocator.states
-        if store is not None:
+        stores = [cache.states for cache in self._caches if cache.states is not None]
+        if stores:
             states = Spread(kv.shape.state_bytes, partial(backend.block_mover, StateBlocks(kv)))
             if spread is not None:
                 assert spread.states is not None
                 states = spread.states
             self.states = Transit(
-                store.pool,
+                [_pool_of(store.pool, partial(_spare, store), flush_states, at) for at, store in enumerate(stores)],
                 states.make_mover,
                 num_slots=max(1, min(MOST_STATES, MOST_BYTES // max(1, states.piece_bytes))),
                 piece_bytes=states.piece_bytes,
-                flush=flush_states,
-                room=lambda: store.spare,
             )
 
     @property
@@ -169,27 +166,41 @@ class BlockExchange:
         tokens = request.prompt + request.produced if request.produced else request.prompt
         return block_names(tokens[:-1], self._allocator.block_size, request.cache_salt, version)
 
-    def present(self, names: Sequence[bytes]) -> int:
-        """How many of them, from the first, are here: on the device, in the host tier or on disk."""
-        host = self._pool.host
+    def choose(self, names: Sequence[bytes], expected: Mapping[int, int] | None = None) -> int:
+        """The cache that a sequence with these blocks should be in: where there is room, and most of it is there.
+        `expected`: blocks that each cache will be given by others."""
+        if len(self._caches) == 1:
+            return 0
+
+        def worth(cache: int) -> tuple[bool, int, int, int, int]:
+            usable, lacking = self.missing(names, cache)
+            pool = self._caches[cache].pool
+            free = pool.free - (expected or {}).get(cache, 0)
+            return free > len(lacking), usable, free, -pool.cached, -cache
+
+        return max(range(len(self._caches)), key=worth)
+
+    def present(self, names: Sequence[bytes], cache: int = 0) -> int:
+        """How many of them, from the first, are in a cache: on the device, in its host tier or on its disk."""
+        pool = self._caches[cache].pool
         for index, name in enumerate(names):
-            if self._pool.find(name) is None and (host is None or not host.has(name)):
+            if pool.find(name) is None and (pool.host is None or not pool.host.has(name)):
                 return index
         return len(names)
 
-    def missing(self, names: Sequence[bytes]) -> tuple[int, list[bytes]]:
-        """Of a sequence's blocks: behind how many of them it could start with what is here, and what it lacks to start
-        behind all of them, in order. With recurrent layers that ends with the state there."""
-        known = self.present(names)
+    def missing(self, names: Sequence[bytes], cache: int = 0) -> tuple[int, list[bytes]]:
+        """Of a sequence's blocks: behind how many of them it could start with what is in a cache, and what it lacks to
+        start behind all of them, in order. With recurrent layers that ends with the state there."""
+        known = self.present(names, cache)
         lacking = list(names[known:])
-        store = self._allocator.states
+        store = self._caches[cache].states
         if store is None or not names:
             return known, lacking
         usable = next((count for count in range(known, 0, -1) if store.has(names[count - 1])), 0)
         return usable, lacking if usable == len(names) else [*lacking, state_name(names[-1])]
 
     def has(self, name: bytes) -> bool:
-        return self._of(name).pool.find(of_state(name)) is not None
+        return self._of(name).find(of_state(name)) is not None
 
     def copy_out(self, names: Sequence[bytes]) -> list[int]:
         """Begin to copy blocks and states that are here (`has`) to free slots; their slots, in this order."""
@@ -203,20 +214,21 @@ class BlockExchange:
                 self.counts.blocks_out += len(part)
         return slots
 
-    def hold(self, names: Sequence[bytes]) -> list[Held]:
-        """Hold those blocks that are on the device; `release` gives them up."""
-        held = [Held(self._pool, block) for name in names if (block := self._pool.find(name)) is not None]
-        for pool, block in held:
+    def hold(self, names: Sequence[bytes], cache: int = 0) -> list[Held]:
+        """Hold those blocks of a cache that are on the device; `release` gives them up."""
+        pool = self._caches[cache].pool
+        held = [Held(pool, block) for name in names if (block := pool.find(name)) is not None]
+        for _, block in held:
             pool.share(block)
         return held
 
-    def take_in(self, arrived: Sequence[tuple[bytes, int]]) -> list[Held]:
-        """Begin to copy (name, slot) pairs into the cache; the blocks, held. Fewer than came when there is no room."""
+    def take_in(self, arrived: Sequence[tuple[bytes, int]], cache: int = 0) -> list[Held]:
+        """Begin to copy (name, slot) pairs into a cache; the blocks, held. Fewer than came when there is no room."""
         held: list[Held] = []
         for state, pairs in _runs(arrived):
             transit = self._of(pairs[0][0])
-            blocks, copied = transit.take_in([(of_state(name), self._at(slot)[1]) for name, slot in pairs])
-            held += [Held(transit.pool, block) for block in blocks]
+            blocks, copied = transit.take_in([(of_state(name), self._at(slot)[1]) for name, slot in pairs], cache)
+            held += [Held(transit.caches[cache].pool, block) for block in blocks]
             self.counts.bytes_in += copied * transit.piece_bytes
             if not state:
                 self.counts.blocks_in += copied
@@ -247,6 +259,20 @@ class BlockExchange:
 
     def _number(self, name: bytes, slot: int) -> int:
         return self.num_slots + slot if is_state(name) else slot
+
+
+def _pool_of(
+    pool: BlockPool, room: Callable[[], int], flush: Sequence[Callable[[Transfers], None]], cache: int
+) -> CachePool:
+    return CachePool(pool, room, flush[cache] if flush else None, cache * pool.num_blocks)
+
+
+def _free(pool: BlockPool) -> int:
+    return pool.free
+
+
+def _spare(store: StateStore) -> int:
+    return store.spare
 
 
 def _runs(arrived: Iterable[tuple[bytes, int]]) -> Iterable[tuple[bool, list[tuple[bytes, int]]]]:

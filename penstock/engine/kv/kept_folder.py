@@ -23,11 +23,13 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
 from penstock.engine.kv.block_file import KeptFile
+from penstock.engine.kv.block_hash import owner_tag
+from penstock.engine.kv.block_index import erase_owned
 from penstock.engine.kv.own_file import is_own_folder, open_own, own_folder
 
 MOST_SLOTS = 64
@@ -121,6 +123,38 @@ def sweep(disk_path: Path, identity: Identity, *, for_space: bool = False) -> No
                         _sweep_folder(folder, identity, for_space)
 
 
+@dataclass(slots=True)
+class Erased:
+    """What was erased in files that no engine uses."""
+
+    blocks: int = 0
+    """Also states of recurrent layers."""
+    busy: list[Path] = field(default_factory=list)
+    """Slots that engines use: those must be told to erase."""
+
+
+def erase(disk_path: Path, owner: str) -> Erased:
+    """Overwrite what the requests of an owner have left in files that no engine uses. Raises `OSError`."""
+    found, tag, root = Erased(), owner_tag(owner), disk_path / _ROOT
+    if not root.exists():
+        return found
+    own_folder(root)
+    with _alone(root):
+        for slot in sorted(slot for slot in root.glob("*/*") if slot.name.isdecimal() and is_own_folder(slot)):
+            with _held(slot) as free:
+                if not free:
+                    found.busy.append(slot)
+                    continue
+                for file in sorted(slot.glob("rank*.index")):
+                    index, blocks = open_own(file), open_own(file.with_suffix(""))
+                    try:
+                        found.blocks += erase_owned(index, blocks, tag)
+                    finally:
+                        os.close(index)
+                        os.close(blocks)
+    return found
+
+
 def _sweep_folder(folder: Path, identity: Identity, for_space: bool) -> None:
     file = folder / _IDENTITY
     if file.is_symlink() or not file.is_file():
@@ -189,15 +223,26 @@ def _last_use(slot: Path) -> float:
 
 def _delete(slot: Path) -> bool:
     """Delete a slot that nobody uses; whether it was."""
+    with _held(slot) as free:
+        if free:
+            shutil.rmtree(slot, ignore_errors=True)
+        return free and not slot.exists()
+
+
+@contextmanager
+def _held(slot: Path) -> Iterator[bool]:
+    """While no engine may use a slot; False: one does."""
     held: list[int] = []
     try:
         for file in slot.glob("rank*.lock"):
             lock = _try_lock(file)
             if lock is None:
-                return False
+                break
             held.append(lock)
-        shutil.rmtree(slot, ignore_errors=True)
-        return not slot.exists()
+        else:
+            yield True
+            return
+        yield False
     finally:
         for lock in held:
             os.close(lock)

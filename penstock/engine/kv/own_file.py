@@ -10,6 +10,8 @@ import os
 import stat
 from pathlib import Path
 
+_ZEROS = bytes(2**20)
+
 
 def open_own(file: Path) -> int:
     """The file of that name, to read and write; it is made when it is not there. Raises `OSError`."""
@@ -30,6 +32,13 @@ def open_own(file: Path) -> int:
         os.close(opened)
         raise
     return opened
+
+
+def overwrite(file: int, begin: int, size: int) -> None:
+    """Zeros in place of what was there. Raises `OSError`."""
+    end = begin + size
+    while begin < end:
+        begin += os.pwrite(file, memoryview(_ZEROS)[: end - begin], begin)
 
 
 def own_folder(folder: Path, parents: bool = False) -> Path:

@@ -102,6 +102,10 @@ class PartitionedAllocator(BlockAllocator):
         self.states = PartitionedStates(states) if states else None
 
     @property
+    def caches(self) -> list[BlockAllocator]:
+        return self.parts
+
+    @property
     def hosts(self) -> list[HostTier]:
         return [host for part in self.parts for host in part.hosts]
 

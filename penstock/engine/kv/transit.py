@@ -7,6 +7,7 @@ slot is touched again only when its copy is over (`is_idle`). Slots come from `s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from penstock.engine.kv.host import Transfers
 from penstock.engine.kv.mover import BlockMover
@@ -16,27 +17,27 @@ MakeMover = Callable[[int], BlockMover]
 """Makes a mover with this many slots."""
 
 
-class Transit:
-    """What is copied out of one pool and into it, by name."""
+class CachePool(NamedTuple):
+    """The blocks, or states, of one cache, as far as they are handed over."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        make_mover: MakeMover,
-        *,
-        num_slots: int,
-        piece_bytes: int,
-        flush: Callable[[Transfers], None] | None,
-        room: Callable[[], int],
-    ) -> None:
-        """`piece_bytes`: of one slot. `flush`: makes copies to the host tier, if there is one. `room`: how many may
-        come in now."""
-        self.pool = pool
+    pool: BlockPool
+    room: Callable[[], int]
+    """How many may come in now."""
+    flush: Callable[[Transfers], None] | None = None
+    """Makes copies to the host tier, if there is one."""
+    base: int = 0
+    """The number of its block 0, where the blocks of several caches are numbered through (`kv.partition`)."""
+
+
+class Transit:
+    """What is copied out of the pools of an engine and into one of them, by name."""
+
+    def __init__(self, caches: Sequence[CachePool], make_mover: MakeMover, *, num_slots: int, piece_bytes: int) -> None:
+        """`piece_bytes`: of one slot."""
+        self.caches = list(caches)
         self.make_mover = make_mover
         self.num_slots = num_slots
         self.piece_bytes = piece_bytes
-        self._flush = flush
-        self._room = room
         self._mover: BlockMover | None = None
         self._slots: list[int] = []
 
@@ -57,39 +58,48 @@ class Transit:
         """Whether no copy from or to the slot is under way."""
         return self._mover is None or self._mover.is_idle(slot)
 
+    def find(self, name: bytes) -> int | None:
+        """What is called `name` in any cache, numbered through."""
+        for pool, _, _, base in self.caches:
+            block = pool.find(name)
+            if block is not None:
+                return base + block
+        return None
+
     def copy_out(self, names: Sequence[bytes]) -> list[int]:
-        """Begin to copy what is in the pool to free slots; their slots, in this order."""
+        """Begin to copy what is in a pool to free slots; their slots, in this order."""
         slots = [self.slots.pop() for _ in names]
         assert self._mover is not None
         out: list[tuple[int, int]] = []
         for name, slot in zip(names, slots, strict=True):
-            block = self.pool.find(name)
+            block = self.find(name)
             assert block is not None, "asked for a block that is not here"
             out.append((block, slot))
         if out:
             self._mover.run(Transfers(out=out))
         return slots
 
-    def take_in(self, arrived: Sequence[tuple[bytes, int]]) -> tuple[list[int], int]:
-        """Begin to copy (name, slot) pairs into the pool; what they are there, held, and how many were copied. Fewer
-        than came when there is no room."""
+    def take_in(self, arrived: Sequence[tuple[bytes, int]], cache: int = 0) -> tuple[list[int], int]:
+        """Begin to copy (name, slot) pairs into the pool of a cache; what they are there, held, and how many were
+        copied. Fewer than came when there is no room."""
+        pool, room, flush, base = self.caches[cache]
         blocks: list[int] = []
         back: dict[int, int] = {}
         for name, slot in arrived:
-            block = self.pool.find(name)
+            block = pool.find(name)
             if block is not None:  # another request brought or computed it meanwhile
-                self.pool.share(block)
-            elif self._room() < 1:
+                pool.share(block)
+            elif room() < 1:
                 break
             else:
-                block = self.pool.allocate()
-                self.pool.name(block, name)
-                back[block] = slot
+                block = pool.allocate()
+                pool.name(block, name)
+                back[base + block] = slot
             blocks.append(block)
-        if self.pool.host is not None and self._flush is not None:
-            pending = self.pool.host.take()  # blocks just reused must be copied out before they are overwritten
+        if pool.host is not None and flush is not None:
+            pending = pool.host.take()  # blocks just reused must be copied out before they are overwritten
             if pending is not None:
-                self._flush(pending)
+                flush(pending)
         if back:
             assert self._mover is not None
             self._mover.run(Transfers(back=back))

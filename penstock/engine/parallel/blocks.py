@@ -5,6 +5,8 @@ For the tiers behind the cache each rank has a pool and a file of its own, and n
 handed over to other engines do: they lie whole in slots (`cache_parts` says where each rank's part is), in memory that
 the ranks of one machine share; a rank that cannot see it, because it is on another machine, sends and receives its part
 in its answers and calls. Rank 0 decides about everything.
+
+Where shards have sequences of their own, a block is on the ranks of one shard, which alone copy it.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ import secrets
 import stat
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.engine.kv.block_part import BlockPart
-from penstock.engine.kv.cache import KVCache, StateBlocks
+from penstock.engine.kv.cache import KVCache, StateBlocks, without_rows
 from penstock.engine.kv.exchange import Spread, SpreadCache
 from penstock.engine.kv.host import Transfers
-from penstock.engine.kv.kinds import PagedRows
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.kv.transit import MakeMover
 from penstock.engine.parallel.cache_parts import CacheParts
 from penstock.engine.parallel.channel import Move
 from penstock.engine.parallel.layout import Place
-from penstock.errors import ConfigError, ReplicaLost
+from penstock.errors import ReplicaLost
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
@@ -38,6 +40,8 @@ BLOCKS, STATES = "blocks", "states"
 _MARK_BYTES = mmap.PAGESIZE
 """At the beginning of shared memory: by the mark written there a rank knows that it has opened the right one."""
 _OPEN_S = 60.0
+Pairs = list[tuple[int, int]]
+"""Blocks and slots."""
 
 
 class LeadMover(BlockMover):
@@ -154,16 +158,26 @@ class RankSlots:
         return self._slots.take(pairs, parts)
 
 
+class OwnParts(NamedTuple):
+    """Rank 0's part of all blocks, or states, and what it knows of those of others."""
+
+    parts: list[BlockPart]
+    """Of all ranks."""
+    make: MakeMover
+    """Makes movers for rank 0's own."""
+    blocks: int
+    """Of a cache: where shards have sequences of their own, blocks are numbered through."""
+    rows: tuple[BlockPart, MakeMover] | None = None
+    """What rank 0 keeps of the blocks of all shards."""
+
+
 class LeadSlots(BlockMover):
     """Rank 0's slots of whole blocks, filled and emptied by all ranks."""
 
-    def __init__(
-        self, ranks: Ranks, parts: list[BlockPart], num_slots: int, make: MakeMover, kind: str = BLOCKS
-    ) -> None:
-        """`parts`: of all ranks. `kind`: what lies in the slots."""
-        own = make(num_slots)
-        first = parts[0]
-        tensor_bytes = first.whole_bytes
+    def __init__(self, ranks: Ranks, own: OwnParts, num_slots: int, kind: str = BLOCKS) -> None:
+        """`kind`: what lies in the slots."""
+        parts, self._blocks = own.parts, own.blocks
+        tensor_bytes = parts[0].whole_bytes
         self._kind = kind
         self._ranks = ranks
         self._parts = parts[1:]
@@ -171,7 +185,10 @@ class LeadSlots(BlockMover):
         """By slot: what its last copy waits for."""
         memory, fd, mark = make_shared(num_slots * sum(tensor_bytes))
         self._whole = WholeBlocks(memory, tensor_bytes)
-        self._own = PartSlots(first, own, self._whole)
+        self._own = PartSlots(parts[0], own.make(num_slots), self._whole)
+        self._rows: PartSlots | None = None
+        if own.rows is not None:
+            self._rows = PartSlots(own.rows[0], own.rows[1](num_slots), self._whole)
         try:
             path = f"/proc/{os.getpid()}/fd/{fd}" if fd is not None else ""
             answers = ranks.call(f"open_{kind}", num_slots, tensor_bytes, (path, mark))
@@ -206,23 +223,41 @@ class LeadSlots(BlockMover):
             if transfers.back:
                 self._take(list(transfers.back.items()))
 
-    def _send(self, pairs: list[tuple[int, int]]) -> None:
-        slots = [slot for _, slot in pairs]
-        answers = self._ranks.call(f"send_{self._kind}", pairs)
-        waits: list[Future[Any]] = [self._own.send(pairs)]
-        for part, sees, answer in zip(self._parts, self._sees, answers, strict=True):
-            waits.append(answer if sees or not part.gives else self._placed(part, slots, answer))
-        self._busy.update(dict.fromkeys(slots, waits))
+    def _send(self, pairs: Pairs) -> None:
+        here, *there = self._by_rank(pairs)
+        args = [(theirs,) if theirs else None for theirs in there]
+        answers = self._ranks.call_each(f"send_{self._kind}", args)
+        waits: list[Future[Any]] = [self._own.send(here)] if here else []
+        if self._rows is not None:
+            waits.append(self._rows.send(pairs))
+        for theirs, part, sees, answer in zip(there, self._parts, self._sees, answers, strict=True):
+            placed = sees or not part.gives or not theirs
+            waits.append(answer if placed else self._placed(part, [slot for _, slot in theirs], answer))
+        self._busy.update(dict.fromkeys([slot for _, slot in pairs], waits))
 
-    def _take(self, pairs: list[tuple[int, int]]) -> None:
-        slots = [slot for _, slot in pairs]
-        plain = (pairs, None)
-        args = [
-            plain if sees else (pairs, [self._cut(part, slot) for slot in slots])
-            for part, sees in zip(self._parts, self._sees, strict=True)
-        ]
-        waits: list[Future[Any]] = [*self._ranks.call_each(f"take_{self._kind}", args), self._own.take(pairs, None)]
-        self._busy.update(dict.fromkeys(slots, waits))
+    def _take(self, pairs: Pairs) -> None:
+        here, *there = self._by_rank(pairs)
+        args: list[tuple[Any, ...] | None] = []
+        for theirs, part, sees in zip(there, self._parts, self._sees, strict=True):
+            parts = None if sees else [self._cut(part, slot) for _, slot in theirs]
+            args.append((theirs, parts) if theirs else None)
+        waits: list[Future[Any]] = self._ranks.call_each(f"take_{self._kind}", args)
+        if here:
+            waits.append(self._own.take(here, None))
+        if self._rows is not None:
+            waits.append(self._rows.take(pairs, None))
+        self._busy.update(dict.fromkeys([slot for _, slot in pairs], waits))
+
+    def _by_rank(self, pairs: Pairs) -> list[Pairs]:
+        """What each rank copies: all of it, or what is in the cache of its shard, as that one numbers its blocks."""
+        place = self._ranks.place
+        if not place.data:
+            return [pairs] * place.world
+        found: list[Pairs] = [[] for _ in range(place.tensor)]
+        for block, slot in pairs:
+            cache, own = divmod(block, self._blocks)
+            found[cache].append((own, slot))
+        return found * place.pipeline
 
     def _cut(self, part: BlockPart, slot: int) -> list[bytes]:
         return part.cut(self._whole.slot(slot))
@@ -248,19 +283,19 @@ def spread_cache(
     parts: CacheParts, kv: KVCache, ranks: Ranks, make: Callable[[KVCache, int], BlockMover]
 ) -> SpreadCache:
     """`kv`: rank 0's part. `make`: makes movers for it."""
-    place = ranks.place
-    if any(isinstance(kind, PagedRows) for kind in kv.shape.kinds):
-        raise ConfigError("role: what a head or MTP layer reads is not handed over between engines of several devices")
-    places = [Place(rank, place.tensor, place.pipeline) for rank in range(place.world)]
+    places = [replace(ranks.place, rank=rank) for rank in range(ranks.place.world)]
     states = None
     if parts.model.recurrent:
-        states = _spread(ranks, [parts.states(each) for each in places], partial(make, StateBlocks(kv)), STATES)
-    blocks = _spread(ranks, [parts.blocks(each) for each in places], partial(make, kv), BLOCKS)
-    return SpreadCache(parts.whole(), blocks, states)
+        of_states = [parts.states(each) for each in places]
+        states = _spread(ranks, OwnParts(of_states, partial(make, StateBlocks(kv)), kv.num_states), STATES)
+    own, every = without_rows(kv)
+    rows = None if every is None else (parts.rows_alone(), partial(make, every))
+    blocks = OwnParts([parts.blocks(each) for each in places], partial(make, own), kv.num_blocks, rows)
+    return SpreadCache(parts.whole(), _spread(ranks, blocks, BLOCKS), states)
 
 
-def _spread(ranks: Ranks, parts: list[BlockPart], make: MakeMover, kind: str) -> Spread:
-    return Spread(sum(parts[0].whole_bytes), lambda num_slots: LeadSlots(ranks, parts, num_slots, make, kind))
+def _spread(ranks: Ranks, own: OwnParts, kind: str) -> Spread:
+    return Spread(sum(own.parts[0].whole_bytes), lambda num_slots: LeadSlots(ranks, own, num_slots, kind))
 
 
 def rank_slots(

@@ -14,7 +14,7 @@ import torch
 from penstock.engine.backends.interface import INT8, SCALE_DTYPE
 from penstock.engine.kv.block_part import BlockPart, Span, TensorPart
 from penstock.engine.kv.cache import CacheShape
-from penstock.engine.kv.kinds import BothKinds, CacheKind, PagedKV, PagedLatent, RecurrentState
+from penstock.engine.kv.kinds import BothKinds, CacheKind, PagedKV, PagedLatent, PagedRows, RecurrentState
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, even_span, kv_head_span, layer_span
 from penstock.engine.parallel.shards import delta_cuts, mamba_spans
@@ -32,6 +32,8 @@ class CacheParts:
     kv_dtype: torch.dtype
     dtype: torch.dtype
     """Of the activations, and so of the inputs that convolutions keep."""
+    rows: PagedRows | None = None
+    """On rank 0: what a drafter reads of a block, which no other rank has (`models.tap`)."""
 
     def blocks(self, place: Place) -> BlockPart:
         """What `place` has of every block."""
@@ -46,8 +48,22 @@ class CacheParts:
         # An int8 cache has a second tensor, of one scale for each token and head.
         sizes = [size * width * self.kv_dtype.itemsize] + [size * SCALE_DTYPE.itemsize] * (self.kv_dtype == INT8)
         layers, total = self._layers(place, recurrent=False)
-        gives = first == place.shard
-        return BlockPart(tuple(TensorPart(total, num_units, layers, (heads,), rows, each, gives) for each in sizes))
+        gives = place.data or first == place.shard
+        found = [TensorPart(total, num_units, layers, (heads,), rows, each, gives) for each in sizes]
+        if self.rows is not None:  # where each shard has blocks of its own, rank 0 keeps the rows of all apart
+            found.append(self._rows(self.rows, here=place.rank == 0 and not place.data))
+        return BlockPart(tuple(found))
+
+    def rows_alone(self) -> BlockPart:
+        """Of every block, what a drafter reads."""
+        assert self.rows is not None
+        *others, _ = self.blocks(Place(0, 1, 1)).tensors
+        none = (0, 0)
+        return BlockPart((*(replace(part, layers=none) for part in others), self._rows(self.rows, here=True)))
+
+    def _rows(self, rows: PagedRows, *, here: bool) -> TensorPart:
+        size = self.block_size * rows.width * rows.dtype.itemsize
+        return TensorPart(1, 1, (0, int(here)), ((0, 1),), 1, size)
 
     def states(self, place: Place) -> BlockPart:
         """What `place` has of every state."""
@@ -68,10 +84,12 @@ class CacheParts:
         attends: CacheKind = PagedKV(model.num_kv_heads, model.head_dim, size, self.kv_dtype)
         if model.latent is not None:
             attends = PagedLatent(model.latent.rank + model.latent.rotary, size, self.kv_dtype)
-        kinds = [attends] * model.num_layers
+        kinds: list[CacheKind] = [attends] * model.num_layers
         if model.recurrent:
             state: CacheKind = BothKinds(attends, self._state()) if self._beside else self._state()
             kinds = [state if recurrent else attends for recurrent in self._recurrent]
+        if self.rows is not None:
+            kinds = [*kinds, replace(self.rows, block_size=size)]
         return CacheShape(tuple(kinds), size)
 
     def _state(self) -> RecurrentState:
@@ -113,4 +131,6 @@ class CacheParts:
 
 def cache_parts(part: Part) -> CacheParts:
     """Of the model of which `part` is one rank's."""
-    return CacheParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype)
+    last = part.kv.shape.kinds[-1]
+    rows = last if isinstance(last, PagedRows) else None
+    return CacheParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows)

@@ -88,12 +88,6 @@ class HeadDraft:
         return self.shape.block_bytes * self.caches
 
 
-def check_head(config: EngineConfig) -> None:
-    """Refuse what a head cannot work with."""
-    if config.role != "both" and config.ranks > 1:
-        raise ConfigError(f"speculation: {config.speculation} with several ranks is not available with a role")
-
-
 def load_head(
     config: EngineConfig, checkpoint: object | None, phases: Phases, member: Member | None
 ) -> HeadDraft | None:

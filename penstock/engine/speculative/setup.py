@@ -25,7 +25,7 @@ from penstock.engine.runner.runner import Runner
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculative.draft import FOLLOWED, DraftProposer
 from penstock.engine.speculative.eagle3 import is_head
-from penstock.engine.speculative.head_setup import HEADS, HeadDraft, check_head, head_proposer, load_head
+from penstock.engine.speculative.head_setup import HEADS, HeadDraft, head_proposer, load_head
 from penstock.engine.speculative.mtp import has_mtp
 from penstock.engine.speculative.ngram import NgramProposer
 from penstock.engine.speculative.speculation import Proposer, Speculation
@@ -78,8 +78,6 @@ def spread_draft(config: EngineConfig, checkpoint: object | None = None) -> Engi
         config = replace(config, speculation=_form(config, checkpoint))
         log.info("speculation: auto means %s here", config.speculation)
     most, asked = config.tensor_parallel, config.draft_tensor_parallel
-    if config.speculation in HEADS:
-        check_head(config)
     if config.draft_model is not None and config.speculation not in ("draft", "eagle3"):
         raise ConfigError("draft_model is only used with speculation: draft or eagle3")
     if config.speculation != "draft":

@@ -71,8 +71,6 @@ def load_engine(
             return engine
     if config.attention_parallel == "data" and not config.expert_parallel:
         raise ConfigError("attention_parallel: data is for expert_parallel: true; else run replicas of the model")
-    if config.attention_parallel == "data" and config.role != "both":
-        raise ConfigError("role is not available with attention_parallel: data; use attention_parallel: tensor")
     if config.rank_restarts:
         _check_restarts(config)
     from penstock.engine.parallel.launch import Ranks
@@ -186,8 +184,8 @@ def _assemble(
             spread=None if ranks is None else _spread(part, ranks),
             step_tokens=part.token_budget,
             version=lambda name: None if scheduler.adapters is None else scheduler.adapters.version(name),
-            flush=None if behind.mover is None else behind.mover.run,
-            flush_states=None if behind.state_mover is None else behind.state_mover.run,
+            flush=[mover.run for mover in behind.movers(part)],
+            flush_states=[mover.run for mover in behind.state_movers(part)],
         )
     if ranks is not None and config.expert_parallel:
         engine.balancer = _balancer(config, part, ranks)

@@ -35,6 +35,8 @@ class _Waiting:
     """Tokens that were cached here already."""
     fetch: Fetch | None = None
     """None: it waits for what another request fetches."""
+    cache: int = 0
+    """Where its blocks go, in an engine with several caches."""
     held: list[Held] = field(default_factory=list)
     """Blocks at the beginning of its sequence, kept from eviction for it."""
     taken: int = 0
@@ -147,7 +149,8 @@ class Incoming:
         """Fetch what a request lacks, or wait for another that lacks the same. False when too little is missing."""
         request = waiting.request
         source, names = request.handover, self.exchange.names(request)
-        usable, lacking = self.exchange.missing(names)
+        waiting.cache = cache = self.exchange.choose(names, self._expected())
+        usable, lacking = self.exchange.missing(names, cache)
         block_size = self._own.block_size
         if source is None or (len(names) - usable) * block_size < max(source.least_tokens, 1):
             return False
@@ -164,7 +167,7 @@ class Incoming:
             handover=None,
         )
         waiting.known_tokens = usable * block_size
-        waiting.held = self.exchange.hold(names[: self.exchange.present(names)])
+        waiting.held = self.exchange.hold(names[: self.exchange.present(names, cache)], cache)
         waiting.fetch = Fetch(elsewhere, lacking, source, time.monotonic())
         self._by_fetch[waiting.fetch] = self._by_block[lacking[0]] = waiting
         self.fetcher.start(waiting.fetch)
@@ -189,16 +192,26 @@ class Incoming:
 
     def _place(self, arrived: list[tuple[_Waiting, int]]) -> None:
         """Copy blocks that have arrived into the cache; a request that finds no room there stops waiting."""
-        pairs = []
-        for waiting, slot in arrived:
+        for cache, group in itertools.groupby(arrived, key=lambda pair: pair[0].cache):
+            # One that found no room for an earlier block does not wait any more.
+            came, pairs = [pair for pair in group if pair[0].fetch in self._by_fetch], []
+            for waiting, slot in came:
+                assert waiting.fetch is not None
+                pairs.append((waiting.fetch.names[waiting.taken], slot))
+                waiting.taken += 1
+            blocks = self.exchange.take_in(pairs, cache) if pairs else []
+            for (waiting, _), block in zip(came, blocks, strict=False):
+                waiting.held.append(block)
+            for waiting, _ in came[len(blocks) :]:
+                self._stop(waiting, "there is no room for its blocks")
+
+    def _expected(self) -> dict[int, int]:
+        """By cache: blocks that are still to come."""
+        expected: dict[int, int] = {}
+        for waiting in self._by_fetch.values():
             assert waiting.fetch is not None
-            pairs.append((waiting.fetch.names[waiting.taken], slot))
-            waiting.taken += 1
-        blocks = self.exchange.take_in(pairs) if pairs else []
-        for (waiting, _), block in zip(arrived, blocks, strict=False):
-            waiting.held.append(block)
-        for waiting, _ in arrived[len(blocks) :]:
-            self._stop(waiting, "there is no room for its blocks")
+            expected[waiting.cache] = expected.get(waiting.cache, 0) + len(waiting.fetch.names) - waiting.taken
+        return expected
 
     def _stop(self, waiting: _Waiting, why: str) -> None:
         if waiting.request.request_id in self._waiting:

@@ -7,6 +7,7 @@ from penstock.gateway.api.admin.audit import AuditEndpoints, AuditQuery
 from penstock.gateway.api.admin.experiments import ExperimentEndpoints, Promotion, Rollback
 from penstock.gateway.api.admin.fleet import FleetEndpoints, LeaveRequest
 from penstock.gateway.api.admin.identity import IdentityEndpoints, KeyChange, KeyRequest, TenantChange, TenantRequest
+from penstock.gateway.api.admin.kv import KVEndpoints, KVQuery
 from penstock.gateway.api.admin.models import ModelAdminEndpoints, ModelLoadRequest
 from penstock.gateway.api.admin.plan import PlanEndpoints, PlanQuery
 from penstock.gateway.api.admin.replicas import (
@@ -81,6 +82,15 @@ ADMIN = (
         "Admin",
         scope="admin",
         query=AdminCacheQuery,
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/admin/kv",
+        KVEndpoints.erase_kv,
+        "Erase what a tenant has left in the KV caches of engines.",
+        "Admin",
+        scope="admin",
+        query=KVQuery,
     ),
     Endpoint(
         "GET",

@@ -92,6 +92,7 @@ _CHUNK = obj(
     id=STRING, object=word("collection.chunk"), document_id=STRING, document=STRING, text=STRING, tokens=INTEGER
 )
 _CONVERSATION = obj(id=STRING, object=word("conversation"))
+_ERASED = obj(model=STRING, replica=STRING, blocks=INTEGER, failed=INTEGER)
 _CACHE = obj(object=word("cache"), answers=INTEGER, bytes=INTEGER, ttl_s=NUMBER)
 _REPLICAS = obj(id=STRING, object=word("model"), replicas=many(ANY_OBJECT))
 _DELETED = obj(id=STRING, object=STRING, deleted=BOOLEAN)
@@ -242,6 +243,7 @@ _SCHEMAS: dict[str, Schema] = {
     "load_adapter": _ADAPTER,
     "pin_adapter": _ADAPTER,
     "unload_adapter": obj(id=STRING, object=STRING, deleted=BOOLEAN),
+    "erase_kv": obj(object=word("kv.erased"), tenant=STRING, shared=BOOLEAN, complete=BOOLEAN, data=many(_ERASED)),
     "sleep_model": _STATE,
     "wake_model": _STATE,
     "usage": listing(ANY_OBJECT, by=many(STRING)),

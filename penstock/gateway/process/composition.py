@@ -19,6 +19,7 @@ from penstock.gateway.accounting.quotas import Quotas
 from penstock.gateway.api.admin.adapters import AdapterEndpoints
 from penstock.gateway.api.admin.experiments import ExperimentEndpoints
 from penstock.gateway.api.admin.fleet import FleetEndpoints
+from penstock.gateway.api.admin.kv import KVEndpoints
 from penstock.gateway.api.admin.models import ModelAdminEndpoints
 from penstock.gateway.api.admin.plan import PlanEndpoints
 from penstock.gateway.api.admin.replicas import ReplicaEndpoints
@@ -414,6 +415,7 @@ async def compose(
             RouteEndpoints(routes, limit),
             ExperimentEndpoints(experiments, limit),
             SleepEndpoints(registry),
+            KVEndpoints(registry, settings.share_prefixes),
             optional.of_request_log(request_log, permissions),
             optional.of_audit_log(stores),
             HealthEndpoints(registry, authentication, drain, checks),

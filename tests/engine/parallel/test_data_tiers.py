@@ -14,6 +14,9 @@ from penstock.engine.kv.partition import PartitionedAllocator
 from penstock.engine.request import Request
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
+from tests.engine.speculative.forced import verify_everything
+from tests.engine.speculative.heads import noted_drafts
+from tests.engine.speculative.mtp_layers import PlainMtp, write_mtp
 from tests.engine.tiny import write_checkpoint
 
 DATA: dict[str, Any] = {"expert_parallel": True, "attention_parallel": "data", "expert_rebalance_s": 0.0}
@@ -178,3 +181,27 @@ def test_conversations_come_back_from_the_disk_of_their_shard(
     with threaded_engine(folder, tensor, pipeline, **settings) as engine:
         assert engine.load_snapshot().disk_restored_blocks == 0
         assert converse(engine, alone, "forgotten") == [0] * CONVERSATIONS
+
+
+@slow
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("disk", [False, True])
+def test_what_a_drafter_reads_leaves_and_comes_back_too(tmp_path: Path, pipeline: int, disk: bool) -> None:
+    """An MTP layer drafts behind a prompt from host memory, or from before a restart, as behind any other."""
+    folder = write_mtp("glm4-moe", tmp_path)
+    alone, reference = Alone(folder), PlainMtp(folder)
+    settings = alone.tiers(tmp_path / "disk" if disk else None, disk_persistent=disk, speculation="mtp")
+    for memory in ("host_memory", "disk_memory"):
+        settings[memory] = 4 * settings.get(memory, 0)  # it takes more for each block
+    for turn in range(2):
+        with threaded_engine(folder, 2, pipeline, **settings) as engine:
+            assert engine.speculation is not None
+            verify_everything(engine.speculation)
+            cached = converse(engine, alone, f"first-{turn}")
+            assert cached == [96 if turn and disk else 0] * CONVERSATIONS
+            drafts = noted_drafts(engine)
+            assert converse(engine, alone, f"again-{turn}") == [96] * CONVERSATIONS
+            right = [draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts]
+            assert len(right) > 10 and all(right), right
+            load = engine.load_snapshot()
+            assert load.restored_blocks > 0 and load.disk_failures == 0

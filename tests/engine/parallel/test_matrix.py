@@ -167,10 +167,6 @@ REFUSED = [
     Refusal({"family": "experts on shards", "grid": "1x2"}, "experts are spread over tensor_parallel devices"),
     Refusal({"family": "copied experts", "grid": "1x2"}, "experts are spread over tensor_parallel devices"),
     Refusal({"family": "attention by sequences", "grid": "1x2"}, "experts are spread over tensor_parallel devices"),
-    *(
-        Refusal({"family": "attention by sequences", "role": role}, "not available with attention_parallel: data")
-        for role in ("prefill", "decode")
-    ),
     Refusal({"room": "no prefixes", "role": "prefill"}, "hands over blocks by name, which prefix_cache: false forbids"),
     Refusal({"room": "no prefixes", "role": "decode"}, "hands over blocks by name, which prefix_cache: false forbids"),
 ]

@@ -4,8 +4,8 @@ At one token memory has nothing to do while a kernel ends and the next begins, a
 rotary embedding, attention over a short context). Whoever runs then asks for what is read next, and nobody waits for
 it: the request is an instruction without a result, and a kernel is correct without it.
 
-A kernel that asks takes the four numbers of `Ahead.arguments` and calls `ask_ahead` once its own loads are under way,
-before it waits for its inputs. Weights are constants, so they may be read at any time.
+A kernel that asks takes what `Ahead.arguments` gives and calls `ask_ahead` once its inputs are there: then memory is
+idle. Before, the kernel before still reads, and what is asked for takes its bandwidth.
 """
 
 from __future__ import annotations
@@ -28,34 +28,36 @@ HELPERS = 128
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Memory to ask for: `pieces` of `PIECE` bytes, of which the first `half` lie at `start`, and the others `stride`
-    bytes behind that."""
+    """Memory to ask for: `pieces` of `PIECE` bytes, each `step` bytes behind the one before. The first `half` begin at
+    `start`, the others `stride` bytes behind that."""
 
     start: Tensor
     half: int
     pieces: int
     stride: int
+    step: int
 
     @classmethod
-    def of(cls, weight: Tensor, size: int, *, skip: int = 0, gated: bool = False) -> Ahead | None:
-        """The first `size` bytes behind `skip` of a contiguous matrix, in the order in which its product reads rows: of
-        a `gated` one as many up rows as gate rows. None where that is nothing."""
+    def of(cls, weight: Tensor, size: int, *, skip: int = 0, gated: bool = False, every: int = 1) -> Ahead | None:
+        """`size` bytes of a contiguous matrix behind the first `skip`, in the order in which its product reads rows: of
+        a `gated` one as many up rows as gate rows. One of `every` so many pieces, so that the product finds some in the
+        cache and reads the others from memory meanwhile. None where that is nothing."""
         flat = weight.view(-1).view(torch.uint8)
-        parts = 2 if gated else 1
-        whole, skip = flat.numel() // parts, skip // parts // PIECE * PIECE
-        half = min(size // parts, whole - skip) // PIECE
+        parts, step = 2 if gated else 1, every * PIECE
+        whole, skip = flat.numel() // parts, every * skip // parts // PIECE * PIECE
+        half = min(size // parts // PIECE, (whole - skip) // step)
         if half <= 0 or weight.data_ptr() % 16 or whole % 16:
             return None
-        return cls(flat[skip:], half, half * parts, whole)
+        return cls(flat[skip:], half, half * parts, whole, step)
 
     @property
-    def arguments(self) -> tuple[Tensor, int, int, int]:
-        return self.start, self.half, self.pieces, self.stride
+    def arguments(self) -> tuple[Tensor, int, int, int, int]:
+        return self.start, self.half, self.pieces, self.stride, self.step
 
 
-def arguments(ahead: Ahead | None, other: Tensor) -> tuple[Tensor, int, int, int]:
+def arguments(ahead: Ahead | None, other: Tensor) -> tuple[Tensor, int, int, int, int]:
     """Those of `ahead`, or ones that are not looked at."""
-    return (other, 0, 0, 0) if ahead is None else ahead.arguments
+    return (other, 0, 0, 0, 0) if ahead is None else ahead.arguments
 
 
 @triton.jit
@@ -80,6 +82,7 @@ def ask_ahead(
     half: tl.tensor,
     pieces: tl.tensor,
     stride: tl.tensor,
+    step: tl.tensor,
     program: tl.tensor,
     programs: tl.tensor,
     THREADS: tl.constexpr,
@@ -87,5 +90,6 @@ def ask_ahead(
     """The share of program number `program` of `programs`; `THREADS` that it has, or more. Each thread asks for one
     piece at most: what is more than all of them together can have is left out."""
     piece = program + programs * tl.arange(0, THREADS)
-    behind = tl.where(piece < half, piece.to(tl.int64) * _PIECE, stride + (piece - half).to(tl.int64) * _PIECE)
+    within = tl.where(piece < half, piece, piece - half).to(tl.int64) * step
+    behind = within + tl.where(piece < half, 0, stride)
     ask(start_ptr + behind, tl.full([THREADS], _PIECE, tl.int32), piece < pieces)

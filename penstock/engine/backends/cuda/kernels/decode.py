@@ -107,7 +107,7 @@ def _combine(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["min_tiles", "ahead_half", "ahead_pieces", "ahead_stride"])
+@triton.jit(do_not_specialize=["min_tiles", "ahead_half", "ahead_pieces", "ahead_stride", "ahead_step"])
 def _decode_kernel(
     q_ptr: tl.tensor,
     k_cache_ptr: tl.tensor,
@@ -131,6 +131,7 @@ def _decode_kernel(
     ahead_half: tl.tensor,
     ahead_pieces: tl.tensor,
     ahead_stride: tl.tensor,
+    ahead_step: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -187,11 +188,11 @@ def _decode_kernel(
             SIZE: tl.constexpr = DIM * k_cache_ptr.dtype.element_ty.primitive_bitwidth // 8
             ask_for(k_cache_ptr + at, SIZE, PDL)
             ask_for(v_cache_ptr + (at // 2 if PAIRED else at), SIZE, PDL)
+    wait_for_inputs(PDL)
     if ASKS:
         program = (split * KV_HEADS + kv_head) * tl.num_programs(0) + tl.program_id(0)
         programs = tl.num_programs(0) * KV_HEADS * SPLITS
-        ask_ahead(ahead_ptr, ahead_half, ahead_pieces, ahead_stride, program, programs, 128)
-    wait_for_inputs(PDL)
+        ask_ahead(ahead_ptr, ahead_half, ahead_pieces, ahead_stride, ahead_step, program, programs, 128)
     if split >= tl.maximum(active, 1):
         return
 

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.backends.cuda.kernels import ahead, common
+from penstock.engine.backends.cuda.kernels import common
 from penstock.engine.backends.cuda.kernels.activation import silu_mul, to_half
-from penstock.engine.backends.cuda.kernels.ahead import Ahead, ask, ask_ahead
+from penstock.engine.backends.cuda.kernels.ahead import Ahead
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, launch_successor, wait_for_inputs
 from penstock.engine.backends.cuda.kernels.epilogue import epilogue
 from penstock.engine.backends.cuda.kernels.gemv_shapes import GemvConfig, choose, folds_norm, vendor_wins
@@ -40,7 +40,6 @@ from penstock.engine.backends.cuda.kernels.inline_lora import (
 from penstock.engine.backends.cuda.kernels.norm import rms_norm
 from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink
 
-PIECE = tl.constexpr(ahead.PIECE)
 MAX_BATCH = 8
 """Above this cuBLAS is the better choice."""
 
@@ -75,28 +74,6 @@ def _weights(
 
 
 @triton.jit
-def _ask_rows(
-    weight_ptr: tl.tensor,
-    program: tl.tensor,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GATED: tl.constexpr,
-    THREADS: tl.constexpr,
-) -> None:
-    """Ask for the rows that `program` reads, if it has as many as all have."""
-    WIDTH: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-    SIZE: tl.constexpr = BLOCK_N * K * WIDTH
-    PIECES: tl.constexpr = (SIZE + PIECE - 1) // PIECE
-    if K * WIDTH % 16 == 0 and 2 * PIECES <= THREADS:
-        i = tl.arange(0, THREADS)
-        piece = i % PIECES
-        at = (program * BLOCK_N).to(tl.int64) * K + (i // PIECES).to(tl.int64) * (N * K)
-        wanted = (i < (2 * PIECES if GATED else PIECES)) & ((program + 1) * BLOCK_N <= N)
-        ask(weight_ptr + at + piece * (PIECE // WIDTH), tl.minimum(PIECE, SIZE - piece * PIECE), wanted)
-
-
-@triton.jit(do_not_specialize=["ahead_half", "ahead_pieces", "ahead_stride", "askers", "distance"])
 def _rows_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -112,12 +89,6 @@ def _rows_kernel(
     start: tl.tensor,
     norm_ptr: tl.tensor,
     eps: tl.tensor,
-    ahead_ptr: tl.tensor,
-    ahead_half: tl.tensor,
-    ahead_pieces: tl.tensor,
-    ahead_stride: tl.tensor,
-    askers: tl.tensor,
-    distance: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -127,8 +98,7 @@ def _rows_kernel(
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
-    ASKS: tl.constexpr,
-    ROLLS: tl.constexpr,
+    EARLY_LOADS: tl.constexpr,
     R: tl.constexpr = 0,
     PARTS: tl.constexpr = 0,
     END_0: tl.constexpr = 0,
@@ -150,7 +120,7 @@ def _rows_kernel(
     # One vector of partial sums per weight row (gate rows, then up rows), each laid out over the threads as x is.
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    EARLY: tl.constexpr = min(STEPS, max(1, 8 // ROWS))
+    EARLY: tl.constexpr = min(STEPS, max(1, EARLY_LOADS // ROWS))
     first = (program - SHRINKS) * BLOCK_N
     k = tl.arange(0, BLOCK_K)
     acc = ()
@@ -166,14 +136,6 @@ def _rows_kernel(
         at = step * BLOCK_K + k
         for r in tl.static_range(ROWS):
             early = early + (_weights(weight_ptr, first, r, at, N, K, BLOCK_N),)  # type: ignore[assignment]
-    THREADS: tl.constexpr = BLOCK_K // 8
-    if ROLLS:
-        _ask_rows(weight_ptr, program - SHRINKS + distance, N, K, BLOCK_N, GATED, THREADS)
-    if ASKS:
-        # The last programs: what the others would ask for now competes with the rows that are read.
-        asker = program - tl.num_programs(0) + askers
-        if asker >= 0:
-            ask_ahead(ahead_ptr, ahead_half, ahead_pieces, ahead_stride, asker, askers, THREADS)
     gains = ()
     square = tl.zeros([BLOCK_K], tl.float32)
     if NORM:
@@ -349,17 +311,15 @@ def linear(
     config: GemvConfig | None = None,
     lora: InlineLora | None = None,
     pdl: bool = False,
-    first: Ahead | None = None,
-    then: Ahead | None = None,
-    askers: int = 512,
-    distance: int | None = None,
-    large: str = "in order",
+    early: int = 8,
+    ahead: Ahead | None = None,
 ) -> Tensor:
     """`x` [B, K] times the transpose of `weight` [N, K], for B up to `MAX_BATCH`.
 
     `weight_scale`: float32 [N], with an e4m3 weight. `norm`, `eps`: x is RMS-normalized first (mostly one more launch).
     `gated`: the weight is [2 * N, K], gate rows then up rows, and the result is silu(gate) * up. `residual` [B, N] is
-    added last. `out` may be `residual`, never `x`. `lora`: each token's adapter is added in the same launches.
+    added last. `out` may be `residual`, never `x`. `lora`: each token's adapter is added in the same launches. `early`:
+    loads of one token's product that do not wait for its input. `ahead`: what the norm asks for, where it is a launch.
     """
     batch, k = x.shape
     if batch > MAX_BATCH:
@@ -382,7 +342,7 @@ def linear(
     if norm is not None and lora is not None:
         x = rms_norm_shrink(x, norm, eps, lora, dtype=torch.float16 if half else None, pdl=pdl)
     elif norm is not None:
-        x = rms_norm(x, norm, eps, dtype=torch.float16 if half else None, ahead=first, pdl=pdl)
+        x = rms_norm(x, norm, eps, dtype=torch.float16 if half else None, ahead=ahead, pdl=pdl)
     elif half:
         x = to_half(x, pdl=pdl)
     pointers = (
@@ -418,22 +378,17 @@ def linear(
             *pointers,
             x if gain is None else gain,
             eps,
-            *ahead.arguments(then, x),
-            min(askers, programs),
-            0 if distance is None else distance,
             N=n,
             K=k,
             BLOCK_N=shape.block_n,
             BLOCK_K=shape.block_k,
             NORM=folds,
-            ASKS=then is not None,
-            ROLLS=distance is not None,
+            EARLY_LOADS=early,
             **flags,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
             pdl=pdl,
-            in_order=shrinks + programs > common.MOST_OVERLAPPED and large == "in order",
-            branches=shrinks + programs > common.MOST_OVERLAPPED and large == "followed",
+            branches=shrinks + programs > common.MOST_OVERLAPPED,
         )
     else:
         launch(

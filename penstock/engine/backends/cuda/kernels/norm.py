@@ -23,7 +23,7 @@ from penstock.engine.backends.cuda.kernels.common import (
 )
 
 
-@triton.jit(do_not_specialize=["ahead_half", "ahead_pieces", "ahead_stride", "rows"])
+@triton.jit(do_not_specialize=["ahead_half", "ahead_pieces", "ahead_stride", "ahead_step", "rows"])
 def _norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -39,6 +39,7 @@ def _norm_kernel(
     ahead_half: tl.tensor,
     ahead_pieces: tl.tensor,
     ahead_stride: tl.tensor,
+    ahead_step: tl.tensor,
     rows: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -56,9 +57,9 @@ def _norm_kernel(
     launch_successor(PDL)
     if ASKS:  # noqa: SIM102 - known when compiled; the other is not
         if row >= rows:
-            helper = tl.program_id(0) - rows
-            ask_ahead(ahead_ptr, ahead_half, ahead_pieces, ahead_stride, helper, tl.num_programs(0) - rows, BLOCK)
             wait_for_inputs(PDL)
+            helper, helpers = tl.program_id(0) - rows, tl.num_programs(0) - rows
+            ask_ahead(ahead_ptr, ahead_half, ahead_pieces, ahead_stride, ahead_step, helper, helpers, BLOCK)
             return
     if NORM:
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
