@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -129,6 +130,12 @@ def bench_lora_layer() -> Iterator[Row]:
             mixed = time_us([stack.pass_of(tokens, stack.adapted(lora, 4 if wide else 1), lora)]) / layers
             ratio = f"{mixed - plain:+.1f} us, {mixed / plain:.3f}x" if plain else "-"
             yield f"8B layer, {tokens} tokens: {count} adapters, {name}", mixed, ratio
+            if tokens <= gemv.MAX_BATCH and wide:
+                with patch.object(TritonLora, "first", not TritonLora.first):
+                    mixed = time_us([stack.pass_of(tokens, stack.adapted(lora), lora)]) / layers
+                ratio = f"{mixed - plain:+.1f} us, {mixed / plain:.3f}x" if plain else "-"
+                other = "launches of their own" if not TritonLora.first else "in the linear's launch"
+                yield f"8B layer, {tokens} tokens: {count} adapters, products with A: {other}", mixed, ratio
 
 
 def tune_lora_ways() -> Iterator[Row]:

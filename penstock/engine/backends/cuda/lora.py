@@ -66,6 +66,8 @@ class TritonLora:
     """As in `CudaLinear`."""
     apart: ClassVar[Literal["both", "second", "none"]] = "both"
     """Which of the two launches of a decode step run on a second stream."""
+    first: ClassVar[bool] = False
+    """See `InlineLora`."""
 
     def __init__(
         self,
@@ -157,6 +159,7 @@ class TritonLora:
             parts=len(site.sizes),
             ends=_ends(site),
             inputs=site.inputs,
+            first=self.first,
         )
 
     def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
