@@ -289,6 +289,10 @@ class Engine:
         """Use a moment without work to save what outlives the engine; False when there is nothing left to do."""
         if self.persistence is None or self.has_work:
             return False
+        return self._settle() if self._restarts is None else bool(self._restarts.step(self._settle))
+
+    def _settle(self) -> bool:
+        assert self.persistence is not None
         try:
             return self.persistence.advance(self.clock())
         except ReplicaLost:
