@@ -36,9 +36,7 @@ def await_command() -> None:
     for name in _IMPORTS:
         importlib.import_module(name)
     if not select.select([0], [], [], _PATIENCE_S)[0]:
-        from penstock.engine.torch_import import import_torch
-
-        import_torch()
+        importlib.import_module("penstock.engine.core")
     line = _read_line()
     words: list[str] = json.loads(line)
     show_command(words)

@@ -238,7 +238,7 @@ class Scheduler:
         self._in_flight = self._prompts_in_flight = 0
         for seq in list(self.running):
             self.preempt(seq)
-        self.allocator.pool.forget_all()
+        self.allocator.pool.start_over()
 
     def preempt(self, seq: Sequence) -> None:
         """Send a running sequence back to wait; it will be computed again, mostly from the cache."""

@@ -17,7 +17,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from penstock.engine.process import age_s
-from penstock.engine.torch_import import import_torch
 from penstock.engine_host import head_start
 from penstock.engine_host.pacer import Pacing, pick_interval
 from penstock.engine_host.rank_hub import RankHub
@@ -68,7 +67,6 @@ class EngineProcess:
             started, begin = round(age_s(), 3), time.perf_counter()
             if not start_asleep:
                 head_start.begin(config)
-            import_torch()
             from penstock.engine.core import Engine
             from penstock.engine.sleep.sleep import EngineSleep
             from penstock.engine_host.gpu_meter import open_meter
@@ -113,7 +111,6 @@ class EngineProcess:
         with Listener(self.endpoint, curve=self.curve) as listener:
             config = find()
             self.progress("import", 0.0)
-            import_torch()
             from penstock.engine.encoder.core import EncoderEngine
 
             engine = EncoderEngine.load(config, self.progress)

@@ -157,19 +157,23 @@ def engine_sleep(ranks: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def engine_blocks(ranks: int) -> dict[str, Any]:
+def engine_blocks(ranks: int, own_sequences: int = 0) -> dict[str, Any]:
     """Conversations that leave ranks with few blocks, for the host and the disk, and come back; and prompts computed by
-    ranks, continued by one device."""
+    ranks, continued by one device. `own_sequences`: each rank has its own (`attention_parallel: data`)."""
     prompts = {f"c{i}": [(31 * i + 7 * j * j) % 199 for j in range(100)] for i in range(8)}
     asked = [greedy(name, prompt, 12) for name, prompt in prompts.items()]
     with tempfile.TemporaryDirectory() as folder:
-        path = write_checkpoint("llama-gqa", Path(folder) / "model", spread=0.5)
+        family, host = ("qwen3-moe", 14) if own_sequences else ("llama-gqa", 28)
+        path = write_checkpoint(family, Path(folder) / "model", spread=0.5)
         small: dict[str, Any] = {"device": "cuda", "max_running": 4, "num_blocks": 200}
-        grid = {"tensor_parallel": ranks, "devices": ("cuda:0",) * ranks}
+        grid: dict[str, Any] = {"tensor_parallel": ranks, "devices": ("cuda:0",) * ranks}
+        if own_sequences:
+            grid |= {"expert_parallel": True, "attention_parallel": "data", "expert_rebalance_s": 0.0}
         engine = make_engine(path, role="decode", **small)
+        block = engine.runner.kv.shape.block_bytes // (1 if own_sequences else ranks)
         expected = generate(engine, *asked)
         engine.scheduler.allocator.pool.forget_all()
-        tiers = {"num_blocks": 10, "host_memory": 28 * 6144, "disk_memory": 80 * 6144, "disk_path": folder}
+        tiers = {"num_blocks": 10, "host_memory": host * block, "disk_memory": 80 * block, "disk_path": folder}
         tiered = make_engine(path, **{**small, **grid, **tiers})
         said = []
         for _ in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from penstock.engine.backends.cuda.kernels import moe_mxfp4, moe_one, moe_plan, 
 from penstock.engine.backends.cuda.kernels.moe_mxfp4 import PlainConfig  # noqa: E402
 from penstock.engine.backends.cuda.kernels.moe_route import Choice  # noqa: E402
 from penstock.engine.backends.cuda.kernels.mxfp4_fragments import Mxfp4Fragments, fragments, stacked  # noqa: E402
-from penstock.engine.backends.cuda.kernels.mxfp4_one import WarpShares  # noqa: E402
 from penstock.engine.backends.cuda.kernels.mxfp4_prompt import PromptConfig  # noqa: E402
+from penstock.engine.backends.cuda.kernels.mxfp4_staged import StagedConfig  # noqa: E402
 from penstock.engine.backends.cuda.kernels.mxfp4_stream import StreamConfig  # noqa: E402
 from penstock.engine.backends.interface import ClampedSwiglu  # noqa: E402
 from penstock.engine.loading.mxfp4 import Mxfp4, round_mxfp4  # noqa: E402
@@ -49,7 +49,7 @@ def _schedule(chosen: Tensor, experts: int, few: bool) -> moe_plan.Plan | moe_pl
     return moe_plan.FewPairs(chosen) if few else moe_plan.plan(chosen, experts)
 
 
-Config = PlainConfig | StreamConfig | PromptConfig
+Config = PlainConfig | StreamConfig | StagedConfig | PromptConfig
 
 
 def _compare(
@@ -104,7 +104,7 @@ def test_products_equal_float64() -> None:
         _compare(6, 4, 96, 64, ((9, False, None), (3, True, None)))
         return
     _compare(32, 4, 2880, 288, tuple((tokens, tokens <= 16, None) for tokens in (1, 6, 13, 64, 150)))
-    _compare(6, 4, 96, 64, ((40, False, StreamConfig(8, 4, 2, 1)), (3, True, PlainConfig())))
+    _compare(6, 4, 96, 64, ((40, False, StreamConfig(8, 4, 2, 1)), (64, False, StagedConfig(16, 1, 4, 4))))
     _compare(5, 2, 512, 160, ((5, True, StreamConfig(8, 1, 2, 8, 2)), (40, False, PlainConfig())))
 
 
@@ -129,47 +129,40 @@ def _visits(logits: Tensor, top_k: int, chooses: bool) -> tuple[moe_one.Visits, 
 
 
 def test_one_token_equals_float64() -> None:
-    """Both launches: shares that end past the last input, rows that end in the middle of a tile, a choice made by the
-    kernel or before it, three visits, a residual stream, no biases."""
+    """Shares that end past the last input, rows that end in the middle of a tile, a choice made by the kernel or before
+    it, three visits, a residual stream, no biases; twice, since counters must be as before."""
     if QUICK:
         return
-    for experts, top_k, hidden, ffn, chooses in (
-        (32, 4, 2880, 288, True),
-        (6, 3, 96, 72, False),
-        (33, 4, 512, 160, True),
-    ):
+    counters = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    cases = ((32, 4, 2880, 2880, True), (6, 3, 96, 160, False), (33, 4, 512, 64, True))
+    for experts, top_k, hidden, ffn, chooses in cases:
         gate_up, wide = _experts(experts, 2 * ffn, hidden, True)
-        down, narrow = _experts(experts, hidden, ffn // 32 * 32, False)
+        down, narrow = _experts(experts, hidden, ffn, False)
         bias, last = rand(experts, 2 * ffn, dtype=BF16, scale=0.3), rand(experts, hidden, dtype=BF16, scale=0.3)
         for residual in (None, rand(1, hidden, dtype=BF16)):
             visits, chosen, weights = _visits(rand(1, experts), top_k, chooses)
             x = rand(1, hidden, dtype=BF16)
-            biases = (None, None) if residual is None and not chooses else (bias, last)
+            biased = residual is not None or chooses
             before = None if residual is None else residual.clone()
+            biases = (bias, last) if biased else (None, None)
             with poisoned_outputs():
-                inner = mxfp4_one.gate_up(x, gate_up, biases[0], visits, GATE, following=down)
-                cut = inner[:, : ffn // 32 * 32].contiguous()
-                got = mxfp4_one.down(cut, down, biases[1], visits, residual=residual)
+                got = mxfp4_one.experts_of_one(
+                    x, gate_up, biases[0], down, biases[1], visits, GATE, counters, residual=residual
+                )
             if MODE == "compile":
                 continue
             name = f"one token {experts}x{hidden}x{ffn} {chooses}"
-            if chooses:
-                assert visits.chosen[0].tolist() == chosen.tolist(), name
-                check(name, visits.weights[0], weights, 1e-5)
             rows = torch.einsum("k,pnk->pn", x[0].double(), wide[chosen].double())
-            if biases[0] is not None:
-                rows += bias[chosen].double()
-            gate, up = rows.chunk(2, -1)
+            gate, up = (rows + bias[chosen].double() if biased else rows).chunk(2, -1)
             gate, up = gate.clamp(max=GATE.limit), up.clamp(-GATE.limit, GATE.limit)
-            check(name, inner, gate * torch.sigmoid(GATE.alpha * gate) * (up + 1), 1e-2)
-            y = torch.einsum("pk,pnk->pn", cut.double(), narrow[chosen].double())
-            if biases[1] is not None:
-                y += last[chosen].double()
-            want = (y * weights[:, None]).sum(0, keepdim=True)
+            inner = (gate * torch.sigmoid(GATE.alpha * gate) * (up + 1)).to(BF16).double()
+            y = torch.einsum("pk,pnk->pn", inner, narrow[chosen].double())
+            want = ((y + last[chosen].double() if biased else y) * weights[:, None]).sum(0, keepdim=True)
             if before is not None:
                 assert got is residual, name
                 want += before.double()
             check(name, got, want, 1e-2)
+            assert not counters.any(), name
 
 
 def test_every_code_is_exact() -> None:
@@ -183,7 +176,11 @@ def test_every_code_is_exact() -> None:
     chosen = torch.zeros(32, 1, dtype=torch.int32, device=DEVICE)
     for paired in (True,) if QUICK else (False, True):
         stack = stacked([fragments(weight, paired=paired)])
-        configs: tuple[Config, ...] = (StreamConfig(8, 1, 1, 1), StreamConfig(32, 1, 4, 8), PromptConfig(32, 1, 4))
+        configs: tuple[Config, ...] = (
+            StreamConfig(8, 1, 1, 1),
+            StagedConfig(16, 1, 2, 1, 2, 0),
+            PromptConfig(32, 1, 4),
+        )
         for config in (PlainConfig(),) if QUICK else (PlainConfig(), *configs):
             with poisoned_outputs():
                 plan = moe_plan.plan(chosen, 1)
@@ -202,7 +199,7 @@ def _random(experts: int, out: int, inputs: int, paired: bool) -> Mxfp4Fragments
     return Mxfp4Fragments(words, exponents, torch.full((experts, out), 2.0**-9, device=DEVICE), inputs, paired)
 
 
-def _time(tokens: int, gated: bool, configs: list[StreamConfig] | list[PromptConfig]) -> Iterator[Row]:
+def _time(tokens: int, gated: bool, configs: Sequence[StreamConfig | StagedConfig | PromptConfig]) -> Iterator[Row]:
     """A layer of gpt-oss 20B."""
     stack = _random(32, 5760 if gated else 2880, 2880, gated)
     bias = rand(32, stack.outputs, dtype=BF16)
@@ -229,56 +226,29 @@ def _time(tokens: int, gated: bool, configs: list[StreamConfig] | list[PromptCon
             yield bandwidth(name, us, visited * stack.nbytes / 32)
 
 
-def _label(config: StreamConfig | PromptConfig) -> str:
+def _label(config: StreamConfig | StagedConfig | PromptConfig) -> str:
     tile = f"{config.tokens}x{config.rows} w{config.num_warps}"
     if isinstance(config, StreamConfig):
         return f"stream {tile} a{config.ahead} s{config.split}"
+    if isinstance(config, StagedConfig):
+        return f"staged {tile} a{config.ahead} s{config.stages} n{config.narrow} r{config.registers}"
     return f"prompt {tile} {'early' if config.early else 'late'} r{config.registers}"
 
 
-def _time_one(config: WarpShares, gated: bool, chooses: bool = True) -> Iterator[Row]:
+def bench_one_token() -> Iterator[Row]:
     """A layer of gpt-oss 20B, with eight different choices."""
     gate_up, down = _random(32, 5760, 2880, True), _random(32, 2880, 2880, False)
     wide, narrow = rand(32, 5760, dtype=BF16), rand(32, 2880, dtype=BF16)
-    calls = []
-    for _ in range(8):
-        visits, _, _ = _visits(rand(1, 32), 4, chooses and gated)
-        x = rand(1 if gated else 4, 2880, dtype=BF16)
-        if gated:
-            call = partial(mxfp4_one.gate_up, x, gate_up, wide, visits, GATE, config=config, pdl=True)
-        else:
-            call = partial(mxfp4_one.down, x, down, narrow, visits, config=config, pdl=True)
-        calls.append(call)
-    size = (gate_up if gated else down).nbytes / 8
-    name = "gate and up" if gated else "down"
-    label = f"one token, {name}: {config.shares} shares, {config.ahead} ahead, {config.registers} registers"
-    yield bandwidth(label, time_us(calls), size)
-
-
-def bench_one_token() -> Iterator[Row]:
-    """Each launch alone, then both of a layer with and without asking for the second's weights."""
-    yield from _time_one(mxfp4_one.GATE_UP, True)
-    yield from _time_one(mxfp4_one.DOWN, False)
-    gate_up, down = _random(32, 5760, 2880, True), _random(32, 2880, 2880, False)
-    wide, narrow = rand(32, 5760, dtype=BF16), rand(32, 2880, dtype=BF16)
-    residual = rand(1, 2880, dtype=BF16)
-
-    def layer(visits: moe_one.Visits, following: Mxfp4Fragments | None) -> None:
-        inner = mxfp4_one.gate_up(residual, gate_up, wide, visits, GATE, following=following, pdl=True)
-        mxfp4_one.down(inner, down, narrow, visits, residual=residual, pdl=True)
-
-    drawn = [_visits(rand(1, 32), 4, True)[0] for _ in range(8)]
-    for following in (None, down):
-        calls = [partial(layer, visits, following) for visits in drawn]
-        name = f"one token, both{'' if following is None else ', the second asked for by the first'}"
-        yield bandwidth(name, time_us(calls), (gate_up.nbytes + down.nbytes) / 8)
-
-
-def tune_one_token() -> Iterator[Row]:
-    for shape in ((1, 12, 255), (2, 4, 80), (2, 12, 112), (4, 4, 64), (4, 12, 88)):
-        yield from _time_one(WarpShares(*shape), True)
-    for shape in ((2, 8, 112), (4, 4, 64), (2, 12, 112), (8, 4, 64)):
-        yield from _time_one(WarpShares(*shape), False)
+    x, residual = rand(1, 2880, dtype=BF16), rand(1, 2880, dtype=BF16)
+    counters = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    calls = [
+        partial(
+            mxfp4_one.experts_of_one, x, gate_up, wide, down, narrow, _visits(rand(1, 32), 4, True)[0], GATE, counters,
+            residual=residual, pdl=True,
+        )
+        for _ in range(8)
+    ]  # fmt: skip
+    yield bandwidth("one token", time_us(calls), (gate_up.nbytes + down.nbytes) / 8)
 
 
 def bench_mxfp4() -> Iterator[Row]:
@@ -289,9 +259,13 @@ def bench_mxfp4() -> Iterator[Row]:
 
 
 def tune_some() -> Iterator[Row]:
-    shapes = ((16, 2, 4, 2, 1, 128), (16, 1, 4, 4, 1, 128), (16, 1, 4, 2, 1, 96), (16, 2, 8, 2, 1, 128))
+    streams = [StreamConfig(16, 2, 4, 2, 1, 128), StreamConfig(16, 1, 4, 4, 1, 128)]
     for gated in (True, False):
-        yield from _time(64, gated, [StreamConfig(*shape) for shape in shapes])
+        yield from _time(64, gated, streams)
+        yield from _time(64, gated, [StagedConfig(*shape) for shape in STAGED])
+
+
+STAGED = ((16, 2, 4, 2), (16, 2, 4, 2, 3, 0), (16, 1, 4, 4, 3, 8, 96), (16, 1, 4, 2, 3, 8, 80))
 
 
 def tune_prompt() -> Iterator[Row]:

@@ -177,6 +177,17 @@ def test_blocks_of_two_ranks_on_one_gpu_leave_and_cross() -> None:
     assert found["restored"] > 20 and found["read"] > 6 and found["blocks_in"] == 8 * 6, found
 
 
+def test_blocks_of_ranks_with_sequences_of_their_own_leave_and_cross() -> None:
+    """The same of two ranks that attend each over sequences of their own, and have host memory and a disk for these."""
+    if not ON_DEVICE:
+        return
+    with peer_ranks.mps() as environment:
+        found = peer_ranks.spawn("engine_blocks", 1, environment, 80, 2, 1)
+    for got in ("first", "again", "handed"):
+        assert_alike(found[got], found["expected"])
+    assert found["restored"] > 12 and found["read"] > 0 and found["blocks_in"] == 8 * 6, found
+
+
 def assert_alike(got: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
     # Sums in another order than one rank's may break a tie differently, once, late.
     equal = sum(got[name] == tokens for name, tokens in expected.items())

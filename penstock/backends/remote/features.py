@@ -52,6 +52,7 @@ ADVICE = frozenset(
         *("user", "safety_identifier", "metadata", "service_tier", "priority", "prompt_cache_key", "cache_salt"),
         *("store", "speculation", "reasoning_effort", "verbosity", "reasoning", "thinking", "enable_thinking"),
         *("thinking_budget", "thinking_token_budget", "max_reasoning_tokens"),
+        *("thinking_budget_tokens", "reasoning_budget"),
     )
 )
 """Fields that do not change what may be answered."""

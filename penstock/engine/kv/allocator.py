@@ -14,12 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.engine.kv.block_hash import block_name
+from penstock.engine.kv.block_hash import block_name, names_after
 from penstock.engine.kv.host import HostTier, Transfers
 from penstock.engine.kv.pool import NULL_BLOCK, BlockPool
 from penstock.engine.kv.states import StateStore
 from penstock.engine.request import EngineLoad
 from penstock.engine.sequence import Sequence
+
+_NAMED_AHEAD = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,9 @@ class BlockAllocator:
         found: list[Found] = []
         names, find, host = seq.block_names, self.pool.find, self.pool.host
         for index in range(limit):
-            name = names[index] if index < len(names) else self._name(seq, index)
+            if index >= len(names):  # a few at once; whoever computes these blocks needs their names as well
+                self._name(seq, min(index + _NAMED_AHEAD, limit) - 1)
+            name = names[index]
             block = find(name)
             if block is None and (host is None or name not in host):
                 break
@@ -302,10 +306,10 @@ class BlockAllocator:
 
     def _name(self, seq: Sequence, index: int) -> bytes:
         names, size = seq.block_names, self.block_size
-        while len(names) <= index:
-            at = len(names)
-            parent = names[-1] if names else seq.root
-            names.append(block_name(parent, seq.tokens[at * size : (at + 1) * size]))
+        known = len(names)
+        if known <= index:
+            parent, tokens = names[-1] if names else seq.root, seq.tokens[known * size : (index + 1) * size]
+            names += [block_name(parent, tokens)] if known == index else names_after(parent, tokens, size)
         return names[index]
 
 

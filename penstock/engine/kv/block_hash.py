@@ -36,14 +36,20 @@ def block_name(parent: bytes, tokens: list[int]) -> bytes:
     return parent[:OWNER_SIZE] + blake2b(parent + array("I", tokens).tobytes(), digest_size=_REST).digest()
 
 
-def block_names(tokens: list[int], block_size: int, salt: str = "", adapter: str = "") -> list[bytes]:
-    """Names of every full block of `tokens`."""
+def names_after(parent: bytes, tokens: list[int], block_size: int) -> list[bytes]:
+    """The names of the full blocks of `tokens`, one after the other, after the prefix called `parent`."""
     names: list[bytes] = []
-    parent = root_name(salt, adapter)
-    for end in range(block_size, len(tokens) + 1, block_size):
-        parent = block_name(parent, tokens[end - block_size : end])
+    owner, content = parent[:OWNER_SIZE], array("I", tokens)
+    width, data = block_size * content.itemsize, content.tobytes()
+    for end in range(width, len(data) + 1, width):
+        parent = owner + blake2b(parent + data[end - width : end], digest_size=_REST).digest()
         names.append(parent)
     return names
+
+
+def block_names(tokens: list[int], block_size: int, salt: str = "", adapter: str = "") -> list[bytes]:
+    """Names of every full block of `tokens`."""
+    return names_after(root_name(salt, adapter), tokens, block_size)
 
 
 def state_name(block: bytes) -> bytes:

@@ -14,11 +14,11 @@ or when the copies of them are over; their places are free again after that.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from penstock.engine.kv.block_index import Entry
 from penstock.engine.request import EngineLoad
@@ -28,6 +28,7 @@ MOST_WRITES = 128
 """Blocks on their way to the disk at a time; blocks that leave the host while it has no time for more are lost."""
 WRITES_AT_ONCE = 8
 
+T = TypeVar("T")
 Pairs = list[tuple[int, int]]
 """Slots in host memory and places on disk."""
 
@@ -187,21 +188,23 @@ class DiskTier:
         self._writing.update(name for name, _, _ in found)
         for begin in range(0, len(found), WRITES_AT_ONCE):
             part = found[begin : begin + WRITES_AT_ONCE]
-            self._jobs.append(_Job(False, part, self._write(part)))
+            self._jobs.append(_Job(False, part, _asked(self._write, part)))
         return gone
 
     def begin_read(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         """Copy blocks that are here into slots of host memory."""
         found = [(name, slot, self._places[name]) for name, slot in blocks]
         self._reading.update(name for name, _, _ in found)
-        self._jobs.append(_Job(True, found, self._store.read([(slot, place) for _, slot, place in found])))
+        pairs = [(slot, place) for _, slot, place in found]
+        self._jobs.append(_Job(True, found, _asked(self._store.read, pairs)))
 
     def poll(self) -> list[Moved]:
-        """Copies that are over now."""
+        """Copies that are over now. Raises `ReplicaLost` when a rank that makes some is gone; then none is over."""
         over: list[Moved] = []
-        for job in [job for job in self._jobs if all(answer.done() for answer in job.answers)]:
+        ready = [job for job in self._jobs if all(answer.done() for answer in job.answers)]
+        outcomes = [[_outcome(answer, len(job.blocks), job.void) for answer in job.answers] for job in ready]
+        for job, answers in zip(ready, outcomes, strict=True):
             self._jobs.remove(job)
-            answers = [_outcome(answer, len(job.blocks)) for answer in job.answers]
             doomed: list[int] = []
             for (name, slot, place), *made in zip(job.blocks, *answers, strict=True):
                 if job.erases:
@@ -255,6 +258,20 @@ class DiskTier:
         for job in self._jobs:
             job.void = True
 
+    def start_over(self) -> None:
+        """A rank is gone, and another will be in its place. Where the disk keeps blocks they stay, but for those that
+        are being copied; else there is nothing left on that rank."""
+        if not self.persistent:
+            self.forget_all()
+            return
+        for job in self._jobs:
+            for name, _, place in job.blocks:
+                if self._places.get(name) == place:
+                    del self._places[name]
+            job.void = True
+        self._writing.clear()
+        self._reading.clear()
+
     def remember_order(self) -> None:
         """So that the next engine evicts what this one would have."""
         if self.persistent and self._opened and not self._jobs:
@@ -293,9 +310,8 @@ class DiskTier:
 
     def _erase(self, places: list[int]) -> None:
         if places:
-            self._jobs.append(
-                _Job(False, [(b"", -1, place) for place in places], self._store.erase(places), erases=True)
-            )
+            blocks = [(b"", -1, place) for place in places]
+            self._jobs.append(_Job(False, blocks, _asked(self._store.erase, places), erases=True))
 
     def _write(self, blocks: list[tuple[bytes, int, int]]) -> list[Future[list[bool]]]:
         pairs = [(slot, place) for _, slot, place in blocks]
@@ -329,8 +345,19 @@ class DiskTier:
         self._soiled.add(place)
 
 
-def _outcome(answer: Future[list[bool]], count: int) -> list[bool]:
+def _asked(ask: Callable[[T], list[Future[list[bool]]]], what: T) -> list[Future[list[bool]]]:
+    """The answers; when a rank is gone, one that says so."""
+    try:
+        return ask(what)
+    except ReplicaLost as error:
+        lost: Future[list[bool]] = Future()
+        lost.set_exception(error)
+        return [lost]
+
+
+def _outcome(answer: Future[list[bool]], count: int, void: bool) -> list[bool]:
+    """`void`: nobody needs it any more."""
     error = answer.exception()
-    if isinstance(error, ReplicaLost):
+    if isinstance(error, ReplicaLost) and not void:
         raise error
     return [False] * count if error is not None else answer.result()

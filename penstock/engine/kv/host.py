@@ -315,6 +315,12 @@ class HostTier:
         self._doomed.clear()
         self._transfers = Transfers()
 
+    def start_over(self) -> None:
+        """A rank is gone, and what was in its memory; what a disk keeps stays."""
+        if self.disk is not None:
+            self.disk.start_over()
+        self.forget_all(keep_disk=True)
+
     def report(self, load: EngineLoad) -> None:
         """Add what is here to what other caches have."""
         load.host_blocks += self.used

@@ -46,6 +46,10 @@ class PartitionedPool(BlockPool):
         for part in self.parts:
             part.distrust()
 
+    def start_over(self) -> None:
+        for part in self.parts:
+            part.start_over()
+
     def erase(self, owner: bytes) -> list[HostTier]:
         return [tier for part in self.parts for tier in part.erase(owner)]
 

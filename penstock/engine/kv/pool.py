@@ -184,6 +184,14 @@ class BlockPool:
         if self.states is not None:
             self.states.distrust()
 
+    def start_over(self) -> None:
+        """A rank is gone, and with it the contents of all blocks and what is behind them, but for what a disk keeps."""
+        self._drop_all()
+        if self.host is not None:
+            self.host.start_over()
+        if self.states is not None:
+            self.states.start_over()
+
     def erase(self, owner: bytes) -> list[HostTier]:
         """Drop every name that begins with the tag of an owner; the tiers in which blocks may still be overwritten.
         Sequences that run keep their blocks."""

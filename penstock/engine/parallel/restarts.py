@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from penstock.engine.request import StepOutput
 from penstock.errors import ReplicaLost
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.launch import Ranks
 
+T = TypeVar("T")
 _WAIT_S = 0.05
 """How long a step waits for a rank that is being started again."""
 
@@ -39,8 +39,8 @@ class RankRestarts:
         """Whether one is, or will be."""
         return self._restart is not None or self._ranks.died
 
-    def step(self, step: Callable[[], StepOutput | None]) -> StepOutput | None:
-        """Take a step; if a rank is gone, begin to start it again."""
+    def step(self, step: Callable[[], T | None]) -> T | None:
+        """Take a step, or do something else that needs all ranks; if one is gone, begin to start it again."""
         ranks = self._ranks
         try:
             if not (ranks.died and ranks.restartable):

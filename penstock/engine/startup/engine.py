@@ -89,7 +89,6 @@ def _check_restarts(config: EngineConfig) -> None:
         "CUDA devices": pick_device(config.device).type != "cpu",
         "ranks on other machines": config.spans_machines,
         "adapters": bool(config.adapters or config.adapter_slots),
-        "host_memory": config.host_memory > 0,
         f"weights: {config.weights}": config.weights in ("int8", "int4"),
         "kv_dtype: int8": config.kv_dtype == "int8",
         f"role: {config.role}": config.role != "both",

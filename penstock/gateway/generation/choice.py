@@ -317,8 +317,10 @@ class Choice:
             if token in splitter.marks and (not splitter.answering or isinstance(splitter, ChannelSplitter)):
                 thought, answer = splitter.mark(token, self._detokenizer.flush())
                 continue
-            thought, answer = splitter.push(self._detokenizer.push((token,)))
-            if self.want_logprobs and at < len(logprobs) and splitter.answering:
+            raw = self._detokenizer.push((token,))
+            thought, answer = splitter.push(raw)
+            dropped = raw.isspace() and not answer  # white space between the thought and the answer
+            if self.want_logprobs and at < len(logprobs) and splitter.answering and not dropped:
                 self._held.append(TokenPiece(token, self._length, logprobs[at]))
         if final:
             more = splitter.flush(self._detokenizer.flush())

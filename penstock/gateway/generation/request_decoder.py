@@ -46,6 +46,8 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "dynatemp_range": (None, 0),
     "samplers": ANY,
     # What comes back
+    "separate_reasoning": (None, True),
+    "reasoning_format": (None, "auto", "deepseek", "parsed"),
     "logprobs_mode": ANY,
     "normalize": (None, True),
     # Where and with what it runs
@@ -86,6 +88,10 @@ CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
 _FILTERS = "the filters here are `top_k`, `top_p`, `min_p` and `typical_p`"
 _PENALTIES = "the penalties here are `repetition_penalty`, `frequency_penalty` and `presence_penalty`"
 _CODE = "code of a request does not run here; use `logit_bias`, `allowed_token_ids` or `bad_words`"
+_APART = (
+    "thoughts come apart from answers; `include_reasoning: false` leaves them out, and a model with `reasoning: off` "
+    "in the configuration leaves them in the text"
+)
 REASONS = {
     "use_beam_search": "beams copy their caches at every token, which costs all other requests; use `best_of`",
     "length_penalty": "it belongs to beam search, which is not done here; `best_of` compares the mean per token",
@@ -97,6 +103,8 @@ REASONS = {
     "tfs_z": _FILTERS,
     "dynatemp_range": "a request has one temperature; use `temperature` with `min_p`",
     "samplers": "their order is fixed: penalties, constraints, typical_p, temperature, top_k, top_p, min_p",
+    "separate_reasoning": _APART,
+    "reasoning_format": _APART,
     "logits_processors": _CODE,
     "custom_logit_processor": _CODE,
 }
@@ -108,6 +116,7 @@ ADVISORY = frozenset(
         *("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "speculation", "store", "user"),
         *("reasoning_effort", "reasoning", "thinking", "enable_thinking", "include_reasoning"),
         *("thinking_budget", "thinking_token_budget", "max_reasoning_tokens"),
+        *("thinking_budget_tokens", "reasoning_budget"),
     )
 )
 OF_OTHER_ENDPOINTS = frozenset((*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__)) - ADVISORY

@@ -336,6 +336,8 @@ class ChatRequest(TokenDetails, kw_only=True):
     thinking_budget: ThoughtTokens | None = None
     thinking_token_budget: ThoughtTokens | None = None
     max_reasoning_tokens: ThoughtTokens | None = None
+    thinking_budget_tokens: Annotated[int, Meta(ge=-1, le=INT64)] | None = None
+    reasoning_budget: Annotated[int, Meta(ge=-1, le=INT64)] | None = None
     """How much to think, as several servers spell it; see `thoughts`."""
     include_reasoning: bool | None = None
     """False: thoughts are not shown."""

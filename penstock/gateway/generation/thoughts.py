@@ -44,8 +44,14 @@ _TEMPLATE_EFFORTS: Mapping[Effort, str] = {"none": "low", "minimal": "low", "xhi
 EFFORT = "reasoning_effort"
 SWITCHES = ("enable_thinking", "thinking", "reasoning")
 """Variables by which chat templates are told whether to think."""
-_BUDGETS = ("thinking_budget", "thinking_token_budget", "max_reasoning_tokens")
-PARAMETERS = (EFFORT, "reasoning", "thinking", "enable_thinking", *_BUDGETS)
+BUDGETS = (
+    *("thinking_budget", "thinking_token_budget", "max_reasoning_tokens"),
+    *("thinking_budget_tokens", "reasoning_budget"),
+)
+"""The last two are llama.cpp's, with -1 for any number."""
+_FOR_TEMPLATES = (("reasoning", "summary"), ("reasoning", "generate_summary"), ("thinking", "clear_thinking"))
+"""Fields that only some templates have a variable for."""
+PARAMETERS = (EFFORT, "reasoning", "thinking", "enable_thinking", *BUDGETS)
 _MESSAGE_FIELDS = ("reasoning_content", ".thinking", "'thinking'")
 """How chat templates name the thought of a message."""
 _BEGIN_SPACES = ("", "\n", "\n\n", " ")
@@ -74,7 +80,7 @@ def asked(request: ChatRequest) -> Asked:
     effort = _one({EFFORT: request.reasoning_effort, "reasoning.effort": reasoning and reasoning.effort})
     budget = _one(
         {
-            **{name: getattr(request, name) for name in _BUDGETS},
+            **{name: None if (value := getattr(request, name)) == -1 else value for name in BUDGETS},
             "reasoning.max_tokens": reasoning and reasoning.max_tokens,
             "thinking.budget_tokens": thinking and thinking.budget_tokens,
         }
@@ -132,16 +138,24 @@ def plan(exchange: Exchange, request: ChatRequest, model: ServedModel) -> tuple[
     template = model.text.other_template(request.chat_template) if request.chat_template else None
     names = model.text.template_names if template is None else template.names
     told, budget = _told(wanted, style, names)
+    unused: list[str] = []
+    for parameter, field in _FOR_TEMPLATES:
+        value = getattr(getattr(request, parameter), field, None)
+        if value is not None and field in names:
+            told[field] = value
+        elif value is not None:
+            unused.append(f"{parameter}.{field}")
     if told:
         kwargs = {**told, **(request.chat_template_kwargs or {})}
         request = msgspec.structs.replace(request, chat_template_kwargs=kwargs)
     if style is not None:
+        exchange.ignored += unused
         if budget is None and wanted.effort is None:
             budget = model.thinking_budget
         return request, Plan(style, budget)
     for name in wanted.names:
         # What cannot think need not be told not to.
-        if wanted.enabled is not False and (not told or name in _BUDGETS):
+        if wanted.enabled is not False and (not told or name in BUDGETS):
             ignore_advice(exchange, name)
     return request, None
 

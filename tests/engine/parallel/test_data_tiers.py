@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import pytest
 from penstock.engine.core import Engine
 from penstock.engine.kv.partition import PartitionedAllocator
 from penstock.engine.request import Request
+from penstock.engine.sleep.sleep import EngineSleep
+from penstock.errors import ReplicaLost
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import verify_everything
@@ -205,3 +209,54 @@ def test_what_a_drafter_reads_leaves_and_comes_back_too(tmp_path: Path, pipeline
             assert len(right) > 10 and all(right), right
             load = engine.load_snapshot()
             assert load.restored_blocks > 0 and load.disk_failures == 0
+
+
+@slow
+def test_a_rank_that_is_killed_costs_nothing_on_disk(folder_of: Folders, tmp_path: Path) -> None:
+    """Ranks that are processes: the engine ends with the one that is killed, and the next one finds what both had."""
+    folder = folder_of("qwen3-moe")
+    alone = Alone(folder)
+    settings = {"tensor_parallel": 2, **alone.tiers(tmp_path, disk_persistent=True)}
+    engine = make_engine(folder, **settings)
+    try:
+        assert converse(engine, alone, "first") == [0] * CONVERSATIONS
+        while engine.settle():
+            pass
+        assert engine.ranks is not None
+        engine.submit(greedy("cut off", text(9), 50))
+        engine.step()
+        os.kill(engine.ranks.pids[0], signal.SIGKILL)
+        with pytest.raises(ReplicaLost, match="killed by SIGKILL"):
+            drain(engine)
+    finally:
+        engine.close(save_s=0.0)
+    engine = make_engine(folder, **settings)
+    try:
+        assert all(shards_used(engine))
+        assert converse(engine, alone, "again") == [96] * CONVERSATIONS
+        assert engine.load_snapshot().disk_failures == 0
+    finally:
+        engine.close()
+
+
+@slow
+def test_sequences_that_are_aborted_leave_nothing(folder_of: Folders, tmp_path: Path) -> None:
+    """Whether they run, wait for their shard's disk, or are asleep with the engine afterwards."""
+    folder = folder_of("qwen3-moe")
+    alone = Alone(folder)
+    settings = alone.tiers(tmp_path, disk_persistent=True)
+    with threaded_engine(folder, 2, 1, **settings) as engine:
+        converse(engine, alone, "first")
+        for steps in range(1, 8):
+            for request in conversations(f"aborted-{steps}"):
+                engine.submit(request)
+            for _ in range(steps):
+                engine.step()
+            for request_id in list(engine.scheduler.live):
+                engine.abort(request_id)
+            drain(engine)
+            assert_idle(engine)
+        sleeper = EngineSleep(engine.config, Engine.load)
+        engine = sleeper.wake(sleeper.sleep(engine))
+        assert converse(engine, alone, "after a sleep") == [96] * CONVERSATIONS
+        assert engine.load_snapshot().disk_hit_tokens > 0

@@ -78,6 +78,45 @@ def test_running_sequences_go_on(
         assert_idle(engine)
 
 
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        pytest.param("host", {}, marks=pytest.mark.slow),
+        pytest.param("disk", {}, marks=pytest.mark.slow),
+        pytest.param("disk that keeps", {}, marks=pytest.mark.slow),
+        pytest.param("host", {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
+        ("disk that keeps", {"expert_parallel": True, "attention_parallel": "data"}),
+    ],
+)
+def test_tiers_behind_the_cache_go_on_with_what_the_disk_keeps(
+    folder: Path, expected: dict[str, list[int]], tmp_path: Path, kind: str, more: dict[str, Any]
+) -> None:
+    prompts = [[(i * 31 + 7 * j * j) % 190 for j in range(100)] for i in range(4)]
+    told = [greedy(f"t{i}", prompt, 4) for i, prompt in enumerate(prompts)]
+    said = generate(make_engine(folder, kv_dtype="full"), *told)
+    tiers: dict[str, Any] = {"num_blocks": 16, "host_memory": 1 << 20, "host_idle_s": 0.0}
+    if kind != "host":
+        persistent = kind == "disk that keeps"
+        tiers |= {"disk_memory": 4 << 20, "disk_path": str(tmp_path), "disk_persistent": persistent}
+    as_threads = patch.object(launch, "_spawn", _spawn)
+    with threaded_engine(folder, 2, 1, **SETTINGS, **tiers, **more) as engine, as_threads:
+        for turn in range(2):
+            assert generate(engine, *told) == said
+            while engine.settle():
+                pass
+            assert run_and_lose(engine, 1) == expected
+            for request in told:
+                engine.submit(request)
+            deltas = drain(engine)
+            assert collect(deltas) == said
+            first = {delta.request_id: delta.cached_tokens for delta in deltas if delta.cached_tokens is not None}
+            found = 96 if kind == "disk that keeps" else 0
+            assert first == dict.fromkeys(said, found), f"turn {turn}"
+            assert_idle(engine)
+            for host in engine.scheduler.allocator.hosts:
+                host.check()
+
+
 @pytest.mark.slow
 def test_experts_that_had_moved_are_where_they_were(
     folder: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
@@ -144,7 +183,6 @@ def test_an_idle_engine_notices_and_is_ready_for_the_next_request(folder: Path, 
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"host_memory": 1 << 20}, "host_memory"),
         ({"adapter_slots": 2}, "adapters"),
         ({"role": "prefill"}, "role: prefill"),
         ({"kv_dtype": "int8"}, "kv_dtype: int8"),

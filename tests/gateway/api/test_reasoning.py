@@ -73,7 +73,7 @@ async def test_chat_completions_whole_and_streamed(serving: Serving, opens: Text
     async with serving(scripted(opens, SAID), text=opens) as running:
         body = (await running.chat(n=2)).json()
         for choice in body["choices"]:
-            assert choice["message"]["reasoning_content"] == "Let me see."
+            assert choice["message"]["reasoning_content"] == choice["message"]["reasoning"] == "Let me see."
             assert choice["message"]["content"] == "Forty-two." and choice["finish_reason"] == "stop"
         tokens = len(opens.encode("Let me see.\n</think>", add_special_tokens=False))
         assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * tokens
@@ -98,7 +98,7 @@ async def test_stop_strings_and_logprobs_belong_to_the_answer(serving: Serving, 
         choice = (await running.chat(stop=["see", "-"], logprobs=True)).json()["choices"][0]
         assert choice["message"]["reasoning_content"] == "Let me see."
         assert choice["message"]["content"] == "Forty" and choice["stop_reason"] == "-"
-        assert "".join(token["token"] for token in choice["logprobs"]["content"]).strip() == "Forty"
+        assert "".join(token["token"] for token in choice["logprobs"]["content"]) == "Forty"
         cut = (await running.chat(max_tokens=5)).json()["choices"][0]
         assert cut["message"]["content"] == "" and cut["message"]["reasoning_content"] == "Let m"
         assert cut["finish_reason"] == "length"
@@ -141,6 +141,9 @@ async def test_budgets_by_every_name(serving: Serving, opens: TextModel) -> None
             ({"thinking_budget": 7}, 7),
             ({"thinking_token_budget": 7}, 7),
             ({"max_reasoning_tokens": 7}, 7),
+            ({"thinking_budget_tokens": 7}, 7),
+            ({"reasoning_budget": 7}, 7),
+            ({"reasoning_budget": -1}, 99),
             ({"reasoning": {"max_tokens": 7}}, 7),
             ({"thinking": {"type": "enabled", "budget_tokens": 7}}, 7),
             ({"thinking": {"type": "disabled"}}, 0),
@@ -165,9 +168,30 @@ async def test_budgets_by_every_name(serving: Serving, opens: TextModel) -> None
             ({"reasoning": {"effort": "none", "enabled": True}}, "reasoning.enabled"),
             ({"thinking_budget": -1}, "thinking_budget"),
             ({"thinking": {"type": "perhaps"}}, "thinking.type"),
+            ({"separate_reasoning": False}, "separate_reasoning"),
+            ({"reasoning_format": "none"}, "reasoning_format"),
+            ({"reasoning_budget": -2}, "reasoning_budget"),
         ):
             reply = await running.chat(**wrong)
             assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
+
+
+async def test_what_has_no_effect_is_named(serving: Serving, opens: TextModel, tmp_path: Path) -> None:
+    async with serving(scripted(opens, SAID), text=opens) as running:
+        for asked, named in (
+            ({"reasoning": {"effort": "low", "summary": "auto"}}, "reasoning.summary"),
+            ({"thinking": {"type": "enabled", "clear_thinking": False}}, "thinking.clear_thinking"),
+            ({"separate_reasoning": True}, "separate_reasoning"),
+        ):
+            assert (await running.chat(**asked)).headers["x-penstock-ignored"] == named
+        reply = await running.client.post(
+            "/v1/responses", json={"model": "tiny", "input": "hi", "reasoning": {"summary": "auto"}}
+        )
+        assert reply.headers["x-penstock-ignored"] == "reasoning.summary"
+    clears = model(tmp_path, "<think>", "</think>", template=f"{{{{ clear_thinking }}}}{OPENS}")
+    async with serving(scripted(clears, SAID), text=clears) as running:
+        reply = await running.chat(thinking={"type": "enabled", "clear_thinking": False})
+        assert "x-penstock-ignored" not in reply.headers and prompt_of(running, clears).startswith("False")
 
 
 async def test_templates_are_told(serving: Serving, switched: TextModel, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from penstock.text.vocabulary import grammars_of
-from tests.gateway.api.test_reasoning import OPENS, SAID, scripted
+from tests.gateway.api.test_reasoning import OPENS, SAID, WEATHER, scripted
 from tests.gateway.conftest import Serving
 from tests.text.test_thoughts import model
 
@@ -160,4 +160,110 @@ async def test_the_clients_of_openai_and_anthropic(serving: Serving, thinker: Te
             ],
         )
         assert again_said.content[1].type == "text"
+        await other.close()
+
+
+CALLS = 'I look.</think><tool_call>[{"name": "get_weather", "arguments": {"city": "Rome"}}]</tool_call>'
+
+
+async def test_calls_behind_thoughts_in_every_api(serving: Serving, thinker: TextModel) -> None:
+    """And the next turn, with thought, call and result sent back as the clients hold them."""
+    function = WEATHER["function"]
+    assert isinstance(function, dict)
+    async with serving(scripted(thinker, CALLS), text=thinker, served={"tool_format": "smollm2"}) as running:
+        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none", max_retries=0)
+        async with client.chat.completions.stream(
+            model="tiny",
+            messages=MESSAGES,  # type: ignore[arg-type]
+            tools=[WEATHER],  # type: ignore[list-item]
+        ) as stream:
+            chat = (await stream.get_final_completion()).choices[0]
+        assert chat.finish_reason == "tool_calls" and chat.message.tool_calls is not None
+        assert chat.message.model_extra is not None and chat.message.model_extra["reasoning_content"] == "I look."
+        assert json.loads(chat.message.tool_calls[0].function.arguments) == {"city": "Rome"}
+        result = {"role": "tool", "tool_call_id": chat.message.tool_calls[0].id, "content": "sunny"}
+        again = await client.chat.completions.create(
+            model="tiny",
+            messages=[*MESSAGES, chat.message.model_dump(exclude_none=True), result],  # type: ignore[list-item]
+            tools=[WEATHER],  # type: ignore[list-item]
+        )
+        assert again.choices[0].finish_reason == "tool_calls"
+        tool = {"type": "function", "strict": False, **function}
+        async with client.responses.stream(model="tiny", input="hi", tools=[tool]) as events:  # type: ignore[list-item]
+            response = await events.get_final_response()
+        thought, call = response.output
+        assert thought.type == "reasoning" and call.type == "function_call"
+        sent = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        followed = await client.responses.create(
+            model="tiny",
+            input=[{"role": "user", "content": "hi"}, *sent, output],  # type: ignore[list-item]
+            tools=[tool],  # type: ignore[list-item]
+        )
+        assert [item.type for item in followed.output] == ["reasoning", "function_call"]
+        await client.close()
+        other = anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{running.port}", api_key="none", max_retries=0)
+        offered = {"name": "get_weather", "input_schema": function["parameters"]}
+        async with other.messages.stream(
+            model="tiny",
+            max_tokens=200,
+            messages=MESSAGES,  # type: ignore[arg-type]
+            tools=[offered],  # type: ignore[list-item]
+        ) as messages:
+            message = await messages.get_final_message()
+        assert [block.type for block in message.content] == ["thinking", "tool_use"]
+        assert message.stop_reason == "tool_use"
+        results = [{"type": "tool_result", "tool_use_id": message.content[1].id, "content": "sunny"}]  # type: ignore[union-attr]
+        next_turn = await other.messages.create(
+            model="tiny",
+            max_tokens=200,
+            messages=[
+                *MESSAGES,  # type: ignore[list-item]
+                {"role": "assistant", "content": message.content},  # type: ignore[typeddict-item]
+                {"role": "user", "content": results},  # type: ignore[typeddict-item]
+            ],
+            tools=[offered],  # type: ignore[list-item]
+        )
+        assert [block.type for block in next_turn.content] == ["thinking", "tool_use"]
+        await other.close()
+
+
+async def test_limits_inside_and_behind_thoughts_in_every_api(serving: Serving, thinker: TextModel) -> None:
+    async with serving(scripted(thinker, SAID), text=thinker) as running:
+        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none", max_retries=0)
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,  # type: ignore[arg-type]
+            stream=True,
+            n=3,
+            stop=["me", "two"],
+            logprobs=True,
+            top_logprobs=1,
+        )
+        thoughts, answers, tokens, ends = [""] * 3, [""] * 3, [""] * 3, [""] * 3
+        async for chunk in stream:
+            for choice in chunk.choices:
+                at = choice.index
+                thoughts[at] += getattr(choice.delta, "reasoning", None) or ""
+                answers[at] += choice.delta.content or ""
+                ends[at] += choice.finish_reason or ""
+                if choice.logprobs is not None:
+                    tokens[at] += "".join(token.token for token in choice.logprobs.content or ())
+        assert thoughts == ["Let me see."] * 3 and answers == tokens == ["Forty-"] * 3 and ends == ["stop"] * 3
+        cut = (await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3)).choices[0]  # type: ignore[arg-type]
+        assert (cut.finish_reason, cut.message.content) == ("length", "")
+        response = await client.responses.create(model="tiny", input="hi", max_output_tokens=16)
+        assert response.status == "incomplete" and response.output_text == "F"
+        await client.close()
+        other = anthropic.AsyncAnthropic(base_url=f"http://127.0.0.1:{running.port}", api_key="none", max_retries=0)
+        short = await other.messages.create(model="tiny", max_tokens=3, messages=MESSAGES)  # type: ignore[arg-type]
+        assert short.stop_reason == "max_tokens" and [block.type for block in short.content] == ["thinking"]
+        stopped = await other.messages.create(
+            model="tiny",
+            max_tokens=200,
+            messages=MESSAGES,  # type: ignore[arg-type]
+            stop_sequences=["me", "two"],
+        )
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "two")
+        assert stopped.content[-1].type == "text" and stopped.content[-1].text == "Forty-"
         await other.close()

@@ -1,11 +1,11 @@
 """Experts on CUDA: the weights of a layer's experts as one stack, computed together by `kernels.moe`.
 
 Six launches whatever the number of experts and tokens, and none waits for the device: scores, routing, sorting, the two
-products, the sum. With few tokens they are three: scores and routing, gate and up, down with the sum. With one token
-these have kernels of their own (`kernels.moe_one`, `kernels.mxfp4_one`), which also take the norm before and the
-residual addition behind.
-Weights in few bits (FP8, MXFP4, integers in groups) are widened in the kernels; activations stay as they are. In
-deterministic mode it is six for any number of tokens, with one launch shape.
+products, the sum, which may be left to the norm behind. With few tokens they are three: scores and routing, gate and
+up, down with the sum. With one token these have kernels of their own (`kernels.moe_one`, `kernels.mxfp4_one`), which
+also take the norm before and the residual addition behind. Weights in few bits (FP8, MXFP4, integers in groups) are
+widened in the kernels; activations stay as they are. In deterministic mode it is six for any number of tokens, with one
+launch shape.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.expert_integers import IntegerStack, integer_stack
 from penstock.engine.backends.cuda.grouped_linear import GroupedLinear, Int8Linear
 from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_one, mxfp4_one
+from penstock.engine.backends.cuda.kernels.addends import Summands
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.kernels.moe import SharedPart
@@ -44,6 +45,8 @@ from penstock.engine.models.layers.linear import Linear
 
 _COUNTERS = 1024
 """Arrival counters of a layer: for each token, or for every 16 outputs."""
+_MOST_SCORES = 2048
+"""Of tokens and experts, up to which one launch makes and compares them: the vendor's product takes two for so few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,8 @@ class GroupedExpertMlp:
     slots: ExpertSlots | None = None
     ahead: tuple[Tensor, ...] = ()
     """What the layer behind reads first."""
+    leaves_sums: bool = False
+    """Whether the norm behind adds up what a token's experts gave."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -233,6 +238,10 @@ class GroupedExpertMlp:
         """See `AsksAhead`."""
         return replace(self, ahead=ahead)
 
+    def leaving_sums(self) -> GroupedExpertMlp:
+        """See `SummedByNorm`."""
+        return replace(self, leaves_sums=self.slots is None)
+
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
         if inputs is None and len(x) == 1 and self.fuses:
             return _one_token(self, x)
@@ -242,6 +251,9 @@ class GroupedExpertMlp:
             return self.apply(x, weights, self.slots.here(chosen))
         if self.takes_few(x):
             return self._products(x, weights, FewPairs(chosen))
+        if self.leaves_sums and len(x):
+            left: Any = Summands(self._products(x, weights, plan(chosen, self.gate_up.experts)), chosen.shape[1])
+            return left  # type: ignore[no-any-return]
         return self.apply(x, weights, chosen)
 
     def takes_few(self, x: Tensor) -> bool:
@@ -251,8 +263,8 @@ class GroupedExpertMlp:
         return 0 < len(x) <= FEW and self.down.outputs <= 16 * _COUNTERS
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        linear = self.router.linear
-        if 0 < len(x) <= FEW and isinstance(linear, CudaLinear) and linear.scale is None:
+        linear: Any = self.router.linear
+        if _is_dense(linear) and 0 < len(x) <= max(FEW, min(64, _MOST_SCORES // len(linear.weight))):
             weights, chosen, _ = score_and_route(x, linear.weight, linear.bias, self.choice, self.counters)
             return weights, chosen
         return route(linear(x), self.choice)
@@ -445,7 +457,7 @@ def _one_packed(routed: GroupedExpertMlp, x: Tensor, norm: Tensor | None, eps: f
     gate_up, down = routed.gate_up, routed.down
     assert isinstance(gate_up, PackedStack) and isinstance(down, PackedStack)
     normed = x if norm is None else torch.empty_like(x)
-    fast = mxfp4_one.takes(x)
+    fast = mxfp4_one.takes(x, gate_up.stack, routed.choice.top_k)
     logits = None
     if fast and moe_one.ranks(routed.choice, gate_up.experts):
         logits = torch.empty((1, gate_up.experts), dtype=torch.float32, device=x.device)
@@ -456,8 +468,10 @@ def _one_packed(routed: GroupedExpertMlp, x: Tensor, norm: Tensor | None, eps: f
         out = routed._products(normed, weights, FewPairs(chosen))
         return out if norm is None else x.add_(out)
     visits = Visits(chosen, weights, False, logits, routed.choice)
-    inner = mxfp4_one.gate_up(normed, *gate_up.parts, visits, routed.activation, following=down.stack)
-    return mxfp4_one.down(inner, *down.parts, visits, residual=None if norm is None else x)
+    return mxfp4_one.experts_of_one(
+        normed, *gate_up.parts, *down.parts, visits, routed.activation, routed.counters,
+        residual=None if norm is None else x,
+    )  # fmt: skip
 
 
 def _pairs(routed: GroupedExpertMlp, shared: GatedMlp | None) -> tuple[tuple[Any, Any], tuple[Any, Any]]:

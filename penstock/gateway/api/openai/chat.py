@@ -201,7 +201,7 @@ class ChatRenderer(StepsRenderer):
         self._recorder.add(piece)
         ids = piece.token_ids
         if piece.reasoning and self._thoughts:
-            data += self._chunk(piece.index, {"reasoning_content": piece.reasoning})
+            data += self._chunk(piece.index, _thought(piece.reasoning))
         if piece.text or piece.tokens:
             if not piece.tokens and ids is None:
                 data += b'%b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
@@ -248,7 +248,7 @@ class ChatRenderer(StepsRenderer):
                 "annotations": self._annotations(parts),
             }
             if self._thoughts and (thoughts := "".join(part.reasoning for part in parts)):
-                message["reasoning_content"] = thoughts
+                message |= _thought(thoughts)
             if calls := [call for part in parts for call in part.calls or ()]:
                 message["content"] = message["content"] or None
                 message["tool_calls"] = [call.body() for call in merge_calls([], calls)]
@@ -348,3 +348,8 @@ def _call_deltas(calls: Iterable[CallPiece]) -> Iterator[dict[str, Any]]:
             arguments = {"index": call.index, "function": {"arguments": call.arguments}}
     if arguments is not None:
         yield arguments
+
+
+def _thought(text: str) -> dict[str, str]:
+    """Under the name that DeepSeek gave it, which most clients read, and that of OpenRouter and newer vLLM."""
+    return {"reasoning_content": text, "reasoning": text}

@@ -1,8 +1,9 @@
 """The grouped product of `moe` on experts in MXFP4, read as stored: 4-bit floats and a power of two for 32 of them.
 
-`mxfp4_fragments` says how they lie in memory. With bfloat16 activations `mxfp4_stream` multiplies where an expert has
-few tokens, and `mxfp4_prompt` where it has many. The kernel of this file is for all else: other activations, route
-weights that meet the inputs, and Triton's interpreter; it takes weights out of their words in plain operations.
+`mxfp4_fragments` says how they lie in memory. With bfloat16 activations `mxfp4_stream` multiplies where there are few
+tokens, `mxfp4_staged` where an expert has about ten, and `mxfp4_prompt` where it has many; one token has a kernel for
+both products (`mxfp4_one`). The kernel of this file is for all else: other activations, route weights that meet the
+inputs, and Triton's interpreter; it takes weights out of their words in plain operations.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels import mxfp4_prompt, mxfp4_stream
+from penstock.engine.backends.cuda.kernels import mxfp4_prompt, mxfp4_staged, mxfp4_stream
 from penstock.engine.backends.cuda.kernels.activation import gate_options, gated
 from penstock.engine.backends.cuda.kernels.common import (
     INTERPRETED,
@@ -35,6 +36,7 @@ from penstock.engine.backends.cuda.kernels.moe_plan import (
 )
 from penstock.engine.backends.cuda.kernels.mxfp4_fragments import Mxfp4Fragments
 from penstock.engine.backends.cuda.kernels.mxfp4_prompt import PromptConfig
+from penstock.engine.backends.cuda.kernels.mxfp4_staged import StagedConfig
 from penstock.engine.backends.cuda.kernels.mxfp4_stream import StreamConfig
 from penstock.engine.backends.interface import Activation
 
@@ -181,16 +183,19 @@ def _plain_kernel(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_m[None, :] & (n < N)[:, None])
 
 
-def choose(pairs: int, experts: int, wide: bool, few: int = 0) -> StreamConfig | PromptConfig:
+def choose(pairs: int, experts: int, wide: bool, few: int = 0) -> StreamConfig | StagedConfig | PromptConfig:
     """Launch shape for bfloat16 from host values; see `moe.choose`. `wide`: with two products in a program. `few`:
     tokens, where there are few."""
     if few == 1:
         return StreamConfig(8, 1, 4, ahead=8) if wide else StreamConfig(8, 1, 4, ahead=4, split=4)
     if 0 < few <= 8:
         return StreamConfig(8, 2, 2, ahead=4) if wide else StreamConfig(8, 1, 4, ahead=4, split=2)
-    share = pairs / experts
-    if few or share <= 12:
+    if few:
         return StreamConfig(16, 2, 4, ahead=2, registers=128)  # 16 warps to a multiprocessor
+    share = pairs / experts
+    if share <= 12:
+        # Half as many rows to a program, or those of down would take two rounds of which the second is half empty.
+        return StagedConfig(16, 2, 4, ahead=2) if wide else StagedConfig(16, 1, 4, ahead=4, registers=96)
     if share <= 24:
         return StreamConfig(32, 2, 4, ahead=1, registers=128)
     return PromptConfig(64 if share <= 128 else 128, 2, 8)
@@ -207,7 +212,7 @@ def grouped_linear(
     route_weights: Tensor | None = None,
     activation: Activation = "silu",
     counters: Tensor | None = None,
-    config: PlainConfig | StreamConfig | PromptConfig | None = None,
+    config: PlainConfig | StreamConfig | StagedConfig | PromptConfig | None = None,
     fixed: bool = False,
     pdl: bool = False,
 ) -> Tensor:
@@ -225,6 +230,12 @@ def grouped_linear(
         return mxfp4_stream.grouped_linear(
             x, stack, bias, schedule, top_k, gated=gated, route_weights=route_weights, activation=activation,
             counters=counters, config=config, pdl=pdl,
+        )  # fmt: skip
+    if isinstance(config, StagedConfig):
+        assert isinstance(schedule, Plan)
+        return mxfp4_staged.grouped_linear(
+            x, stack, bias, schedule, top_k, gated=gated, route_weights=route_weights, activation=activation,
+            config=config, pdl=pdl,
         )  # fmt: skip
     if isinstance(config, PromptConfig):
         assert isinstance(schedule, Plan)

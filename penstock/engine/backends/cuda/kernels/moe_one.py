@@ -30,8 +30,10 @@ from penstock.engine.backends.interface import Activation
 MOST_RANKED = 64
 """Experts of which every program of `gate_up` finds the one it works on: with more that takes longer than a choice made
 once, and the wait for it."""
-SHARED_LAST = False
+LEAD = 1 << 30
+REPEATS = 1
 ASKS = True
+GUESSES = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,20 @@ def _load_rows(rows: tl.tensor, end: tl.tensor, STEPS: tl.constexpr, BLOCK_K: tl
         w = tl.load(rows[:, None] + at[None, :], mask=(at < end)[None, :], other=0.0, eviction_policy="evict_first")
         found = found + (w,)  # type: ignore[assignment]
     return found
+
+
+@triton.jit
+def _load_others(
+    found: tl.tensor, rows: tl.tensor, wanted: tl.tensor, end: tl.tensor, STEPS: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tl.tensor:
+    """What `_load_rows` has found, or where `wanted` the weights at `rows`."""
+    loaded = ()
+    for step in tl.static_range(STEPS):
+        at = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask = ((at < end) & wanted)[None, :]
+        w = tl.load(rows[:, None] + at[None, :], mask=mask, other=found[step], eviction_policy="evict_first")
+        loaded = loaded + (w,)  # type: ignore[assignment]
+    return loaded
 
 
 @triton.jit
@@ -151,7 +167,8 @@ def _gate_up_kernel(
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SHARED_LAST: tl.constexpr,
+    LEAD: tl.constexpr,
+    REPEATS: tl.constexpr,
     CHOOSES: tl.constexpr,
     BLOCK_E: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -164,18 +181,17 @@ def _gate_up_kernel(
     LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """`SHARED`: the width of the shared expert, whose programs are the first, or 0."""
+    """`SHARED`: the width of the shared expert, or 0. Its first `LEAD` programs are the first of all, the others the
+    last. Programs of the other experts have `REPEATS` blocks of rows each."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    FIRST: tl.constexpr = (SHARED + BLOCK_N - 1) // BLOCK_N
-    BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK_N * REPEATS - 1) // (BLOCK_N * REPEATS)
     pid = tl.program_id(0)
     i = tl.arange(0, BLOCK_N)
     kind = out_ptr.dtype.element_ty
     ROUTED: tl.constexpr = TOP_K * BLOCKS
-    at = pid if SHARED_LAST else pid - FIRST
     if SHARED > 0:  # noqa: SIM102 - known when compiled; the other is not
-        if (pid >= ROUTED) if SHARED_LAST else (pid < FIRST):
-            n = (pid - ROUTED if SHARED_LAST else pid) * BLOCK_N + i
+        if (pid < LEAD) | (pid >= LEAD + ROUTED):
+            n = tl.where(pid < LEAD, pid, pid - ROUTED) * BLOCK_N + i
             # Rows past the end read the last row: their sums are not stored.
             row = tl.minimum(n, SHARED - 1)
             # Weights are constants: they may be under way before the input is there.
@@ -191,8 +207,8 @@ def _gate_up_kernel(
             y = gated(gate, up, GATE, ALPHA, LIMIT)
             tl.store(out_ptr + TOP_K * WIDTH + n, y.to(kind), mask=n < SHARED)
             return
-    visit = at // BLOCKS
-    n = at % BLOCKS * BLOCK_N + i
+    visit = (pid - LEAD) // BLOCKS
+    block = (pid - LEAD) % BLOCKS
     wait_for_inputs(PDL)
     # Only now: what comes next looks the choices up as soon as it starts, to know what to ask for.
     launch_successor(PDL)
@@ -205,28 +221,32 @@ def _gate_up_kernel(
         expert = tl.load(chosen_ptr + visit)
     # Scores that are not numbers may choose no expert.
     expert = tl.minimum(expert, EXPERTS - 1).to(tl.int64)
-    row = expert * (2 * WIDTH) + tl.minimum(n, WIDTH - 1)
-    gates = _load_rows(weight_ptr + row * K, K, STEPS, BLOCK_K)
-    ups = _load_rows(weight_ptr + (row + WIDTH) * K, K, STEPS, BLOCK_K)
-    if CHOOSES:  # noqa: SIM102
-        if at % BLOCKS == 0:
-            # For what comes next.
-            tl.store(chosen_ptr + visit, expert.to(tl.int32))
-            tl.store(route_ptr + visit, _weight_at(visit, scores, ranks, TOP_K, NORMALIZE, SIGMOID, SCALE))
-    gate = tl.sum(_times(gates, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
-    up = tl.sum(_times(ups, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
-    if SCALED:
-        gate *= tl.load(scale_ptr + row)
-        up *= tl.load(scale_ptr + row + WIDTH)
-    if WEIGHTED:
-        if CHOOSES:
+    weight = 1.0
+    if CHOOSES:
+        if block == 0:
+            tl.store(chosen_ptr + visit, expert.to(tl.int32))  # for what comes next
+        if WEIGHTED:
             weight = _weight_at(visit, scores, ranks, TOP_K, NORMALIZE, SIGMOID, SCALE)
-        else:
-            weight = tl.load(route_ptr + visit)
-        gate *= weight
-        up *= weight
-    y = gated(gate, up, GATE, ALPHA, LIMIT)
-    tl.store(out_ptr + visit * WIDTH + n, y.to(kind), mask=n < WIDTH)
+    elif WEIGHTED:
+        weight = tl.load(route_ptr + visit)
+    for turn in range(REPEATS):
+        n = (block * REPEATS + turn) * BLOCK_N + i
+        row = expert * (2 * WIDTH) + tl.minimum(n, WIDTH - 1)
+        gates = _load_rows(weight_ptr + row * K, K, STEPS, BLOCK_K)
+        ups = _load_rows(weight_ptr + (row + WIDTH) * K, K, STEPS, BLOCK_K)
+        gate = tl.sum(_times(gates, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
+        up = tl.sum(_times(ups, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
+        if SCALED:
+            gate *= tl.load(scale_ptr + row)
+            up *= tl.load(scale_ptr + row + WIDTH)
+        if WEIGHTED:
+            gate *= weight
+            up *= weight
+        y = gated(gate, up, GATE, ALPHA, LIMIT)
+        tl.store(out_ptr + visit * WIDTH + n, y.to(kind), mask=n < WIDTH)
+    if CHOOSES:  # noqa: SIM102
+        if block == 0:
+            tl.store(route_ptr + visit, _weight_at(visit, scores, ranks, TOP_K, NORMALIZE, SIGMOID, SCALE))
 
 
 @triton.jit
@@ -257,6 +277,7 @@ def _down_kernel(
     SHARED_GATE: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ASKS: tl.constexpr,
+    GUESSES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     STEPS: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
@@ -272,11 +293,31 @@ def _down_kernel(
         likely = tl.load(chosen_ptr + t, cache_modifier=".cg")
         likely = tl.maximum(tl.minimum(likely, EXPERTS - 1), 0).to(tl.int64)
         ask_for(weight_ptr + ((likely * N)[:, None] + row[None, :]) * WIDTH, ROW_BYTES, PDL)
+    guessed = ()
+    if GUESSES:
+        for i in tl.static_range(VISITS):
+            guess = tl.load(chosen_ptr + i, cache_modifier=".cg")
+            guess = tl.maximum(tl.minimum(guess, EXPERTS - 1), 0)
+            early = _load_rows(weight_ptr + (guess.to(tl.int64) * N + row) * WIDTH, WIDTH, STEPS, BLOCK_K)
+            guessed = guessed + ((guess, early),)  # type: ignore[assignment]
     wait_for_inputs(PDL)
     # A loop, not all at once: with few registers all programs are there from the beginning, and what they ask for keeps
     # the memory busy.
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for first in range(0, TOP_K, VISITS):
+    if GUESSES:
+        # The first visits: loaded, but for a guess that was wrong.
+        for i in tl.static_range(VISITS):
+            guess, loaded = guessed[i]
+            taken = tl.maximum(tl.minimum(tl.load(chosen_ptr + i), EXPERTS - 1), 0)
+            at = taken.to(tl.int64) * N + row
+            loaded = _load_others(loaded, weight_ptr + at * WIDTH, taken != guess, WIDTH, STEPS, BLOCK_K)
+            share = tl.full([BLOCK_N], 1.0, tl.float32)
+            if WEIGHTED:
+                share *= tl.load(route_ptr + i)
+            if SCALED:
+                share *= tl.load(scale_ptr + at)
+            total += _times(loaded, inner_ptr + i * WIDTH, WIDTH, STEPS, BLOCK_N, BLOCK_K) * share[:, None]
+    for first in range(VISITS if GUESSES else 0, TOP_K, VISITS):
         rows = ()
         for i in tl.static_range(VISITS):
             visit = tl.minimum(first + i, TOP_K - 1)
@@ -324,11 +365,12 @@ def gate_up(
     experts, wide, depth = matrices.routed.shape
     width, shared = wide // 2, 0 if matrices.shared is None else matrices.shared.shape[0] // 2
     shape = config or _gate_up_shape(depth)
+    of_shared = ceil_div(shared, shape.block_n)
     choice = None if visits.logits is None else visits.choice
     out = torch.empty(visits.count * width + shared, dtype=x.dtype, device=x.device)
     launch(
         _gate_up_kernel,
-        (ceil_div(shared, shape.block_n) + visits.count * ceil_div(width, shape.block_n),),
+        (of_shared + visits.count * ceil_div(width, shape.block_n * REPEATS),),
         x,
         matrices.routed,
         x if matrices.scale is None else matrices.scale,
@@ -345,7 +387,8 @@ def gate_up(
         TOP_K=visits.count,
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
-        SHARED_LAST=SHARED_LAST,
+        LEAD=min(of_shared, LEAD),
+        REPEATS=REPEATS,
         CHOOSES=choice is not None,
         BLOCK_E=next_power_of_2(experts),
         NORMALIZE=choice is not None and choice.normalize,
@@ -405,7 +448,9 @@ def down(
         SHARED_GATE=shared_gate is not None,
         RESIDUAL=residual is not None,
         ASKS=ASKS,
+        GUESSES=GUESSES,
         num_warps=shape.num_warps,
+        maxnreg=64 if GUESSES and shape.num_warps <= 2 else None,
         pdl=pdl,
     )
     return out

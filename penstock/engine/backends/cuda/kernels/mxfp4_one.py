@@ -1,16 +1,17 @@
-"""The experts of one token in MXFP4: reading the weights of those it visits is all there is.
+"""The experts of one token in MXFP4, in one launch: reading the weights of those it visits is all there is.
 
-Two launches, as in `moe_one`, on weights in the order of threads. A warp has 16 rows and a share of their inputs; the
-warps of a program add up what they have in shared memory. In the first launch they are the shares of one visit, and
-every program finds its expert itself where it is given scores. In the second they are the shares of all visits, so
-that the sum of the experts and the residual stream is made in the same place. The first asks for the weights of the
-second when it has asked for all of its own, so that memory is busy while one launch ends and the other begins.
+A warp has 16 rows and a share of their inputs; the warps of a program add up what they have in shared memory. In the
+first part these are rows of gates and ups of some visit, and every program finds the experts itself where it is given
+scores. Then all programs wait for each other. In the second part they are rows of the output for all visits, so that
+the sum of the experts and the residual stream is made in one place; those weights are on their way meanwhile.
+
+Invariant: all programs are there at once, or they would wait forever. So the launch is no larger than what the
+multiprocessors hold, kernels before it end without it, and those behind it do not start before all of it has.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -36,24 +37,12 @@ from penstock.engine.backends.cuda.kernels.mxfp4_tile import (
 )
 from penstock.engine.backends.interface import Activation
 
-_PIECES = 8
-"""Threads of a program that ask for its share of the next weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class WarpShares:
-    """Shape of a launch."""
-
-    shares: int
-    """Warps among which the inputs of a visit are divided: a power of two."""
-    ahead: int
-    """Steps of 64 inputs that are under way at once: a multiple of four."""
-    registers: int = 255
-    """Of a thread, at most."""
-
-
-GATE_UP = WarpShares(2, 8, 88)
-DOWN = WarpShares(4, 4, 64)
+SHARES = 2
+"""Warps among which the inputs of 16 rows are divided: a power of two."""
+AHEAD = 8
+"""Steps of 64 inputs that are under way at once: a multiple of four."""
+REGISTERS = 80
+"""Of a thread, at most: for 24 warps to a multiprocessor."""
 
 
 @constexpr_function
@@ -97,64 +86,28 @@ def _operand(x: gl.tensor, INPUTS: gl.constexpr, OPERAND: gl.constexpr) -> gl.te
 
 
 @gluon.jit
-def _ask(at: gl.tensor, size: gl.tensor, wanted: gl.tensor) -> None:
-    """Bring `size` bytes at each address into the L2 cache."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r,r",
-        [at.to(gl.int64), size, wanted],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _ask_share(
-    start_ptr: gl.tensor,
-    expert: gl.tensor,
-    share: gl.tensor,
-    SHARES: gl.constexpr,
-    WORDS: gl.constexpr,
-    PIECES: gl.constexpr,
-    THREADS: gl.constexpr,
-    WARPS: gl.constexpr,
-) -> None:
-    """Ask for one of `SHARES` shares of the `WORDS` words of an expert."""
-    # In units of 16 bytes: pieces of a share are alike, and the last ones overlap.
-    PIECE: gl.constexpr = (WORDS // 4 + SHARES * PIECES - 1) // (SHARES * PIECES)
-    i = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    first = gl.minimum((share * PIECES + i) * PIECE, gl.maximum(WORDS // 4 - PIECE, 0))
-    at = start_ptr + expert * WORDS + first * 4
-    _ask(at, gl.full([THREADS], PIECE * 16, gl.int32, layout=i.type.layout), (i < PIECES).to(gl.int32))
-
-
-@gluon.jit
-def _expert_at(
-    visit: gl.tensor, logits_ptr: gl.tensor, EXPERTS: gl.constexpr, BLOCK_E: gl.constexpr, WARPS: gl.constexpr
+def _ranked(
+    logits_ptr: gl.tensor, EXPERTS: gl.constexpr, BLOCK_E: gl.constexpr, WARPS: gl.constexpr
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
-    """The expert whose score has the place `visit` in their order; all scores, and their places."""
+    """All experts, their scores, and their places in the order of these."""
     PAIRS: gl.constexpr = _rank_layout(WARPS, BLOCK_E)
     e = gl.arange(0, BLOCK_E, layout=gl.SliceLayout(1, PAIRS))
     other = gl.arange(0, BLOCK_E, layout=gl.SliceLayout(0, PAIRS))
     x = gl.load(logits_ptr + e, mask=e < EXPERTS, other=float("-inf"))
     y = gl.load(logits_ptr + other, mask=other < EXPERTS, other=float("-inf"))
     before = (y[None, :] > x[:, None]) | ((y[None, :] == x[:, None]) & (other[None, :] < e[:, None]))
-    place = gl.sum(before.to(gl.int32), axis=1)
-    return gl.sum(gl.where(place == visit, e, 0), axis=0), x, place
+    return e, x, gl.sum(before.to(gl.int32), axis=1)
 
 
 @gluon.jit
-def _weight_at(
-    visit: gl.tensor,
+def _totals(
     x: gl.tensor,
     place: gl.tensor,
     TOP_K: gl.constexpr,
     NORMALIZE: gl.constexpr,
     SIGMOID: gl.constexpr,
-    SCALE: gl.constexpr,
-) -> gl.tensor:
-    """As `moe_one` has it."""
+) -> tuple[gl.tensor, gl.tensor]:
+    """What the weights of experts are in proportion to, and what they are divided by; see `moe_route`."""
     if SIGMOID:
         p = 1.0 / (1.0 + gl.exp(-x))
         total = 1.0
@@ -165,7 +118,111 @@ def _weight_at(
         total = gl.sum(gl.where(place < TOP_K, p, 0.0), axis=0)
         if SIGMOID:
             total += 1e-20
-    return gl.sum(gl.where(place == visit, p, 0.0), axis=0) / total * SCALE
+    return p, total
+
+
+@gluon.jit
+def _of_visit(found: gl.tensor, visit: gl.tensor, TOP_K: gl.constexpr) -> gl.tensor:
+    """Of a tuple with one number for each visit, the one at each `visit`."""
+    value = visit * 0 + found[0]
+    for i in gl.static_range(1, TOP_K):
+        value = gl.where(visit == i, found[i], value)
+    return value
+
+
+@gluon.jit
+def _first_words(
+    words: gl.tensor,
+    powers: gl.tensor,
+    first_w: gl.tensor,
+    first_p: gl.tensor,
+    present: gl.tensor,
+    K: gl.constexpr,
+    AHEAD: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:
+    """Begin to read a share's first steps, if `present`. Steps past the last are the last again: their inputs are
+    zeros."""
+    STEPS: gl.constexpr = (K + 63) // 64
+    SPANS: gl.constexpr = (STEPS + 3) // 4
+    ring = ()
+    ring_e = ()
+    for i in gl.static_range(AHEAD):
+        if i % 4 == 0:
+            span = gl.minimum(first_p + i // 4, SPANS - 1)
+            ring_e = ring_e + (gl.load(powers + span * 32, mask=(span >= 0) & present, other=0),)  # type: ignore[assignment]
+        step = gl.minimum(first_w + i, STEPS - 1)
+        ring = ring + (gl.load(words + step * 128, mask=(step >= 0) & present, other=0),)  # type: ignore[assignment]
+    return ring, ring_e
+
+
+@gluon.jit
+def _read_inputs(
+    x_ptr: gl.tensor,
+    ROW: gl.constexpr,
+    ROWS: gl.constexpr,
+    K: gl.constexpr,
+    SHARES: gl.constexpr,
+    SHARE: gl.constexpr,
+    STAGED: gl.constexpr,
+    WARPS: gl.constexpr,
+) -> gl.tensor:
+    """The inputs [steps, warps, 64] of every warp, with zeros past the last; those of warp `i` are in row
+    `i // SHARES` of `ROWS`, which lie `ROW` apart."""
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 1, 8], [1, WARPS, 1], [2, 1, 0])
+    step = gl.arange(0, STAGED, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))
+    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))
+    k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))
+    at = ((warp % SHARES * SHARE)[None, :, None] + step[:, None, None]) * 64 + k[None, None, :]
+    seen = (at < K) & (step < SHARE)[:, None, None]
+    at += (gl.minimum(warp // SHARES, ROWS - 1) * ROW)[None, :, None]
+    # Not from the L1 cache: other programs may have written them.
+    return gl.load(x_ptr + at, mask=seen, other=0.0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _multiplied(
+    inputs: gl.shared_memory_descriptor,
+    staged: gl.tensor,
+    words: gl.tensor,
+    powers: gl.tensor,
+    first_w: gl.tensor,
+    first_p: gl.tensor,
+    ring: gl.tensor,
+    ring_e: gl.tensor,
+    K: gl.constexpr,
+    AHEAD: gl.constexpr,
+    TURNS: gl.constexpr,
+    STAGED: gl.constexpr,
+    WARPS: gl.constexpr,
+) -> gl.tensor:
+    """The sums [warps, 16, 8] of every warp; the eight are one token."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    HALVES: gl.constexpr = half_layout(WARPS, 1)
+    INPUTS: gl.constexpr = _input_layout(WARPS)
+    STEPS: gl.constexpr = (K + 63) // 64
+    SPANS: gl.constexpr = (STEPS + 3) // 4
+    KIND: gl.constexpr = staged.dtype
+    whole = inputs._reinterpret(KIND, [STAGED, WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
+    steps = inputs._reinterpret(KIND, [STAGED, WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
+    whole.store(staged)
+    gl.thread_barrier()
+    acc = gl.zeros([WARPS, 16, 8], gl.float32, layout=MMA)
+    for turn in range(TURNS):
+        for i in gl.static_range(AHEAD):
+            now = turn * AHEAD + i
+            taken = ring[i]
+            e = ring_e[i // 4]
+            if TURNS > 1:
+                new = gl.load(words + gl.minimum(first_w + now + AHEAD, STEPS - 1) * 128)
+                ring = ring[:i] + (new,) + ring[i + 1 :]
+            x = _operand(steps.index(now).load(gl.SliceLayout(1, INPUTS)), INPUTS, B)
+            acc = mma_v2(weights_of(taken, e, i % 4, HALVES, A, [WARPS, 16, 64]), x, acc)
+            if TURNS > 1 and i % 4 == 3:
+                new_e = gl.load(powers + gl.minimum(first_p + (now + AHEAD) // 4, SPANS - 1) * 32)
+                ring_e = ring_e[: i // 4] + (new_e,) + ring_e[i // 4 + 1 :]
+    return acc
 
 
 @gluon.jit
@@ -175,21 +232,27 @@ def _one_kernel(
     exponents_ptr: gl.tensor,
     scale_ptr: gl.tensor,
     bias_ptr: gl.tensor,
+    down_words_ptr: gl.tensor,
+    down_exponents_ptr: gl.tensor,
+    down_scale_ptr: gl.tensor,
+    down_bias_ptr: gl.tensor,
     chosen_ptr: gl.tensor,
     route_ptr: gl.tensor,
     logits_ptr: gl.tensor,
+    inner_ptr: gl.tensor,
     out_ptr: gl.tensor,
-    next_words_ptr: gl.tensor,
-    next_exponents_ptr: gl.tensor,
-    N: gl.constexpr,
-    K: gl.constexpr,
+    counter_ptr: gl.tensor,
+    HIDDEN: gl.constexpr,
+    WIDTH: gl.constexpr,
     EXPERTS: gl.constexpr,
     TOP_K: gl.constexpr,
     VISITS: gl.constexpr,
     SHARES: gl.constexpr,
     AHEAD: gl.constexpr,
+    TURNS: gl.constexpr,
+    DOWN_TURNS: gl.constexpr,
     STAGED: gl.constexpr,
-    GATED: gl.constexpr,
+    DOWN_STAGED: gl.constexpr,
     GATE: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
@@ -200,235 +263,210 @@ def _one_kernel(
     NORMALIZE: gl.constexpr,
     SIGMOID: gl.constexpr,
     SCALE: gl.constexpr,
-    NEXT_WORDS: gl.constexpr,
-    NEXT_EXPONENTS: gl.constexpr,
-    PIECES: gl.constexpr,
     PDL: gl.constexpr,
 ) -> None:
-    """`VISITS` of a program: one where it gates, all of them where it does not, and then a power of two."""
+    """`VISITS`: of a token, as a power of two; in the first part as many tiles of gates and ups."""
     WARPS: gl.constexpr = VISITS * SHARES
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[WARPS, 1, 1], instr_shape=[1, 16, 8])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    B: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     WORDS: gl.constexpr = word_layout(WARPS, 1)
-    HALVES: gl.constexpr = half_layout(WARPS, 1)
-    POWERS: gl.constexpr = gl.SliceLayout(4, HALVES)
+    POWERS: gl.constexpr = gl.SliceLayout(4, half_layout(WARPS, 1))
     WARP_W: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, WORDS)))
     WARP_P: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, POWERS)))
     WARP_S: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, MMA))
-    INPUTS: gl.constexpr = _input_layout(WARPS)
-    WIDE: gl.constexpr = 2 * N if GATED else N
-    ROW_TILES: gl.constexpr = (N + 7) // 8 if GATED else (N + 15) // 16
-    STEPS: gl.constexpr = (K + 63) // 64
+    ROW_TILES: gl.constexpr = (WIDTH + 7) // 8
+    DOWN_TILES: gl.constexpr = (HIDDEN + 15) // 16
+    STEPS: gl.constexpr = (HIDDEN + 63) // 64
     SPANS: gl.constexpr = (STEPS + 3) // 4
-    RING: gl.constexpr = AHEAD // 4
-    TURNS: gl.constexpr = (SPANS + SHARES * RING - 1) // (SHARES * RING)
+    DOWN_STEPS: gl.constexpr = (WIDTH + 63) // 64
+    DOWN_SPANS: gl.constexpr = (DOWN_STEPS + 3) // 4
     SHARE: gl.constexpr = TURNS * AHEAD
+    DOWN_SHARE: gl.constexpr = DOWN_TURNS * AHEAD
     KIND: gl.constexpr = x_ptr.dtype.element_ty
+    ROOM: gl.constexpr = (STAGED if STAGED > DOWN_STAGED else DOWN_STAGED) * WARPS * 64
+    inputs = gl.allocate_shared_memory(KIND, [ROOM], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     pid = gl.program_id(0)
-    visit = pid // ROW_TILES
-    tile = pid % ROW_TILES
+    warp_w = gl.arange(0, WARPS, layout=WARP_W)
+    warp_p = gl.arange(0, WARPS, layout=WARP_P)
+    warp_s = gl.arange(0, WARPS, layout=WARP_S)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    # The inputs of every warp, step by step; zeros past the last.
-    LOADED: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 1, 8], [1, WARPS, 1], [2, 1, 0])
-    step = gl.arange(0, STAGED, layout=gl.SliceLayout(1, gl.SliceLayout(2, LOADED)))
-    warp = gl.arange(0, WARPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LOADED)))
-    k = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, LOADED)))
-    at = ((warp % SHARES * SHARE)[None, :, None] + step[:, None, None]) * 64 + k[None, None, :]
-    seen = (at < K) & (step < SHARE)[:, None, None]
-    if not GATED:
-        at += (gl.minimum(warp // SHARES, TOP_K - 1) * K)[None, :, None]
-    staged = gl.load(x_ptr + at, mask=seen, other=0.0)
+    staged = _read_inputs(x_ptr, 0, 1, HIDDEN, SHARES, SHARE, STAGED, WARPS)
+    chosen = ()
     if CHOOSES:
-        expert, scores, places = _expert_at(visit, logits_ptr, EXPERTS, BLOCK_E, WARPS)
+        e, scores, places = _ranked(logits_ptr, EXPERTS, BLOCK_E, WARPS)
+        for i in gl.static_range(TOP_K):
+            # Scores that are not numbers may choose no expert.
+            chosen = chosen + (gl.minimum(gl.sum(gl.where(places == i, e, 0), axis=0), EXPERTS - 1),)  # type: ignore[assignment]
     else:
-        expert = gl.load(chosen_ptr + visit)
-    # Scores that are not numbers may choose no expert.
-    expert = gl.maximum(gl.minimum(expert, EXPERTS - 1), 0)
-    warp_w = gl.arange(0, WARPS, layout=WARP_W)
-    warp_p = gl.arange(0, WARPS, layout=WARP_P)
-    if GATED:
-        expert_w = (warp_w * 0 + expert).to(gl.int64)
-        expert_p = (warp_p * 0 + expert).to(gl.int64)
-    else:
-        expert_w = gl.load(chosen_ptr + gl.minimum(warp_w // SHARES, TOP_K - 1))
-        expert_p = gl.load(chosen_ptr + gl.minimum(warp_p // SHARES, TOP_K - 1))
-        expert_w = gl.maximum(gl.minimum(expert_w, EXPERTS - 1), 0).to(gl.int64)
-        expert_p = gl.maximum(gl.minimum(expert_p, EXPERTS - 1), 0).to(gl.int64)
-    words = at_words(words_ptr, (expert_w * ROW_TILES + tile) * (STEPS * 128), WORDS)
-    powers = at_powers(exponents_ptr, (expert_p * ROW_TILES + tile) * (SPANS * 32), POWERS)
+        for i in gl.static_range(TOP_K):
+            chosen = chosen + (gl.maximum(gl.minimum(gl.load(chosen_ptr + i), EXPERTS - 1), 0),)  # type: ignore[assignment]
+    # Gates and ups: every `SHARES` warps have a tile, of any visit.
+    flat_w = gl.minimum(pid * VISITS + warp_w // SHARES, TOP_K * ROW_TILES - 1)
+    flat_p = gl.minimum(pid * VISITS + warp_p // SHARES, TOP_K * ROW_TILES - 1)
+    flat_s = gl.minimum(pid * VISITS + warp_s // SHARES, TOP_K * ROW_TILES - 1)
+    tile_w = _of_visit(chosen, flat_w // ROW_TILES, TOP_K).to(gl.int64) * ROW_TILES + flat_w % ROW_TILES
+    tile_p = _of_visit(chosen, flat_p // ROW_TILES, TOP_K).to(gl.int64) * ROW_TILES + flat_p % ROW_TILES
+    words = at_words(words_ptr, tile_w * (STEPS * 128), WORDS)
+    powers = at_powers(exponents_ptr, tile_p * (SPANS * 32), POWERS)
     first_w = (warp_w % SHARES * SHARE)[:, None, None, None]
     first_p = (warp_p % SHARES * (SHARE // 4))[:, None, None, None]
-    # Steps past the last read it again: their inputs are zeros.
-    ring = ()
-    ring_e = ()
-    for i in gl.static_range(AHEAD):
-        if i % 4 == 0:
-            ring_e = ring_e + (gl.load(powers + gl.minimum(first_p + i // 4, SPANS - 1) * 32),)  # type: ignore[assignment]
-        ring = ring + (gl.load(words + gl.minimum(first_w + i, STEPS - 1) * 128),)  # type: ignore[assignment]
-    whole = gl.allocate_shared_memory(KIND, [STAGED, WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0]))
-    whole.store(staged)
-    inputs = whole._reinterpret(KIND, [STAGED, WARPS, 64], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
-    gl.thread_barrier()
-    acc = gl.zeros([WARPS, 16, 8], gl.float32, layout=MMA)
-    for turn in range(TURNS):
-        for i in gl.static_range(AHEAD):
-            now = turn * AHEAD + i
-            taken = ring[i]  # type: ignore[var-annotated]
-            e = ring_e[i // 4]  # type: ignore[var-annotated]
-            if TURNS > 1:
-                new = gl.load(words + gl.minimum(first_w + now + AHEAD, STEPS - 1) * 128)
-                ring = ring[:i] + (new,) + ring[i + 1 :]
-            x = _operand(inputs.index(now).load(gl.SliceLayout(1, INPUTS)), INPUTS, B)
-            acc = mma_v2(weights_of(taken, e, i % 4, HALVES, A, [WARPS, 16, 64]), x, acc)
-            if TURNS > 1 and i % 4 == 3:
-                new_e = gl.load(powers + gl.minimum(first_p + (now + AHEAD) // 4, SPANS - 1) * 32)
-                ring_e = ring_e[: i // 4] + (new_e,) + ring_e[i // 4 + 1 :]
-    THREADS: gl.constexpr = 32 * WARPS
-    if NEXT_WORDS > 0 and PDL:
-        # All that this program reads has been asked for.
-        wide = expert.to(gl.int64)
-        _ask_share(next_words_ptr, wide, tile, ROW_TILES, NEXT_WORDS, PIECES, THREADS, WARPS)
-        _ask_share(next_exponents_ptr, wide, tile, ROW_TILES, NEXT_EXPONENTS, 1, THREADS, WARPS)
-    if CHOOSES:  # noqa: SIM102 - known when compiled; the other is not
-        if tile == 0:
-            # For what comes next.
-            gl.store(chosen_ptr + visit, expert)
-            gl.store(route_ptr + visit, _weight_at(visit, scores, places, TOP_K, NORMALIZE, SIGMOID, SCALE))
-    row = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA))) + tile * 16
-    row, _ = rows_of(row, WIDE, GATED)
-    warp_s = gl.arange(0, WARPS, layout=WARP_S)
-    if GATED:
-        expert_s = warp_s * 0 + expert
-    else:
-        expert_s = gl.load(chosen_ptr + gl.minimum(warp_s // SHARES, TOP_K - 1))
-        expert_s = gl.maximum(gl.minimum(expert_s, EXPERTS - 1), 0)
-    at = expert_s[:, None] * WIDE + row[None, :]
-    acc *= gl.expand_dims(gl.load(scale_ptr + at), 2)
+    ring, ring_e = _first_words(words, powers, first_w, first_p, pid >= 0, HIDDEN, AHEAD)
+    place = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
+    row, _ = rows_of((flat_s % ROW_TILES * 16)[:, None] + place[None, :], 2 * WIDTH, True)
+    row += _of_visit(chosen, flat_s // ROW_TILES, TOP_K)[:, None] * (2 * WIDTH)
+    scale = gl.load(scale_ptr + row)
     if BIASED:
-        bias = gl.load(bias_ptr + at).to(gl.float32)
-        acc += gl.expand_dims(gl.where((warp_s % SHARES == 0)[:, None], bias, 0.0), 2)
-    if not GATED:
-        route = gl.load(route_ptr + gl.minimum(warp_s // SHARES, TOP_K - 1))
-        acc *= route[:, None, None]
+        bias = gl.where((warp_s % SHARES == 0)[:, None], gl.load(bias_ptr + row).to(gl.float32), 0.0)
+    acc = _multiplied(
+        inputs, staged, words, powers, first_w, first_p, ring, ring_e, HIDDEN, AHEAD, TURNS, STAGED, WARPS
+    )
+    # The second part's weights may be under way from here on.
+    at_w = _of_visit(chosen, gl.minimum(warp_w // SHARES, TOP_K - 1), TOP_K).to(gl.int64) * DOWN_TILES
+    at_p = _of_visit(chosen, gl.minimum(warp_p // SHARES, TOP_K - 1), TOP_K).to(gl.int64) * DOWN_TILES
+    tile = gl.minimum(pid, DOWN_TILES - 1)
+    words = at_words(down_words_ptr, (at_w + tile) * (DOWN_STEPS * 128), WORDS)
+    powers = at_powers(down_exponents_ptr, (at_p + tile) * (DOWN_SPANS * 32), POWERS)
+    first_w = (warp_w % SHARES * DOWN_SHARE)[:, None, None, None]
+    first_p = (warp_p % SHARES * (DOWN_SHARE // 4))[:, None, None, None]
+    ring, ring_e = _first_words(words, powers, first_w, first_p, pid < DOWN_TILES, WIDTH, AHEAD)
+    acc *= gl.expand_dims(scale, 2)
+    if BIASED:
+        acc += gl.expand_dims(bias, 2)
+    total = gl.sum(gl.reshape(acc, [VISITS, SHARES, 16, 8]), axis=1)
+    gate, up = gl.split(gl.permute(gl.reshape(total, [VISITS, 2, 8, 8]), (0, 2, 3, 1)))
+    y = gated(gate, up, GATE, ALPHA, LIMIT)
+    team = gl.arange(0, VISITS, layout=gl.SliceLayout(1, gl.SliceLayout(2, y.type.layout)))
+    g = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, y.type.layout)))
+    column = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, y.type.layout)))
+    flat = pid * VISITS + team
+    n = (flat % ROW_TILES * 8)[:, None] + g[None, :]
+    stored = (n < WIDTH) & (flat < TOP_K * ROW_TILES)[:, None]
+    at = (flat // ROW_TILES * WIDTH)[:, None] + n
+    mask = stored[:, :, None] & (column == 0)[None, None, :]
+    gl.store(inner_ptr + at[:, :, None] + column[None, None, :], y.to(KIND), mask=mask)
+    # All threads' stores happen before the barrier, and thread 0's release makes them visible to the chip.
+    gl.thread_barrier()
+    gl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
+    if pid < DOWN_TILES:
+        place = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
+        out_row = gl.minimum(pid * 16 + place, HIDDEN - 1)
+        visit = gl.minimum(warp_s // SHARES, TOP_K - 1)
+        from_at = _of_visit(chosen, visit, TOP_K)[:, None] * HIDDEN + out_row[None, :]
+        out_scale = gl.load(down_scale_ptr + from_at)
+        if BIASED:
+            out_bias = gl.where((warp_s % SHARES == 0)[:, None], gl.load(down_bias_ptr + from_at).to(gl.float32), 0.0)
+        if CHOOSES:
+            p, whole = _totals(scores, places, TOP_K, NORMALIZE, SIGMOID)
+            route = ()
+            for i in gl.static_range(TOP_K):
+                route = route + (gl.sum(gl.where(places == i, p, 0.0), axis=0) / whole * SCALE,)  # type: ignore[assignment]
+            weight = _of_visit(route, visit.to(gl.float32), TOP_K)
+        else:
+            weight = gl.load(route_ptr + visit)
+        programs = gl.num_programs(0)
+        while gl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu") < programs:
+            pass
+        gl.thread_barrier()
+        gates = _read_inputs(inner_ptr, WIDTH, TOP_K, WIDTH, SHARES, DOWN_SHARE, DOWN_STAGED, WARPS)
+        parts = _multiplied(
+            inputs, gates, words, powers, first_w, first_p, ring, ring_e, WIDTH, AHEAD, DOWN_TURNS, DOWN_STAGED, WARPS
+        )
+        parts *= gl.expand_dims(out_scale, 2)
+        if BIASED:
+            parts += gl.expand_dims(out_bias, 2)
+        parts *= weight[:, None, None]
         if VISITS > TOP_K:
-            acc = gl.where((warp_s < TOP_K * SHARES)[:, None, None], acc, 0.0)
-    total = gl.sum(acc, axis=0)
-    if GATED:
-        gate, up = gl.split(gl.permute(gl.reshape(total, [2, 8, 8]), (1, 2, 0)))
-        y = gated(gate, up, GATE, ALPHA, LIMIT)
-        n = gl.arange(0, 8, layout=gl.SliceLayout(1, y.type.layout)) + tile * 8
-        column = gl.arange(0, 8, layout=gl.SliceLayout(0, y.type.layout))
-        mask = (n < N)[:, None] & (column == 0)[None, :]
-        at = visit * N + n[:, None] + column[None, :]
-        gl.store(out_ptr + at, y.to(KIND), mask=mask)
-    else:
-        n = gl.arange(0, 16, layout=gl.SliceLayout(1, total.type.layout)) + tile * 16
-        column = gl.arange(0, 8, layout=gl.SliceLayout(0, total.type.layout))
-        mask = (n < N)[:, None] & (column == 0)[None, :]
-        at = n[:, None] + column[None, :]
+            parts = gl.where((warp_s < TOP_K * SHARES)[:, None, None], parts, 0.0)
+        sums = gl.sum(parts, axis=0)
+        out_n = gl.arange(0, 16, layout=gl.SliceLayout(1, sums.type.layout)) + pid * 16
+        out_column = gl.arange(0, 8, layout=gl.SliceLayout(0, sums.type.layout))
+        in_out = (out_n < HIDDEN)[:, None] & (out_column == 0)[None, :]
+        to = out_n[:, None] + out_column[None, :]
         if RESIDUAL:
-            total += gl.load(out_ptr + at, mask=mask, other=0.0).to(gl.float32)
-        gl.store(out_ptr + at, total.to(KIND), mask=mask)
+            sums += gl.load(out_ptr + to, mask=in_out, other=0.0).to(gl.float32)
+        gl.store(out_ptr + to, sums.to(KIND), mask=in_out)
+        # The last to leave sets both counters back.
+        if gl.atomic_add(counter_ptr + 1, 1, sem="relaxed", scope="gpu") == gl.minimum(programs, DOWN_TILES) - 1:
+            gl.store(counter_ptr, 0)
+            gl.store(counter_ptr + 1, 0)
 
 
-def takes(x: Tensor) -> bool:
-    """Whether these kernels multiply by a token like `x`; `moe_mxfp4` multiplies by any."""
-    return x.dtype == torch.bfloat16 and not INTERPRETED.value
+def takes(x: Tensor, stack: Mxfp4Fragments, visits: int) -> bool:
+    """Whether this kernel multiplies by a token like `x`; `moe_mxfp4` multiplies by any."""
+    return x.dtype == torch.bfloat16 and not INTERPRETED.value and _fits(x.device, _programs(stack, visits), visits)
 
 
-def gate_up(
+def _programs(stack: Mxfp4Fragments, visits: int) -> int:
+    """Each has as many tiles of gates and ups as a token has visits, and all have one of the outputs at least."""
+    return max(ceil_div(visits * stack.words.shape[1], next_power_of_2(visits)), ceil_div(stack.inputs, 16))
+
+
+@cache
+def _fits(device: torch.device, programs: int, visits: int) -> bool:
+    """Whether all programs can be there at once."""
+    processors = 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+    threads = 32 * next_power_of_2(visits) * SHARES
+    return threads <= 512 and programs <= processors * (65536 // (REGISTERS * threads))
+
+
+def experts_of_one(
     x: Tensor,
-    stack: Mxfp4Fragments,
-    bias: Tensor | None,
+    gate_up: Mxfp4Fragments,
+    gate_up_bias: Tensor | None,
+    down: Mxfp4Fragments,
+    down_bias: Tensor | None,
     visits: Visits,
     activation: Activation,
-    *,
-    following: Mxfp4Fragments | None = None,
-    config: WarpShares = GATE_UP,
-    pdl: bool = False,
-) -> Tensor:
-    """act(gate) * up of `x` [1, K] by the experts it visits: [visits, width]. `stack` is `paired`; `following`: the
-    matrices that those experts read next."""
-    assert stack.paired and not visits.on_inputs
-    width = stack.outputs // 2
-    choice = None if visits.logits is None else visits.choice
-    out = torch.empty((visits.count, width), dtype=x.dtype, device=x.device)
-    _launch(
-        (visits.count * stack.words.shape[1],), x, stack, bias, visits, out, following, config, pdl,
-        N=width, VISITS=1, GATED=True, RESIDUAL=False, CHOOSES=choice is not None,
-        NORMALIZE=choice is not None and choice.normalize,
-        SIGMOID=choice is not None and choice.sigmoid,
-        SCALE=1.0 if choice is None else choice.scale,
-        **gate_options(activation),
-    )  # fmt: skip
-    return out
-
-
-def down(
-    inner: Tensor,
-    stack: Mxfp4Fragments,
-    bias: Tensor | None,
-    visits: Visits,
+    counters: Tensor,
     *,
     residual: Tensor | None = None,
-    config: WarpShares = DOWN,
     pdl: bool = False,
 ) -> Tensor:
-    """The sum [1, N] over what `gate_up` left, times matrices [N, width]; `residual` [1, N] is added to in place."""
-    assert not stack.paired and not visits.on_inputs
-    out = residual
-    if out is None:
-        out = torch.empty((1, stack.outputs), dtype=inner.dtype, device=inner.device)
-    _launch(
-        (stack.words.shape[1],), inner, stack, bias, visits, out, None, config, pdl,
-        N=stack.outputs, VISITS=next_power_of_2(visits.count), GATED=False, RESIDUAL=residual is not None,
-        CHOOSES=False, NORMALIZE=False, SIGMOID=False, SCALE=1.0, **gate_options("silu"),
-    )  # fmt: skip
-    return out
-
-
-def _launch(
-    grid: tuple[int],
-    x: Tensor,
-    stack: Mxfp4Fragments,
-    bias: Tensor | None,
-    visits: Visits,
-    out: Tensor,
-    following: Mxfp4Fragments | None,
-    config: WarpShares,
-    pdl: bool,
-    **options: Any,
-) -> None:
-    experts, spans = stack.scale.shape[0], stack.exponents.shape[2]
-    turns = ceil_div(spans, config.shares * (config.ahead // 4))
-    warps = options["VISITS"] * config.shares
+    """The sum [1, hidden] of the experts that `x` [1, hidden] visits; `residual` is added to in place. Matrices of
+    gates and ups are `paired`. `counters`: int32 [2 or more], zero, and zero again afterwards."""
+    assert gate_up.paired and not down.paired and not visits.on_inputs
+    assert (gate_up_bias is None) == (down_bias is None)
+    experts, width, hidden = gate_up.scale.shape[0], gate_up.outputs // 2, gate_up.inputs
+    choice = None if visits.logits is None else visits.choice
+    out = torch.empty_like(x) if residual is None else residual
+    turns, down_turns = (ceil_div(one.exponents.shape[2], SHARES * (AHEAD // 4)) for one in (gate_up, down))
+    warps = next_power_of_2(visits.count) * SHARES
     launch(
         _one_kernel,
-        grid,
+        (_programs(gate_up, visits.count),),
         x,
-        *stack.tensors,
-        x if bias is None else bias,
+        *gate_up.tensors,
+        x if gate_up_bias is None else gate_up_bias,
+        *down.tensors,
+        x if down_bias is None else down_bias,
         visits.chosen,
         visits.weights,
         x if visits.logits is None else visits.logits,
+        torch.empty((visits.count, width), dtype=x.dtype, device=x.device),
         out,
-        *(stack.tensors if following is None else following.tensors)[:2],
-        K=stack.inputs,
+        counters,
+        HIDDEN=hidden,
+        WIDTH=width,
         EXPERTS=experts,
         TOP_K=visits.count,
-        SHARES=config.shares,
-        AHEAD=config.ahead,
-        STAGED=next_power_of_2(turns * config.ahead),
-        BIASED=bias is not None,
+        VISITS=next_power_of_2(visits.count),
+        SHARES=SHARES,
+        AHEAD=AHEAD,
+        TURNS=turns,
+        DOWN_TURNS=down_turns,
+        STAGED=next_power_of_2(turns * AHEAD),
+        DOWN_STAGED=next_power_of_2(down_turns * AHEAD),
+        **gate_options(activation),
+        BIASED=gate_up_bias is not None,
+        RESIDUAL=residual is not None,
+        CHOOSES=choice is not None,
         BLOCK_E=next_power_of_2(experts),
-        NEXT_WORDS=0 if following is None else following.words[0].numel(),
-        NEXT_EXPONENTS=0 if following is None else following.exponents[0].numel(),
-        PIECES=_PIECES,
-        **options,
+        NORMALIZE=choice is not None and choice.normalize,
+        SIGMOID=choice is not None and choice.sigmoid,
+        SCALE=1.0 if choice is None else choice.scale,
         num_warps=warps,
-        maxnreg=config.registers,
+        maxnreg=REGISTERS,
         pdl=pdl,
     )
+    return out

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -24,12 +23,13 @@ from penstock.engine.backends.cuda.kernels.mxfp4_fragments import Mxfp4Fragments
 from penstock.engine.backends.cuda.kernels.mxfp4_tile import (
     at_powers,
     at_words,
-    bits,
     half_layout,
+    inputs_of,
     load_inputs,
     rows_of,
     store_gated,
     tiles_of,
+    token_layout,
     weights_of,
     word_layout,
 )
@@ -51,26 +51,6 @@ class StreamConfig:
     """Programs that share the inputs of a row; where the last program adds up the pairs, it adds up their parts too."""
     registers: int = 255
     """Of a thread, at most."""
-
-
-@constexpr_function
-def _token_layout(warps: int, tokens: int) -> gl.DistributedLinearLayout:
-    """Of inputs [tokens, 64]: the same in every warp."""
-    return gl.DistributedLinearLayout(
-        bits(16, 1, 2, 1) + bits(tokens // 8, 8, 2, 0),
-        bits(4, 16, 2, 1) + bits(8, 1, 2, 0),
-        [[0, 0] for _ in bits(warps, 1, 2, 0)],
-        [],
-        [tokens, 64],
-    )
-
-
-@gluon.jit
-def _inputs(x: gl.tensor, OPERAND: gl.constexpr) -> gl.tensor:
-    """Operand [64, tokens] of inputs [tokens, 64], in the order of `weights_of`."""
-    TOKENS: gl.constexpr = x.shape[0]
-    split = gl.permute(gl.reshape(x, [TOKENS, 4, 2, 2, 2, 2]), (2, 3, 4, 1, 5, 0))
-    return gl.convert_layout(gl.reshape(split, [64, TOKENS]), OPERAND, assert_trivial=True)
 
 
 @gluon.jit(do_not_specialize=["tiles"])
@@ -113,7 +93,7 @@ def _stream_kernel(
     WORDS: gl.constexpr = word_layout(WARPS, ROWS)
     HALVES: gl.constexpr = half_layout(WARPS, ROWS)
     POWERS: gl.constexpr = gl.SliceLayout(4, HALVES)
-    INPUTS: gl.constexpr = _token_layout(WARPS, TOKENS)
+    INPUTS: gl.constexpr = token_layout(WARPS, TOKENS)
     COLUMN: gl.constexpr = gl.SliceLayout(0, MMA)
     WIDE: gl.constexpr = 2 * N if GATED else N
     HEIGHT: gl.constexpr = WARPS * ROWS
@@ -209,7 +189,7 @@ def _stream_kernel(
                     new = gl.load(words + gl.minimum(step + AHEAD, STEPS - 1) * 128)
                     ring = ring[: i % AHEAD] + (new,) + ring[i % AHEAD + 1 :]
                     x_next = load_inputs(rows, k, gl.minimum(step + 1, STEPS - 1), K)
-                    acc = mma_v2(weights_of(taken, e, i % 4, HALVES, A, [HEIGHT * 16, 64]), _inputs(x, B), acc)
+                    acc = mma_v2(weights_of(taken, e, i % 4, HALVES, A, [HEIGHT * 16, 64]), inputs_of(x, B), acc)
                     x = x_next
                     if i % 4 == 3:
                         e = e_next
@@ -224,7 +204,7 @@ def _stream_kernel(
                         if i + AHEAD < STEPS % ROUND:
                             new = gl.load(words + (step + AHEAD) * 128)
                             ring = ring[: i % AHEAD] + (new,) + ring[i % AHEAD + 1 :]
-                        acc = mma_v2(weights_of(taken, e, i % 4, HALVES, A, [HEIGHT * 16, 64]), _inputs(x, B), acc)
+                        acc = mma_v2(weights_of(taken, e, i % 4, HALVES, A, [HEIGHT * 16, 64]), inputs_of(x, B), acc)
                         if i + 1 < STEPS % ROUND:
                             x = load_inputs(rows, k, step + 1, K)
             row = gl.arange(0, HEIGHT * 16, layout=gl.SliceLayout(1, MMA)) + block * (HEIGHT * 16)

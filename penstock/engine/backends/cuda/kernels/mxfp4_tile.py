@@ -88,6 +88,18 @@ def half_layout(warps: int, rows: int) -> gl.DistributedLinearLayout:
     )
 
 
+@constexpr_function
+def token_layout(warps: int, tokens: int) -> gl.DistributedLinearLayout:
+    """Of inputs [tokens, 64]: the same in every warp."""
+    return gl.DistributedLinearLayout(
+        bits(16, 1, 2, 1) + bits(tokens // 8, 8, 2, 0),
+        bits(4, 16, 2, 1) + bits(8, 1, 2, 0),
+        [[0, 0] for _ in bits(warps, 1, 2, 0)],
+        [],
+        [tokens, 64],
+    )
+
+
 @gluon.jit
 def weights_of(
     words: gl.tensor,
@@ -115,6 +127,14 @@ def weights_of(
     every = gl.join(low, high)  # tile, g, t, half, e, and the three bits of r, lowest first
     every = gl.permute(every, (0, 3, 1, 7, 6, 5, 2, 4))
     return gl.convert_layout(gl.reshape(every, SHAPE), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def inputs_of(x: gl.tensor, OPERAND: gl.constexpr) -> gl.tensor:
+    """Operand [64, tokens] of inputs [tokens, 64], in the order of `weights_of`."""
+    TOKENS: gl.constexpr = x.shape[0]
+    split = gl.permute(gl.reshape(x, [TOKENS, 4, 2, 2, 2, 2]), (2, 3, 4, 1, 5, 0))
+    return gl.convert_layout(gl.reshape(split, [64, TOKENS]), OPERAND, assert_trivial=True)
 
 
 @gluon.jit

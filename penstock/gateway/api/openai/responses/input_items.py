@@ -70,8 +70,8 @@ _patch_output = RequestDecoder(PatchOutputItem)
 SHARED = frozenset(Sampling.__struct_fields__) - {"max_tokens", "n", "stream", "stream_options", "response_format"}
 """Parameters that mean the same in chat completions and are passed on as they are."""
 THINKING = (
-    *("reasoning", "reasoning_effort", "enable_thinking", "thinking_budget", "max_reasoning_tokens"),
-    "chat_template_kwargs",
+    *("reasoning", "reasoning_effort", "enable_thinking", "thinking_budget", "thinking_token_budget"),
+    *("max_reasoning_tokens", "chat_template_kwargs"),
 )
 """The same, as far as only chats have them."""
 

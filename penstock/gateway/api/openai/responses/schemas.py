@@ -247,6 +247,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     reasoning_effort: Effort | None = None
     enable_thinking: bool | None = None
     thinking_budget: ThoughtTokens | None = None
+    thinking_token_budget: ThoughtTokens | None = None
     max_reasoning_tokens: ThoughtTokens | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
     """Extensions: as in chat completions."""
