@@ -38,6 +38,25 @@ HALF: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 }
 
+LATENT: dict[str, Any] = {
+    **COMMON,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+GEMMA: dict[str, Any] = {
+    **COMMON,
+    **WINDOW,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "vocab_size_per_layer_input": 199,
+    "hidden_size_per_layer_input": 8,
+}
+
 FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", GPT),
     "gpt2-odd": ("GPT2Config", {**GPT, "scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}),
@@ -61,6 +80,24 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "vaultgemma": ("VaultGemmaConfig", {**COMMON, **WINDOW, "head_dim": 32, "attn_logit_softcapping": 5.0}),
     "mimo_v2_flash": ("MiMoV2FlashConfig", {**COMMON, **MIMO}),
     "jais2": ("Jais2Config", COMMON),
+    "minicpm3": ("MiniCPM3Config", LATENT),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**LATENT, **MOE, "head_dim": 24}),
+    "gemma3n_text": (
+        "Gemma3nTextConfig",
+        {**GEMMA, "num_kv_shared_layers": 2, "laurel_rank": 8, "activation_sparsity_pattern": None},
+    ),
+    "gemma4_text": ("Gemma4TextConfig", {**GEMMA, "global_head_dim": 24, "num_kv_shared_layers": 0}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {**COMMON, "head_dim": 16, "num_experts": 8, "moe_topk": 2}),
+    "phimoe": ("PhimoeConfig", {**COMMON, **WINDOW, "num_local_experts": 8}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {**COMMON, "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1},
+    ),
+    "minimax_m2": ("MiniMaxM2Config", {**COMMON, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "cohere2_moe": ("Cohere2MoeConfig", {**COMMON, **WINDOW, "head_dim": 16, "num_experts": 8}),
+    "glm": ("GlmConfig", {**COMMON, "head_dim": 16}),
+    "nanochat": ("NanoChatConfig", COMMON),
+    "bitnet": ("BitNetConfig", COMMON),
     "olmo": ("OlmoConfig", {**COMMON, "clip_qkv": 1.0}),
     "doge": ("DogeConfig", {**COMMON, "keep_window_size": 64}),
     "bloom": ("BloomConfig", BLOOM),

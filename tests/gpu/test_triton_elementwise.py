@@ -23,7 +23,10 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels import norm
 from penstock.engine.backends.cuda.kernels.activation import quantize_fp8, silu_mul_fp8
-from penstock.engine.backends.cuda.kernels.addends import Addends
+from penstock.engine.backends.cuda.kernels.addends import (
+    Addends,
+    Summands,
+)
 from penstock.engine.backends.cuda.kernels.common import building_kernels
 from penstock.engine.backends.cuda.kernels.norm import rms_norm_fp8
 from penstock.engine.backends.cuda.ops import TritonOps
@@ -77,6 +80,21 @@ def test_add_rms_norm_updates_the_residual_in_place() -> None:
                 got = ops.add_rms_norm(x.clone(), residual, weight, 1e-6)
             check_rounded(f"residual {dtype} {hidden}", residual, total)
             check(f"add_rms_norm {dtype} {hidden}", got, norm64(total, weight, 1e-6))
+
+
+def test_the_norm_adds_up_what_experts_left() -> None:
+    for dtype in DTYPES:
+        n, hidden = tokens(), 96
+        rows, residual, weight = (
+            rand(n * 3, hidden, dtype=dtype),
+            rand(n, hidden, dtype=dtype),
+            rand(hidden, dtype=dtype),
+        )
+        total = residual.double() + rows.double().view(n, 3, hidden).sum(1)
+        with poisoned_outputs():
+            got = ops.add_rms_norm(Summands(rows, 3), residual, weight, 1e-6)
+        check(f"residual {dtype}", residual, total)
+        check(f"summed {dtype}", got, norm64(residual, weight, 1e-6))
 
 
 def test_centre_adds_and_subtracts_the_mean_in_place() -> None:

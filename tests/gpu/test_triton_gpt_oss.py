@@ -194,10 +194,16 @@ def _decoder(dtype: torch.dtype, **changes: int) -> Decoder:
     )
 
 
-def _filled(decoder: Decoder, context: int, dtype: torch.dtype) -> tuple[AttentionBatch, KVCache]:
-    """One sequence with that much context, its last token new; every layer has the same keys and values."""
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1 if QUICK else 3, "vocab_size": 199,
+}  # fmt: skip
+
+
+def _filled(decoder: Decoder, context: int, dtype: torch.dtype, sequences: int = 1) -> tuple[AttentionBatch, KVCache]:
+    """Sequences with that much context, their last token new; every layer has the same keys and values."""
     mixer: Any = decoder.layers[0].mixer
-    case = build([1], [context], mixer.heads, dtype)
+    case = build([1] * sequences, [context] * sequences, mixer.heads, dtype)
     kv = KVCache(decoder.cache_shape(case.k_cache.shape[2], dtype), len(case.k_cache), DEVICE)
     for layer in kv.layers:
         layer.k.copy_(case.k_cache)
@@ -209,18 +215,29 @@ def test_a_step_of_one_token_in_fused_launches() -> None:
     """Norms, biases and residual additions inside of products, sinks between; the same numbers as apart."""
     if MODE == "compile":
         return
-    small = {
-        "hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 1 if QUICK else 3, "vocab_size": 199,
-    }  # fmt: skip
     for dtype in (torch.float32,) if QUICK else (torch.float32, BF16):
-        decoder = _decoder(dtype, **small)
+        decoder = _decoder(dtype, **SMALL)
         assert decoder.fused_up_to == 1
         batch, kv = _filled(decoder, 20, dtype)
         apart = dataclasses.replace(decoder, fused_up_to=0)
         token = integers([7], torch.int64)
         found = [one.forward(token, batch, kv) for one in (decoder, apart)]
         check(f"fused {dtype}", found[0], found[1].double(), 1e-4 if dtype == torch.float32 else 3e-2)
+
+
+def test_a_step_whose_norms_add_up_experts() -> None:
+    if MODE == "compile":
+        return
+    decoder = _decoder(torch.float32, **SMALL)
+    layers = []
+    for layer in decoder.layers:
+        feed_forward: Any = layer.feed_forward
+        assert feed_forward.leaves_sums
+        layers.append(dataclasses.replace(layer, feed_forward=dataclasses.replace(feed_forward, leaves_sums=False)))
+    batch, kv = _filled(decoder, 9, torch.float32, 18)
+    tokens = integers(list(range(18)), torch.int64)
+    found = [one.forward(tokens, batch, kv) for one in (decoder, dataclasses.replace(decoder, layers=layers))]
+    check("left to the norm", found[0], found[1].double(), 1e-4)
 
 
 def _engine(folder: Path, **settings: object) -> Engine:

@@ -11,7 +11,7 @@ from penstock.engine.adapters.layout import AdapterCut, AdapterLayout, Rows, Sit
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.models.transformers.decoder import TransformersDecoder
-from penstock.engine.models.transformers.hidden import HiddenStates
+from penstock.engine.models.transformers.hidden import HiddenStates, SequencePass, TokenPass
 from penstock.engine.models.transformers.linears import EngineLinear, Shapes
 from penstock.errors import ConfigError
 
@@ -92,8 +92,14 @@ class _AdaptedPass:
     def __call__(self, entry: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         for linear in self._linears:
             linear.kernel = self._kernel
+        divided = self._plain if isinstance(self._plain, SequencePass | TokenPass) else None
+        if divided is not None:
+            slots = self._kernel.token_slots.cpu().numpy()
+            divided.before = lambda begin, end: self._kernel.begin(slots[begin:end])
         try:
             return self._plain(entry, batch, kv)
         finally:
             for linear in self._linears:
                 linear.kernel = None
+            if divided is not None:
+                divided.before = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Collection, Sequence
 
@@ -14,7 +15,7 @@ from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
 from penstock.engine.models.families.tensor_names import TensorNames
 from penstock.engine.models.layers.factory import LayerFactory
-from penstock.engine.models.layers.feed_forward import FusedFeedForward
+from penstock.engine.models.layers.feed_forward import FusedFeedForward, SummedByNorm
 from penstock.engine.models.layers.linear import InlineLinear, Linear, shaped
 from penstock.engine.models.layers.mixer import FusedMixer
 from penstock.engine.models.layers.rotary import cos_sin_table
@@ -97,7 +98,7 @@ def compose_decoder(
             config=config,
             ops=backend.ops,
             embedding=embedding,
-            layers=asking_ahead(layers) if fused else layers,
+            layers=[_leaving_sums(layer) for layer in asking_ahead(layers)] if fused else layers,
             final_norm=final_norm,
             head=head,
             max_positions=max_positions,
@@ -141,6 +142,13 @@ def _fuses_one(layer: DecoderLayer) -> bool:
     feed_forward, mixer = layer.feed_forward, layer.mixer
     fuses = isinstance(feed_forward, FusedFeedForward) and feed_forward.fuses
     return fuses and all(isinstance(linear, InlineLinear) for linear in mixer.linears)
+
+
+def _leaving_sums(layer: DecoderLayer) -> DecoderLayer:
+    feed_forward = layer.feed_forward
+    if not isinstance(feed_forward, SummedByNorm):
+        return layer
+    return dataclasses.replace(layer, feed_forward=feed_forward.leaving_sums())
 
 
 def prefix_of(stored: Collection[str], names: TensorNames) -> str:

@@ -279,7 +279,6 @@ def check_deterministic(config: EngineConfig, backend: Backend) -> None:
 def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:
     """Refuse what models that the `transformers` library runs do not have."""
     refused = {
-        "deterministic": config.deterministic,
         "expert_parallel": config.expert_parallel,
         "attention_parallel: data": config.attention_parallel == "data",
         "role, with several devices": config.role != "both" and config.ranks > 1,
@@ -339,6 +338,7 @@ def _by_transformers(
         custom_code=config.trust_remote_code,
         span=span,
         shard=shard,
+        alone=config.deterministic,
         progress=lambda fraction: phases.report("weights", fraction),
     )
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.families import FAMILIES
 from penstock.engine.request import Request, SamplingParams
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError
 from tests.engine.foreign import FOREIGN, write_foreign
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.tiny import COMMON, Reference, write_checkpoint
@@ -69,6 +69,20 @@ def test_tokens_equal_the_library_alone_in_a_mixed_batch_and_preempted(model_typ
     assert_idle(tight)
 
 
+@pytest.mark.parametrize("model_type", ["bloom", pytest.param("starcoder2", marks=pytest.mark.slow)])
+def test_a_prefix_may_be_computed_in_the_same_step(model_type: str, tmp_path: Path) -> None:
+    """One token behind a shared block counts as a decode, and those are packed before the prompt that has the block."""
+    folder = write_foreign(model_type, tmp_path)
+    reference, prompt = Reference(folder), prompt_of(random.Random(7), 17)
+    others = [prompt_of(random.Random(n), 40) for n in (1, 2)]
+    engine = make_engine(folder, token_budget=256)
+    same = [greedy(f"r{n}", prompt, 6) for n in range(4)]
+    got = generate(engine, *same, *(greedy(f"o{n}", prompt[:16] + other, 6) for n, other in enumerate(others)))
+    assert engine.load_snapshot().prefix_hit_tokens >= 3 * 16
+    assert all(reference.agrees(prompt, got[f"r{n}"]) for n in range(4))
+    assert all(reference.agrees(prompt[:16] + other, got[f"o{n}"]) for n, other in enumerate(others))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gpt2", "starcoder2", "bloom", "nemotron"])
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
@@ -91,15 +105,6 @@ def test_speculation_and_the_host_tier(tmp_path: Path) -> None:
     generate(drafted, *others)
     assert generate(drafted, greedy("r2", prompt, 40))["r2"] == plain
     assert_idle(drafted)
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [({"deterministic": True}, "deterministic")],
-)
-def test_what_is_not_available_is_refused(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{reason}.*transformers"):
-        make_engine(write_foreign("gpt2", tmp_path), **settings)
 
 
 def changed(folder: Path, **keys: Any) -> Path:
@@ -207,6 +212,20 @@ def test_an_adapter_equals_merging_it(
         assert (merged if chosen else plain).agrees(prompt, got[name], 2e-2), name
     assert not all(plain.agrees(prompt, got[name], 2e-2) for name, (prompt, _) in asked.items())
     assert_idle(engine)
+
+
+@pytest.mark.slow
+def test_an_adapter_stays_with_its_sequence(tmp_path: Path) -> None:
+    """Sequences that run one after the other: the adapter of the first tokens of a step is not added to others'."""
+    base = write_foreign("bloom", tmp_path / "base")
+    adapter, folder = write_lora(tmp_path, base, ("query_key_value", "dense_h_to_4h"))
+    merged, plain = Reference(folder), Reference(base)
+    engine = make_engine(base, adapters=(AdapterSpec("tuned", str(adapter)),), token_budget=256)
+    short, long = prompt_of(random.Random(1), 6), prompt_of(random.Random(2), 40)
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    generate(engine, Request("load", short, params, adapter="tuned"))  # it is in a slot from now on
+    got = generate(engine, Request("tuned", short, params, adapter="tuned"), Request("plain", long, params))
+    assert merged.agrees(short, got["tuned"], 2e-2) and plain.agrees(long, got["plain"], 2e-2)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.transformers.decoder import TransformersDecoder
 from penstock.engine.request import Request, SamplingParams
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
 from tests.engine.foreign import write_foreign
 from tests.engine.harness import assert_idle, generate, greedy
 from tests.engine.models.test_transformers import WITHOUT_FAMILY, prompt_of, write_lora
@@ -22,8 +22,11 @@ from tests.engine.parallel.threads import threaded_engine
 from tests.engine.quantization.layouts import write
 from tests.engine.tiny import Reference
 
-UNCUT = {"gpt2", "gpt2-odd", "gpt_bigcode", "persimmon", "bloom", "falcon", "falcon-alibi", "doge", "xglm", "diffllama"}
+UNCUT = {"gpt2", "gpt2-odd", "gpt_bigcode", "persimmon", "bloom", "falcon", "falcon-alibi", "doge", "xglm", "diffllama",
+         "minicpm3", "glm4_moe_lite", "gemma3n_text", "minimax_m2", "bitnet"}  # fmt: skip
 """Their linears have no tensor-parallel plan, or their attention does not run with a part of its heads."""
+UNDIVIDED = {"gemma3n_text", "gemma4_text"}
+"""Something else than one residual stream goes from layer to layer."""
 QUICK = {("starcoder2", 1, 2), ("starcoder2", 2, 1)}
 CASES = [
     pytest.param(
@@ -31,7 +34,7 @@ CASES = [
     )
     for name in WITHOUT_FAMILY
     for tensor, pipeline in ((1, 2), (2, 1), (2, 2))
-    if tensor == 1 or name not in UNCUT
+    if (tensor == 1 or name not in UNCUT) and (pipeline == 1 or name not in UNDIVIDED)
 ]  # fmt: skip
 
 
@@ -68,6 +71,25 @@ def test_tokens_equal_the_library(model_type: str, tensor: int, pipeline: int, t
 def test_linears_that_cannot_be_cut_are_refused(model_type: str, reason: str, tmp_path: Path) -> None:
     folder = write_foreign(model_type, tmp_path)
     with pytest.raises(ConfigError, match=reason), threaded_engine(folder, 2, 1):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(UNDIVIDED))
+def test_layers_that_pass_on_more_than_a_stream_have_no_stages(model_type: str, tmp_path: Path) -> None:
+    folder = write_foreign(model_type, tmp_path)
+    with (
+        pytest.raises((ConfigError, CheckpointError), match="no parts for several ranks"),
+        threaded_engine(folder, 1, 2),
+    ):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(UNCUT))
+def test_what_has_no_shards_is_refused(model_type: str, tmp_path: Path) -> None:
+    folder = write_foreign(model_type, tmp_path)
+    with pytest.raises((ConfigError, CheckpointError), match="tensor_parallel"), threaded_engine(folder, 2, 1):
         pass
 
 

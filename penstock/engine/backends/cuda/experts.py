@@ -1,11 +1,11 @@
 """Experts on CUDA: the weights of a layer's experts as one stack, computed together by `kernels.moe`.
 
 Six launches whatever the number of experts and tokens, and none waits for the device: scores, routing, sorting, the two
-products, the sum. With few tokens they are three: scores and routing, gate and up, down with the sum. With one token
-these have kernels of their own (`kernels.moe_one`, `kernels.mxfp4_one`), which also take the norm before and the
-residual addition behind.
-Weights in few bits (FP8, MXFP4, integers in groups) are widened in the kernels; activations stay as they are. In
-deterministic mode it is six for any number of tokens, with one launch shape.
+products, the sum, which may be left to the norm behind. With few tokens they are three: scores and routing, gate and
+up, down with the sum. With one token these have kernels of their own (`kernels.moe_one`, `kernels.mxfp4_one`), which
+also take the norm before and the residual addition behind. Weights in few bits (FP8, MXFP4, integers in groups) are
+widened in the kernels; activations stay as they are. In deterministic mode it is six for any number of tokens, with one
+launch shape.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear
 from penstock.engine.backends.cuda.expert_integers import IntegerStack, integer_stack
 from penstock.engine.backends.cuda.grouped_linear import GroupedLinear, Int8Linear
 from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_one, mxfp4_one
+from penstock.engine.backends.cuda.kernels.addends import Summands
 from penstock.engine.backends.cuda.kernels.gemv import MAX_BATCH
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.kernels.moe import SharedPart
@@ -199,6 +200,8 @@ class GroupedExpertMlp:
     slots: ExpertSlots | None = None
     ahead: tuple[Tensor, ...] = ()
     """What the layer behind reads first."""
+    leaves_sums: bool = False
+    """Whether the norm behind adds up what a token's experts gave."""
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -235,6 +238,10 @@ class GroupedExpertMlp:
         """See `AsksAhead`."""
         return replace(self, ahead=ahead)
 
+    def leaving_sums(self) -> GroupedExpertMlp:
+        """See `SummedByNorm`."""
+        return replace(self, leaves_sums=self.slots is None)
+
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
         if inputs is None and len(x) == 1 and self.fuses:
             return _one_token(self, x)
@@ -244,6 +251,9 @@ class GroupedExpertMlp:
             return self.apply(x, weights, self.slots.here(chosen))
         if self.takes_few(x):
             return self._products(x, weights, FewPairs(chosen))
+        if self.leaves_sums and len(x):
+            left: Any = Summands(self._products(x, weights, plan(chosen, self.gate_up.experts)), chosen.shape[1])
+            return left  # type: ignore[no-any-return]
         return self.apply(x, weights, chosen)
 
     def takes_few(self, x: Tensor) -> bool:

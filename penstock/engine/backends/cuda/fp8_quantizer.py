@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda.block_fp8_linear import BlockFp8Linear, BlockFp8Quantizer
 from penstock.engine.backends.cuda.kernels import activation, norm
+from penstock.engine.backends.cuda.kernels.addends import Summands
 from penstock.engine.backends.cuda.kernels.matmul import BatchInvariantLinear
 from penstock.engine.backends.cuda.linear import CudaLinear, Fp8Linear, ScaledTensor
 from penstock.engine.loading.fp8 import Fp8Checkpoint
@@ -56,7 +57,7 @@ class Fp8Activations:
         return ScaledTensor(*norm.rms_norm_fp8(x, weight, eps))
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
+        self, x: Tensor | Summands, residual: Tensor, weight: Tensor | None, eps: float, x_weight: Tensor | None = None
     ) -> ScaledTensor:
         return ScaledTensor(*norm.rms_norm_fp8(x, weight, eps, residual, x_weight))
 

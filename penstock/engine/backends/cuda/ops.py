@@ -33,7 +33,7 @@ from penstock.engine.backends.cuda.kernels import (
     row_norm,
     sampler,
 )
-from penstock.engine.backends.cuda.kernels.addends import Addends
+from penstock.engine.backends.cuda.kernels.addends import Addends, Summands
 from penstock.engine.backends.interface import (
     AttentionBatch,
     DeltaLayout,
@@ -89,7 +89,7 @@ class TritonOps:
 
     def add_rms_norm(
         self,
-        x: Tensor | Addends,
+        x: Tensor | Addends | Summands,
         residual: Tensor,
         weight: Tensor | None,
         eps: float,

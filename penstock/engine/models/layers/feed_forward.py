@@ -47,6 +47,15 @@ class FusedFeedForward(FeedForward, Protocol):
         ...
 
 
+@runtime_checkable
+class SummedByNorm(FeedForward, Protocol):
+    """One that can leave the last sum of its result to the norm that reads it."""
+
+    def leaving_sums(self) -> FeedForward:
+        """The same, for layers in which nothing but the norm of its backend reads the result."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
     """down(act(gate(x)) * up(x)), with gate and up as one matrix; down(act(up(x))) where the activation has no gate."""

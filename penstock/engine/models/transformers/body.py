@@ -33,6 +33,10 @@ class Body(Protocol):
         """An entry of some tokens, for checks."""
         ...
 
+    def reference(self, model: Any, count: int, device: torch.device) -> Tensor:
+        """What the library computes of the same tokens by itself: logits, or in a stage what its layers give."""
+        ...
+
 
 class WholeBody:
     """See `Body`."""
@@ -46,7 +50,15 @@ class WholeBody:
         return hidden[0]
 
     def sample(self, count: int, device: torch.device) -> Tensor:
-        return (torch.arange(count, device=device) * 7 + 3) % self._vocabulary
+        return _some_tokens(count, self._vocabulary, device)
+
+    def reference(self, model: Any, count: int, device: torch.device) -> Tensor:
+        logits: Tensor = model(input_ids=self.sample(count, device).unsqueeze(0), use_cache=False).logits
+        return logits[0]
+
+
+def _some_tokens(count: int, vocabulary: int, device: torch.device) -> Tensor:
+    return (torch.arange(count, device=device) * 7 + 3) % vocabulary
 
 
 class CannotDivide(Exception):
@@ -156,15 +168,16 @@ class StageBody:
         return nn.functional.pad(embedded, (0, self._hidden - embedded.shape[-1]))
 
     def __call__(self, entry: Tensor, **options: Any) -> Tensor:
-        junction = self.junction
         stream = entry.unsqueeze(0)
-        if junction.first:
-            begin = {"inputs_embeds": stream[..., : self.base.get_input_embeddings().embedding_dim]}
-        else:
-            junction.given = stream
-            begin = {"input_ids": torch.zeros(1, len(entry), dtype=torch.int64, device=entry.device)}
+        if self.junction.first:
+            return self._run(inputs_embeds=stream[..., : self.base.get_input_embeddings().embedding_dim], **options)
+        self.junction.given = stream
+        return self._run(input_ids=torch.zeros(1, len(entry), dtype=torch.int64, device=entry.device), **options)
+
+    def _run(self, **options: Any) -> Tensor:
+        junction = self.junction
         try:
-            hidden: Tensor = self.base(**begin, **options).last_hidden_state
+            hidden: Tensor = self.base(**options).last_hidden_state
             if not junction.last:
                 raise CannotDivide("it does not run its layers one after the other")
         except _Left:
@@ -177,10 +190,18 @@ class StageBody:
 
     def sample(self, count: int, device: torch.device) -> Tensor:
         if self.junction.first:
-            table = self.base.get_input_embeddings()
-            return self.embed((torch.arange(count, device=device) * 7 + 3) % table.num_embeddings)
+            return self.embed(self._tokens(count, device))
         seeded = torch.Generator().manual_seed(0)
         return torch.randn(count, self._hidden, generator=seeded).to(device, self._dtype)
+
+    def reference(self, model: Any, count: int, device: torch.device) -> Tensor:
+        if not self.junction.first:
+            return self(self.sample(count, device), use_cache=False)
+        # From the tokens themselves: a model may use them for more than their embedding.
+        return self._run(input_ids=self._tokens(count, device).unsqueeze(0), use_cache=False)
+
+    def _tokens(self, count: int, device: torch.device) -> Tensor:
+        return _some_tokens(count, self.base.get_input_embeddings().num_embeddings, device)
 
     def find_form(self, entry: Tensor) -> None:
         """How the model expects its layers to return the stream, found by what its next layer receives. CannotDivide

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.engine.backends.interface import AttentionBatch
 from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.models.model_config import ModelConfig
-from penstock.engine.models.transformers.body import Body, WholeBody
+from penstock.engine.models.transformers.body import Body, CannotDivide
 from penstock.engine.models.transformers.hidden import HiddenStates
 from penstock.errors import CheckpointError
 
@@ -40,11 +40,14 @@ class Comparison:
     def __init__(self, model: Any, body: Body, config: ModelConfig, device: torch.device) -> None:
         """`device`: where the model is now."""
         self._config = config
-        entry = body.sample(min(_COMPARED, config.max_positions), device)
-        if isinstance(body, WholeBody):
-            expected = model(input_ids=entry.unsqueeze(0), use_cache=False).logits[0]
-        else:
-            expected = body(entry, use_cache=False)
+        count = min(_COMPARED, config.max_positions)
+        entry = body.sample(count, device)
+        try:
+            expected = body.reference(model, count, device)
+        except (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, CannotDivide):
+            raise
+        except Exception as error:
+            raise refusal(config, f"the library itself does not run it ({type(error).__name__}: {error})") from error
         self._entry, self._expected = entry, expected.float()
 
     @torch.inference_mode()

@@ -167,7 +167,10 @@ _ALIASES = {
 
 def _optional(config: Any, key: str) -> int | None:
     for name in (key, *_ALIASES.get(key, ())):
-        value = getattr(config, name, None)
+        try:
+            value = getattr(config, name, None)
+        except RuntimeError:  # it has another value in each layer; what counts is found when the model is loaded
+            continue
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None

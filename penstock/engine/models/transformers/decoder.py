@@ -89,8 +89,10 @@ class ModelHead:
     """What a model does after its layers, whatever that is: the projection, scaling, caps. It is called with hidden
     states in place of its layers'."""
 
-    def __init__(self, model: Any, base: str, linear: Linear | None) -> None:
-        """`base`: the attribute that holds the layers; they are taken out."""
+    def __init__(self, model: Any, base: str, linear: Linear | None, *, alone: bool = False) -> None:
+        """`base`: the attribute that holds the layers; they are taken out. `alone`: in deterministic mode, every row
+        by itself (see `TokenPass`)."""
+        self._alone = alone
         self._hidden = _GivenHidden(getattr(model, base))
         setattr(model, base, self._hidden)
         self._model = model
@@ -98,6 +100,9 @@ class ModelHead:
         self.weight_bytes = 0 if linear is None else linear.weight_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([self._logits(x[row : row + 1]) for row in range(len(x))]) if self._alone else self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor:
         self._hidden.states = x.unsqueeze(0)
         ids = torch.zeros(1, x.shape[0], dtype=torch.int64, device=x.device)
         logits: Tensor = self._model(input_ids=ids, use_cache=False).logits

@@ -1,12 +1,16 @@
-"""Two ways to compute the hidden states of a step's packed tokens with a model of the `transformers` library.
+"""Ways to compute the hidden states of a step's packed tokens with a model of the `transformers` library.
 
 `PackedPass`: all tokens in one row, through the engine's attention (`attention`). `SequencePass`: for models that have
 attention of their own (position biases, local patterns): one sequence after the other, each with its earlier keys
-and values gathered from the paged cache.
+and values gathered from the paged cache. `TokenPass`: in deterministic mode, every token by itself. What PyTorch gives
+for a row depends on how many there are (vector loops have ends, reductions are cut by their number), and the library's
+code may call anything; alone, a token is always computed alike.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -30,6 +34,10 @@ class HiddenStates(Protocol):
         ...
 
 
+Part = Callable[[int, int], None]
+"""Called with the first and one past the last of the packed tokens that are computed next."""
+
+
 class PackedPass:
     """See `HiddenStates`."""
 
@@ -47,8 +55,46 @@ class PackedPass:
             CALLS.reset(token)
 
 
+class TokenPass:
+    """See `HiddenStates`. Where tokens read others of the same step, those have smaller positions."""
+
+    before: Part | None = None
+
+    def __init__(self, packed: PackedPass) -> None:
+        self.sites = packed.sites
+        self._packed = packed
+
+    def __call__(self, entry: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
+        starts, contexts, rows = (x.tolist() for x in (batch.query_starts, batch.context_lens, batch.rows))
+        tokens = [
+            (context - end + index + 1, index, row)
+            for begin, end, context, row in zip(starts, starts[1:], contexts, rows, strict=False)
+            for index in range(begin, end)
+        ]
+        one = torch.tensor([0, 1], dtype=batch.query_starts.dtype, device=batch.query_starts.device)
+        parts: list[Tensor] = [entry] * len(tokens)
+        for context, index, row in sorted(tokens):
+            if self.before is not None:
+                self.before(index, index + 1)
+            alone = replace(
+                batch,
+                positions=batch.positions[index : index + 1],
+                slots=batch.slots[index : index + 1],
+                query_starts=one,
+                context_lens=batch.context_lens.new_tensor([context]),
+                rows=batch.rows.new_tensor([row]),
+                num_decodes=1,
+                max_query=1,
+                max_context=context,
+            )
+            parts[index] = self._packed(entry[index : index + 1], alone, kv)
+        return torch.cat(parts)
+
+
 class SequencePass:
     """See `HiddenStates`."""
+
+    before: Part | None = None
 
     def __init__(
         self,
@@ -69,13 +115,18 @@ class SequencePass:
 
     def __call__(self, entry: Tensor, batch: AttentionBatch, kv: KVCache) -> Tensor:
         starts, contexts, rows = (x.tolist() for x in (batch.query_starts, batch.context_lens, batch.rows))
-        parts = []
-        for begin, end, context, row in zip(starts, starts[1:], contexts, rows, strict=False):
+        spans = list(zip(starts, starts[1:], contexts, rows, strict=False))
+        parts: list[Tensor] = [entry] * len(spans)
+        # One may begin behind a prefix that another computes in the same step: that other one begins before.
+        for index in sorted(range(len(spans)), key=lambda i: spans[i][2] - spans[i][1] + spans[i][0]):
+            begin, end, context, row = spans[index]
+            if self.before is not None:
+                self.before(begin, end)
             cache = self._earlier(context - (end - begin), batch.block_tables[row], kv)
             options: dict[str, Any] = {}
             if self._positions:
                 options["position_ids"] = batch.positions[begin:end].unsqueeze(0)
-            parts.append(self._body(entry[begin:end], past_key_values=cache, use_cache=True, **options))
+            parts[index] = self._body(entry[begin:end], past_key_values=cache, use_cache=True, **options)
             self._keep(cache, batch.slots[begin:end], kv)
         return torch.cat(parts)
 

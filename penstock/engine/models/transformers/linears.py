@@ -16,7 +16,7 @@ from penstock.engine.models.weights import WeightReader
 if TYPE_CHECKING:
     from penstock.engine.models.transformers.shards import Cuts
 
-_KINDS = frozenset({"Linear", "Conv1D", "FalconLinear"})
+_KINDS = frozenset({"Linear", "Conv1D", "FalconLinear", "AwaitedLinear"})
 """Classes that compute x W^T + b and nothing else; a subclass by another name may compute more."""
 
 Shapes = dict[str, tuple[int, int]]
@@ -29,13 +29,15 @@ _IN_LAYER = re.compile(r"(?:^|\.)(\d+)\.(.+)$")
 class EngineLinear(nn.Module):
     """Calls a linear of the engine's on packed tokens."""
 
-    def __init__(self, name: str, linear: Linear, inputs: int, outputs: int) -> None:
+    def __init__(self, name: str, linear: Linear, inputs: int, outputs: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.name = name
         self.linear = linear
         self.in_features = inputs
         self.out_features = outputs
         found = _IN_LAYER.search(name)
+        self.weight = torch.empty(0, dtype=dtype)
+        """Some models ask linears for the type of their weights; these have another form."""
         self.over_ranks: Callable[[Tensor], Tensor] | None = None
         """Where it is cut by inputs: adds up what all shards have."""
         self.layer = None if found is None else int(found[1])
@@ -55,6 +57,31 @@ class EngineLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
+class AwaitedLinear(nn.Module):
+    """Stands for a linear that is made of what a checkpoint has in few bits: the library need not read its values."""
+
+    def __init__(self, shape: tuple[int, int], biased: bool) -> None:
+        super().__init__()
+        self.shape = shape
+        self.biased = biased
+        # Some models initialize the weights of certain linears by name, before any are read.
+        self.weight = torch.empty(0, device="cpu")
+        self.bias = torch.empty(0, device="cpu") if biased else None
+
+
+def await_linears(model: Any, reader: WeightReader) -> Callable[[str], bool]:
+    """Take out the linears that `reader` can make by itself, before the library reads their values. Returns whether a
+    name in the checkpoint is one of theirs."""
+    head = model.get_output_embeddings() if getattr(model.config, "tie_word_embeddings", False) else None
+    taken: set[str] = set()
+    for name, module in linears_of(model):
+        if module is not head and _stores(reader, name, module):
+            above, _, last = name.rpartition(".")
+            setattr(model.get_submodule(above), last, AwaitedLinear(shape_of(module), _is_biased(module)))
+            taken |= {f"{name}.weight", f"{name}.bias"}
+    return taken.__contains__
+
+
 class ModuleWeights:
     """The weights of a loaded model. See `Weights`."""
 
@@ -63,7 +90,7 @@ class ModuleWeights:
     ) -> None:
         """`cut`: takes this shard's part of a tensor."""
         self.config = config
-        self._modules = dict(linears_of(model))
+        self._modules = {name: module for name, module in linears_of(model) if not isinstance(module, AwaitedLinear)}
         self._cut = cut
 
     def names(self) -> Collection[str]:
@@ -81,7 +108,7 @@ class ModuleWeights:
 
     def release(self, name: str) -> None:
         """Forget a module whose weights were read."""
-        del self._modules[name]
+        self._modules.pop(name, None)
 
 
 def linears_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -91,6 +118,8 @@ def linears_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def shape_of(module: Any) -> tuple[int, int]:
     """Outputs and inputs."""
+    if isinstance(module, AwaitedLinear):
+        return module.shape
     rows, columns = module.weight.shape
     return (columns, rows) if type(module).__name__ == "Conv1D" else (rows, columns)
 
@@ -131,12 +160,12 @@ def replace_linears(
             parts = cuts.shard.count
             outputs, inputs = (outputs // parts, inputs) if side == "outputs" else (outputs, inputs // parts)
         above, _, last = name.rpartition(".")
-        bias = getattr(module, "bias", None) is not None
+        bias = _is_biased(module)
         reader = as_stored if as_stored is not None and _stores(as_stored, name, module) else read
         linear = reader.linear(f"{above}." if above else "", {last: outputs}, inputs, bias)
         if name == head:
             linear = read.backend.as_head(linear)
-        replaced = EngineLinear(name, linear, inputs, outputs)
+        replaced = EngineLinear(name, linear, inputs, outputs, read.dtype)
         if cuts is not None and side == "inputs":
             replaced.over_ranks = cuts.shard.sum
         setattr(model.get_submodule(above), last, replaced)
@@ -149,5 +178,8 @@ def _stores(reader: WeightReader, name: str, module: nn.Module) -> bool:
     """Whether a checkpoint in few bits has this module as [out, in], by its own name."""
     weight = f"{name}.weight"
     turned = type(module).__name__ == "Conv1D" and weight not in integer_matrices(reader.weights)
-    biased = getattr(module, "bias", None) is not None
-    return reader.stores(weight) and not turned and (not biased or reader.stores(f"{name}.bias"))
+    return reader.stores(weight) and not turned and (not _is_biased(module) or reader.stores(f"{name}.bias"))
+
+
+def _is_biased(module: nn.Module) -> bool:
+    return module.biased if isinstance(module, AwaitedLinear) else getattr(module, "bias", None) is not None

@@ -33,9 +33,15 @@ from penstock.engine.models.transformers.body import Body, CannotDivide, Junctio
 from penstock.engine.models.transformers.comparison import Comparison, refusal
 from penstock.engine.models.transformers.config import check_custom_code
 from penstock.engine.models.transformers.decoder import CachedLayer, ModelHead, TransformersDecoder
-from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass, SequencePass
-from penstock.engine.models.transformers.linears import EngineLinear, ModuleWeights, replace_linears, shapes_by_layer
-from penstock.engine.models.transformers.read import read_model
+from penstock.engine.models.transformers.hidden import HiddenStates, PackedPass, SequencePass, TokenPass
+from penstock.engine.models.transformers.linears import (
+    EngineLinear,
+    ModuleWeights,
+    await_linears,
+    replace_linears,
+    shapes_by_layer,
+)
+from penstock.engine.models.transformers.read import Reduce, read_model
 from penstock.engine.models.transformers.shards import Cuts, Shard
 from penstock.engine.models.transformers.survey import TOKENS, Survey
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
@@ -57,11 +63,13 @@ def load_decoder(
     custom_code: tuple[str, ...] = (),
     span: tuple[int, int] | None = None,
     shard: Shard | None = None,
+    alone: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> TransformersDecoder:
     """Read every weight once. `stored`: the checkpoint where it has weights in few bits; the library gets their values,
     and linears are made of them as they are stored. `custom_code`: the checkpoints whose own code may run. `span`: the
-    layers of this stage, where other ranks have others. `shard`: of several that have a part of each layer."""
+    layers of this stage, where other ranks have others. `shard`: of several that have a part of each layer. `alone`: in
+    deterministic mode, tokens are computed one by one."""
     report = progress or (lambda fraction: None)
     log.warning(
         "%s models have no family here: this one runs through transformers, exactly but slower than a family would",
@@ -71,14 +79,15 @@ def load_decoder(
     staged = span is not None or shard is not None
     junction = Junction(span or (0, config.num_layers), config.num_layers)
     try:
-        model = read_model(
-            folder,
-            config.family,
-            dtype,
-            trusted,
-            stored,
-            None if span is None else lambda model: take_out(model, junction, dtype),
-        )
+        reduce: list[Reduce] = []
+        if span is not None:
+            reduce.append(lambda model: take_out(model, junction, dtype))
+        # What the checkpoint has in few bits is read from it; the rest stays as the library has it. Shards cut values.
+        as_stored = None
+        if stored is not None and shard is None:
+            as_stored = reader = WeightReader(stored, backend, dtype, quantize)
+            reduce.append(lambda model: await_linears(model, reader))
+        model = read_model(folder, config.family, dtype, trusted, stored, reduce)
         report(0.5)
         if getattr(model, "_is_stateful", False):
             raise refusal(config, "its layers keep a state other than keys and values")
@@ -90,8 +99,9 @@ def load_decoder(
         if staged:
             junction.shapes = junction.shapes or shapes_by_layer(model)
             body = StageBody(base, junction, config.hidden_size, dtype)
-            body.find_form(body.sample(TOKENS, torch.device("cpu")))
-        return _load(model, body, config, raw, backend, dtype, max_positions, quantize, stored, staged, shard, report)
+        return _load(
+            model, body, config, raw, backend, dtype, max_positions, quantize, as_stored, staged, shard, alone, report
+        )
     except CannotDivide as error:
         raise refusal(config, f"{error}, so it has no parts for several ranks") from error
 
@@ -105,9 +115,10 @@ def _load(
     dtype: torch.dtype,
     max_positions: int,
     quantize: Quantizer | None,
-    stored: Weights | None,
+    as_stored: WeightReader | None,
     staged: bool,
     shard: Shard | None,
+    alone: bool,
     report: Callable[[float], None],
 ) -> TransformersDecoder:
     """The decoder of a model that the library has read."""
@@ -115,35 +126,35 @@ def _load(
     if shard is None:
         model.to(device)
     head_name = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), "")
-    # Rounded linears change the logits; without them the comparison covers the linears too. Shards are compared with
-    # the whole in any case.
+    # Rounded linears change the logits, and some are not there yet; without them the comparison covers the linears
+    # too. Shards are compared with the whole in any case.
+    rounds = getattr(quantize, "few_bits", quantize) is not None
+    late = as_stored is not None or (rounds and shard is None)
     at = device if shard is None else torch.device("cpu")
-    comparison = Comparison(model, body, config, at) if quantize is None or shard is not None else None
+    comparison = None if late else _compared(model, body, config, at)
     cuts = None if shard is None else Cuts(model, shard)
     modules = ModuleWeights(model, raw, None if cuts is None else cuts.apply)
-    # What the checkpoint has in few bits is read from it; the rest stays as the library has it.
-    reader = WeightReader(modules, backend, dtype, quantize if stored is None or cuts is not None else None)
-    as_stored = None if stored is None or cuts is not None else WeightReader(stored, backend, dtype, quantize)
+    reader = WeightReader(modules, backend, dtype, quantize if as_stored is None else None)
     linears = replace_linears(model, reader, modules, head_name, as_stored, cuts)
     if cuts is not None:
         cuts.cut_parts(model)
         model.to(device)
-    comparison = comparison or Comparison(model, body, config, device)
+    comparison = comparison or _compared(model, body, config, device)
     head_linear = next((linear for linear in linears if linear.name == head_name), None)
-    head = ModelHead(model, model.base_model_prefix, None if head_linear is None else head_linear.linear)
+    head = ModelHead(model, model.base_model_prefix, None if head_linear is None else head_linear.linear, alone=alone)
     report(0.8)
 
     def check(hidden: HiddenStates) -> None:
-        comparison.check(hidden, None if staged else head, dtype, device, rounded=quantize is not None)
+        comparison.check(hidden, None if staged else head, dtype, device, rounded=rounds)
 
     try:
-        hidden = _first_that_fits(body, config, backend, dtype, check)
+        hidden = _first_that_fits(body, config, backend, dtype, check, alone=alone)
     except CheckpointError as error:
         if cuts is None:
             raise
         raise ConfigError(
             f"tensor_parallel: the layers of {config.family} models do not run with a part of their heads and widths "
-            f"({error}); pipeline_parallel divides them by layers"
+            f"({error}); pipeline_parallel may divide them by layers"
         ) from error
     embedding = _embedding_of(body.base, device, dtype)
     report(1.0)
@@ -163,6 +174,12 @@ def _load(
         cuts=cuts,
         final_width=config.hidden_size if head_linear is None else head_linear.in_features,
     )
+
+
+def _compared(model: Any, body: Body, config: ModelConfig, device: torch.device) -> Comparison:
+    if isinstance(body, StageBody):
+        body.find_form(body.sample(TOKENS, device))
+    return Comparison(model, body, config, device)
 
 
 def _found(config: ModelConfig, sites: list[Site], span: tuple[int, int]) -> ModelConfig:
@@ -201,6 +218,8 @@ def _first_that_fits(
     backend: LayerFactory,
     dtype: torch.dtype,
     check: Callable[[HiddenStates], None],
+    *,
+    alone: bool = False,
 ) -> HiddenStates:
     """How the model's hidden states are computed: with the engine's attention, or else with the model's own."""
     base = body.base
@@ -209,8 +228,9 @@ def _first_that_fits(
     if takes_positions:
         try:
             packed = _packed(body, config, backend)
-            check(packed)
-            return packed
+            hidden: HiddenStates = TokenPass(packed) if alone else packed
+            check(hidden)
+            return hidden
         except (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, CannotDivide):
             raise
         except Exception as error:
@@ -223,9 +243,9 @@ def _first_that_fits(
     )
     begin, _ = own_layers(body, config)
     sites = _cached_sites(body, config, backend.device, takes_positions)
-    alone = SequencePass(body, sites, takes_positions, dtype, backend.device, begin)
-    check(alone)
-    return alone
+    by_sequence = SequencePass(body, sites, takes_positions, dtype, backend.device, begin)
+    check(by_sequence)
+    return by_sequence
 
 
 def own_layers(body: Body, config: ModelConfig) -> tuple[int, int]:

@@ -4,7 +4,7 @@ other layers are never read."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -34,21 +34,21 @@ def read_model(
     dtype: torch.dtype,
     trusted: bool,
     stored: Weights | None,
-    reduce: Reduce | None = None,
+    reduce: Sequence[Reduce] = (),
 ) -> Any:
     """`trusted`: the checkpoint's own code runs. `stored`: the checkpoint, where it has weights in few bits."""
     library: Any = import_module("transformers")
     options = {"dtype": dtype, "attn_implementation": "eager", "output_loading_info": True}
     absent: list[Callable[[str], bool]] = []
-    with _LOADING, _quiet(reports=reduce is None):
+    with _LOADING, _quiet(reports=not reduce):
         try:
-            if stored is None and reduce is None:
+            if stored is None and not reduce:
                 model, found = library.AutoModelForCausalLM.from_pretrained(
                     str(folder), trust_remote_code=trusted, local_files_only=True, use_safetensors=True, **options
                 )
             else:
                 kind, config = _class_and_config(library, folder, trusted)
-                if reduce is not None:
+                if reduce:
                     kind = _reduced(kind, reduce, absent)
                 if stored is None:
                     model, found = kind.from_pretrained(
@@ -71,12 +71,12 @@ def read_model(
     return model.eval().requires_grad_(False)
 
 
-def _reduced(kind: Any, reduce: Reduce, absent: list[Callable[[str], bool]]) -> Any:
+def _reduced(kind: Any, reduce: Sequence[Reduce], absent: list[Callable[[str], bool]]) -> Any:
     """The model's class without some of its parts; the library makes an instance and reads what that has."""
 
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:
         kind.__init__(self, *arguments, **options)
-        absent[:] = [reduce(self)]
+        absent[:] = [each(self) for each in reduce]
 
     return type(kind.__name__, (kind,), {"__init__": __init__, "__module__": kind.__module__})
 

@@ -59,7 +59,7 @@ class Cuts:
         if not self.sides:
             raise ConfigError(
                 f"tensor_parallel: transformers has no plan for the linears of {model.config.model_type} models, and "
-                "their names are not the usual ones; pipeline_parallel divides any model by layers"
+                "their names are not the usual ones; pipeline_parallel divides models by layers"
             )
         for name, side in self.sides.items():
             size = shapes[name][0 if side == "outputs" else 1]

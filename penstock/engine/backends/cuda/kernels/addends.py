@@ -1,7 +1,8 @@
 """A linear's result in two parts, its own and what adapters add, computed side by side.
 
 The operation that reads them adds them up, so that adding costs no launch. Tokens without an adapter, or whose adapter
-does not touch the linear, have no second part: its memory there is undefined.
+does not touch the linear, have no second part: its memory there is undefined. A token's experts leave several rows in
+the same way.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ class Addends:
     delta: Tensor
     ranks: Tensor
     """int32 [T]: the rank of each token's adapter at this linear; 0: it has no second part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summands:
+    """What a token's experts gave, next to each other; the norm behind them adds them up."""
+
+    rows: Tensor
+    """[T * count, outputs]"""
+    count: int
 
 
 def parts(x: Tensor | Addends) -> tuple[Tensor, tuple[Tensor, Tensor], dict[str, bool]]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels.addends import Addends, parts, second
+from penstock.engine.backends.cuda.kernels.addends import Addends, Summands, parts, second
 from penstock.engine.backends.cuda.kernels.ahead import HELPERS, Ahead, arguments, ask_ahead
 from penstock.engine.backends.cuda.kernels.common import (
     FP8_MAX,
@@ -48,6 +48,7 @@ def _norm_kernel(
     X_NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
     DELTA: tl.constexpr,
+    SUMMED: tl.constexpr,
     ASKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -67,6 +68,8 @@ def _norm_kernel(
         rank = tl.load(delta_ranks_ptr + row)
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, SUMMED):
+        x += tl.load(x_ptr + row * x_stride + i * HIDDEN + cols, mask=mask, other=0.0).to(tl.float32)
     if DELTA:
         x += second(delta_ptr + row * HIDDEN + cols, mask, rank)
     if X_NORM:
@@ -151,7 +154,7 @@ def centre(residual: Tensor, added: tuple[Tensor | Addends, ...], *, pdl: bool =
 
 
 def _launch(
-    x: Tensor | Addends,
+    x: Tensor | Addends | Summands,
     residual: Tensor | None,
     weight: Tensor | None,
     x_weight: Tensor | None,
@@ -161,8 +164,11 @@ def _launch(
     pdl: bool,
     then: Ahead | None = None,
 ) -> None:
+    summed = 1
+    if isinstance(x, Summands):
+        summed, x = x.count, x.rows.view(-1, x.count * x.rows.shape[1])
     x, delta, options = parts(x)
-    tokens, hidden = x.shape
+    tokens, hidden = out.shape
     if tokens == 0:
         return
     block = next_power_of_2(hidden)
@@ -187,6 +193,7 @@ def _launch(
         ADD=residual is not None,
         X_NORM=x_weight is not None,
         QUANTIZE=scale is not None,
+        SUMMED=summed,
         **options,
         num_warps=min(16, max(1, block // 512)),
         pdl=pdl,
@@ -210,7 +217,7 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor | Addends,
+    x: Tensor | Addends | Summands,
     residual: Tensor,
     weight: Tensor | None,
     eps: float,
@@ -225,7 +232,7 @@ def add_rms_norm(
 
 
 def rms_norm_fp8(
-    x: Tensor,
+    x: Tensor | Summands,
     weight: Tensor | None,
     eps: float,
     residual: Tensor | None = None,
@@ -237,7 +244,11 @@ def rms_norm_fp8(
 
     The scales are [T, 1], as `torch._scaled_mm` wants them for row-wise scaling.
     """
-    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+    like = residual
+    if like is None:
+        assert isinstance(x, Tensor)
+        like = x
+    out = torch.empty(like.shape, dtype=torch.float8_e4m3fn, device=like.device)
+    scale = torch.empty((len(like), 1), dtype=torch.float32, device=like.device)
     _launch(x, residual, weight, x_weight, eps, out, scale, pdl)
     return out, scale
