@@ -121,8 +121,8 @@ def widen(x: tl.tensor, like: tl.tensor) -> tl.tensor:
 
 MOST_OVERLAPPED = 4096
 """Waiting costs each program a little: of a grid that depends on the weights alone and is larger than this, starting
-early gains less than it pays, but what follows it still starts early. Other grids must not decide by their size: a kernel would have two forms, of which only
-one is built in advance."""
+early gains less than it pays; what follows it does start early. Other grids must not decide by their size: a kernel
+would have two forms, of which only one is built in advance."""
 _building: ContextVar[bool] = ContextVar("building", default=False)
 _overlapping = False
 """Whether kernels start early in this process, asked for or not."""
