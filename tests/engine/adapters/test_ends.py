@@ -145,7 +145,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def specs(base: Path) -> tuple[AdapterSpec, ...]:
     return (
-        AdapterSpec("both", str(write_ends(base.parent / "both", base, rank=11))),
+        AdapterSpec("both", str(write_ends(base.parent / "both", base, rank=11, whole=True))),
         AdapterSpec("head", str(write_ends(base.parent / "head", base, ends=("lm_head",), rank=3, seed=1))),
         AdapterSpec("linears", str(write_ends(base.parent / "linears", base, ends=(), seed=2))),
     )
