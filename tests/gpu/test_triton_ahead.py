@@ -33,6 +33,8 @@ class Amounts:
 
     early: int = 8
     """Loads of a product that do not wait for its input."""
+    all_early: bool = False
+    """Large grids start early, too."""
     norm: float = 0
     """Of what the norm's result is multiplied by, by the norm."""
     every: int = 1
@@ -49,6 +51,7 @@ class Amounts:
 
 CHOICES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("early", (16, 32)),
+    ("all_early", (True,)),
     ("norm", (3, 6, 12)),
     ("every", (2,)),
     ("norm", (3, 6, 12, 20)),
@@ -76,7 +79,9 @@ def run_chain(
             return Ahead.of(weight[0], int(amount * MIB), skip=int(skip * MIB), gated=gated, every=a.every)
 
         def multiply(x: Tensor, weight: tuple[Tensor, Tensor | None], **folded: Any) -> Tensor:
-            return linear(x, weight[0], weight_scale=weight[1], early=a.early, pdl=ops.pdl, **folded)
+            return linear(
+                x, weight[0], weight_scale=weight[1], early=a.early, all_early=a.all_early, pdl=ops.pdl, **folded
+            )
 
         qkv = multiply(residual, layer.qkv, norm=layer.norms[0], eps=EPS, ahead=some(layer.qkv, a.norm))
         q = rope_and_cache(
@@ -110,7 +115,7 @@ def test_asking_changes_nothing() -> None:
         case = build([1], [40], heads, BF16)
         cos_sin, start = rand(64, 64), rand(1, hidden, dtype=BF16)
         results = []
-        for amounts in (Amounts(), Amounts(32, 0.1, 2, 0.1, 0.1)):
+        for amounts in (Amounts(), Amounts(32, True, 0.1, 2, 0.1, 0.1)):
             residual = start.clone()
             run_chain(TritonOps(DEVICE, pdl=MODE != "interpret"), layers, residual, case, cos_sin, amounts)
             results.append(residual)
@@ -143,14 +148,14 @@ def tune_ahead() -> Iterator[Row]:
 
 def search(name: str, timed: Callable[[Amounts], float], size: int, folded: bool) -> Iterator[Row]:
     if MODE == "compile":  # every form of the kernels that the search may come to
-        for early, amount in product((8, 16, 32), (0, 4)):
-            timed(Amounts(early, amount, 1, amount, amount))
+        for early, whole, amount in product((8, 16, 32), (False, True), (0, 4)):
+            timed(Amounts(early, whole, amount, 1, amount, amount))
         return
     best = Amounts()
     least = timed(best)
     yield bandwidth(f"{name} {best}", least, size)
     for knob, values in CHOICES:
-        if folded and knob == "norm":
+        if folded and knob in ("norm", "all_early"):
             continue
         start = best
         for value in values:

@@ -154,7 +154,24 @@ def _rows_kernel(
         b_rows = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, 0, K, PARTS)
         if GATED:
             b_up = up_rows(bank_ptr, slots, ranks, N + n, in_n, slot_stride, start, 0, K, PARTS)
+    # What the sums are finished with is on its way early, too: loaded in the end, every program would wait for it.
+    kept = n < N
+    scale = 1.0
+    up_scale = 1.0
+    bias = 0.0
+    up_bias = 0.0
+    before = 0.0
+    if SCALED:
+        scale = tl.load(scale_ptr + n, mask=kept, other=0.0)[None, :]
+        if GATED:
+            up_scale = tl.load(scale_ptr + N + n, mask=kept, other=0.0)[None, :]
+    if BIAS:
+        bias = tl.load(bias_ptr + n, mask=kept, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up_bias = tl.load(bias_ptr + N + n, mask=kept, other=0.0).to(tl.float32)[None, :]
     wait_for_inputs(PDL)
+    if RESIDUAL:
+        before = tl.load(residual_ptr + n, mask=kept, other=0.0).to(tl.float32)[None, :]
     if ADAPTED:
         at_sums, seen = look(sums_ptr, one, ranks, part, 0, PARTS * R, READY)
         if GATED:
@@ -192,10 +209,12 @@ def _rows_kernel(
                 at_up, seen_up, b_up, bank_ptr, sums_ptr, one, slots, ranks, N + n, in_n, 1, slot_stride, start,
                 K, PARTS, R, READY,
             )  # fmt: skip
-    epilogue(
-        y, up, n, one, 1, out_ptr, bias_ptr, scale_ptr, residual_ptr,
-        N, BIAS, SCALED, RESIDUAL, GATED, delta, up_delta, ADAPTED,
-    )  # fmt: skip
+    y = y * scale + bias + delta
+    if GATED:
+        up = up * up_scale + up_bias + up_delta
+        y = y / (1.0 + tl.exp(-y)) * up
+    y += before
+    tl.store(out_ptr + n[None, :], y.to(out_ptr.dtype.element_ty), mask=kept[None, :])
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -312,6 +331,7 @@ def linear(
     lora: InlineLora | None = None,
     pdl: bool = False,
     early: int = 8,
+    all_early: bool = False,
     ahead: Ahead | None = None,
 ) -> Tensor:
     """`x` [B, K] times the transpose of `weight` [N, K], for B up to `MAX_BATCH`.
@@ -319,7 +339,8 @@ def linear(
     `weight_scale`: float32 [N], with an e4m3 weight. `norm`, `eps`: x is RMS-normalized first (mostly one more launch).
     `gated`: the weight is [2 * N, K], gate rows then up rows, and the result is silu(gate) * up. `residual` [B, N] is
     added last. `out` may be `residual`, never `x`. `lora`: each token's adapter is added in the same launches. `early`:
-    loads of one token's product that do not wait for its input. `ahead`: what the norm asks for, where it is a launch.
+    loads of one token's product that do not wait for its input. `all_early`: grids of any size start early.
+    `ahead`: what the norm asks for, where it is a launch.
     """
     batch, k = x.shape
     if batch > MAX_BATCH:
@@ -390,7 +411,7 @@ def linear(
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
             pdl=pdl,
-            branches=shrinks + programs > common.MOST_OVERLAPPED,
+            branches=shrinks + programs > common.MOST_OVERLAPPED and not all_early,
         )
     else:
         launch(

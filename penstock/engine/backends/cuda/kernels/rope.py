@@ -123,6 +123,12 @@ def _rope_kernel(
     table = cos_sin_ptr + position * ROTARY + cols
     cos = tl.load(table, mask=cols < TURNING, other=1.0)[None, :]
     sin = tl.load(table + TURNING, mask=cols < TURNING, other=0.0)[None, :]
+    if Q_NORM:
+        q_gain_low = _gain(q_norm_ptr, head, low_at, is_q, in_half, DIM, CENTRED)
+        q_gain_high = _gain(q_norm_ptr, head, high_at, is_q, in_half, DIM, CENTRED)
+    if K_NORM:
+        k_gain_low = _gain(k_norm_ptr, head - HEADS, low_at, is_k, in_half, DIM, CENTRED)
+        k_gain_high = _gain(k_norm_ptr, head - HEADS, high_at, is_k, in_half, DIM, CENTRED)
     wait_for_inputs(PDL)
     place = head
     if GATES:  # each query is followed by the gate of its head
@@ -145,17 +151,13 @@ def _rope_kernel(
         square = tl.sum(shifted_low * shifted_low, axis=1) + tl.sum(shifted_high * shifted_high, axis=1)
         inverse = tl.rsqrt(square / DIM + eps)
         if Q_NORM:
-            gain_low = _gain(q_norm_ptr, head, low_at, is_q, in_half, DIM, CENTRED)
-            gain_high = _gain(q_norm_ptr, head, high_at, is_q, in_half, DIM, CENTRED)
             lane = is_q[:, None]
-            low = tl.where(lane, shifted_low * inverse[:, None] * gain_low, low)
-            high = tl.where(lane, shifted_high * inverse[:, None] * gain_high, high)
+            low = tl.where(lane, shifted_low * inverse[:, None] * q_gain_low, low)
+            high = tl.where(lane, shifted_high * inverse[:, None] * q_gain_high, high)
         if K_NORM:
-            gain_low = _gain(k_norm_ptr, head - HEADS, low_at, is_k, in_half, DIM, CENTRED)
-            gain_high = _gain(k_norm_ptr, head - HEADS, high_at, is_k, in_half, DIM, CENTRED)
             lane = is_k[:, None]
-            low = tl.where(lane, shifted_low * inverse[:, None] * gain_low, low)
-            high = tl.where(lane, shifted_high * inverse[:, None] * gain_high, high)
+            low = tl.where(lane, shifted_low * inverse[:, None] * k_gain_low, low)
+            high = tl.where(lane, shifted_high * inverse[:, None] * k_gain_high, high)
 
     new_low = tl.where(is_v[:, None], low, low * cos - high * sin)
     new_high = tl.where(is_v[:, None], high, high * cos + low * sin)
