@@ -45,13 +45,11 @@ def wait_for_inputs(PDL: tl.constexpr) -> None:
 
 @triton.jit
 def ask_for(at: tl.tensor, SIZE: tl.constexpr, PDL: tl.constexpr) -> None:
-    """Bring `SIZE` bytes at each of up to 32 addresses into the L2 cache: what will be read once the inputs are there.
-    The first warp asks, once for each address. For addresses that are multiples of 16; other sizes than those are left
-    alone."""
+    """Bring `SIZE` bytes at each address into the L2 cache: what will be read once the inputs are there. For addresses
+    that are multiples of 16; other sizes than those are left alone."""
     if PDL and SIZE % 16 == 0:
         tl.inline_asm_elementwise(
-            "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.lt.u32 first, thread, 32;"
-            " @first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
             "=r,l,r",
             [at.to(tl.int64), tl.full(at.shape, SIZE, tl.int32)],
             dtype=tl.int32,
