@@ -283,7 +283,7 @@ def _down_kernel(
     # the memory busy.
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for i in tl.static_range(VISITS):
-        guess, loaded = guessed[i]
+        guess, loaded = guessed[i]  # type: ignore[var-annotated]
         taken = tl.maximum(tl.minimum(tl.load(chosen_ptr + i), EXPERTS - 1), 0)
         at = taken.to(tl.int64) * N + row
         loaded = _load_others(loaded, weight_ptr + at * WIDTH, taken != guess, WIDTH, STEPS, BLOCK_K)
