@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from penstock.engine.backends.cuda.kernels import common
 from penstock.engine.backends.cuda.kernels.activation import silu_mul, to_half
-from penstock.engine.backends.cuda.kernels.ahead import Ahead
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, launch_successor, wait_for_inputs
 from penstock.engine.backends.cuda.kernels.epilogue import epilogue
 from penstock.engine.backends.cuda.kernels.gemv_shapes import GemvConfig, choose, folds_norm, vendor_wins
@@ -98,7 +97,6 @@ def _rows_kernel(
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY_LOADS: tl.constexpr,
     R: tl.constexpr = 0,
     PARTS: tl.constexpr = 0,
     END_0: tl.constexpr = 0,
@@ -120,7 +118,7 @@ def _rows_kernel(
     # One vector of partial sums per weight row (gate rows, then up rows), each laid out over the threads as x is.
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    EARLY: tl.constexpr = min(STEPS, max(1, EARLY_LOADS // ROWS))
+    EARLY: tl.constexpr = min(STEPS, max(1, 8 // ROWS))
     first = (program - SHRINKS) * BLOCK_N
     k = tl.arange(0, BLOCK_K)
     acc = ()
@@ -330,17 +328,12 @@ def linear(
     config: GemvConfig | None = None,
     lora: InlineLora | None = None,
     pdl: bool = False,
-    early: int = 8,
-    all_early: bool = False,
-    ahead: Ahead | None = None,
 ) -> Tensor:
     """`x` [B, K] times the transpose of `weight` [N, K], for B up to `MAX_BATCH`.
 
     `weight_scale`: float32 [N], with an e4m3 weight. `norm`, `eps`: x is RMS-normalized first (mostly one more launch).
     `gated`: the weight is [2 * N, K], gate rows then up rows, and the result is silu(gate) * up. `residual` [B, N] is
-    added last. `out` may be `residual`, never `x`. `lora`: each token's adapter is added in the same launches. `early`:
-    loads of one token's product that do not wait for its input. `all_early`: grids of any size start early.
-    `ahead`: what the norm asks for, where it is a launch.
+    added last. `out` may be `residual`, never `x`. `lora`: each token's adapter is added in the same launches.
     """
     batch, k = x.shape
     if batch > MAX_BATCH:
@@ -363,7 +356,7 @@ def linear(
     if norm is not None and lora is not None:
         x = rms_norm_shrink(x, norm, eps, lora, dtype=torch.float16 if half else None, pdl=pdl)
     elif norm is not None:
-        x = rms_norm(x, norm, eps, dtype=torch.float16 if half else None, ahead=ahead, pdl=pdl)
+        x = rms_norm(x, norm, eps, dtype=torch.float16 if half else None, pdl=pdl)
     elif half:
         x = to_half(x, pdl=pdl)
     if norm is None and lora is not None and lora.first:
@@ -406,12 +399,11 @@ def linear(
             BLOCK_N=shape.block_n,
             BLOCK_K=shape.block_k,
             NORM=folds,
-            EARLY_LOADS=early,
             **flags,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,
             pdl=pdl,
-            branches=shrinks + programs > common.MOST_OVERLAPPED and not all_early,
+            branches=shrinks + programs > common.MOST_OVERLAPPED,
         )
     else:
         launch(

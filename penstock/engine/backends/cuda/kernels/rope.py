@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.addends import Addends, parts, second
-from penstock.engine.backends.cuda.kernels.ahead import HELPERS, Ahead, arguments, ask_ahead
 from penstock.engine.backends.cuda.kernels.common import (
     FP8_MAX,
     INT8_MAX,
@@ -45,7 +44,7 @@ def _gain(
     return gain
 
 
-@triton.jit(do_not_specialize=["ahead_half", "ahead_pieces", "ahead_stride", "ahead_step"])
+@triton.jit
 def _rope_kernel(
     qkv_ptr: tl.tensor,
     q_out_ptr: tl.tensor,
@@ -64,11 +63,6 @@ def _rope_kernel(
     delta_ranks_ptr: tl.tensor,
     qkv_stride: tl.tensor,
     eps: tl.tensor,
-    ahead_ptr: tl.tensor,
-    ahead_half: tl.tensor,
-    ahead_pieces: tl.tensor,
-    ahead_stride: tl.tensor,
-    ahead_step: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -85,7 +79,6 @@ def _rope_kernel(
     CENTRED: tl.constexpr,
     DELTA: tl.constexpr,
     GATES: tl.constexpr,
-    ASKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     HALF: tl.constexpr = DIM // 2
@@ -109,13 +102,6 @@ def _rope_kernel(
     mask = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
 
     launch_successor(PDL)
-    if ASKS:
-        BLOCKS: tl.constexpr = (HEADS + 2 * KV_HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
-        if tl.program_id(1) >= BLOCKS:
-            wait_for_inputs(PDL)
-            helper, helpers = tl.program_id(1) - BLOCKS, tl.num_programs(1) - BLOCKS
-            ask_ahead(ahead_ptr, ahead_half, ahead_pieces, ahead_stride, ahead_step, helper, helpers, 64)
-            return
     if DELTA:
         rank = tl.load(delta_ranks_ptr + token)
     position = tl.load(positions_ptr + token)
@@ -222,10 +208,9 @@ def rope_and_cache(
     kv_scales: tuple[Tensor, Tensor] | None = None,
     key_smoothing: KeySmoothing | None = None,
     *,
-    ahead: Ahead | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """See `Ops.rope_and_cache`; `x` is what that calls `qkv`. `ahead`: what further programs ask for."""
+    """See `Ops.rope_and_cache`; `x` is what that calls `qkv`."""
     gates = isinstance(x, GatedRows)
     qkv, delta, options = parts(x.rows if isinstance(x, GatedRows) else x)
     tokens, dim = qkv.shape[0], layout.head_dim
@@ -239,7 +224,7 @@ def rope_and_cache(
     centre, key_scale = key_smoothing if key_smoothing is not None else (cos_sin, cos_sin)
     launch(
         _rope_kernel,
-        (tokens, ceil_div(all_heads, head_block) + (0 if ahead is None else HELPERS)),
+        (tokens, ceil_div(all_heads, head_block)),
         qkv,
         q,
         k_cache,
@@ -256,7 +241,6 @@ def rope_and_cache(
         *delta,
         qkv.stride(0),
         eps,
-        *arguments(ahead, qkv),
         HEADS=layout.heads,
         KV_HEADS=layout.kv_heads,
         DIM=dim,
@@ -273,7 +257,6 @@ def rope_and_cache(
         CENTRED=layout.centred_norms,
         **options,
         GATES=gates,
-        ASKS=ahead is not None,
         num_warps=2,
         pdl=pdl,
     )
