@@ -8,6 +8,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -82,6 +83,24 @@ def test_a_draft_model_that_is_the_target_is_always_right() -> None:
         # Draft and target run in batches of different sizes, so a tie may fall either way now and then.
         assert load.accepted_tokens > 0.97 * load.draft_tokens > 0, load
         assert_idle(engine)
+
+
+def test_a_recurrent_draft_goes_on_from_the_state_behind_the_last_accepted_token() -> None:
+    """It drafts for itself, so it is right but for ties; behind tokens that a penalty rejects too."""
+    if not ON_DEVICE:
+        return
+    for model in ("qwen3-next-dense", "mamba2"):
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_checkpoint(model, Path(folder))
+            plain = make_engine(path, **CUDA)
+            few = requests(2)[:3]
+            engine = eager_engine(path, speculation="draft", draft_model=str(path), **CUDA)
+            assert generate(engine, *few) == generate(plain, *few), model
+            load = engine.load_snapshot()
+            assert load.accepted_tokens > 0.97 * load.draft_tokens > 0, (model, load)
+            again = [replace(request, request_id=f"{request.request_id} again") for request in requests(3)]
+            assert generate(engine, *again) == generate(plain, *again), model
+            assert_idle(engine)
 
 
 def test_an_eagle3_head_drafts_as_on_the_cpu() -> None:
