@@ -97,7 +97,8 @@ def compose_decoder(
             config=config,
             ops=backend.ops,
             embedding=embedding,
-            layers=[_leaving_sums(layer) for layer in layers] if fused else layers,
+            # Where other processes have parts of the model, sums over these may stand before the norm.
+            layers=[_leaving_sums(layer) for layer in layers] if fused and head_rows is None else layers,
             final_norm=final_norm,
             head=head,
             max_positions=max_positions,
