@@ -31,6 +31,7 @@ from penstock.engine.backends.cuda.kernels.mxfp4_tile import (
     bits,
     gated,
     half_layout,
+    in_order,
     rows_of,
     weights_of,
     word_layout,
@@ -212,13 +213,13 @@ def _multiplied(
     for turn in range(TURNS):
         for i in gl.static_range(AHEAD):
             now = turn * AHEAD + i
-            taken = ring[i]
-            e = ring_e[i // 4]
+            weights = weights_of(ring[i], ring_e[i // 4], i % 4, HALVES, A, [WARPS, 16, 64])
+            x = _operand(steps.index(now).load(gl.SliceLayout(1, INPUTS)), INPUTS, B)
+            acc = mma_v2(weights, x, acc)
             if TURNS > 1:
                 new = gl.load(words + gl.minimum(first_w + now + AHEAD, STEPS - 1) * 128)
                 ring = ring[:i] + (new,) + ring[i + 1 :]
-            x = _operand(steps.index(now).load(gl.SliceLayout(1, INPUTS)), INPUTS, B)
-            acc = mma_v2(weights_of(taken, e, i % 4, HALVES, A, [WARPS, 16, 64]), x, acc)
+                in_order(WARPS)
             if TURNS > 1 and i % 4 == 3:
                 new_e = gl.load(powers + gl.minimum(first_p + (now + AHEAD) // 4, SPANS - 1) * 32)
                 ring_e = ring_e[: i // 4] + (new_e,) + ring_e[i // 4 + 1 :]
