@@ -87,7 +87,9 @@ def test_running_sequences_go_on(
         pytest.param("disk", {}, marks=pytest.mark.slow),
         pytest.param("disk that keeps", {}, marks=pytest.mark.slow),
         pytest.param("host", {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
-        ("disk that keeps", {"expert_parallel": True, "attention_parallel": "data"}),
+        pytest.param(
+            "disk that keeps", {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_tiers_behind_the_cache_go_on_with_what_the_disk_keeps(
