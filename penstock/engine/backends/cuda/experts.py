@@ -445,7 +445,9 @@ def _one_packed(routed: GroupedExpertMlp, x: Tensor, norm: Tensor | None, eps: f
     gate_up, down = routed.gate_up, routed.down
     assert isinstance(gate_up, PackedStack) and isinstance(down, PackedStack)
     normed = x if norm is None else torch.empty_like(x)
-    fast = mxfp4_one.takes(x, gate_up.stack, routed.choice.top_k)
+    # Its programs wait for each other: not where ranks may share the device, which would hold each other's places.
+    alone = norm is not None and routed.leaves_sums
+    fast = alone and mxfp4_one.takes(x, gate_up.stack, routed.choice.top_k)
     logits = None
     if fast and moe_one.ranks(routed.choice, gate_up.experts):
         logits = torch.empty((1, gate_up.experts), dtype=torch.float32, device=x.device)

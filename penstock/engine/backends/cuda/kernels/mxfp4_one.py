@@ -6,7 +6,8 @@ scores. Then all programs wait for each other. In the second part they are rows 
 the sum of the experts and the residual stream is made in one place; those weights are on their way meanwhile.
 
 Invariant: all programs are there at once, or they would wait forever. So the launch is no larger than what the
-multiprocessors hold, kernels before it end without it, and those behind it do not start before all of it has.
+multiprocessors hold, kernels before it end without it, and those behind it do not start before all of it has. Two of
+them must not run at the same time: one stream of a process has them, and ranks that share a device do not use them.
 """
 
 from __future__ import annotations
