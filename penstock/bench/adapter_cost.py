@@ -107,6 +107,6 @@ def _bytes(adapters: AdapterRuntime, rank: int, modules: tuple[str, ...] | None)
     elements = 0
     for site in adapters.layout.sites:
         for module, size in zip(site.modules, site.sizes, strict=True):
-            if modules is None or module in modules:
+            if not site.end if modules is None else module in modules:
                 elements += site.inputs + size
     return rank * elements * adapters.layout.layers * adapters.dtype.itemsize

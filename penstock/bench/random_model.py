@@ -5,8 +5,12 @@ The tokenizer has the vocabulary's size and says something for every token; noth
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +20,70 @@ from penstock.bench import shapes
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 
 _SHARD_BYTES = 4 << 30
+_WRITERS = 8
+"""Tensors that are made and written at a time."""
 
 
 def write(folder: Path, shape: str, progress: Callable[[int, int], None] | None = None) -> None:
     """Write the shape's checkpoint in bfloat16; `progress` gets the bytes written and their total."""
-    from safetensors.torch import save_file
-
     config = shapes.named(shape)
     checkpoint = RandomCheckpoint(config, dtype=torch.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
-    total = sum(torch.Size(size).numel() for size in checkpoint.shapes.values()) * torch.bfloat16.itemsize
-    written = held = shards = 0
+    sizes = {name: torch.bfloat16.itemsize * math.prod(checkpoint.shapes[name]) for name in sorted(checkpoint.names())}
+    total, written = sum(sizes.values()), 0
     index: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-    names = sorted(checkpoint.names())
-    for name in names:
-        shard[name] = checkpoint.tensor(name).contiguous()
-        held += shard[name].nbytes
-        if held < _SHARD_BYTES and name != names[-1]:
-            continue
-        shards += 1
-        file = f"model-{shards:05}.safetensors"
-        save_file(shard, folder / file, {"format": "pt"})
-        index |= dict.fromkeys(shard, file)
-        written, held = written + held, 0
-        shard.clear()
-        if progress is not None:
-            progress(written, total)
+    checkpoint.tensor(next(iter(sizes)))  # the numbers that all others are made of, before there are threads
+    threads = min(_WRITERS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for number, names in enumerate(_shards(sizes), start=1):
+            file = f"model-{number:05}.safetensors"
+            for size in _write_shard(folder / file, {name: sizes[name] for name in names}, checkpoint, pool):
+                written += size
+                if progress is not None:
+                    progress(written, total)
+            index |= dict.fromkeys(names, file)
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
     _write_json(folder / "config.json", config | {"torch_dtype": "bfloat16"})
     _write_tokenizer(folder, int(config["vocab_size"]))
+
+
+def _shards(sizes: dict[str, int]) -> Iterator[list[str]]:
+    names: list[str] = []
+    held = 0
+    for name, size in sizes.items():
+        names.append(name)
+        held += size
+        if held >= _SHARD_BYTES:
+            yield names
+            names, held = [], 0
+    if names:
+        yield names
+
+
+def _write_shard(path: Path, sizes: dict[str, int], checkpoint: RandomCheckpoint, pool: Executor) -> Iterator[int]:
+    """One safetensors file; its tensors are made and written side by side. Yields the bytes of each that is done."""
+    ends = list(itertools.accumulate(sizes.values()))
+    entries: dict[str, Any] = {
+        name: {"dtype": "BF16", "shape": checkpoint.shapes[name], "data_offsets": [end - size, end]}
+        for (name, size), end in zip(sizes.items(), ends, strict=True)
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.flush()
+
+        def make(name: str) -> int:
+            tensor = checkpoint.tensor(name).contiguous()
+            data = tensor.view(-1).view(torch.uint8).numpy().data
+            if len(data) != sizes[name]:
+                raise AssertionError(f"{name} has {len(data)} bytes, not {sizes[name]}")
+            place, done = 8 + len(header) + entries[name]["data_offsets"][0], 0
+            while done < len(data):
+                done += os.pwrite(file.fileno(), data[done:], place + done)
+            return done
+
+        yield from pool.map(make, sizes)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from penstock.interpreter import module
 _START_S = 300.0
 _STOP_S = 45.0
 _PAUSE_S = 0.02
-SETTLE_S = 10.0
+SETTLE_S = 5.0
 """An engine uses its first idle seconds to prepare further steps; about so long on a GPU."""
 
 

@@ -140,6 +140,7 @@ class Engine:
         self._lead = Lead()
         self._lingers = self._depth == 1 and not self._pipelined and speculation is None
         """Whether launches are put off; see `spare_s`."""
+        self._catches_up = True
 
     @classmethod
     def load(
@@ -277,7 +278,12 @@ class Engine:
 
     def catch_up(self, spare_s: float) -> bool:
         """Use that time for what makes steps faster that are wanted often; whether something was done."""
-        return self.runner.executor.catch_up(spare_s)
+        try:
+            return self._catches_up and self.runner.executor.catch_up(spare_s)
+        except Exception:
+            log.exception("steps that are wanted often could not be prepared; others stand in for them")
+            self._catches_up = False
+            return False
 
     def settle(self) -> bool:
         """Use a moment without work to save what outlives the engine; False when there is nothing left to do."""

@@ -139,5 +139,41 @@ def test_the_state_of_recurrent_layers_goes_with_the_blocks(tmp_path: Path) -> N
         assert answer["choices"][0]["text"] == tokens.decode(expected)
 
 
+def test_shards_with_sequences_of_their_own_hand_over_and_outlive_a_restart(tmp_path: Path) -> None:
+    """Both replicas attend by sequences (`attention_parallel: data`), with host memory and a disk that keeps blocks."""
+    (tmp_path / "text").mkdir()
+    tokens = write_tokenizer(tmp_path / "text")
+    sizes = {"vocab_size": tokens.get_vocab_size(), "max_position_embeddings": 4096}
+    folder = write_checkpoint("qwen3-moe", tmp_path / "experts", spread=0.3, **sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "text" / name, folder / name)
+    spread = "tensor_parallel: 2, expert_parallel: true, attention_parallel: data, dtype: float32, watchdog_s: 120"
+    tiers = f"host_memory: 64MiB, disk_memory: 64MiB, disk_path: {tmp_path / 'disk'}, disk_persistent: true"
+    numbers = range(1, 5)
+    with serving(folder, tmp_path, f", {spread}, {tiers}") as server:
+        answers: dict[int, dict[str, Any]] = {}
+        threads = [
+            threading.Thread(target=lambda n: answers.update({n: ask(server, story(n))}), args=(n,)) for n in numbers
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+        assert eventually(lambda: server.metric("penstock_handovers_total") == len(numbers), 30)
+        assert server.metric("penstock_handover_fallbacks_total") == 0
+        (engine,) = [pid for pid in server.children("engine") if "decode" in _command(pid)]
+        os.kill(ranks(engine)[0], signal.SIGKILL)  # the replica starts again, with what is on its disk
+        assert ask(server, story(1))["choices"] == answers[1]["choices"]
+    with serving(folder, tmp_path, f", {spread}, {tiers}") as server:
+        for number in numbers:
+            again = ask(server, story(number))
+            assert again["choices"] == answers[number]["choices"]
+            assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 500
+    alone = make_engine(folder, max_model_len=2048)
+    for number, answer in answers.items():
+        expected = generate(alone, greedy("r", tokens.encode(story(number)).ids, 12))["r"]
+        assert answer["choices"][0]["text"] == tokens.decode(expected)
+
+
 def _command(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")

@@ -250,6 +250,19 @@ def test_several_at_once_and_a_prefiller_that_decodes_nothing(folder: Path, alon
         assert giver.load_snapshot().generation_tokens <= 6, "a prompt's own token, at most"
 
 
+def test_of_sliding_windows_the_last_one_travels(tmp_path: Path) -> None:
+    windowed = write_checkpoint("mistral-window", tmp_path, spread=0.5)
+    requests = [greedy(f"r{number}", text(number, 300 + 50 * number), 8) for number in range(3)]
+    expected = generate(make_engine(windowed), *requests)
+    with pair(windowed) as (world, _):
+        for request in requests:
+            tokens, first = world.answer(request)
+            assert tokens == expected[request.request_id] and first.cached_tokens == 0
+        assert (world.counts.handovers, world.counts.fallbacks, world.counts.blocks_in) == (3, 0, 3 * 3)
+        tokens, first = world.answer(greedy("known", requests[2].prompt, 8))
+        assert tokens == expected["r2"] and world.counts.handovers == 3 and first.cached_tokens == 384
+
+
 @pytest.mark.slow
 def test_shards_with_sequences_of_their_own_give_and_take_prompts(tmp_path: Path) -> None:
     """Engines of several processes: prompts go to the shards that have room, some are aborted on their way."""

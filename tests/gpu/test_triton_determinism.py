@@ -67,7 +67,7 @@ def test_the_engine_is_batch_invariant_with_adapters() -> None:
     from tests.engine.test_determinism import WATCHED, bits, others_in_batch, run
     from tests.engine.tiny import write_checkpoint
 
-    for family, dtype in (("llama-gqa", "bfloat16"), ("llama-gqa", "float32"), ("qwen3-moe", "bfloat16")):
+    for family in ("llama-gqa", "qwen3-moe"):
         with tempfile.TemporaryDirectory() as folder:
             path = write_checkpoint(family, Path(folder) / "base", spread=0.6)
             targets = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
@@ -75,20 +75,16 @@ def test_the_engine_is_batch_invariant_with_adapters() -> None:
             files.append(write_ends(Path(folder) / "1", path, linears=("k_proj",)))
             files.append(write_adapter(Path(folder) / "2", path, rank=20, seed=2, targets=("q_proj", "v_proj")))
             specs = tuple(AdapterSpec(str(i), str(file)) for i, file in enumerate(files))
-            fixed = {"device": "cuda", "dtype": dtype, "deterministic": True, "num_blocks": 400, "max_running": 16}
+            fixed = {"device": "cuda", "dtype": "bfloat16", "deterministic": True, "num_blocks": 400, "max_running": 8}
             requests = [replace(request, adapter=name) for request, name in zip(WATCHED, "01", strict=False)]
             requests += [WATCHED[2], replace(WATCHED[0], request_id="narrow", adapter="2")]
             alone = make_engine(path, **fixed, adapters=specs)
             expected = {request.request_id: bits(run(alone, [request]), request.request_id) for request in requests}
-            for budget, others in ((512, 3), (64, 11), (7, 2)):
-                engine = make_engine(path, **fixed, adapters=specs, token_budget=budget)
-                company = [
-                    replace(other, adapter=("", "0", "1", "2")[i % 4])
-                    for i, other in enumerate(others_in_batch(others))
-                ]
-                deltas = run(engine, company + requests)
-                for name, wanted in expected.items():
-                    assert bits(deltas, name) == wanted, (family, dtype, name, budget, others)
+            engine = make_engine(path, **fixed, adapters=specs, token_budget=64)
+            company = [replace(other, adapter=("", "0", "1", "2")[i % 4]) for i, other in enumerate(others_in_batch(5))]
+            deltas = run(engine, company + requests)
+            for name, wanted in expected.items():
+                assert bits(deltas, name) == wanted, (family, name)
 
 
 def bench_fixed_linears() -> Iterator[Row]:

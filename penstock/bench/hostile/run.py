@@ -13,7 +13,7 @@ import dataclasses
 import json
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +153,13 @@ def _tail(log: Path) -> str:
     return log.read_text()[-2000:]
 
 
-async def measure(server: Server, settings: HostileBenchSettings, log: Path, console: Console) -> dict[str, Any]:
+Results = dict[str, Any]
+
+
+async def measure(
+    server: Server, settings: HostileBenchSettings, log: Path, console: Console, keep: Callable[[Results], None]
+) -> Results:
+    """`keep` is given what is known after every attack: all of them take minutes, and the last may be broken off."""
     attacks = settings.attacks or tuple(ATTACKS)
     headers = {"authorization": f"Bearer {server.keys['attacker']}"}
     async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=300) as client:
@@ -165,15 +171,19 @@ async def measure(server: Server, settings: HostileBenchSettings, log: Path, con
     await quiet(server, min(5.0, settings.seconds), settings.stream_only)  # warm-up
     calm: dict[str, list[float]] = {name: [] for name in MEASURES}
     raw = []
+    results: Results = {"quiet_p99_s": {}, "rows": []}
     for attack in attacks:
         for name, values in (await quiet(server, settings.seconds, settings.stream_only)).items():
             calm[name].extend(values)
         console.print(f"{attack} …", highlight=False)
         raw.append((attack, *await under_attack(server, attack, settings, log)))
+        base = {name: percentiles(values) for name, values in calm.items()}
+        rows = [_row(attack, victim, grown, answers, base) for attack, victim, grown, answers in raw]
+        results = {"quiet_p99_s": {n: p.p99 if p else None for n, p in base.items()}, "rows": rows}
+        console.print(f"  {_said(rows[-1])}", highlight=False)
+        keep(results)
         await asyncio.sleep(_RECOVERY_S)
-    base = {name: percentiles(values) for name, values in calm.items()}
-    rows = [_row(attack, victim, grown, answers, base) for attack, victim, grown, answers in raw]
-    return {"quiet_p99_s": {n: p.p99 if p else None for n, p in base.items()}, "rows": rows}
+    return results
 
 
 def _row(
@@ -188,7 +198,12 @@ def _row(
     return Row(attack, p99, ratios, victim.failures, grown, answers)
 
 
-def show(results: dict[str, Any], settings: HostileBenchSettings, console: Console) -> None:
+def _said(row: Row) -> str:
+    shown = ", ".join(f"{name} {_cell(row.p99_s[name], row.ratios[name])}" for name in MEASURES)
+    return f"p99 in ms: {shown}; {len(row.failures)} requests of the tenant failed"
+
+
+def show(results: Results, settings: HostileBenchSettings, console: Console) -> None:
     title = f"A tenant's p99 under attack, against {settings.bar:g}x its quiet p99"
     table = report.table(title, "attack", *(f"{name}, ms" for name in MEASURES), "worst", "MiB", "failed", "answers")
     calm = results["quiet_p99_s"]
@@ -212,17 +227,20 @@ def main(settings: HostileBenchSettings, json_file: Path | None, console: Consol
     unknown = [name for name in settings.attacks if name not in ATTACKS]
     if unknown:
         raise ConfigError(f"there is no attack {unknown[0]!r}; there are: {', '.join(ATTACKS)}")
+
+    def keep(results: Results) -> None:
+        if json_file is not None:
+            stored = [dataclasses.asdict(row) | {"worst": row.worst} for row in results["rows"]]
+            report.write_json(json_file, "hostile", dataclasses.asdict(settings), results | {"rows": stored})
+
     with tempfile.TemporaryDirectory(prefix="hostile-") as name:
         folder = Path(name)
         with serve(settings, folder) as server:
-            results = asyncio.run(measure(server, settings, folder / "log", console))
+            results = asyncio.run(measure(server, settings, folder / "log", console, keep))
     console.print(report.machine_line(), highlight=False)
     show(results, settings, console)
     rows: list[Row] = results["rows"]
     for row in rows:
         if row.failures:
             console.print(f"{row.attack}: {row.failures[0]}", highlight=False)
-    if json_file is not None:
-        stored = results | {"rows": [dataclasses.asdict(row) | {"worst": row.worst} for row in rows]}
-        report.write_json(json_file, "hostile", dataclasses.asdict(settings), stored)
     return all(row.worst <= settings.bar and not row.failures for row in rows)

@@ -29,7 +29,7 @@ class BaseWeights:
     def __init__(self, decoder: Decoder, layout: AdapterLayout, *, lazy: bool, as_stored: bool) -> None:
         """`lazy`: the embedding is in host memory, and may be read whenever it is asked for; `as_stored`: it has the
         values that it was trained with."""
-        self._embedding = decoder.embedding
+        self._embedding = decoder.embedding if lazy and layout.ends else None
         self._factor = next((site.factor for site in layout.sites if site.attribute == EMBEDDING), 1.0)
         self._digests = None if lazy or not layout.ends else row_digests(decoder.embedding)
         self._as_stored = as_stored
@@ -49,9 +49,10 @@ class BaseWeights:
             return self._is_head(rows)
         if not self._as_stored:
             return True
-        known = row_digests(self._embedding) if self._digests is None else self._digests
+        known = self._digests if self._embedding is None else row_digests(self._embedding)
         kept = rows.to(self._dtype)
-        return torch.equal(row_digests(kept if self._factor == 1.0 else kept * self._factor), known)
+        found = row_digests(kept if self._factor == 1.0 else kept * self._factor)
+        return known is None or torch.equal(found, known)
 
     def _is_head(self, rows: Tensor) -> bool:
         if self._logits is None:

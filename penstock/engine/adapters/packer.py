@@ -61,7 +61,8 @@ class _Target:
 
 
 class Packer:
-    """Reads one file. `data` is flat in the order of `layout`; `ranks` has one for each site."""
+    """Reads one file. `data` is flat in the order of `layout`; `ranks` has one for each site, and `parts` its parts, as
+    in `LoadedAdapter`."""
 
     data: Tensor
     rank: int
@@ -83,7 +84,7 @@ class Packer:
         self.layout = layout
         self.cut = cut
         self.config = config
-        self.ranks = torch.zeros(len(layout.sites), dtype=torch.int32)
+        self.ranks, self.parts = torch.zeros(2, len(layout.sites), dtype=torch.int32).unbind()
         self._max_rank = max_rank
         self._dtype = dtype
         self._pin = pin
@@ -145,8 +146,9 @@ class Packer:
         for target, pair in targets:
             self._put(target, *(tensors.get_tensor(pair[side]) for side in "AB"), key=pair["A"])
             self.ranks[target.index] = width
+            self.parts[target.index] |= sum(1 << part for part in target.parts)
             if sites[target.index].heads:
-                self.ranks[target.index + 1] = width
+                self.ranks[target.index + 1], self.parts[target.index + 1] = width, 1
             if target.layer is None and self._tied and len(ends) == 1:
                 self._put_tied(target, *(tensors.get_tensor(pair[side]) for side in "AB"), key=pair["A"])
 
@@ -195,7 +197,7 @@ class Packer:
         (other,) = (module for module in self._ends if module != target.module)
         index = self._ends[other]
         self._put(replace(target, index=index, module=other), b.t().contiguous(), a.t().contiguous(), key=key)
-        self.ranks[index] = self.layout.width(self.rank)
+        self.ranks[index], self.parts[index] = self.layout.width(self.rank), 1
 
     def _target(self, layer: int, module: str, key: str, pair: dict[str, str], tensors: Any) -> _Target:
         layers = self.cut.whole.layers

@@ -36,6 +36,8 @@ class LoadedAdapter:
     """int32 [sites]: the rank as stored, or 0 for sites that it touches in no layer, which are skipped."""
     further: bool = False
     """It touches linears that few adapters do; see `Site`."""
+    parts: Tensor | None = None
+    """int32 [sites]: a bit for each part of a site that it touches, of the lowest for the first; None: all of them."""
     narrow: bool = field(init=False)
     """It touches query, key and value only, as PEFT's default targets do."""
 
@@ -72,8 +74,8 @@ def read_adapter(
             packer.pack(tensors)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{WEIGHTS} is damaged or incomplete ({error}): fetch it again") from error
-    ranks = packer.ranks.pin_memory() if pin else packer.ranks
-    return LoadedAdapter(name, packer.rank, packer.version, packer.data, ranks, layout.touches_further(ranks))
+    ranks, parts = (each.pin_memory() if pin else each for each in (packer.ranks, packer.parts))
+    return LoadedAdapter(name, packer.rank, packer.version, packer.data, ranks, layout.touches_further(ranks), parts)
 
 
 def random_adapter(
@@ -90,11 +92,13 @@ def random_adapter(
     does."""
     width = layout.width(rank)
     noise = torch.randn(width * layout.unit, generator=torch.Generator().manual_seed(seed)).mul_(0.01).to(dtype)
-    ranks = torch.zeros(len(layout.sites), dtype=torch.int32)
+    ranks, parts = torch.zeros(2, len(layout.sites), dtype=torch.int32)
     for index, site in enumerate(layout.sites):
+        for part, module in enumerate(site.modules):
+            parts[index] |= (modules is None or module in modules) << part
         if not site.end if modules is None else any(module in modules for module in site.modules):
             ranks[index] = width
     if pin:
-        noise, ranks = noise.pin_memory(), ranks.pin_memory()
+        noise, ranks, parts = noise.pin_memory(), ranks.pin_memory(), parts.pin_memory()
     version = hashlib.blake2b(noise.view(torch.uint8).numpy().data, digest_size=16).hexdigest()
-    return LoadedAdapter(name, rank, version, noise, ranks, layout.touches_further(ranks))
+    return LoadedAdapter(name, rank, version, noise, ranks, layout.touches_further(ranks), parts)

@@ -80,6 +80,10 @@ class BlockAllocator:
         """Most blocks that a sequence of `tokens` holds at the same time."""
         return held_at_once(tokens, self.block_size, self.window)
 
+    def needed_from(self, blocks: int) -> int:
+        """Which of a sequence's leading `blocks` is the first that it needs to go on behind them."""
+        return 0 if self.window is None else self._first_visible(blocks * self.block_size)
+
     def match(self, seq: Sequence) -> list[Found]:
         """The blocks that already hold the beginning of `seq`; the last token is always left to compute."""
         if not self.prefix_cache or seq.prompt_logprobs is not None:

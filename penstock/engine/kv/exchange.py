@@ -191,13 +191,30 @@ class BlockExchange:
     def missing(self, names: Sequence[bytes], cache: int = 0) -> tuple[int, list[bytes]]:
         """Of a sequence's blocks: behind how many of them it could start with what is in a cache, and what it lacks to
         start behind all of them, in order. With recurrent layers that ends with the state there."""
-        known = self.present(names, cache)
+        known = self._known(names, cache)
         lacking = list(names[known:])
         store = self._caches[cache].states
+        if self._allocator.window is not None:
+            return self._usable(names, cache), lacking
         if store is None or not names:
             return known, lacking
         usable = next((count for count in range(known, 0, -1) if store.has(names[count - 1])), 0)
         return usable, lacking if usable == len(names) else [*lacking, state_name(names[-1])]
+
+    def _known(self, names: Sequence[bytes], cache: int) -> int:
+        """Behind how many of them everything that a sequence needs is in a cache. Where every layer has a sliding
+        window, that begins with the last window."""
+        first = self._allocator.needed_from(len(names))
+        return first + self.present(names[first:], cache)
+
+    def _usable(self, names: Sequence[bytes], cache: int) -> int:
+        """With sliding windows: behind how many of them a sequence could start."""
+        best = run = 0
+        for end, name in enumerate(names, start=1):
+            run = run + 1 if self.present([name], cache) else 0
+            if run >= end - self._allocator.needed_from(end):
+                best = end
+        return best
 
     def has(self, name: bytes) -> bool:
         return self._of(name).find(of_state(name)) is not None
@@ -215,9 +232,10 @@ class BlockExchange:
         return slots
 
     def hold(self, names: Sequence[bytes], cache: int = 0) -> list[Held]:
-        """Hold those blocks of a cache that are on the device; `release` gives them up."""
+        """Of what a sequence needs and a cache has (`missing`) hold what is on the device; `release` gives it up."""
         pool = self._caches[cache].pool
-        held = [Held(pool, block) for name in names if (block := pool.find(name)) is not None]
+        wanted = names[self._allocator.needed_from(len(names)) : self._known(names, cache)]
+        held = [Held(pool, block) for name in wanted if (block := pool.find(name)) is not None]
         for _, block in held:
             pool.share(block)
         return held

@@ -92,7 +92,7 @@ def _check_restarts(config: EngineConfig) -> None:
         f"weights: {config.weights}": config.weights in ("int8", "int4"),
         "kv_dtype: int8": config.kv_dtype == "int8",
         f"role: {config.role}": config.role != "both",
-        f"speculation: {config.speculation}": config.speculation not in ("off", "ngram"),
+        "a draft model on several devices": config.speculation == "draft" and (config.draft_tensor_parallel or 1) > 1,
     }
     for name, is_set in refused.items():
         if is_set:
@@ -164,7 +164,7 @@ def _assemble(
         ranks=config.ranks,
         startup=phases.seconds,
         role=config.role,
-        kv_format=_kv_format(config, part, ranks, scheduler),
+        kv_format=_kv_format(config, part, ranks),
         weight_bytes=part.decoder.weight_bytes,
         kv_bytes=sum(tensor.nbytes for tensor in (*part.kv.tensors, *part.kv.states)),
         runs_through="transformers" if part.model.by_transformers else "",
@@ -212,15 +212,12 @@ def _persistence(engine: Engine, part: Part, behind: Behind, slot: KeptSlot) -> 
     return persistence
 
 
-def _kv_format(config: EngineConfig, part: Part, ranks: Ranks | None, scheduler: Scheduler) -> str:
+def _kv_format(config: EngineConfig, part: Part, ranks: Ranks | None) -> str:
     """Identifies the engines whose blocks this one can use; empty where none are exchanged."""
     if config.role == "both":
         return ""
     if not config.prefix_cache:
         raise ConfigError(f"role: {config.role} hands over blocks by name, which prefix_cache: false forbids")
-    if scheduler.allocator.window is not None:
-        log.warning("every layer of %s has a sliding window: prompts are computed where they are used", config.model)
-        return ""
     mixers = [layer.mixer for layer in part.decoder.layers]
     smoothed = any(isinstance(mixer, Attention) and mixer.key_smoothing for mixer in mixers)
     shape = part.kv.shape if ranks is None else _spread(part, ranks).shape

@@ -167,7 +167,7 @@ class Incoming:
             handover=None,
         )
         waiting.known_tokens = usable * block_size
-        waiting.held = self.exchange.hold(names[: self.exchange.present(names, cache)], cache)
+        waiting.held = self.exchange.hold(names, cache)
         waiting.fetch = Fetch(elsewhere, lacking, source, time.monotonic())
         self._by_fetch[waiting.fetch] = self._by_block[lacking[0]] = waiting
         self.fetcher.start(waiting.fetch)

@@ -107,12 +107,12 @@ def merged(base: Path, adapter: Path, folder: Path) -> Path:
         ("llama-gqa", {"whole": True}),
         ("llama-mqa-tied", {"whole": True}),
         ("gemma2", {"size": 0.5}),
-        pytest.param("gemma3", {"size": 0.5}, marks=pytest.mark.slow),
+        pytest.param("gemma3-two-ropes", {"size": 0.5}, marks=pytest.mark.slow),
         pytest.param("granite", {"size": 0.5}, marks=pytest.mark.slow),
         pytest.param("cohere", {"size": 0.5}, marks=pytest.mark.slow),
         pytest.param("mixtral", {"linears": ("q_proj",)}, marks=pytest.mark.slow),
         pytest.param("mamba2", {"linears": ("in_proj",), "size": 0.6}, marks=pytest.mark.slow),
-        pytest.param("deepseek-v2", {"linears": ("kv_a_proj_with_mqa",), "size": 0.6}, marks=pytest.mark.slow),
+        pytest.param("deepseek-v2-lite", {"linears": ("kv_a_proj_with_mqa",), "size": 0.6}, marks=pytest.mark.slow),
     ],
 )
 def test_an_adapter_of_embedding_and_head_equals_merging_it(
@@ -145,7 +145,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def specs(base: Path) -> tuple[AdapterSpec, ...]:
     return (
-        AdapterSpec("both", str(write_ends(base.parent / "both", base, rank=11))),
+        AdapterSpec("both", str(write_ends(base.parent / "both", base, rank=11, whole=True))),
         AdapterSpec("head", str(write_ends(base.parent / "head", base, ends=("lm_head",), rank=3, seed=1))),
         AdapterSpec("linears", str(write_ends(base.parent / "linears", base, ends=(), seed=2))),
     )
@@ -197,25 +197,30 @@ def test_in_company_each_request_gets_what_it_gets_alone(
 
 
 @pytest.mark.parametrize(
-    ("grid", "settings"),
-    [
-        ((2, 2), {}),
-        pytest.param((3, 1), {}, marks=pytest.mark.slow),
-        pytest.param((1, 3), {}, marks=pytest.mark.slow),
-        pytest.param((2, 1), {"attention_parallel": "data"}, marks=pytest.mark.slow),
-    ],
+    "grid",
+    [(2, 2), pytest.param((2, 1), marks=pytest.mark.slow), pytest.param((1, 3), marks=pytest.mark.slow)],
     ids=str,
 )
 def test_ranks_give_the_same(
-    base: Path,
-    specs: tuple[AdapterSpec, ...],
-    alone: dict[str, list[int]],
-    grid: tuple[int, int],
-    settings: dict[str, Any],
+    base: Path, specs: tuple[AdapterSpec, ...], alone: dict[str, list[int]], grid: tuple[int, int]
 ) -> None:
-    if grid[0] == 3:
-        pytest.skip("heads cannot be cut into three")
-    with threaded_engine(base, *grid, adapters=specs, token_budget=32, **settings) as engine:
+    with threaded_engine(base, *grid, adapters=specs, token_budget=32) as engine:
+        assert generate(engine, *mixed()) == alone
+        assert_idle(engine)
+
+
+@pytest.mark.slow
+def test_shards_with_sequences_of_their_own_give_the_same(tmp_path: Path) -> None:
+    base = write_checkpoint("mixtral", tmp_path / "base")
+    linears = ("q_proj",)
+    specs = (
+        AdapterSpec("both", str(write_ends(tmp_path / "both", base, linears=linears))),
+        AdapterSpec("head", str(write_ends(tmp_path / "head", base, ends=("lm_head",), linears=linears, seed=1))),
+        AdapterSpec("linears", str(write_ends(tmp_path / "linears", base, ends=(), linears=linears, seed=2))),
+    )
+    alone = generate(make_engine(base, adapters=specs), *mixed())
+    settings: dict[str, Any] = {"expert_parallel": True, "attention_parallel": "data", "token_budget": 32}
+    with threaded_engine(base, 2, 1, adapters=specs, **settings) as engine:
         assert generate(engine, *mixed()) == alone
         assert_idle(engine)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from penstock.engine.backends import cpu
 from penstock.engine.backends.cpu.float8_linear import Float8Linear
+from penstock.engine.backends.cpu.layout import LayoutError
 from penstock.engine.backends.cpu.native import Handle
-from penstock.engine.backends.cpu.ops import LayoutError
 from tests.engine.backends.test_cpu_linear import ISAS, ISAS_SLOW
 
 SHAPES = [(1, 32), (16, 32), (17, 64), (100, 96), (33, 1536), (960, 576)]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends import cpu
-from penstock.engine.backends.cpu.ops import CpuOps, LayoutError
+from penstock.engine.backends.cpu.layout import LayoutError
+from penstock.engine.backends.cpu.ops import CpuOps
 from penstock.engine.backends.interface import FP8, INT8, SCALE_DTYPE, HeadLayout, KeySmoothing, KVScales, Ops
 from penstock.engine.backends.reference.ops import ReferenceOps
 from tests.engine.backends.test_cpu_ops import CASES, DTYPES, TOLERANCE, exact_attention, make_batch

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.engine.backends import cpu
+from penstock.engine.backends.cpu.layout import LayoutError
 from penstock.engine.backends.cpu.linear_forms import FormName
 from penstock.engine.backends.cpu.native import Handle
-from penstock.engine.backends.cpu.ops import CpuOps, LayoutError
+from penstock.engine.backends.cpu.ops import CpuOps
 from penstock.engine.backends.cpu.quant_linear import GgufKind, QuantLinear
 from penstock.engine.backends.cpu.tuner import Tuner
 from penstock.engine.backends.interface import Activation

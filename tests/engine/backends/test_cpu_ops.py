@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends import cpu
-from penstock.engine.backends.cpu.ops import CpuOps, LayoutError
+from penstock.engine.backends.cpu.layout import LayoutError
+from penstock.engine.backends.cpu.ops import CpuOps
 from penstock.engine.backends.interface import AttentionBatch, HeadLayout
 from penstock.engine.backends.reference.ops import ReferenceOps
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.engine.backends import cpu
 from penstock.engine.backends.cpu.executor import RecordedExecutor, row_arrays
-from penstock.engine.backends.cpu.ops import LayoutError
+from penstock.engine.backends.cpu.layout import LayoutError
 from penstock.engine.backends.cpu.recorded_step import Forward, Head, RecordedStep, record
 from penstock.engine.backends.interface import AttentionBatch, HostBatch
 from penstock.engine.core import Engine

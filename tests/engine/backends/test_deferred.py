@@ -148,3 +148,18 @@ def test_a_step_that_is_wanted_often_is_captured_beside_a_long_one(engine: Engin
     engine.forget_caches()
     assert generate(engine, *requests) == before
     assert_idle(engine)
+
+
+def test_a_capture_that_fails_beside_a_step_is_not_tried_there_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, tried = engine.runner.executor, 0
+
+    def fails(spare_s: float) -> bool:
+        nonlocal tried
+        tried += 1
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(executor, "catch_up", fails)
+    assert not engine.catch_up(1.0) and not engine.catch_up(1.0) and tried == 1
+    assert len(generate(engine, greedy("r", [3, 1, 4], 6))["r"]) == 6

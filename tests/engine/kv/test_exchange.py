@@ -122,13 +122,37 @@ def test_without_room_fewer_come_in_and_the_rest_is_computed(folder: Path) -> No
     assert_idle(taker)
 
 
-def test_roles_that_cannot_be_are_refused_and_sliding_windows_compute_for_themselves(
-    folder: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("few", [False, True])
+def test_of_sliding_windows_the_last_one_is_handed_over(tmp_path: Path, few: bool) -> None:
+    """A window of 40 tokens: three blocks, however long the prompt; blocks before it are gone on both sides."""
+    folder = write_checkpoint("mistral-window", tmp_path, spread=0.5)
+    small = {"num_blocks": 9, "token_budget": 32} if few else {}
+    giver, taker = (make_engine(folder, role=role, **small) for role in ("prefill", "decode"))
+    assert giver.info.kv_format == taker.info.kv_format != ""
+    for number, length in ((1, 150), (2, 30), (3, 97)):
+        request = greedy(f"r{number}", text(number, length), 12)
+        expected = generate(make_engine(folder), request)
+        assert generate(giver, greedy("p", request.prompt, 1))
+        exchange = exchange_of(taker)
+        names = exchange.names(request)
+        usable, lacking = exchange.missing(names)
+        assert usable == 0 and lacking == names[-3:]
+        held = carry(giver, taker, lacking)
+        assert exchange.missing(names) == (len(names), [])
+        again = exchange.hold(names)
+        assert again == held
+        exchange.release(again)
+        exchange.release(held)
+        taker.submit(request)
+        deltas = drain(taker)
+        assert collect(deltas) == expected and deltas[0].cached_tokens == len(names) * 16
+        for engine in (giver, taker):
+            assert_idle(engine)
+
+
+def test_roles_that_cannot_be_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="prefix_cache"):
         make_engine(folder, role="decode", prefix_cache=False)
-    windowed = make_engine(write_checkpoint("mistral-window", tmp_path, spread=0.5), role="decode")
-    assert windowed.exchange is None and windowed.info.kv_format == ""
     assert make_engine(folder).exchange is None, "an engine for everything pays for nothing"
 
 

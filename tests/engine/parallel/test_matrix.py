@@ -283,9 +283,7 @@ class Subject:
     def hand_over(self, other: Engine, requests: list[Request]) -> Engine:
         """Move the prompts' blocks between an engine on one device and this one; the engine that is to answer."""
         giver, taker = (self.now, other) if self.case["role"] == "prefill" else (other, self.now)
-        if giver.exchange is None or taker.exchange is None:
-            assert self.case["family"] == "sliding window", "only windows keep their blocks"
-            return taker
+        assert giver.exchange is not None and taker.exchange is not None
         for request in requests:
             # The blocks of an adapter have a name once it has been read.
             generate(taker, Request("first", [1, 2], SamplingParams(max_tokens=1), adapter=request.adapter))

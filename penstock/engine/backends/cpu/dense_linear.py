@@ -11,8 +11,8 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.cpu.layout import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.backends.cpu.native import DenseArgs, Handle
-from penstock.engine.backends.cpu.ops import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 
 _TILE = 16
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.engine.adapters.layout import AdapterLayout, PlacedSite, Site
 from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.tiles import Tiles, make_tiles
+from penstock.engine.backends.cpu.layout import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.backends.cpu.native import Handle, LoraArgs, LoraStep
-from penstock.engine.backends.cpu.ops import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 
 LORA_FAILURES = {1: "an adapter's token is not one of the step", 2: "a token id is outside the embedding table"}
 """By what `pk_lora` returns."""

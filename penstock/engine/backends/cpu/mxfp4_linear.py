@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.engine.backends.cpu.layout import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.backends.cpu.native import Handle, Mxfp4Args
-from penstock.engine.backends.cpu.ops import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.loading.mxfp4 import BLOCK, Mxfp4, stored_mxfp4
 from penstock.engine.models.layers.linear import Linear
 from penstock.engine.models.weights import Quantizer, Weights

@@ -16,9 +16,9 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from penstock.engine.backends.cpu.layout import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.backends.cpu.linear_forms import FirstRows
 from penstock.engine.backends.cpu.native import Handle, LinearArgs
-from penstock.engine.backends.cpu.ops import DTYPE_CODES, LayoutError, dtype_code, need_contiguous
 from penstock.engine.backends.interface import Activation
 
 GgufKind = Literal["Q4_0", "Q4_1", "Q8_0"]

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from penstock.engine.backends.cpu.layout import LayoutError
 from penstock.engine.backends.cpu.lora import LORA_FAILURES
 from penstock.engine.backends.cpu.native import CountPatch, DecodeArgs, RecordedCall
-from penstock.engine.backends.cpu.ops import CpuOps, LayoutError
+from penstock.engine.backends.cpu.ops import CpuOps
 from penstock.engine.backends.cpu.quant_linear import QuantLinear
 from penstock.engine.backends.cpu.recorder import SAMPLES, TOKENS, NotRecordableError, Recorder
 from penstock.engine.backends.interface import AttentionBatch, Floats, HostBatch, Ints

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ from penstock.engine.backends.staging import staging_for
 
 _FEW, _MANY = 16, 64
 """Tokens per tile: in decode steps, and in steps with prompts."""
+ALL_PARTS = 7
+"""See `LoadedAdapter.parts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,10 @@ class TritonLora:
 
     pdl = False
     """As in `CudaLinear`."""
+    apart: ClassVar[Literal["both", "second", "none"]] = "both"
+    """Which of the two launches of a decode step run on a second stream."""
+    first: ClassVar[bool] = False
+    """See `InlineLora`."""
 
     def __init__(
         self,
@@ -83,6 +89,7 @@ class TritonLora:
         self._rank = max(16, next_power_of_2(rank))
         self._bank = torch.zeros(slots, layout.width(rank) * layout.unit, dtype=dtype, device=device)
         self._ranks = torch.zeros(slots, self._sites, dtype=torch.int32, device=device)
+        self._parts = torch.full_like(self._ranks, ALL_PARTS)
         self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._staging = staging_for(device)
         self._step: _Step | None = None
@@ -96,6 +103,10 @@ class TritonLora:
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
+        if adapter.parts is None:
+            self._parts[slot].fill_(ALL_PARTS)
+        else:
+            self._parts[slot].copy_(adapter.parts, non_blocking=True)
 
     def begin(self, slots: np.ndarray) -> None:
         # More tokens than sequences can decode mean prompts: so there are few kinds of steps to compile.
@@ -148,6 +159,7 @@ class TritonLora:
             parts=len(site.sizes),
             ends=_ends(site),
             inputs=site.inputs,
+            first=self.first,
         )
 
     def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
@@ -164,11 +176,20 @@ class TritonLora:
         if self._side is None:
             self._launch(x, sums, delta, placed, add=False)
             y = base(x)
+        elif self.apart == "none":
+            self._shrink(x, sums, placed)
+            y = base(x)
+            self._expand(sums, y, placed, add=True)
+            return y
         else:
             stream = torch.cuda.current_stream(x.device)
+            if self.apart == "second":
+                self._shrink(x, sums, placed)
             self._side.wait_stream(stream)
             with torch.cuda.stream(self._side):
-                self._launch(x, sums, delta, placed, add=False)
+                if self.apart == "both":
+                    self._shrink(x, sums, placed)
+                self._expand(sums, delta, placed, add=False)
             y = base(x)
             stream.wait_stream(self._side)
         return Addends(y, delta, ranks[placed.index])
@@ -232,7 +253,7 @@ class TritonLora:
         step = self._step
         assert step is not None
         entries = step.tiles * step.block
-        shape = (_splits(placed.site.inputs, step.block), entries, len(placed.site.sizes) * self._rank)
+        shape = (input_shares(placed.site.inputs, step.block), entries, len(placed.site.sizes) * self._rank)
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
     def _tiled(self, step: _Step) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,6 +270,7 @@ class TritonLora:
                 step.starts,
                 step.counts,
                 self._ranks,
+                self._parts,
                 step.tokens,
                 tokens,
                 ranks,
@@ -281,10 +303,15 @@ class TritonLora:
         }
 
     def _launch(self, x: Tensor, sums: Tensor, y: Tensor, placed: PlacedSite, *, add: bool) -> None:
+        step = self._step
+        assert step is not None
+        if step.tiles:
+            self._shrink(x, sums, placed)
+            self._expand(sums, y, placed, add=add)
+
+    def _shrink(self, x: Tensor, sums: Tensor, placed: PlacedSite) -> None:
         step, site = self._step, placed.site
         assert step is not None
-        if not step.tiles:
-            return
         splits, entries = sums.shape[:2]
         launch(
             shrink_kernel,
@@ -304,13 +331,12 @@ class TritonLora:
             branches=True,
             **self._common(step, site, splits),
         )
-        self._expand(sums, y, placed, add=add)
 
     def _expand(self, sums: Tensor, y: Tensor, placed: PlacedSite, *, add: bool) -> None:
         step, site = self._step, placed.site
         assert step is not None
         outputs, (splits, entries) = site.outputs, sums.shape[:2]
-        block_n = 256 if outputs > 8192 else 128
+        block_n = columns_at_once(outputs)
         end_0, end_1 = _ends(site)
         launch(
             expand_kernel,
@@ -341,6 +367,11 @@ def _ends(site: Site) -> tuple[int, int]:
     return int(ends[0]), int(ends[min(1, len(ends) - 1)])
 
 
-def _splits(inputs: int, block: int) -> int:
+def columns_at_once(outputs: int) -> int:
+    """Outputs of one program that multiplies by B."""
+    return 256 if outputs > 8192 else 128
+
+
+def input_shares(inputs: int, block: int) -> int:
     """Shares of the input: enough programs for few tokens, few partial sums for many."""
     return max(1, min(16 if block == _FEW else 4, inputs // 512))

@@ -45,13 +45,15 @@ def wait_for_inputs(PDL: tl.constexpr) -> None:
 
 @triton.jit
 def ask_for(at: tl.tensor, SIZE: tl.constexpr, PDL: tl.constexpr) -> None:
-    """Bring `SIZE` bytes at each of up to 32 addresses into the L2 cache: what will be read once the inputs are there.
-    The first warp asks, once for each address. For addresses that are multiples of 16; other sizes than those are left
-    alone."""
+    """Bring `SIZE` bytes at each address into the L2 cache: what will be read once the inputs are there. Of up to 32
+    addresses all warps have copies, and the first one asks. For addresses that are multiples of 16; other sizes than
+    those are left alone. For what lies scattered and is small: weights asked for ahead made every step longer."""
     if PDL and SIZE % 16 == 0:
         tl.inline_asm_elementwise(
             "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.lt.u32 first, thread, 32;"
-            " @first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+            " @first cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }"
+            if at.numel <= 32
+            else "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
             "=r,l,r",
             [at.to(tl.int64), tl.full(at.shape, SIZE, tl.int32)],
             dtype=tl.int32,
@@ -119,8 +121,8 @@ def widen(x: tl.tensor, like: tl.tensor) -> tl.tensor:
 
 MOST_OVERLAPPED = 4096
 """Waiting costs each program a little: of a grid that depends on the weights alone and is larger than this, starting
-early gains less than it pays. Other grids must not decide by their size: a kernel would have two forms, of which only
-one is built in advance."""
+early gains less than it pays; what follows it does start early. Other grids must not decide by their size: a kernel
+would have two forms, of which only one is built in advance."""
 _building: ContextVar[bool] = ContextVar("building", default=False)
 _overlapping = False
 """Whether kernels start early in this process, asked for or not."""

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.engine.backends.cuda.kernels.ahead import Ahead, arguments, ask_ahead
 from penstock.engine.backends.cuda.kernels.common import (
     LOG2E,
     ask_for,
@@ -107,7 +106,7 @@ def _combine(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < DIM)[None, :])
 
 
-@triton.jit(do_not_specialize=["min_tiles", "ahead_half", "ahead_pieces", "ahead_stride", "ahead_step"])
+@triton.jit(do_not_specialize=["min_tiles"])
 def _decode_kernel(
     q_ptr: tl.tensor,
     k_cache_ptr: tl.tensor,
@@ -127,11 +126,6 @@ def _decode_kernel(
     table_stride: tl.tensor,
     scale: tl.tensor,
     min_tiles: tl.tensor,
-    ahead_ptr: tl.tensor,
-    ahead_half: tl.tensor,
-    ahead_pieces: tl.tensor,
-    ahead_stride: tl.tensor,
-    ahead_step: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -151,7 +145,6 @@ def _decode_kernel(
     PAIRED: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
-    ASKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     seq = tl.program_id(0).to(tl.int64)
@@ -189,10 +182,6 @@ def _decode_kernel(
             ask_for(k_cache_ptr + at, SIZE, PDL)
             ask_for(v_cache_ptr + (at // 2 if PAIRED else at), SIZE, PDL)
     wait_for_inputs(PDL)
-    if ASKS:
-        program = (split * KV_HEADS + kv_head) * tl.num_programs(0) + tl.program_id(0)
-        programs = tl.num_programs(0) * KV_HEADS * SPLITS
-        ask_ahead(ahead_ptr, ahead_half, ahead_pieces, ahead_stride, ahead_step, program, programs, 128)
     if split >= tl.maximum(active, 1):
         return
 
@@ -336,7 +325,6 @@ def decode_attention(
     kv_scales: tuple[Tensor, Tensor] | None = None,
     sinks: Tensor | None = None,
     *,
-    ahead: Ahead | None = None,
     pdl: bool = False,
 ) -> None:
     """Attention of the batch's first `num_decodes` sequences into `out` [T, heads * head_dim]."""
@@ -369,7 +357,6 @@ def decode_attention(
         batch.block_tables.stride(0),
         layout.scale,
         config.min_tiles,
-        *arguments(ahead, q),
         KV_HEADS=layout.kv_heads,
         GROUP=group,
         GROUP_BLOCK=group_block,
@@ -388,7 +375,6 @@ def decode_attention(
         INT8=k_cache.dtype == torch.int8,
         PAIRED=paired,
         SINKS=sinks is not None,
-        ASKS=ahead is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from penstock.engine.backends.cuda.kernels import common
 from penstock.engine.backends.cuda.kernels.activation import silu_mul, to_half
-from penstock.engine.backends.cuda.kernels.ahead import Ahead
 from penstock.engine.backends.cuda.kernels.common import ceil_div, launch, launch_successor, wait_for_inputs
 from penstock.engine.backends.cuda.kernels.epilogue import epilogue
 from penstock.engine.backends.cuda.kernels.gemv_shapes import GemvConfig, choose, folds_norm, vendor_wins
@@ -38,7 +37,7 @@ from penstock.engine.backends.cuda.kernels.inline_lora import (
     up_rows,
 )
 from penstock.engine.backends.cuda.kernels.norm import rms_norm
-from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink
+from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink, shrink
 
 MAX_BATCH = 8
 """Above this cuBLAS is the better choice."""
@@ -98,7 +97,6 @@ def _rows_kernel(
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
-    EARLY_LOADS: tl.constexpr,
     R: tl.constexpr = 0,
     PARTS: tl.constexpr = 0,
     END_0: tl.constexpr = 0,
@@ -120,7 +118,7 @@ def _rows_kernel(
     # One vector of partial sums per weight row (gate rows, then up rows), each laid out over the threads as x is.
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    EARLY: tl.constexpr = min(STEPS, max(1, EARLY_LOADS // ROWS))
+    EARLY: tl.constexpr = min(STEPS, max(1, 8 // ROWS))
     first = (program - SHRINKS) * BLOCK_N
     k = tl.arange(0, BLOCK_K)
     acc = ()
@@ -154,7 +152,24 @@ def _rows_kernel(
         b_rows = up_rows(bank_ptr, slots, ranks, n, in_n, slot_stride, start, 0, K, PARTS)
         if GATED:
             b_up = up_rows(bank_ptr, slots, ranks, N + n, in_n, slot_stride, start, 0, K, PARTS)
+    # What the sums are finished with is on its way early, too: loaded in the end, every program would wait for it.
+    kept = n < N
+    scale = 1.0
+    up_scale = 1.0
+    bias = 0.0
+    up_bias = 0.0
+    before = 0.0
+    if SCALED:
+        scale = tl.load(scale_ptr + n, mask=kept, other=0.0)[None, :]
+        if GATED:
+            up_scale = tl.load(scale_ptr + N + n, mask=kept, other=0.0)[None, :]
+    if BIAS:
+        bias = tl.load(bias_ptr + n, mask=kept, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up_bias = tl.load(bias_ptr + N + n, mask=kept, other=0.0).to(tl.float32)[None, :]
     wait_for_inputs(PDL)
+    if RESIDUAL:
+        before = tl.load(residual_ptr + n, mask=kept, other=0.0).to(tl.float32)[None, :]
     if ADAPTED:
         at_sums, seen = look(sums_ptr, one, ranks, part, 0, PARTS * R, READY)
         if GATED:
@@ -192,10 +207,12 @@ def _rows_kernel(
                 at_up, seen_up, b_up, bank_ptr, sums_ptr, one, slots, ranks, N + n, in_n, 1, slot_stride, start,
                 K, PARTS, R, READY,
             )  # fmt: skip
-    epilogue(
-        y, up, n, one, 1, out_ptr, bias_ptr, scale_ptr, residual_ptr,
-        N, BIAS, SCALED, RESIDUAL, GATED, delta, up_delta, ADAPTED,
-    )  # fmt: skip
+    y = y * scale + bias + delta
+    if GATED:
+        up = up * up_scale + up_bias + up_delta
+        y = y / (1.0 + tl.exp(-y)) * up
+    y += before
+    tl.store(out_ptr + n[None, :], y.to(out_ptr.dtype.element_ty), mask=kept[None, :])
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -311,15 +328,12 @@ def linear(
     config: GemvConfig | None = None,
     lora: InlineLora | None = None,
     pdl: bool = False,
-    early: int = 8,
-    ahead: Ahead | None = None,
 ) -> Tensor:
     """`x` [B, K] times the transpose of `weight` [N, K], for B up to `MAX_BATCH`.
 
     `weight_scale`: float32 [N], with an e4m3 weight. `norm`, `eps`: x is RMS-normalized first (mostly one more launch).
     `gated`: the weight is [2 * N, K], gate rows then up rows, and the result is silu(gate) * up. `residual` [B, N] is
-    added last. `out` may be `residual`, never `x`. `lora`: each token's adapter is added in the same launches. `early`:
-    loads of one token's product that do not wait for its input. `ahead`: what the norm asks for, where it is a launch.
+    added last. `out` may be `residual`, never `x`. `lora`: each token's adapter is added in the same launches.
     """
     batch, k = x.shape
     if batch > MAX_BATCH:
@@ -342,9 +356,11 @@ def linear(
     if norm is not None and lora is not None:
         x = rms_norm_shrink(x, norm, eps, lora, dtype=torch.float16 if half else None, pdl=pdl)
     elif norm is not None:
-        x = rms_norm(x, norm, eps, dtype=torch.float16 if half else None, ahead=ahead, pdl=pdl)
+        x = rms_norm(x, norm, eps, dtype=torch.float16 if half else None, pdl=pdl)
     elif half:
         x = to_half(x, pdl=pdl)
+    if norm is None and lora is not None and lora.first:
+        shrink(x, lora, pdl=pdl)
     pointers = (
         x,
         weight,
@@ -365,7 +381,7 @@ def linear(
         if any(end % shape.block_n for end in lora.ends):
             shape = replace(shape, block_n=TILE_ROWS, num_warps=1)  # a program's rows lie in one part
         flags |= {**lora.options, "ADAPTED": True}
-        if norm is None:
+        if norm is None and not lora.first:
             shrinks = lora.shrinks(shape.kernel == "rows")
             flags |= {"SHRINKS": shrinks, "REPLICAS": COPIES}
     if batch > 1 and shape.kernel == "rows":
@@ -383,7 +399,6 @@ def linear(
             BLOCK_N=shape.block_n,
             BLOCK_K=shape.block_k,
             NORM=folds,
-            EARLY_LOADS=early,
             **flags,
             num_warps=shape.num_warps,
             num_stages=shape.num_stages,

@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.addends import Addends, Summands, parts, second
-from penstock.engine.backends.cuda.kernels.ahead import HELPERS, Ahead, arguments, ask_ahead
 from penstock.engine.backends.cuda.kernels.common import (
     FP8_MAX,
     launch,
@@ -23,7 +22,7 @@ from penstock.engine.backends.cuda.kernels.common import (
 )
 
 
-@triton.jit(do_not_specialize=["ahead_half", "ahead_pieces", "ahead_stride", "ahead_step", "rows"])
+@triton.jit
 def _norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -35,12 +34,6 @@ def _norm_kernel(
     delta_ranks_ptr: tl.tensor,
     x_stride: tl.tensor,
     eps: tl.tensor,
-    ahead_ptr: tl.tensor,
-    ahead_half: tl.tensor,
-    ahead_pieces: tl.tensor,
-    ahead_stride: tl.tensor,
-    ahead_step: tl.tensor,
-    rows: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
@@ -49,19 +42,12 @@ def _norm_kernel(
     QUANTIZE: tl.constexpr,
     DELTA: tl.constexpr,
     SUMMED: tl.constexpr,
-    ASKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     launch_successor(PDL)
-    if ASKS:  # noqa: SIM102 - known when compiled; the other is not
-        if row >= rows:
-            wait_for_inputs(PDL)
-            helper, helpers = tl.program_id(0) - rows, tl.num_programs(0) - rows
-            ask_ahead(ahead_ptr, ahead_half, ahead_pieces, ahead_stride, ahead_step, helper, helpers, BLOCK)
-            return
     if NORM:
         weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     if DELTA:
@@ -162,7 +148,6 @@ def _launch(
     out: Tensor,
     scale: Tensor | None,
     pdl: bool,
-    then: Ahead | None = None,
 ) -> None:
     summed = 1
     if isinstance(x, Summands):
@@ -174,7 +159,7 @@ def _launch(
     block = next_power_of_2(hidden)
     launch(
         _norm_kernel,
-        (tokens if then is None else tokens + HELPERS,),
+        (tokens,),
         x,
         x if residual is None else residual,
         x if weight is None else weight,
@@ -184,11 +169,8 @@ def _launch(
         *delta,
         x.stride(0),
         eps,
-        *arguments(then, x),
-        tokens,
         HIDDEN=hidden,
         BLOCK=block,
-        ASKS=then is not None,
         NORM=weight is not None,
         ADD=residual is not None,
         X_NORM=x_weight is not None,
@@ -201,18 +183,12 @@ def _launch(
 
 
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    *,
-    dtype: torch.dtype | None = None,
-    ahead: Ahead | None = None,
-    pdl: bool = False,
+    x: Tensor, weight: Tensor | None, eps: float, *, dtype: torch.dtype | None = None, pdl: bool = False
 ) -> Tensor:
     """`x` [T, hidden] (rows may be strided) normalized in float32 and scaled by `weight`; a new tensor of `dtype`.
-    Without `weight`, a copy; so too below. `ahead`: what further programs ask for."""
+    Without `weight`, a copy; so too below."""
     out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    _launch(x, None, weight, None, eps, out, None, pdl, ahead)
+    _launch(x, None, weight, None, eps, out, None, pdl)
     return out
 
 

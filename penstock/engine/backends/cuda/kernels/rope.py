@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.addends import Addends, parts, second
-from penstock.engine.backends.cuda.kernels.ahead import HELPERS, Ahead, arguments, ask_ahead
 from penstock.engine.backends.cuda.kernels.common import (
     FP8_MAX,
     INT8_MAX,
@@ -45,7 +44,7 @@ def _gain(
     return gain
 
 
-@triton.jit(do_not_specialize=["ahead_half", "ahead_pieces", "ahead_stride", "ahead_step"])
+@triton.jit
 def _rope_kernel(
     qkv_ptr: tl.tensor,
     q_out_ptr: tl.tensor,
@@ -64,11 +63,6 @@ def _rope_kernel(
     delta_ranks_ptr: tl.tensor,
     qkv_stride: tl.tensor,
     eps: tl.tensor,
-    ahead_ptr: tl.tensor,
-    ahead_half: tl.tensor,
-    ahead_pieces: tl.tensor,
-    ahead_stride: tl.tensor,
-    ahead_step: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -85,7 +79,6 @@ def _rope_kernel(
     CENTRED: tl.constexpr,
     DELTA: tl.constexpr,
     GATES: tl.constexpr,
-    ASKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     HALF: tl.constexpr = DIM // 2
@@ -109,13 +102,6 @@ def _rope_kernel(
     mask = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
 
     launch_successor(PDL)
-    if ASKS:
-        BLOCKS: tl.constexpr = (HEADS + 2 * KV_HEADS + HEAD_BLOCK - 1) // HEAD_BLOCK
-        if tl.program_id(1) >= BLOCKS:
-            wait_for_inputs(PDL)
-            helper, helpers = tl.program_id(1) - BLOCKS, tl.num_programs(1) - BLOCKS
-            ask_ahead(ahead_ptr, ahead_half, ahead_pieces, ahead_stride, ahead_step, helper, helpers, 64)
-            return
     if DELTA:
         rank = tl.load(delta_ranks_ptr + token)
     position = tl.load(positions_ptr + token)
@@ -123,6 +109,12 @@ def _rope_kernel(
     table = cos_sin_ptr + position * ROTARY + cols
     cos = tl.load(table, mask=cols < TURNING, other=1.0)[None, :]
     sin = tl.load(table + TURNING, mask=cols < TURNING, other=0.0)[None, :]
+    if Q_NORM:
+        q_gain_low = _gain(q_norm_ptr, head, low_at, is_q, in_half, DIM, CENTRED)
+        q_gain_high = _gain(q_norm_ptr, head, high_at, is_q, in_half, DIM, CENTRED)
+    if K_NORM:
+        k_gain_low = _gain(k_norm_ptr, head - HEADS, low_at, is_k, in_half, DIM, CENTRED)
+        k_gain_high = _gain(k_norm_ptr, head - HEADS, high_at, is_k, in_half, DIM, CENTRED)
     wait_for_inputs(PDL)
     place = head
     if GATES:  # each query is followed by the gate of its head
@@ -145,17 +137,13 @@ def _rope_kernel(
         square = tl.sum(shifted_low * shifted_low, axis=1) + tl.sum(shifted_high * shifted_high, axis=1)
         inverse = tl.rsqrt(square / DIM + eps)
         if Q_NORM:
-            gain_low = _gain(q_norm_ptr, head, low_at, is_q, in_half, DIM, CENTRED)
-            gain_high = _gain(q_norm_ptr, head, high_at, is_q, in_half, DIM, CENTRED)
             lane = is_q[:, None]
-            low = tl.where(lane, shifted_low * inverse[:, None] * gain_low, low)
-            high = tl.where(lane, shifted_high * inverse[:, None] * gain_high, high)
+            low = tl.where(lane, shifted_low * inverse[:, None] * q_gain_low, low)
+            high = tl.where(lane, shifted_high * inverse[:, None] * q_gain_high, high)
         if K_NORM:
-            gain_low = _gain(k_norm_ptr, head - HEADS, low_at, is_k, in_half, DIM, CENTRED)
-            gain_high = _gain(k_norm_ptr, head - HEADS, high_at, is_k, in_half, DIM, CENTRED)
             lane = is_k[:, None]
-            low = tl.where(lane, shifted_low * inverse[:, None] * gain_low, low)
-            high = tl.where(lane, shifted_high * inverse[:, None] * gain_high, high)
+            low = tl.where(lane, shifted_low * inverse[:, None] * k_gain_low, low)
+            high = tl.where(lane, shifted_high * inverse[:, None] * k_gain_high, high)
 
     new_low = tl.where(is_v[:, None], low, low * cos - high * sin)
     new_high = tl.where(is_v[:, None], high, high * cos + low * sin)
@@ -220,10 +208,9 @@ def rope_and_cache(
     kv_scales: tuple[Tensor, Tensor] | None = None,
     key_smoothing: KeySmoothing | None = None,
     *,
-    ahead: Ahead | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """See `Ops.rope_and_cache`; `x` is what that calls `qkv`. `ahead`: what further programs ask for."""
+    """See `Ops.rope_and_cache`; `x` is what that calls `qkv`."""
     gates = isinstance(x, GatedRows)
     qkv, delta, options = parts(x.rows if isinstance(x, GatedRows) else x)
     tokens, dim = qkv.shape[0], layout.head_dim
@@ -237,7 +224,7 @@ def rope_and_cache(
     centre, key_scale = key_smoothing if key_smoothing is not None else (cos_sin, cos_sin)
     launch(
         _rope_kernel,
-        (tokens, ceil_div(all_heads, head_block) + (0 if ahead is None else HELPERS)),
+        (tokens, ceil_div(all_heads, head_block)),
         qkv,
         q,
         k_cache,
@@ -254,7 +241,6 @@ def rope_and_cache(
         *delta,
         qkv.stride(0),
         eps,
-        *arguments(ahead, qkv),
         HEADS=layout.heads,
         KV_HEADS=layout.kv_heads,
         DIM=dim,
@@ -271,7 +257,6 @@ def rope_and_cache(
         CENTRED=layout.centred_norms,
         **options,
         GATES=gates,
-        ASKS=ahead is not None,
         num_warps=2,
         pdl=pdl,
     )

@@ -16,6 +16,7 @@ def tiles_kernel(
     starts_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     ranks_ptr: tl.tensor,
+    parts_ptr: tl.tensor,
     token_slots_ptr: tl.tensor,
     tile_tokens_ptr: tl.tensor,
     tile_ranks_ptr: tl.tensor,
@@ -27,9 +28,9 @@ def tiles_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """The tokens [tiles, BLOCK] of every tile, -1 where there is none, its ranks [sites, tiles], and those of the first
-    `TOKENS` tokens: looked up once a pass, so that the launches at every linear need not follow a pointer to a pointer,
-    which takes longer than their work."""
+    """The tokens [tiles, BLOCK] of every tile, -1 where there is none; its ranks [sites, tiles], each with the parts
+    that its adapter touches in the upper half; and the ranks of the first `TOKENS` tokens. Looked up once a pass, so
+    that the launches at every linear need not follow a pointer to a pointer, which takes longer than their work."""
     tile = tl.program_id(0)
     m = tl.arange(0, BLOCK)
     launch_successor(PDL)
@@ -41,10 +42,18 @@ def tiles_kernel(
     tl.store(tile_tokens_ptr + tile * BLOCK + m, tokens)
     for site in tl.static_range(SITES):
         rank = tl.load(ranks_ptr + slot * SITES + site, mask=count > 0, other=0)
-        tl.store(tile_ranks_ptr + site * tiles + tile, rank)
+        parts = tl.load(parts_ptr + slot * SITES + site, mask=count > 0, other=0)
+        tl.store(tile_ranks_ptr + site * tiles + tile, rank | parts << 16)
     if TOKENS > 0:  # noqa: SIM102 - known when compiled; the other is not
         if tile == 0:
             look_up_ranks(token_slots_ptr, ranks_ptr, token_ranks_ptr, TOKENS, MOST, SITES)
+
+
+@triton.jit
+def _rank_and_parts(tile_ranks_ptr: tl.tensor, tile: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Of a tile's adapter: its rank, 0 where it does not touch the site, and a bit for each part that it touches."""
+    both = tl.load(tile_ranks_ptr + tile)
+    return tl.multiple_of(both & 0xFFFF, 8), both >> 16
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -77,9 +86,9 @@ def shrink_kernel(
     m = tl.arange(0, BLOCK_M)
     entry = tile * BLOCK_M + m
     slot = tl.load(tile_slots_ptr + tile)
-    rank = tl.multiple_of(tl.load(tile_ranks_ptr + tile), 8)
+    rank, touched = _rank_and_parts(tile_ranks_ptr, tile)
     tokens = tl.load(tile_tokens_ptr + entry).to(tl.int64)
-    if rank == 0:
+    if (rank == 0) | ((touched >> part & 1) == 0):
         return
     r = tl.arange(0, R)
     k = tl.arange(0, BLOCK_K)
@@ -118,7 +127,7 @@ def column_kernel(
     wait_for_inputs(PDL)
     entry = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     slot = tl.load(tile_slots_ptr + tile)
-    rank = tl.multiple_of(tl.load(tile_ranks_ptr + tile), 8)
+    rank, _ = _rank_and_parts(tile_ranks_ptr, tile)
     tokens = tl.load(tile_tokens_ptr + entry).to(tl.int64)
     if rank == 0:
         return
@@ -162,7 +171,7 @@ def expand_kernel(
     m = tl.arange(0, BLOCK_M)
     entry = tile * BLOCK_M + m
     slot = tl.load(tile_slots_ptr + tile)
-    rank = tl.multiple_of(tl.load(tile_ranks_ptr + tile), 8)
+    rank, touched = _rank_and_parts(tile_ranks_ptr, tile)
     tokens = tl.load(tile_tokens_ptr + entry).to(tl.int64)
     n = low + tl.arange(0, BLOCK_N)
     b_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * (start + PARTS * K)
@@ -179,7 +188,7 @@ def expand_kernel(
         # A block of columns may lie across two parts, each of which has sums of its own.
         begin = 0 if part == 0 else END_0 if part == 1 else END_1
         end = N if part == PARTS - 1 else END_0 if part == 0 else END_1
-        if (low < end) & (low + BLOCK_N > begin):
+        if (low < end) & (low + BLOCK_N > begin) & ((touched >> part & 1) != 0):
             sums = tl.zeros([BLOCK_M, R], tl.float32)
             for split in tl.static_range(SPLITS):
                 rows = (split * entries + entry).to(tl.int64) * (PARTS * R) + part * R
