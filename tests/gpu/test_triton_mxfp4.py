@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -272,3 +274,19 @@ def tune_prompt() -> Iterator[Row]:
     shapes = ((64, 2, 8), (64, 4, 8), (128, 1, 8), (256, 1, 8), (128, 2, 8, False), (64, 2, 4))
     for gated in (True, False):
         yield from _time(2048, gated, [PromptConfig(*shape) for shape in shapes])  # type: ignore[arg-type]
+
+
+def test_one_launch_stays_away_from_a_multi_process_service() -> None:
+    """Two of them that have half of a GPU each would wait forever."""
+    fits, before = mxfp4_one._fits.__wrapped__, os.environ.get("CUDA_MPS_PIPE_DIRECTORY")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CUDA_MPS_PIPE_DIRECTORY"] = folder
+        try:
+            assert fits(torch.device(DEVICE), 132, 4)
+            Path(folder, "control").touch()
+            assert not fits(torch.device(DEVICE), 132, 4)
+        finally:
+            if before is None:
+                del os.environ["CUDA_MPS_PIPE_DIRECTORY"]
+            else:
+                os.environ["CUDA_MPS_PIPE_DIRECTORY"] = before

@@ -12,7 +12,9 @@ them must not run at the same time: one stream of a process has them, and ranks 
 
 from __future__ import annotations
 
+import os
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -406,10 +408,17 @@ def _programs(stack: Mxfp4Fragments, visits: int) -> int:
 
 @cache
 def _fits(device: torch.device, programs: int, visits: int) -> bool:
-    """Whether all programs can be there at once."""
+    """Whether all programs are there at once."""
+    if _shares_processors():
+        return False
     processors = 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
     threads = 32 * next_power_of_2(visits) * SHARES
     return threads <= 512 and programs <= processors * (65536 // (REGISTERS * threads))
+
+
+def _shares_processors() -> bool:
+    """Whether a multi-process service runs here, as far as can be seen: by its pipe, where it is or is said to be."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 
 def experts_of_one(
