@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from penstock.engine.backends.interface import ActivationOps
-from penstock.engine.models.ahead import asking_ahead
 from penstock.engine.models.architecture import LayerContext
 from penstock.engine.models.decoder import Decoder, DecoderLayer
 from penstock.engine.models.families import family_of
@@ -98,7 +97,8 @@ def compose_decoder(
             config=config,
             ops=backend.ops,
             embedding=embedding,
-            layers=[_leaving_sums(layer) for layer in asking_ahead(layers)] if fused else layers,
+            # Where other processes have parts of the model, sums over these may stand before the norm.
+            layers=[_leaving_sums(layer) for layer in layers] if fused and head_rows is None else layers,
             final_norm=final_norm,
             head=head,
             max_positions=max_positions,

@@ -92,7 +92,7 @@ def _check_restarts(config: EngineConfig) -> None:
         f"weights: {config.weights}": config.weights in ("int8", "int4"),
         "kv_dtype: int8": config.kv_dtype == "int8",
         f"role: {config.role}": config.role != "both",
-        f"speculation: {config.speculation}": config.speculation not in ("off", "ngram"),
+        "a draft model on several devices": config.speculation == "draft" and (config.draft_tensor_parallel or 1) > 1,
     }
     for name, is_set in refused.items():
         if is_set:

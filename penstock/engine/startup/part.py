@@ -282,6 +282,7 @@ def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Wei
         "expert_parallel": config.expert_parallel,
         "attention_parallel: data": config.attention_parallel == "data",
         "role, with several devices": config.role != "both" and config.ranks > 1,
+        "rank_restarts, with tensor_parallel": config.rank_restarts and config.tensor_parallel > 1,
     }
     for name, is_set in refused.items():
         if is_set:

@@ -16,6 +16,8 @@ from penstock.engine.parallel.channel import Call
 from penstock.errors import ConfigError, ReplicaLost
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
 from tests.engine.parallel.threads import _spawn, threaded_engine
+from tests.engine.speculative.forced import verify_everything
+from tests.engine.speculative.mtp_layers import write_mtp
 from tests.engine.tiny import write_checkpoint
 from tests.engine_host.client import eventually
 
@@ -85,7 +87,9 @@ def test_running_sequences_go_on(
         pytest.param("disk", {}, marks=pytest.mark.slow),
         pytest.param("disk that keeps", {}, marks=pytest.mark.slow),
         pytest.param("host", {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow),
-        ("disk that keeps", {"expert_parallel": True, "attention_parallel": "data"}),
+        pytest.param(
+            "disk that keeps", {"expert_parallel": True, "attention_parallel": "data"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_tiers_behind_the_cache_go_on_with_what_the_disk_keeps(
@@ -115,6 +119,32 @@ def test_tiers_behind_the_cache_go_on_with_what_the_disk_keeps(
             assert_idle(engine)
             for host in engine.scheduler.allocator.hosts:
                 host.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["draft", "mtp"])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "more"),
+    [(2, 1, {}), (1, 2, {}), (2, 2, {"expert_parallel": True, "attention_parallel": "data"})],
+)
+def test_a_drafter_on_the_first_rank_goes_on(
+    tmp_path: Path, kind: str, tensor: int, pipeline: int, more: dict[str, Any]
+) -> None:
+    folder = write_mtp("glm4-moe", tmp_path)
+    expected = generate(make_engine(folder, kv_dtype="full"), *BATCH)
+    drafter = {"draft_model": str(folder)} if kind == "draft" else {}
+    as_threads = patch.object(launch, "_spawn", _spawn)
+    settings = {**SETTINGS, **more, **drafter, "speculation": kind}
+    with threaded_engine(folder, tensor, pipeline, **settings) as engine, as_threads:
+        assert engine.speculation is not None
+        verify_everything(engine.speculation)
+        for _ in range(2):
+            assert run_and_lose(engine, tensor * pipeline - 1) == expected
+        load = engine.load_snapshot()
+        assert load.preemptions > 0 and load.draft_tokens > 20
+        if kind == "draft":
+            assert load.accepted_tokens > 0.8 * load.draft_tokens, "it is the model itself"
+        assert_idle(engine)
 
 
 @pytest.mark.slow
@@ -186,8 +216,11 @@ def test_an_idle_engine_notices_and_is_ready_for_the_next_request(folder: Path, 
         ({"adapter_slots": 2}, "adapters"),
         ({"role": "prefill"}, "role: prefill"),
         ({"kv_dtype": "int8"}, "kv_dtype: int8"),
+        ({"speculation": "draft"}, "draft model on several"),
     ],
 )
 def test_what_a_new_rank_could_not_know_is_refused(folder: Path, more: dict[str, Any], why: str) -> None:
+    if "speculation" in more:
+        more = {**more, "draft_model": str(folder), "draft_tensor_parallel": 2}
     with pytest.raises(ConfigError, match=why), patch.object(launch, "_spawn", _spawn):
         make_engine(folder, tensor_parallel=2, **{**SETTINGS, **more})

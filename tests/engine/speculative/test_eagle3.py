@@ -229,5 +229,6 @@ def test_shards_with_sequences_of_their_own_have_the_same_drafts(head: Path, tmp
         assert generate(engine, *requests) == generate(make_engine(target), *requests)
         reference = PlainHead(head, target)
         assert len(drafts) > 20
-        assert all(draft == reference.draft(tokens, len(draft)) for tokens, draft in drafts)
+        some = drafts if pipeline == 1 else drafts[::4]  # the reference takes its time
+        assert all(draft == reference.draft(tokens, len(draft)) for tokens, draft in some)
         assert_idle(engine)

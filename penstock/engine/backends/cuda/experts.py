@@ -198,8 +198,6 @@ class GroupedExpertMlp:
     counters: Tensor
     """int32 [_COUNTERS]: zero between launches."""
     slots: ExpertSlots | None = None
-    ahead: tuple[Tensor, ...] = ()
-    """What the layer behind reads first."""
     leaves_sums: bool = False
     """Whether the norm behind adds up what a token's experts gave."""
 
@@ -233,10 +231,6 @@ class GroupedExpertMlp:
     def fused(self, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
         """See `FusedFeedForward`; for one token."""
         return _one_token(self, residual, norm=norm, eps=eps)
-
-    def asking_for(self, ahead: tuple[Tensor, ...]) -> GroupedExpertMlp:
-        """See `AsksAhead`."""
-        return replace(self, ahead=ahead)
 
     def leaving_sums(self) -> GroupedExpertMlp:
         """See `SummedByNorm`."""
@@ -383,11 +377,6 @@ class FusedSharedAndRouted(SharedAndRouted):
         routed: Any = self.routed
         return _one_token(routed, residual, self.shared, self.gate, norm=norm, eps=eps)
 
-    def asking_for(self, ahead: tuple[Tensor, ...]) -> FusedSharedAndRouted:
-        """See `AsksAhead`."""
-        routed: Any = self.routed
-        return replace(self, routed=routed.asking_for(ahead)) if self.fuses else self
-
     def forward(self, x: Tensor) -> Tensor:
         routed: Any = self.routed
         if len(x) == 1 and self.fuses:
@@ -444,7 +433,6 @@ def _one_token(
     weights, chosen, gates = score_and_route(
         x, router.weight, router.bias, routed.choice, routed.counters,
         shared=None if gate is None else gate.weight, norm=norm, eps=eps, normed=normed, logits=logits,
-        ahead=routed.ahead if down.shared is None else (down.shared, *routed.ahead),
     )  # fmt: skip
     visits = Visits(chosen, weights, routed.router.weight_inputs, logits, routed.choice)
     inner = moe_one.gate_up(normed, up, visits, routed.activation)
@@ -457,7 +445,9 @@ def _one_packed(routed: GroupedExpertMlp, x: Tensor, norm: Tensor | None, eps: f
     gate_up, down = routed.gate_up, routed.down
     assert isinstance(gate_up, PackedStack) and isinstance(down, PackedStack)
     normed = x if norm is None else torch.empty_like(x)
-    fast = mxfp4_one.takes(x, gate_up.stack, routed.choice.top_k)
+    # Its programs wait for each other: not where ranks may share the device, which would hold each other's places.
+    alone = norm is not None and routed.leaves_sums
+    fast = alone and mxfp4_one.takes(x, gate_up.stack, routed.choice.top_k)
     logits = None
     if fast and moe_one.ranks(routed.choice, gate_up.experts):
         logits = torch.empty((1, gate_up.experts), dtype=torch.float32, device=x.device)

@@ -72,8 +72,6 @@ class LatentWeights(NamedTuple):
     eps: float
     up: Tensor
     """[heads, plain + value, latent]: the rows that make a latent into a head's plain key, then into its value."""
-    ahead: tuple[Tensor, ...] = ()
-    """Matrices that a step reads right after, in their order: a backend may ask the memory for them early."""
 
 
 class LatentAdditions(Protocol):

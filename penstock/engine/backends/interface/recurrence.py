@@ -50,8 +50,6 @@ class DeltaWeights:
     norm: Tensor
     """[v_dim]."""
     eps: float
-    ahead: tuple[Tensor, ...] = ()
-    """Matrices that a step reads right after, in their order: a backend may ask the memory for them early."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.backends.interface import ActivationOps, AttentionBatch, DeltaLayout, DeltaWeights, Ops
 from penstock.engine.kv.kinds import RecurrentCache, RecurrentState
-from penstock.engine.models.layers.linear import Linear, matrices
+from penstock.engine.models.layers.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,6 @@ class GatedDeltaNet:
             projected, gated = mix.fused(x), gates.fused(x)
         out: Tensor = output.fused(self._mixed(projected, gated, batch, cache), residual=residual)
         return out
-
-    def asking_for(self, ahead: tuple[Tensor, ...]) -> GatedDeltaNet:
-        """See `AsksAhead`."""
-        return replace(self, weights=replace(self.weights, ahead=(*matrices(self.output), *ahead)))
 
     def _mixed(self, projected: Tensor, gates: Tensor, batch: AttentionBatch, cache: RecurrentCache) -> Tensor:
         return self.delta_ops.delta_net(projected, gates, self.layout, self.weights, batch, cache.conv, cache.state)

@@ -7,7 +7,7 @@ backend (`Ops.latent_attention`), which chooses whether to make keys and values 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from penstock.engine.backends.interface import (
     Ops,
 )
 from penstock.engine.kv.kinds import PagedLatent, PagedLatentCache
-from penstock.engine.models.layers.linear import Linear, matrices
+from penstock.engine.models.layers.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,6 @@ class LatentAttention:
             q = query_up.fused(q, norm=self.query_norm, eps=self.weights.eps)
         out: Tensor = output.fused(self._attend(q, kv, batch, cache), residual=residual)
         return out
-
-    def asking_for(self, ahead: tuple[Tensor, ...]) -> LatentAttention:
-        """See `AsksAhead`."""
-        return replace(self, weights=self.weights._replace(ahead=(*matrices(self.output), *ahead)))
 
     def _attend(self, q: Tensor, kv: Tensor, batch: AttentionBatch, cache: PagedLatentCache) -> Tensor:
         scales = self.cache_scale if cache.scales is None else cache.scales

@@ -87,9 +87,3 @@ def shaped(head: Linear, scale: float, softcap: float | None) -> Linear:
     if scale != 1.0:
         head = Scaled(head, scale)
     return head if softcap is None else SoftCapped(head, softcap)
-
-
-def matrices(*linears: object) -> tuple[Tensor, ...]:
-    """Of linears that have one each; adapted and grouped ones have none to ask for."""
-    found = (getattr(linear, "weight", None) for linear in linears)
-    return tuple(weight for weight in found if isinstance(weight, Tensor) and weight.is_contiguous())

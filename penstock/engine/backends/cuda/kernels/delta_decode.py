@@ -22,14 +22,13 @@ from penstock.engine.backends.cuda.kernels.delta_layout import (
     head_shape,
     softplus,
 )
-from penstock.engine.backends.cuda.kernels.next_weights import ask_for_next, next_arguments
 from penstock.engine.backends.interface import AttentionBatch, DeltaLayout, DeltaWeights, StateBatch
 
 NORM_LATER, NORM_HERE, NORM_BY_LAST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Values of NORM."""
 
 
-@triton.jit(do_not_specialize=["ahead_pieces", "further_pieces"])
+@triton.jit
 def _decode_kernel(
     x_ptr: tl.tensor,
     mixed_ptr: tl.tensor,
@@ -51,10 +50,6 @@ def _decode_kernel(
     x_stride: tl.tensor,
     gates_stride: tl.tensor,
     eps: tl.tensor,
-    ahead_ptr: tl.tensor,
-    ahead_pieces: tl.tensor,
-    further_ptr: tl.tensor,
-    further_pieces: tl.tensor,
     K_HEADS: tl.constexpr,
     V_HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
@@ -100,9 +95,6 @@ def _decode_kernel(
         k_taps = taps(ring_ptr, conv_ptr, k_chan, k_mask & leads, position0, read, CHANNELS, CONV)
         v_taps = taps(ring_ptr, conv_ptr, v_chan, v_mask & leads, position0, read, CHANNELS, CONV)
     wait_for_inputs(PDL)
-    program = (token0 * V_HEADS + head) * tl.num_programs(2) + part
-    programs = tl.num_programs(0) * V_HEADS * tl.num_programs(2)
-    ask_for_next(ahead_ptr, ahead_pieces, further_ptr, further_pieces, program, programs, PDL)
     if NORM == NORM_LATER:
         result_ptr = raw_ptr
     else:
@@ -226,7 +218,7 @@ def decode(
         _decode_kernel, (batch.num_decodes, layout.v_heads, parts),
         projected, mixed, gates, conv_cache, state_cache, weights.conv, weights.decay, weights.decay_bias, weights.norm,
         raw, raw if out is None else out, counters, batch.positions, states.first, states.last, states.reads,
-        states.writes, projected.stride(0), gates.stride(0), weights.eps, *next_arguments(weights.ahead, len(raw), raw),
+        states.writes, projected.stride(0), gates.stride(0), weights.eps,
         **head_shape(layout), CONV=layout.conv, GROUPED=layout.grouped,
         BLOCK_K=max(LEAST_SIDE, next_power_of_2(layout.k_dim)), BLOCK_V=block_v // parts, BLOCK_ROW=block_v,
         NORM=norm.value, APART=shape.apart, num_warps=_warps(layout.k_dim * block_v // parts), pdl=pdl,

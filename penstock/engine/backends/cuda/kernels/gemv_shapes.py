@@ -58,6 +58,8 @@ def _choose_rows(n: int, k: int, weight_size: int, gated: bool, adapted: bool) -
         warps, rows = 4, 2
     elif n * k < 20 << 20:
         warps, rows = (4, 4) if adapted else (8, 2)
+    elif k <= 2048 and n <= 16384 and not adapted and not gated:
+        warps, rows = 4, 4  # short rows: so few programs that they start early
     else:
         # Larger programs do not wait for an adapter's products, which take longer than a small program's weights.
         warps, rows = 8, 4 if adapted and gated else 1

@@ -22,14 +22,13 @@ from penstock.engine.backends.cuda.kernels.common import (
     wait_for_inputs,
 )
 from penstock.engine.backends.cuda.kernels.latent_tile import NEGATIVE, LatentConfig, attend, precision
-from penstock.engine.backends.cuda.kernels.next_weights import ask_for_next, next_arguments
 from penstock.engine.backends.interface import AttentionBatch, LatentLayout, LatentWeights
 
 FEW = 8
 """Up to this many sequences, `merge` also makes the values: more would read the value matrices too often."""
 MOST_SHARES = 128
 """Of a sequence."""
-MERGED = 32
+MERGED = 16
 """Values of a head that a program of `merge` makes."""
 
 
@@ -41,7 +40,7 @@ def _shares(context: tl.tensor, min_tiles: tl.tensor, BLOCK_N: tl.constexpr, SPL
     return share, tl.cdiv(tiles, share)
 
 
-@triton.jit(do_not_specialize=["min_tiles", "ahead_pieces", "further_pieces"])
+@triton.jit(do_not_specialize=["min_tiles"])
 def _decode_kernel(
     query_ptr: tl.tensor,
     cache_ptr: tl.tensor,
@@ -56,10 +55,6 @@ def _decode_kernel(
     table_stride: tl.tensor,
     scale: tl.tensor,
     min_tiles: tl.tensor,
-    ahead_ptr: tl.tensor,
-    ahead_pieces: tl.tensor,
-    further_ptr: tl.tensor,
-    further_pieces: tl.tensor,
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
     LATENT_BLOCK: tl.constexpr,
@@ -95,9 +90,6 @@ def _decode_kernel(
             at = cache_ptr + block * (BLOCK_SIZE * CACHED) + n % BLOCK_SIZE * CACHED
             ask_for(at, CACHED * CACHE_BYTES, PDL)
     wait_for_inputs(PDL)
-    program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * SPLITS + split
-    programs = tl.num_programs(0) * tl.num_programs(1) * SPLITS
-    ask_for_next(ahead_ptr, ahead_pieces, further_ptr, further_pieces, program, programs, PDL)
     r = tl.arange(0, LATENT_BLOCK)
     e = tl.arange(0, ROTARY_BLOCK)
     at = (seq * HEADS + head) * (LATENT + ROTARY)
@@ -273,7 +265,6 @@ def decode(
         batch.block_tables.stride(0),
         layout.scale,
         config.min_tiles,
-        *next_arguments(weights.ahead[1:], sequences, query),
         HEADS=heads,
         LATENT=layout.latent,
         LATENT_BLOCK=latent_block,

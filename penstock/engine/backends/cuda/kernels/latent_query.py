@@ -21,7 +21,6 @@ from penstock.engine.backends.cuda.kernels.common import (
     wait_for_inputs,
 )
 from penstock.engine.backends.cuda.kernels.latent_tile import precision
-from penstock.engine.backends.cuda.kernels.next_weights import ask_for_next, next_arguments
 from penstock.engine.backends.interface import AttentionBatch, LatentLayout, LatentWeights
 
 
@@ -145,7 +144,7 @@ def _turn_and_store(
     tl.store(stored + LATENT + HALF + i, turned_high.to(kept), mask=in_half)
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles", "ahead_pieces", "further_pieces"])
+@triton.jit(do_not_specialize=["tokens", "tiles"])
 def _prepare_kernel(
     q_ptr: tl.tensor,
     kv_ptr: tl.tensor,
@@ -162,10 +161,6 @@ def _prepare_kernel(
     eps: tl.tensor,
     tokens: tl.tensor,
     tiles: tl.tensor,
-    ahead_ptr: tl.tensor,
-    ahead_pieces: tl.tensor,
-    further_ptr: tl.tensor,
-    further_pieces: tl.tensor,
     HEADS: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     LATENT: tl.constexpr,
@@ -199,7 +194,6 @@ def _prepare_kernel(
             q_stride, kv_stride, eps, HEADS, HEAD_BLOCK, LATENT, LATENT_BLOCK, PLAIN, ROTARY, HALF_BLOCK, INTERLEAVED,
             SCALED, INT8, PDL,
         )  # fmt: skip
-    ask_for_next(ahead_ptr, ahead_pieces, further_ptr, further_pieces, pid, products + tokens, PDL)
 
 
 def prepare(
@@ -241,7 +235,6 @@ def prepare(
         weights.eps,
         tokens,
         tiles,
-        *next_arguments(weights.ahead[:1], tokens, q),
         HEADS=layout.heads,
         HEAD_BLOCK=next_power_of_2(layout.heads),
         LATENT=layout.latent,

@@ -194,8 +194,8 @@ def choose(pairs: int, experts: int, wide: bool, few: int = 0) -> StreamConfig |
         return StreamConfig(16, 2, 4, ahead=2, registers=128)  # 16 warps to a multiprocessor
     share = pairs / experts
     if share <= 12:
-        # Half as many rows to a program, or those of down would take two rounds of which the second is half empty.
-        return StagedConfig(16, 2, 4, ahead=2) if wide else StagedConfig(16, 1, 4, ahead=4, registers=96)
+        # Half as many rows to a program of down, or the last of them would have the device to themselves.
+        return StagedConfig(16, 2, 4, ahead=4) if wide else StagedConfig(16, 1, 4, ahead=4, registers=80)
     if share <= 24:
         return StreamConfig(32, 2, 4, ahead=1, registers=128)
     return PromptConfig(64 if share <= 128 else 128, 2, 8)

@@ -3,7 +3,7 @@
 Two launches, with a shared expert in both. The first gates; it leaves one row with every visit's width, the shared
 expert's last. In the second a program has its outputs of all visits, so it adds them up itself, and the residual.
 Ordinary arithmetic with many wide loads in flight, as in `gemv`. What does not depend on the choice is under way
-before its inputs are there; what does, the second launch asks for while the first still runs.
+before its inputs are there; of what does, the second launch loads the first part too, by a guess that it checks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from penstock.engine.backends.cuda.kernels.activation import gate_options, gated
 from penstock.engine.backends.cuda.kernels.common import (
-    ask_for,
     ceil_div,
     launch,
     launch_successor,
@@ -30,10 +29,9 @@ from penstock.engine.backends.interface import Activation
 MOST_RANKED = 64
 """Experts of which every program of `gate_up` finds the one it works on: with more that takes longer than a choice made
 once, and the wait for it."""
-LEAD = 1 << 30
-REPEATS = 1
-ASKS = True
-GUESSES = True
+_REGISTERS = {1: 128, 2: 64}
+"""Of a thread in programs of so many warps: what leaves room for 16 in a multiprocessor, so that the programs of 2,048
+outputs are all there from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +165,6 @@ def _gate_up_kernel(
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LEAD: tl.constexpr,
-    REPEATS: tl.constexpr,
     CHOOSES: tl.constexpr,
     BLOCK_E: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -181,17 +177,16 @@ def _gate_up_kernel(
     LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """`SHARED`: the width of the shared expert, or 0. Its first `LEAD` programs are the first of all, the others the
-    last. Programs of the other experts have `REPEATS` blocks of rows each."""
+    """`SHARED`: the width of the shared expert, whose programs are the first, or 0."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    BLOCKS: tl.constexpr = (WIDTH + BLOCK_N * REPEATS - 1) // (BLOCK_N * REPEATS)
+    FIRST: tl.constexpr = (SHARED + BLOCK_N - 1) // BLOCK_N
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     pid = tl.program_id(0)
     i = tl.arange(0, BLOCK_N)
     kind = out_ptr.dtype.element_ty
-    ROUTED: tl.constexpr = TOP_K * BLOCKS
     if SHARED > 0:  # noqa: SIM102 - known when compiled; the other is not
-        if (pid < LEAD) | (pid >= LEAD + ROUTED):
-            n = tl.where(pid < LEAD, pid, pid - ROUTED) * BLOCK_N + i
+        if pid < FIRST:
+            n = pid * BLOCK_N + i
             # Rows past the end read the last row: their sums are not stored.
             row = tl.minimum(n, SHARED - 1)
             # Weights are constants: they may be under way before the input is there.
@@ -207,8 +202,8 @@ def _gate_up_kernel(
             y = gated(gate, up, GATE, ALPHA, LIMIT)
             tl.store(out_ptr + TOP_K * WIDTH + n, y.to(kind), mask=n < SHARED)
             return
-    visit = (pid - LEAD) // BLOCKS
-    block = (pid - LEAD) % BLOCKS
+    visit = (pid - FIRST) // BLOCKS
+    n = (pid - FIRST) % BLOCKS * BLOCK_N + i
     wait_for_inputs(PDL)
     # Only now: what comes next looks the choices up as soon as it starts, to know what to ask for.
     launch_successor(PDL)
@@ -221,32 +216,28 @@ def _gate_up_kernel(
         expert = tl.load(chosen_ptr + visit)
     # Scores that are not numbers may choose no expert.
     expert = tl.minimum(expert, EXPERTS - 1).to(tl.int64)
-    weight = 1.0
-    if CHOOSES:
-        if block == 0:
-            tl.store(chosen_ptr + visit, expert.to(tl.int32))  # for what comes next
-        if WEIGHTED:
-            weight = _weight_at(visit, scores, ranks, TOP_K, NORMALIZE, SIGMOID, SCALE)
-    elif WEIGHTED:
-        weight = tl.load(route_ptr + visit)
-    for turn in range(REPEATS):
-        n = (block * REPEATS + turn) * BLOCK_N + i
-        row = expert * (2 * WIDTH) + tl.minimum(n, WIDTH - 1)
-        gates = _load_rows(weight_ptr + row * K, K, STEPS, BLOCK_K)
-        ups = _load_rows(weight_ptr + (row + WIDTH) * K, K, STEPS, BLOCK_K)
-        gate = tl.sum(_times(gates, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
-        up = tl.sum(_times(ups, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
-        if SCALED:
-            gate *= tl.load(scale_ptr + row)
-            up *= tl.load(scale_ptr + row + WIDTH)
-        if WEIGHTED:
-            gate *= weight
-            up *= weight
-        y = gated(gate, up, GATE, ALPHA, LIMIT)
-        tl.store(out_ptr + visit * WIDTH + n, y.to(kind), mask=n < WIDTH)
+    row = expert * (2 * WIDTH) + tl.minimum(n, WIDTH - 1)
+    gates = _load_rows(weight_ptr + row * K, K, STEPS, BLOCK_K)
+    ups = _load_rows(weight_ptr + (row + WIDTH) * K, K, STEPS, BLOCK_K)
     if CHOOSES:  # noqa: SIM102
-        if block == 0:
+        if (pid - FIRST) % BLOCKS == 0:
+            # For what comes next.
+            tl.store(chosen_ptr + visit, expert.to(tl.int32))
             tl.store(route_ptr + visit, _weight_at(visit, scores, ranks, TOP_K, NORMALIZE, SIGMOID, SCALE))
+    gate = tl.sum(_times(gates, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
+    up = tl.sum(_times(ups, x_ptr, K, STEPS, BLOCK_N, BLOCK_K), axis=1)
+    if SCALED:
+        gate *= tl.load(scale_ptr + row)
+        up *= tl.load(scale_ptr + row + WIDTH)
+    if WEIGHTED:
+        if CHOOSES:
+            weight = _weight_at(visit, scores, ranks, TOP_K, NORMALIZE, SIGMOID, SCALE)
+        else:
+            weight = tl.load(route_ptr + visit)
+        gate *= weight
+        up *= weight
+    y = gated(gate, up, GATE, ALPHA, LIMIT)
+    tl.store(out_ptr + visit * WIDTH + n, y.to(kind), mask=n < WIDTH)
 
 
 @triton.jit
@@ -266,58 +257,43 @@ def _down_kernel(
     SHARED: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    TOP_BLOCK: tl.constexpr,
     VISITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    SHARED_BYTES: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SCALED: tl.constexpr,
     SHARED_GATE: tl.constexpr,
     RESIDUAL: tl.constexpr,
-    ASKS: tl.constexpr,
-    GUESSES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     STEPS: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(n, N - 1)
     launch_successor(PDL)
-    if SHARED > 0 and ASKS:
-        ask_for(shared_ptr + row * SHARED, SHARED_BYTES, PDL)
-    if PDL and ASKS:
-        # A hint alone, so it need not be what it will be. Programs start when the last of the launch before have, so it
-        # almost always is.
-        t = tl.minimum(tl.arange(0, TOP_BLOCK), TOP_K - 1)
-        likely = tl.load(chosen_ptr + t, cache_modifier=".cg")
-        likely = tl.maximum(tl.minimum(likely, EXPERTS - 1), 0).to(tl.int64)
-        ask_for(weight_ptr + ((likely * N)[:, None] + row[None, :]) * WIDTH, ROW_BYTES, PDL)
+    # The first visits are loaded before the inputs are there: programs start when the last of the launch before have,
+    # so the choices are almost always known. Whether they were is looked up behind the wait.
     guessed = ()
-    if GUESSES:
-        for i in tl.static_range(VISITS):
-            guess = tl.load(chosen_ptr + i, cache_modifier=".cg")
-            guess = tl.maximum(tl.minimum(guess, EXPERTS - 1), 0)
-            early = _load_rows(weight_ptr + (guess.to(tl.int64) * N + row) * WIDTH, WIDTH, STEPS, BLOCK_K)
-            guessed = guessed + ((guess, early),)  # type: ignore[assignment]
+    for i in tl.static_range(VISITS):
+        guess = tl.load(chosen_ptr + i, cache_modifier=".cg")
+        guess = tl.maximum(tl.minimum(guess, EXPERTS - 1), 0)
+        early = _load_rows(weight_ptr + (guess.to(tl.int64) * N + row) * WIDTH, WIDTH, STEPS, BLOCK_K)
+        guessed = guessed + ((guess, early),)  # type: ignore[assignment]
     wait_for_inputs(PDL)
     # A loop, not all at once: with few registers all programs are there from the beginning, and what they ask for keeps
     # the memory busy.
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    if GUESSES:
-        # The first visits: loaded, but for a guess that was wrong.
-        for i in tl.static_range(VISITS):
-            guess, loaded = guessed[i]
-            taken = tl.maximum(tl.minimum(tl.load(chosen_ptr + i), EXPERTS - 1), 0)
-            at = taken.to(tl.int64) * N + row
-            loaded = _load_others(loaded, weight_ptr + at * WIDTH, taken != guess, WIDTH, STEPS, BLOCK_K)
-            share = tl.full([BLOCK_N], 1.0, tl.float32)
-            if WEIGHTED:
-                share *= tl.load(route_ptr + i)
-            if SCALED:
-                share *= tl.load(scale_ptr + at)
-            total += _times(loaded, inner_ptr + i * WIDTH, WIDTH, STEPS, BLOCK_N, BLOCK_K) * share[:, None]
-    for first in range(VISITS if GUESSES else 0, TOP_K, VISITS):
+    for i in tl.static_range(VISITS):
+        guess, loaded = guessed[i]  # type: ignore[var-annotated]
+        taken = tl.maximum(tl.minimum(tl.load(chosen_ptr + i), EXPERTS - 1), 0)
+        at = taken.to(tl.int64) * N + row
+        loaded = _load_others(loaded, weight_ptr + at * WIDTH, taken != guess, WIDTH, STEPS, BLOCK_K)
+        share = tl.full([BLOCK_N], 1.0, tl.float32)
+        if WEIGHTED:
+            share *= tl.load(route_ptr + i)
+        if SCALED:
+            share *= tl.load(scale_ptr + at)
+        total += _times(loaded, inner_ptr + i * WIDTH, WIDTH, STEPS, BLOCK_N, BLOCK_K) * share[:, None]
+    for first in range(VISITS, TOP_K, VISITS):
         rows = ()
         for i in tl.static_range(VISITS):
             visit = tl.minimum(first + i, TOP_K - 1)
@@ -365,12 +341,11 @@ def gate_up(
     experts, wide, depth = matrices.routed.shape
     width, shared = wide // 2, 0 if matrices.shared is None else matrices.shared.shape[0] // 2
     shape = config or _gate_up_shape(depth)
-    of_shared = ceil_div(shared, shape.block_n)
     choice = None if visits.logits is None else visits.choice
     out = torch.empty(visits.count * width + shared, dtype=x.dtype, device=x.device)
     launch(
         _gate_up_kernel,
-        (of_shared + visits.count * ceil_div(width, shape.block_n * REPEATS),),
+        (ceil_div(shared, shape.block_n) + visits.count * ceil_div(width, shape.block_n),),
         x,
         matrices.routed,
         x if matrices.scale is None else matrices.scale,
@@ -387,8 +362,6 @@ def gate_up(
         TOP_K=visits.count,
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
-        LEAD=min(of_shared, LEAD),
-        REPEATS=REPEATS,
         CHOOSES=choice is not None,
         BLOCK_E=next_power_of_2(experts),
         NORMALIZE=choice is not None and choice.normalize,
@@ -437,20 +410,15 @@ def down(
         SHARED=shared,
         EXPERTS=experts,
         TOP_K=visits.count,
-        TOP_BLOCK=next_power_of_2(visits.count),
-        VISITS=max(1, min(visits.count, shape.loads // ceil_div(width, shape.block_k))),
+        VISITS=_visits_at_once(visits.count, shape.loads // ceil_div(width, shape.block_k)),
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
-        ROW_BYTES=width * matrices.routed.element_size(),
-        SHARED_BYTES=shared * matrices.routed.element_size(),
         WEIGHTED=not visits.on_inputs,
         SCALED=matrices.scale is not None,
         SHARED_GATE=shared_gate is not None,
         RESIDUAL=residual is not None,
-        ASKS=ASKS,
-        GUESSES=GUESSES,
         num_warps=shape.num_warps,
-        maxnreg=64 if GUESSES and shape.num_warps <= 2 else None,
+        maxnreg=_REGISTERS.get(shape.num_warps),
         pdl=pdl,
     )
     return out
@@ -467,4 +435,9 @@ def _down_shape(width: int) -> OneConfig:
     """Rows are short and of odd lengths: steps that leave the fewest threads without work, the longest of those."""
     fits = [step for step in (2048, 1024, 512, 256) if ceil_div(width, step) <= 8] or [2048]
     block_k = min(fits, key=lambda step: (ceil_div(width, step) * step, -step))
-    return OneConfig(block_n=1, block_k=block_k, num_warps=block_k // 256)
+    return OneConfig(block_n=1, block_k=block_k, num_warps=block_k // 256, loads=9 if block_k == 256 else 6)
+
+
+def _visits_at_once(visits: int, most: int) -> int:
+    """At most `most`, and no more in the first turns than in the last."""
+    return ceil_div(visits, ceil_div(visits, max(1, most)))

@@ -22,7 +22,6 @@ from penstock.engine.backends.cuda.kernels.common import (
     next_power_of_2,
     wait_for_inputs,
 )
-from penstock.engine.backends.cuda.kernels.next_weights import ask_for_next, next_arguments
 
 _LEFT_OUT = tl.constexpr(-3.0e38)
 """Score of an expert in a group that was not chosen: taken when nothing else is left."""
@@ -232,7 +231,7 @@ def _scores(
     return tl.sum(sums, axis=1)
 
 
-@triton.jit(do_not_specialize=["ahead_pieces", "further_pieces"])
+@triton.jit
 def _score_kernel(
     x_ptr: tl.tensor,
     router_ptr: tl.tensor,
@@ -247,10 +246,6 @@ def _score_kernel(
     norm_ptr: tl.tensor,
     normed_ptr: tl.tensor,
     eps: tl.tensor,
-    ahead_ptr: tl.tensor,
-    ahead_pieces: tl.tensor,
-    further_ptr: tl.tensor,
-    further_pieces: tl.tensor,
     HIDDEN: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -289,7 +284,6 @@ def _score_kernel(
             at = step * BLOCK_K + tl.arange(0, BLOCK_K)
             gains = gains + (tl.load(norm_ptr + at, mask=at < HIDDEN, other=0.0),)  # type: ignore[assignment]
     wait_for_inputs(PDL)
-    ask_for_next(ahead_ptr, ahead_pieces, further_ptr, further_pieces, pid, tl.num_programs(0), PDL)
     inputs = _inputs(x_ptr + row * HIDDEN, gains, eps, HIDDEN, BLOCK_K, NORM)
     if NORM:  # noqa: SIM102 - known when compiled; the other is not
         if pid == 0:
@@ -336,13 +330,12 @@ def score_and_route(
     eps: float = 0.0,
     normed: Tensor | None = None,
     logits: Tensor | None = None,
-    ahead: tuple[Tensor, ...] = (),
     pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`route` of `x` [T, hidden] times the transpose of `router` [experts, hidden], in one launch. `counters`: int32,
     zero, one for every token. With `shared` [1, hidden], the gate of a shared expert, its sigmoids float32 [T] too.
     `norm`, `eps`: x is RMS-normalized first, and `normed` [T, hidden] is what it then is. With `logits` (float32 [T,
-    experts]) these are written and nothing is chosen. `ahead`: matrices that are read soon, whoever is chosen."""
+    experts]) these are written and nothing is chosen."""
     (tokens, hidden), experts = x.shape, router.shape[0]
     weights, chosen = choice.outputs(tokens, x.device)
     block_e, warps = 2 if experts * tokens <= 1024 else 4, 4
@@ -366,7 +359,6 @@ def score_and_route(
         x if norm is None else norm,
         x if normed is None else normed,
         eps,
-        *next_arguments(ahead, tokens, x),
         HIDDEN=hidden,
         BLOCK_E=block_e,
         BLOCK_K=min(1024, next_power_of_2(hidden)),

@@ -6,7 +6,8 @@ scores. Then all programs wait for each other. In the second part they are rows 
 the sum of the experts and the residual stream is made in one place; those weights are on their way meanwhile.
 
 Invariant: all programs are there at once, or they would wait forever. So the launch is no larger than what the
-multiprocessors hold, kernels before it end without it, and those behind it do not start before all of it has.
+multiprocessors hold, kernels before it end without it, and those behind it do not start before all of it has. Two of
+them must not run at the same time: one stream of a process has them, and ranks that share a device do not use them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from penstock.engine.backends.cuda.kernels.mxfp4_tile import (
     bits,
     gated,
     half_layout,
+    in_order,
     rows_of,
     weights_of,
     word_layout,
@@ -212,13 +214,13 @@ def _multiplied(
     for turn in range(TURNS):
         for i in gl.static_range(AHEAD):
             now = turn * AHEAD + i
-            taken = ring[i]
-            e = ring_e[i // 4]
+            weights = weights_of(ring[i], ring_e[i // 4], i % 4, HALVES, A, [WARPS, 16, 64])
+            x = _operand(steps.index(now).load(gl.SliceLayout(1, INPUTS)), INPUTS, B)
+            acc = mma_v2(weights, x, acc)
             if TURNS > 1:
                 new = gl.load(words + gl.minimum(first_w + now + AHEAD, STEPS - 1) * 128)
                 ring = ring[:i] + (new,) + ring[i + 1 :]
-            x = _operand(steps.index(now).load(gl.SliceLayout(1, INPUTS)), INPUTS, B)
-            acc = mma_v2(weights_of(taken, e, i % 4, HALVES, A, [WARPS, 16, 64]), x, acc)
+                in_order(WARPS)
             if TURNS > 1 and i % 4 == 3:
                 new_e = gl.load(powers + gl.minimum(first_p + (now + AHEAD) // 4, SPANS - 1) * 32)
                 ring_e = ring_e[: i // 4] + (new_e,) + ring_e[i // 4 + 1 :]

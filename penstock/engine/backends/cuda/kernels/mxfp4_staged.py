@@ -24,6 +24,7 @@ from penstock.engine.backends.cuda.kernels.mxfp4_tile import (
     at_powers,
     at_words,
     half_layout,
+    in_order,
     inputs_of,
     rows_of,
     store_gated,
@@ -143,17 +144,18 @@ def _tile(
         _stage(turns.index((turn + STAGES - 1) % STAGES), rows, step, k, turn + STAGES - 1, K)
         e_next = gl.load(powers + gl.minimum(turn + 1, SPANS - 1) * 32)
         for i in gl.static_range(4):
-            taken = ring[i % AHEAD]  # type: ignore[var-annotated]
+            weights = weights_of(ring[i % AHEAD], e, i, HALVES, A, [HEIGHT * 16, 64])
+            x = steps.index(turn % STAGES * 4 + i).load(INPUTS)
+            acc = mma_v2(weights, inputs_of(x, B), acc)
             new = gl.load(words + gl.minimum(turn * 4 + i + AHEAD, STEPS - 1) * 128)
             ring = ring[: i % AHEAD] + (new,) + ring[i % AHEAD + 1 :]
-            x = steps.index(turn % STAGES * 4 + i).load(INPUTS)
-            acc = mma_v2(weights_of(taken, e, i, HALVES, A, [HEIGHT * 16, 64]), inputs_of(x, B), acc)
+            in_order(WARPS)
         e = e_next
     async_copy.wait_group(STAGES - 2)
     if STEPS % 4 != 0:
         gl.thread_barrier()
         for i in gl.static_range(STEPS % 4):
-            taken = ring[i % AHEAD]
+            taken = ring[i % AHEAD]  # type: ignore[var-annotated]
             if i + AHEAD < STEPS % 4:
                 new = gl.load(words + (TURNS * 4 + i + AHEAD) * 128)
                 ring = ring[: i % AHEAD] + (new,) + ring[i % AHEAD + 1 :]

@@ -138,6 +138,20 @@ def inputs_of(x: gl.tensor, OPERAND: gl.constexpr) -> gl.tensor:
 
 
 @gluon.jit
+def in_order(WARPS: gl.constexpr) -> None:
+    """Keep the loads before this point there: the assembler would move all of a loop to its end, where nothing is left
+    to do while they are under way."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def tiles_of(block: gl.tensor, ROW_TILES: gl.constexpr, HEIGHT: gl.constexpr, LAYOUT: gl.constexpr) -> gl.tensor:
     """Tiles of 16 rows of a block [HEIGHT]; those past the end are the last one: their sums are not stored."""
     tile = gl.arange(0, HEIGHT, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
