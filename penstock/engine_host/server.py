@@ -24,6 +24,7 @@ from penstock.engine_host.interfaces import EncoderLike, EngineLike, Sleeper
 from penstock.engine_host.pacer import Pacing
 from penstock.engine_host.peers import BACKLOG_LIMIT, Peers
 from penstock.engine_host.placements import Placements
+from penstock.engine_host.quiet_time import QuietTime, save, settle
 from penstock.engine_host.tally import Tally
 from penstock.engine_host.watchdog import Watchdog
 from penstock.errors import ReplicaLost
@@ -77,8 +78,6 @@ STARVED_S = 0.001
 """Pause after two steps without progress, so that waiting for memory does not burn a core. (The first step on an
 asynchronous device never has results yet.)"""
 
-QUIET_S = 0.2
-"""Without work for so long, the engine may prepare further steps; a message ends that within milliseconds."""
 SETTLE_S = 0.005
 """How often to go on with saving what outlives the engine, while there is no work."""
 LOOK_S = 0.001
@@ -121,10 +120,7 @@ class EngineServer:
         self._at_once = False
         self._drain_until: float | None = None
         self._said_leaving = False
-        self._improves = True
-        """Whether the engine has something to prepare; again after it has slept."""
-        self._idle_since: float | None = None
-        """When its last work ended; None while it has some."""
+        self._quiet = QuietTime()
         self._failures = 0
         self._fruitless = 0
         self._steps = 0
@@ -153,7 +149,7 @@ class EngineServer:
         try:
             while self._stop_reason is None:
                 if self._engine.has_work:
-                    self._idle_since = None
+                    self._quiet.ended()
                     self._receive(STARVED_S if self._fruitless > 1 else 0.0)
                     self._linger()
                     self._step()
@@ -171,24 +167,18 @@ class EngineServer:
         self._peers.release(self._engine.load_snapshot, time.monotonic())
         self._peers.tell_all(Stopped(self._stop_reason), time.monotonic())
         if not self._failures:
-            self._save()
+            save(self._engine, hurry=lambda: self._at_once)
         return EXIT_FAILED if self._failures else 0
 
     def _rest_s(self) -> float:
-        """How long to wait for messages while there is no work. When it has been quiet for a moment, the time is used
-        to prepare further steps instead: not at once, or a client that sends one request after the other would wait,
-        and not while blocks are handed over, which does not break that off."""
+        """How long to wait for messages while there is no work. The time is used to save, and to prepare further steps,
+        but not while blocks are handed over, which does not break that off."""
         patience = self._handovers.patience(self._heartbeat_s)
         if self._settle() or self._erasures.open:
             patience = min(patience, SETTLE_S)
-        if not self._improves or self._drain_until is not None or self._handovers.busy:
+        if self._drain_until is not None or self._handovers.busy:
             return patience
-        now = time.monotonic()
-        if self._idle_since is None:
-            self._idle_since = now
-        if (left := self._idle_since + QUIET_S - now) > 0:
-            return min(left, patience)
-        return 0.0 if self._improve() else patience
+        return self._quiet.use(self._engine, patience, self._is_wanted)
 
     def _announce_found(self) -> None:
         """Blocks found on disk count as sent to the engine: gateways then send prompts that begin with them here."""
@@ -197,38 +187,12 @@ class EngineServer:
             self._placements.add_found(persistence.names, self._engine.info.num_blocks)
 
     def _settle(self) -> bool:
-        """Use a moment without work for saving; see `Engine.settle`."""
-        settle = getattr(self._engine, "settle", None)
-        if settle is None:
-            return False
         try:
-            return bool(settle())
+            return settle(self._engine)
         except ReplicaLost as error:
             log.critical("the engine is lost: %s", error)
             self.fail(str(error))
             return False
-
-    def _save(self) -> None:
-        """The last thing before the process ends; see `Engine.save`."""
-        save = getattr(self._engine, "save", None)
-        if save is None:
-            return
-        try:
-            save(hurry=lambda: self._at_once)
-        except Exception:
-            log.exception("the engine could not save its KV blocks")
-
-    def _improve(self) -> bool:
-        """Use a moment without work; see `Engine.improve`. Its failure is no reason to stop serving."""
-        improve = getattr(self._engine, "improve", None)
-        if improve is None or not self._improves:
-            return False
-        try:
-            self._improves = bool(improve(self._is_wanted))
-        except Exception:
-            log.exception("the engine could not prepare further steps; it goes on without them")
-            self._improves = False
-        return self._improves
 
     def _is_wanted(self) -> bool:
         """Whether a message has come, or a signal."""
@@ -509,7 +473,7 @@ class EngineServer:
             begin = time.monotonic()
             try:
                 self._engine = self._sleeper.wake(self._engine)
-                self._improves = True
+                self._quiet.begin_anew()
                 self._announce_found()
             except Exception as error:
                 log.exception("the engine could not be woken")

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from penstock.engine.request import Delta, EngineLoad, Request, SamplingParams
-from penstock.engine_host import server
+from penstock.engine_host import quiet_time, server
 from penstock.engine_host.erasures import NOT_NOW
 from penstock.engine_host.peers import Peers
 from penstock.protocol.codec import decode_from_engine
@@ -105,7 +105,7 @@ def test_a_step_that_is_over_early_is_collected_at_once() -> None:
 
 
 def test_an_engine_prepares_further_steps_when_it_has_been_quiet_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "QUIET_S", 0.3)
+    monkeypatch.setattr(quiet_time, "QUIET_S", 0.3)
     engine = ScriptedEngine()
     prepared: list[int] = []
 
@@ -127,7 +127,7 @@ def test_an_engine_prepares_further_steps_when_it_has_been_quiet_for_a_moment(mo
 
 
 def test_a_request_does_not_wait_for_what_is_being_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "QUIET_S", 0.02)
+    monkeypatch.setattr(quiet_time, "QUIET_S", 0.02)
     engine = ScriptedEngine()
     begun: list[float] = []
 
@@ -150,7 +150,7 @@ def test_a_request_does_not_wait_for_what_is_being_prepared(monkeypatch: pytest.
 
 
 def test_nothing_is_prepared_while_blocks_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "QUIET_S", 0.0)
+    monkeypatch.setattr(quiet_time, "QUIET_S", 0.0)
     busy = True
     monkeypatch.setattr(server.HandoverEndpoint, "busy", property(lambda self: busy))
     engine = ScriptedEngine()
