@@ -29,9 +29,10 @@ from tests.engine.quantization.layouts import write
 from tests.engine.tiny import Reference
 
 UNCUT = {"gpt2", "gpt2-odd", "gpt_bigcode", "persimmon", "bloom", "falcon", "falcon-alibi", "doge", "xglm", "diffllama",
-         "minicpm3", "glm4_moe_lite", "gemma3n_text", "minimax_m2", "bitnet"}  # fmt: skip
+         "minicpm3", "glm4_moe_lite", "gemma3n_text", "minimax_m2", "bitnet", "jetmoe", "modernbert-decoder",
+         "ctrl"}  # fmt: skip
 """Their linears have no tensor-parallel plan, or their attention does not run with a part of its heads."""
-UNDIVIDED = {"gemma3n_text", "gemma4_text"}
+UNDIVIDED = {"gemma3n_text", "gemma4_text", "gemma4_text-shared"}
 """Something else than one residual stream goes from layer to layer."""
 QUICK = {("starcoder2", 1, 2), ("starcoder2", 2, 1)}
 CASES = [

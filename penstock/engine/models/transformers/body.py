@@ -143,6 +143,11 @@ class NoEmbedding(nn.Module):
 class NoHead(nn.Module):
     """Stands for the output projection in stages that have none. It is called where memory is measured only."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.empty(0)
+        self.bias = None
+
     def forward(self, x: Tensor) -> Tensor:
         return x
 
@@ -220,7 +225,13 @@ class StageBody:
                 break
         else:
             raise CannotDivide("its layers return something other than one residual stream")
-        plain = self(entry, use_cache=False)
+        try:
+            plain = self(entry, use_cache=False)
+        except (MemoryError, torch.OutOfMemoryError, CannotDivide):
+            raise
+        except Exception as error:  # such as keys that an earlier layer was to leave
+            what = f"{type(error).__name__}: {error}"
+            raise CannotDivide(f"its layers do not run without those before them ({what})") from error
         self._salt(1)
         salted = self(entry, use_cache=False)
         self._salt(0)
