@@ -1,10 +1,10 @@
 """The grouped product of `moe` on experts in MXFP4, read as stored: 4-bit floats and a power of two for 32 of them.
 
-`mxfp4_fragments` says how they lie in memory. With bfloat16 activations, from Hopper on, `mxfp4_stream` multiplies where
-there are few tokens, `mxfp4_staged` where an expert has about ten, and where it has many `mxfp4_prompt` on Hopper,
-`mxfp4_stream` on later devices; one token has a kernel for both products (`mxfp4_one`). The kernel of this file is for
-all else: earlier devices, other activations, route weights that meet the inputs, and Triton's interpreter; it takes
-weights out of their words in plain operations.
+`mxfp4_fragments` says how they lie in memory. With bfloat16 activations, from Hopper on, `mxfp4_stream` multiplies
+where there are few tokens, `mxfp4_staged` where an expert has about ten, and where it has many `mxfp4_prompt` on
+Hopper, `mxfp4_stream` on later devices; one token has a kernel for both products (`mxfp4_one`). The kernel of this file
+is for all else: earlier devices, other activations, route weights that meet the inputs, and Triton's interpreter; it
+takes weights out of their words in plain operations.
 """
 
 from __future__ import annotations
