@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 import stat
 import threading
@@ -308,7 +309,27 @@ def test_an_owner_can_be_erased_in_files_that_no_engine_uses(
     engine = start(folder, tmp_path)
     assert converse(engine, expected, "acme", range(1)) + converse(engine, expected, "other", range(1, 2)) == [0, 96]
     engine.close()
-    assert erase(tmp_path / "nowhere", "acme").blocks == 0
+    with pytest.raises(FileNotFoundError, match="kv-cache"):
+        erase(tmp_path / "nowhere", "acme")
+
+
+def test_blocks_without_owners_are_erased_for_everybody(
+    folder: Path, tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    """Versions before this one did not write down whose a block is."""
+    engine = start(folder, tmp_path)
+    converse(engine, expected, "acme", range(1))
+    engine.close()
+    (file,) = files(tmp_path, "rank0.blocks")
+    index = file.with_name("rank0.blocks.index")
+    index.write_bytes(b"penstock kv 1\n\0\0" + index.read_bytes()[16:])
+    assert erase(tmp_path, "somebody").blocks == 6 and not any(file.read_bytes())
+    identity = file.parent.parent / "identity"
+    older = file.parent.parent.with_name("older")
+    shutil.copytree(file.parent.parent, older)
+    (older / "identity").write_text(re.sub(r"format \d+", "format 1", identity.read_text()))
+    start(folder, tmp_path).close()
+    assert file.exists() and not older.exists(), "an engine deletes what nobody could erase"
 
 
 def at_place(file: Path, place: int) -> bytes:

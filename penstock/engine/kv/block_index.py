@@ -27,7 +27,9 @@ import numpy.typing as npt
 from penstock.engine.kv.block_hash import DIGEST_SIZE
 from penstock.engine.kv.own_file import open_own, overwrite
 
-_MAGIC = b"penstock kv 1\n\0\0"
+_MAGIC = b"penstock kv 2\n\0\0"
+_WITHOUT_OWNERS = b"penstock kv 1\n\0\0"
+"""Of files whose names do not begin with the tag of an owner."""
 _HEADER = struct.Struct("<16sQ32s")
 """Magic, epoch, digest of the format; the digest of these follows."""
 _HEADER_CHECK = 16
@@ -195,7 +197,9 @@ class BlockIndex:
 
 def erase_owned(index: int, blocks: int, tag: bytes) -> int:
     """Overwrite every block of an owner in a file of blocks that no engine uses, and its record, be it void; how many.
-    Both files are open. Raises `OSError`."""
+    Where the file does not say whose its blocks are, all of them. Both files are open. Raises `OSError`."""
+    if os.pread(index, len(_MAGIC), 0) == _WITHOUT_OWNERS:
+        tag = b""
     data = os.pread(index, os.fstat(index).st_size - _TABLE, _TABLE) if os.fstat(index).st_size > _TABLE else b""
     places = len(data) // _RECORD.itemsize
     size = os.fstat(blocks).st_size // max(places, 1)

@@ -42,6 +42,8 @@ _POLL_S = 0.05
 _ROOT = "kv-cache"
 _LOCK = "lock"
 _IDENTITY = "identity"
+_WITHOUT_OWNERS = re.compile(r"penstock: .*, format 1,")
+"""In an identity: names of these blocks do not say whose they are, so that nothing of one owner can be erased."""
 
 log = logging.getLogger(__name__)
 
@@ -136,8 +138,8 @@ class Erased:
 def erase(disk_path: Path, owner: str) -> Erased:
     """Overwrite what the requests of an owner have left in files that no engine uses. Raises `OSError`."""
     found, tag, root = Erased(), owner_tag(owner), disk_path / _ROOT
-    if not root.exists():
-        return found
+    if not root.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"it has no folder {_ROOT}; is it the disk_path of a model?")
     own_folder(root)
     with _alone(root):
         for slot in sorted(slot for slot in root.glob("*/*") if slot.name.isdecimal() and is_own_folder(slot)):
@@ -168,6 +170,8 @@ def _sweep_folder(folder: Path, identity: Identity, for_space: bool) -> None:
             log.info("%s: blocks kept in %s are not used: they differ in %s", model, folder, differences)
             if lines[:1] != identity.lines[:1]:
                 why = f"they differ in {changed[0]}"
+            elif any(map(_WITHOUT_OWNERS.match, lines)):
+                why = "they do not say whose they are"
         if for_space:
             why = why or "space is needed"
     left = 0
