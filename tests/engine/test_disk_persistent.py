@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import shutil
 import stat
 import threading
@@ -18,7 +17,7 @@ import pytest
 
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
-from penstock.engine.kv import block_file
+from penstock.engine.kv import block_file, block_index
 from penstock.engine.kv.block_hash import owner_tag
 from penstock.engine.kv.kept_folder import erase
 from penstock.engine.request import Request
@@ -313,23 +312,28 @@ def test_an_owner_can_be_erased_in_files_that_no_engine_uses(
         erase(tmp_path / "nowhere", "acme")
 
 
-def test_blocks_without_owners_are_erased_for_everybody(
-    folder: Path, tmp_path: Path, expected: dict[str, list[int]]
+@pytest.mark.parametrize("reopened", [True, False])
+def test_blocks_of_a_release_without_owners_are_not_kept(
+    folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, reopened: bool
 ) -> None:
-    """Versions before this one did not write down whose a block is."""
-    engine = start(folder, tmp_path)
-    converse(engine, expected, "acme", range(1))
-    engine.close()
+    """Their names do not say whose they are, so they could never be erased."""
+    with monkeypatch.context() as before:
+        before.setattr(block_index, "_MAGIC", b"penstock kv 1\n\0\0")
+        engine = start(folder, tmp_path)
+        converse(engine, expected, "acme", range(1))
+        engine.close()
     (file,) = files(tmp_path, "rank0.blocks")
-    index = file.with_name("rank0.blocks.index")
-    index.write_bytes(b"penstock kv 1\n\0\0" + index.read_bytes()[16:])
-    assert erase(tmp_path, "somebody").blocks == 6 and not any(file.read_bytes())
-    identity = file.parent.parent / "identity"
-    older = file.parent.parent.with_name("older")
-    shutil.copytree(file.parent.parent, older)
-    (older / "identity").write_text(re.sub(r"format \d+", "format 1", identity.read_text()))
-    start(folder, tmp_path).close()
-    assert file.exists() and not older.exists(), "an engine deletes what nobody could erase"
+    assert any(file.read_bytes())
+    if reopened:
+        engine = start(folder, tmp_path)
+        assert not any(file.read_bytes()) and file.stat().st_size
+        assert converse(engine, expected, "acme", range(1)) == [0]
+        engine.close()
+    else:
+        assert erase(tmp_path, "other").blocks == 6 and not file.read_bytes() and erase(tmp_path, "acme").blocks == 0
+    engine = start(folder, tmp_path)
+    assert converse(engine, expected, "acme", range(1)) == [96 if reopened else 0]
+    engine.close()
 
 
 def at_place(file: Path, place: int) -> bytes:

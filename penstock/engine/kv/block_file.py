@@ -72,7 +72,12 @@ class BlockFile:
         if kept is not None:
             try:
                 self.index = BlockIndex(kept.index, kept.block_format, places)
+                if self.index.anew and size:  # nobody would find what lies here, not even to erase it
+                    os.ftruncate(self._file, 0)
+                    _reserve(self._file, size)
             except OSError:
+                if self.index is not None:
+                    self.index.close()
                 os.close(self._file)
                 raise
         self._sums: dict[int, int] = {}

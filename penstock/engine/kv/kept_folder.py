@@ -42,8 +42,6 @@ _POLL_S = 0.05
 _ROOT = "kv-cache"
 _LOCK = "lock"
 _IDENTITY = "identity"
-_WITHOUT_OWNERS = re.compile(r"penstock: .*, format 1,")
-"""In an identity: names of these blocks do not say whose they are, so that nothing of one owner can be erased."""
 
 log = logging.getLogger(__name__)
 
@@ -170,8 +168,6 @@ def _sweep_folder(folder: Path, identity: Identity, for_space: bool) -> None:
             log.info("%s: blocks kept in %s are not used: they differ in %s", model, folder, differences)
             if lines[:1] != identity.lines[:1]:
                 why = f"they differ in {changed[0]}"
-            elif any(map(_WITHOUT_OWNERS.match, lines)):
-                why = "they do not say whose they are"
         if for_space:
             why = why or "space is needed"
     left = 0

@@ -31,8 +31,8 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.engine.parallel.member import Member
 
-_FORMAT = 2
-"""Grows when blocks of the same weights and settings hold something else, or elsewhere, or have other names."""
+_FORMAT = 1
+"""Grows when blocks of the same weights and settings hold something else, or elsewhere."""
 _NO_SLOT = -1
 
 log = logging.getLogger(__name__)
