@@ -36,7 +36,7 @@ def test_help_is_quick() -> None:
         return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before.ru_utime
 
     # Processor time, and of several runs one: others on the same core make a run longer.
-    assert any(seconds() < 0.6 for _ in range(4))
+    assert any(seconds() < 0.9 for _ in range(4))
 
 
 def test_help_never_imports_the_heavy_parts() -> None:
