@@ -49,8 +49,8 @@ def main(settings: StartBenchSettings, json_file: Path | None, console: Console)
     console.print(
         "Moments are counted from the beginning of the supervisor's process. Phases are lengths, one after the other "
         "in the engine's process, which is started before the configuration is read: start is its interpreter, its "
-        "command line, for which it waits, and its configuration; kernels are built while weights are read, and "
-        "compile is what is left of that.",
+        "command line and its configuration, wait is the time until the supervisor gave it the command line; kernels "
+        "are built while weights are read, and compile is what is left of that.",
         style="dim",
     )
     if json_file is not None:

@@ -11,8 +11,9 @@ import json
 import os
 import select
 import sys
+import time
 
-from penstock.engine.process import EXIT_ORPHANED, end_with_parent
+from penstock.engine.process import EXIT_ORPHANED, count_wait, end_with_parent
 
 _IMPORTS = (
     "penstock.cli.app",
@@ -35,10 +36,11 @@ def await_command() -> None:
     begin_libraries()
     for name in _IMPORTS:
         importlib.import_module(name)
+    began = time.monotonic()
     if not select.select([0], [], [], _PATIENCE_S)[0]:
         importlib.import_module("penstock.engine.core")
-    line = _read_line()
-    words: list[str] = json.loads(line)
+    words: list[str] = json.loads(_read_line())
+    count_wait(time.monotonic() - began)
     show_command(words)
     sys.argv = [sys.argv[0], *words[words.index("engine") :]]
 
@@ -54,13 +56,17 @@ def _read_line() -> bytes:
 
 
 def show_command(words: list[str]) -> None:
-    """Have the system show this command line in place of the one the process was started with, if there is room."""
+    """Have the system show this command line in place of the one the process was started with, if there is room.
+    Nothing is written where the system's account of that place is not right to the byte."""
     try:
         with open("/proc/self/stat") as stat:
             fields = stat.read().rpartition(")")[2].split()
         begin, end = int(fields[45]), int(fields[46])
+        with open("/proc/self/cmdline", "rb") as file:
+            before = file.read()
     except (OSError, ValueError, IndexError):
         return
     shown = b"\0".join(map(os.fsencode, words)) + b"\0"
-    if begin and len(shown) <= end - begin:
-        ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)
+    own = b"\0".join(map(os.fsencode, sys.orig_argv)) + b"\0"
+    if begin and before == own and len(shown) <= len(own) == end - begin:
+        ctypes.memmove(begin, shown.ljust(len(own), b"\0"), len(own))

@@ -116,6 +116,7 @@ def serve(
     if config.cluster.kind == "ray":
         from penstock.cli.serve_ray import serve_ray
 
+        early_engine.dismiss()
         serve_ray(config, detach=detach)
         return
     if ray_address is not None or detach:
@@ -159,7 +160,7 @@ def serve(
                 reporter=reporter,
                 frozen_s=config.resilience.frozen_s,
                 gateways_up=gateways_up,
-                spawn=spawn_child if early is None else spawn_first(early),
+                spawn=spawn_child if early is None else spawn_first(early, engines),
             )
             catalogue = ModelCatalogue(config, folder)
             saved = SavedModels(Path(server.loaded_models) if server.loaded_models else None)

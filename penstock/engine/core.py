@@ -356,8 +356,16 @@ class Engine:
             self.speculation.reset_counters()
 
     def erase(self, owner: str) -> Erasure:
-        """Drop what the requests of an owner have left in the KV caches and behind them. See `kv.erasure`."""
-        return Erasure(self.scheduler.allocator.pool, owner)
+        """Drop what the requests of an owner have left in the KV caches and behind them. See `kv.erasure`.
+        Not while it is `reviving`."""
+        return Erasure(self.scheduler.allocator.pool, owner, self._when_all_are_there)
+
+    def _when_all_are_there(self, act: Callable[[], None]) -> None:
+        """Do something that needs all ranks, unless one of them is being started again."""
+        if self._restarts is None:
+            act()
+        elif not self._restarts.under_way:
+            self._restarts.step(act)
 
     def forget_caches(self, keep_disk: bool = False) -> None:
         """Nothing of the KV caches may be used again; no sequence is running. `keep_disk`: but what a disk keeps."""

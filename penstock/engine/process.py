@@ -16,6 +16,7 @@ import time
 
 EXIT_ORPHANED = 71
 _PR_SET_PDEATHSIG = 1
+_waited_s = 0.0
 
 
 def die_with_parent() -> None:
@@ -37,6 +38,17 @@ def _wait_for_end_of_input() -> None:
     while os.read(0, 1024):
         pass
     os._exit(EXIT_ORPHANED)
+
+
+def count_wait(seconds: float) -> None:
+    """This process had nothing to do for so long, because it did not know its command line yet."""
+    global _waited_s
+    _waited_s += seconds
+
+
+def waited_s() -> float:
+    """How long that was."""
+    return _waited_s
 
 
 def age_s() -> float:

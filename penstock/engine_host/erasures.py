@@ -14,6 +14,7 @@ from penstock.protocol.messages import Erased
 log = logging.getLogger("penstock.engine")
 
 NOT_NOW = "the model sleeps; wake it, then erase again"
+REVIVING = "a rank of the engine is being started again; erase again when it is there"
 
 
 class Erasure(Protocol):
@@ -42,6 +43,9 @@ class Erasures:
         erase = getattr(engine, "erase", None)
         if erase is None:
             reply(Erased(question, error="" if hasattr(engine, "encode") else NOT_NOW))
+            return
+        if getattr(engine, "reviving", False):  # it can be asked nothing until then
+            reply(Erased(question, error=REVIVING))
             return
         try:
             self._under_way.append((erase(owner), question, reply))

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from penstock.engine.process import age_s
+from penstock.engine.process import age_s, waited_s
 from penstock.engine_host import head_start
 from penstock.engine_host.pacer import Pacing, pick_interval
 from penstock.engine_host.rank_hub import RankHub
@@ -64,7 +64,8 @@ class EngineProcess:
         device may have the memory now. `machines`: meets those that ranks are placed on, for each loading."""
         with Listener(self.endpoint, curve=self.curve) as listener:
             self.progress("import", 0.0)
-            started, begin = round(age_s(), 3), time.perf_counter()
+            waited = waited_s()
+            started, begin = max(age_s() - waited, 0.0), time.perf_counter()
             if not start_asleep:
                 head_start.begin(config)
             from penstock.engine.core import Engine
@@ -91,7 +92,8 @@ class EngineProcess:
             sleeper = EngineSleep(config, load)
             first = sleeper.not_loaded() if start_asleep else load(config)
             info = first.info
-            phases = {"start": started, "import": imported, **info.startup}
+            before = {"start": round(started, 3)} | ({"wait": round(waited, 3)} if waited else {})
+            phases = {**before, "import": imported, **info.startup}
             info.startup.clear()
             info.startup.update(phases)
             server = EngineServer(

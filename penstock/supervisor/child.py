@@ -23,6 +23,9 @@ LINE_LIMIT = 16384
 STATUS_FD = "{status}"
 """Placeholder for the number of the status file descriptor in a command."""
 
+POLL_S = 0.1
+"""How often to ask whether a process has ended, where the system does not say when."""
+
 log = logging.getLogger("penstock.supervisor")
 
 
@@ -197,8 +200,12 @@ class _Adopted:
 
     async def wait(self) -> int:
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
-        if self._process.poll() is None:
+        try:
             descriptor = os.pidfd_open(self.pid)
+        except (AttributeError, OSError):  # an old system, one that forbids it, or too many open files
+            while self._process.poll() is None:  # noqa: ASYNC110 - nothing says when
+                await asyncio.sleep(POLL_S)
+        else:
             loop.add_reader(descriptor, ended.set)
             try:
                 await ended.wait()

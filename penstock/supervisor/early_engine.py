@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -84,7 +85,7 @@ def begin(arguments: Sequence[str]) -> None:
     """Start the process of this server, unless it would be of no use: for these arguments of `serve`, or on this
     system."""
     global _early
-    if {"-h", "--help", "--cluster"} & set(arguments) or not hasattr(os, "pidfd_open"):
+    if {"-h", "--help", "--cluster"} & {word.partition("=")[0] for word in arguments} or sys.platform != "linux":
         return
     if importlib.util.find_spec("torch") is None:
         return

@@ -38,6 +38,9 @@ GATEWAY_EXTRA_S = 5.0
 """How much longer than its drain limit a gateway may take to exit."""
 HUNG_S = 8.0
 """Silence after which a gateway that should drain is killed: its event loop hangs."""
+HEAD_START_S = 3.0
+"""The most that a process gains by being started early. If it waited longer for its command, a model was downloaded,
+which is no part of what the next replica needs to start."""
 
 log = logging.getLogger("penstock.supervisor")
 
@@ -55,14 +58,18 @@ async def spawn_child(unit: Unit, *, on_line: Callable[[str], None], on_status: 
     return await Child.spawn(unit.name, unit.command, on_line=on_line, on_status=on_status)
 
 
-def spawn_first(early: EarlyEngine) -> Spawn:
-    """The same, but the first engine is the process that was started before its command was known."""
+def spawn_first(early: EarlyEngine, engines: Sequence[Unit]) -> Spawn:
+    """The same, but the first engine is the process that was started before its command was known. That is dismissed
+    where none of the `engines` starts at once, as with models that are scaled up from no replica: it might wait for
+    hours."""
+    if all(unit.optional for unit in engines):
+        early.dismiss()
 
     async def spawn(unit: Unit, *, on_line: Callable[[str], None], on_status: Callable[[Status], None]) -> Process:
         given = None if unit.optional else early.give(unit.command, STATUS_FD)
         if given is None:
             return await spawn_child(unit, on_line=on_line, on_status=on_status)
-        unit.spawned_at = early.started_at
+        unit.spawned_at = max(early.started_at, time.monotonic() - HEAD_START_S)
         return await Child.adopt(unit.name, *given, on_line=on_line, on_status=on_status)
 
     return spawn

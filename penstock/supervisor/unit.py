@@ -50,7 +50,7 @@ class Unit:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it was ready for the first time."""
     spawned_at: float = 0.0
-    """When the current process was started."""
+    """When the current process was started; see `HEAD_START_S` for one that then waited for its command."""
     ready_at: float | None = None
     """When the current process became ready."""
     up: asyncio.Event = field(default_factory=asyncio.Event)

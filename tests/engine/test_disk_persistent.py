@@ -17,7 +17,7 @@ import pytest
 
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
-from penstock.engine.kv import block_file
+from penstock.engine.kv import block_file, block_index
 from penstock.engine.kv.block_hash import owner_tag
 from penstock.engine.kv.kept_folder import erase
 from penstock.engine.request import Request
@@ -308,7 +308,32 @@ def test_an_owner_can_be_erased_in_files_that_no_engine_uses(
     engine = start(folder, tmp_path)
     assert converse(engine, expected, "acme", range(1)) + converse(engine, expected, "other", range(1, 2)) == [0, 96]
     engine.close()
-    assert erase(tmp_path / "nowhere", "acme").blocks == 0
+    with pytest.raises(FileNotFoundError, match="kv-cache"):
+        erase(tmp_path / "nowhere", "acme")
+
+
+@pytest.mark.parametrize("reopened", [True, False])
+def test_blocks_of_a_release_without_owners_are_not_kept(
+    folder: Path, tmp_path: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, reopened: bool
+) -> None:
+    """Their names do not say whose they are, so they could never be erased."""
+    with monkeypatch.context() as before:
+        before.setattr(block_index, "_MAGIC", b"penstock kv 1\n\0\0")
+        engine = start(folder, tmp_path)
+        converse(engine, expected, "acme", range(1))
+        engine.close()
+    (file,) = files(tmp_path, "rank0.blocks")
+    assert any(file.read_bytes())
+    if reopened:
+        engine = start(folder, tmp_path)
+        assert not any(file.read_bytes()) and file.stat().st_size
+        assert converse(engine, expected, "acme", range(1)) == [0]
+        engine.close()
+    else:
+        assert erase(tmp_path, "other").blocks == 6 and not file.read_bytes() and erase(tmp_path, "acme").blocks == 0
+    engine = start(folder, tmp_path)
+    assert converse(engine, expected, "acme", range(1)) == [96 if reopened else 0]
+    engine.close()
 
 
 def at_place(file: Path, place: int) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.engine.request import Delta, EngineLoad, Request, SamplingParams
 from penstock.engine_host import quiet_time, server
-from penstock.engine_host.erasures import NOT_NOW
+from penstock.engine_host.erasures import NOT_NOW, REVIVING
 from penstock.engine_host.peers import Peers
 from penstock.protocol.codec import decode_from_engine
 from penstock.protocol.messages import (
@@ -506,6 +506,9 @@ def test_an_erasure_is_answered_when_it_is_over() -> None:
         engine.erase = erase  # type: ignore[attr-defined]
         client.send(Erase("2", "acme"))
         assert answer_to("2", client) == Erased("2", 7, 1) and owners == ["acme"]
+        engine.reviving = True  # type: ignore[attr-defined]
+        client.send(Erase("3", "acme"))
+        assert answer_to("3", client).error == REVIVING and owners == ["acme"]
 
 
 def answer_to(question: str, client: Client) -> Erased:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from gpu_harness import (
@@ -160,6 +161,32 @@ def test_experts_wider_than_a_launch_has_threads_for() -> None:
     with poisoned_outputs():
         got = moe_one.down(inner, Matrices(weight, None), visits)
     check("wide experts", got, (weight[1].double() @ inner.double()).view(1, -1) * visits.weights.double(), 1e-4)
+
+
+def test_the_second_product_survives_wrong_guesses() -> None:
+    """In the interpreter: until a program waits, the choices are others, some of them no experts; or one of them is
+    right. The weights of an expert that was guessed and not chosen are not numbers."""
+    if MODE != "interpret":
+        return
+    experts, rows, width = 7, 5, 600
+    for config in (None, OneConfig(2, 256, 1, loads=3), OneConfig(1, 256, 1, loads=9)):
+        for kept, guesses in ((None, [6, -9, 1 << 30]), (None, [4, 4, 4]), (1, [6, 0, 4])):
+            chosen, weights = integers([2, 0, 5], torch.int32).view(1, 3), rand(1, 3)
+            visits, true = Visits(chosen, weights, on_inputs=False), chosen.clone()
+            wrong = torch.tensor([guesses], dtype=torch.int32)
+            assert [i for i in range(3) if wrong[0, i] == true[0, i]] == ([] if kept is None else [kept])
+            inner, weight, residual = rand(3 * width), rand(experts, rows, width), rand(1, rows)
+            weight[[6, 4]] = float("nan")
+            want = residual.double()
+            for i, expert in enumerate(true[0].tolist()):
+                part = weight[expert].double() @ inner.view(3, width)[i].double()
+                want = want + part * weights[0, i].double()
+            with (
+                patch.object(moe_one, "launch_successor", lambda _, wrong=wrong, chosen=chosen: chosen.copy_(wrong)),
+                patch.object(moe_one, "wait_for_inputs", lambda _, true=true, chosen=chosen: chosen.copy_(true)),
+            ):
+                got = moe_one.down(inner, Matrices(weight, None), visits, residual=residual, config=config)
+            check(f"guesses {guesses} {config}", got, want, 1e-4)
 
 
 def test_one_token_reads_and_writes_nothing_outside_its_tensors() -> None:

@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from gpu_harness import DEVICE, MODE, QUICK, Row, arithmetic, bandwidth, check, poisoned_outputs, rand, time_us
@@ -282,11 +284,47 @@ def test_one_launch_stays_away_from_a_multi_process_service() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CUDA_MPS_PIPE_DIRECTORY"] = folder
         try:
-            assert fits(torch.device(DEVICE), 132, 4)
+            assert fits(torch.device(DEVICE), 132, 4, 32)
             Path(folder, "control").touch()
-            assert not fits(torch.device(DEVICE), 132, 4)
+            assert not fits(torch.device(DEVICE), 132, 4, 32)
         finally:
             if before is None:
                 del os.environ["CUDA_MPS_PIPE_DIRECTORY"]
             else:
                 os.environ["CUDA_MPS_PIPE_DIRECTORY"] = before
+
+
+def test_one_launch_is_no_larger_than_what_a_device_holds() -> None:
+    """Programs that wait for one that has no place would wait forever: experts of gpt-oss 20B on devices whose
+    multiprocessors have less shared memory than an H200's, and wide layers that need more of it."""
+    fits = mxfp4_one._fits.__wrapped__
+
+    def on(processors: int, shared: int, threads: int, programs: int, visits: int, staged: int, major: int = 9) -> bool:
+        device = SimpleNamespace(
+            major=major,
+            multi_processor_count=processors,
+            shared_memory_per_multiprocessor=shared,
+            max_threads_per_multi_processor=threads,
+        )
+        with (
+            patch.object(torch.cuda, "get_device_properties", lambda _: device),
+            patch.object(mxfp4_one, "_shares_processors", lambda: False),
+        ):
+            return fits(torch.device("cuda"), programs, visits, staged)
+
+    assert on(132, 228 << 10, 2048, 360, 4, 32)
+    assert not on(114, 228 << 10, 2048, 360, 4, 32)  # H100 PCIe
+    assert not on(170, 100 << 10, 1536, 360, 4, 32, major=12)  # RTX 5090
+    assert on(188, 100 << 10, 1536, 360, 4, 32, major=12)
+    assert not on(132, 228 << 10, 2048, 360, 4, 32, major=8)
+    assert not on(132, 228 << 10, 2048, 768, 2, 128)  # two experts of 12,288 inputs
+    assert on(132, 228 << 10, 2048, 768, 2, 32)
+    assert not on(132, 228 << 10, 2048, 1, 16, 8)
+
+
+def test_prompts_have_a_kernel_on_every_device() -> None:
+    """Other devices than Hopper do not have the instructions of the fastest one."""
+    for pairs in (1, 300, 700, 4096, 1 << 20):
+        for wide in (False, True):
+            assert not isinstance(moe_mxfp4.choose(pairs, 32, wide, hopper=False), PromptConfig)
+    assert isinstance(moe_mxfp4.choose(4096, 32, True), PromptConfig)

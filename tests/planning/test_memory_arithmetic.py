@@ -258,19 +258,22 @@ def test_a_draft_model_on_two_stages() -> None:
 
 
 def test_adapters() -> None:
-    """Per rank and layer: A of q, k, v, gate and up whole, those of o and down split; B the other way round."""
+    """Per rank and layer: A of q, k, v, gate and up whole, those of o and down split; B the other way round. Embedding
+    and head, whose B is split, are on the first stage."""
     alone = 3 * 24 + 48 + 2 * 24 + 48 + 24 + 2 * 24 + 2 * 60 + 60 + 24
     assert adapter_bytes(deployed()) == 0
-    assert adapter_bytes(deployed(adapter_slots=3, adapter_rank=4)) == 3 * 4 * 5 * alone * 2
-    assert adapter_bytes(deployed(adapter_slots=3, adapter_rank=4, on="cpu-16")) == 3 * 4 * 5 * alone * 4
+    ends = 101 + 24 + 24 + 101
+    assert adapter_bytes(deployed(adapter_slots=3, adapter_rank=4)) == 3 * 4 * (5 * alone + ends) * 2
+    assert adapter_bytes(deployed(adapter_slots=3, adapter_rank=4, on="cpu-16")) == 3 * 4 * (5 * alone + ends) * 4
+    split_ends = 101 + 24 + 24 + 34
     split = 3 * 24 + 16 + 2 * 8 + 16 + 24 + 2 * 24 + 2 * 20 + 20 + 24
-    assert adapter_bytes(deployed(adapter_slots=1, adapter_rank=1, tensor_parallel=3)) == 5 * split * 2
+    assert adapter_bytes(deployed(adapter_slots=1, adapter_rank=1, tensor_parallel=3)) == (5 * split + split_ends) * 2
     stages = deployed(adapter_slots=1, adapter_rank=1, tensor_parallel=3, pipeline_parallel=2)
-    assert [adapter_bytes(stages, stage) for stage in (0, 1)] == [2 * split * 2, 3 * split * 2]
+    assert [adapter_bytes(stages, stage) for stage in (0, 1)] == [(2 * split + split_ends) * 2, 3 * split * 2]
     experts = adapter_bytes(deployed(replace(SMALL, moe=MOE), adapter_slots=1, adapter_rank=1))
     attention, dense = 3 * 24 + 48 + 2 * 24 + 48 + 24, 2 * 24 + 2 * 60 + 60 + 24
     routed = 24 + 5 + (2 * 24 + 2 * 6 + 6 + 24)
-    assert experts == (5 * attention + dense + 4 * routed) * 2
+    assert experts == (5 * attention + dense + 4 * routed + ends) * 2
     plan = with_room(BLOCK * 100 + adapter_bytes(deployed(adapter_slots=2)), adapter_slots=2)
     assert plan.blocks == 92 and plan.adapters == adapter_bytes(deployed(adapter_slots=2))
     assert plan.capacity == plan.weights + plan.adapters + plan.runtime + plan.activations + plan.kv_room + plan.reserve

@@ -14,6 +14,9 @@ from __future__ import annotations
 from array import array
 from hashlib import blake2b
 
+NAMING = 2
+"""Grows when names change. Engines that differ in it do not hand over blocks, nor read what the other left on disk. 2:
+they begin with the tag of their owner."""
 DIGEST_SIZE = 16
 OWNER_SIZE = 4
 _REST = DIGEST_SIZE - OWNER_SIZE

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.kv.block_hash import DIGEST_SIZE
+from penstock.engine.kv.block_hash import DIGEST_SIZE, NAMING
 from penstock.engine.kv.own_file import open_own, overwrite
 
-_MAGIC = b"penstock kv 1\n\0\0"
+_MAGIC = b"penstock kv %d\n\0\0" % NAMING
 _HEADER = struct.Struct("<16sQ32s")
 """Magic, epoch, digest of the format; the digest of these follows."""
 _HEADER_CHECK = 16
@@ -64,6 +64,8 @@ class BlockIndex:
         """Why nothing was found in a file that was there."""
         self.epoch = 0
         """Of the records."""
+        self.anew = False
+        """Whether nothing that lies in the file of blocks, if anything does, can be known."""
         self._digest = blake2b(block_format.encode(), digest_size=32).digest()
         self._fd = open_own(file)
         try:
@@ -113,7 +115,11 @@ class BlockIndex:
     def clear(self, place: int) -> None:
         """A block is about to be overwritten, or is damaged."""
         if self._load(place)[3]:
-            self._store(place, _EMPTY)
+            self.empty(place)
+
+    def empty(self, place: int) -> None:
+        """Leave nothing of a record, be it of an earlier epoch."""
+        self._store(place, _EMPTY)
 
     def begin_epoch(self, epoch: int | None = None) -> None:
         """Forget all blocks, for good when this returns. `epoch`: the one to begin; nothing happens in the same."""
@@ -145,17 +151,17 @@ class BlockIndex:
 
     def _read(self) -> None:
         size = os.fstat(self._fd).st_size
-        header = os.pread(self._fd, _HEADER.size + _HEADER_CHECK, 0)
-        fields, check = header[: _HEADER.size], header[_HEADER.size :]
-        if len(fields) < _HEADER.size or check != _check(fields):
+        header = _read_header(self._fd)
+        if header is None:
             self.problem = "its index is damaged" if size else ""
         else:
-            magic, epoch, digest = _HEADER.unpack(fields)
+            magic, epoch, digest = header
             if magic != _MAGIC or digest != self._digest:
                 self.problem = "it has blocks of another format"
             else:
                 self.epoch = epoch
         if not self.epoch:
+            self.anew = True
             os.ftruncate(self._fd, 0)
             self._reserve()
             self.begin_epoch()
@@ -195,9 +201,16 @@ class BlockIndex:
 
 def erase_owned(index: int, blocks: int, tag: bytes) -> int:
     """Overwrite every block of an owner in a file of blocks that no engine uses, and its record, be it void; how many.
+    Where the index does not say whose blocks are, as that of an earlier release does not, all go: nobody can use them.
     Both files are open. Raises `OSError`."""
+    header = _read_header(index)
     data = os.pread(index, os.fstat(index).st_size - _TABLE, _TABLE) if os.fstat(index).st_size > _TABLE else b""
     places = len(data) // _RECORD.itemsize
+    if header is None or header[0] != _MAGIC:
+        for file in (blocks, index):
+            os.ftruncate(file, 0)
+            os.fsync(file)
+        return sum(_is_used(data, at) for at in range(places))
     size = os.fstat(blocks).st_size // max(places, 1)
     owned = [at for at in range(places) if data.startswith(tag, at * _RECORD.itemsize) and _is_used(data, at)]
     for place in owned:
@@ -210,6 +223,15 @@ def erase_owned(index: int, blocks: int, tag: bytes) -> int:
 
 def _is_used(data: bytes, place: int) -> bool:
     return data[place * _RECORD.itemsize : (place + 1) * _RECORD.itemsize] != _EMPTY
+
+
+def _read_header(index: int) -> tuple[bytes, int, bytes] | None:
+    """Magic, epoch and digest of the format; None where they are not whole."""
+    header = os.pread(index, _HEADER.size + _HEADER_CHECK, 0)
+    fields, check = header[: _HEADER.size], header[_HEADER.size :]
+    if len(fields) < _HEADER.size or check != _check(fields):
+        return None
+    return cast("tuple[bytes, int, bytes]", _HEADER.unpack(fields))
 
 
 def new_epoch() -> int:

@@ -208,11 +208,14 @@ class DiskTier:
             doomed: list[int] = []
             for (name, slot, place), *made in zip(job.blocks, *answers, strict=True):
                 if job.erases:
-                    self.unerased += not all(made)
-                    self._free.append(place)
+                    if all(made):
+                        self._free.append(place)
+                    else:
+                        self.unerased += 1
+                        self._leave(place)  # so that the next erasure tries again
                     continue
                 self.failed += not all(made)
-                if name in job.doomed:
+                if name in job.doomed or (job.void and job.awaited):
                     doomed.append(place)
                     over.append(Moved(name, slot, False))
                     continue
@@ -227,7 +230,7 @@ class DiskTier:
 
     def forget(self, names: Collection[bytes]) -> None:
         """Drop these blocks, also those that are being copied, and overwrite them; for those that come after this
-        engine too. With them goes what failures have left in free places, whosever it is."""
+        engine too. With them goes what failures have left in free places, whoever it belonged to."""
         wanted = set(names)
         pinned: set[int] = set()
         for job in self._jobs:

@@ -9,15 +9,22 @@ Invariant: used by the thread that steps the engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.engine.kv.block_hash import owner_tag
 from penstock.engine.kv.pool import BlockPool
+
+Guard = Callable[[Callable[[], None]], None]
+"""Calls what it is given, if that is possible now."""
 
 
 class Erasure:
     """One erasure, from the moment when it begins."""
 
-    def __init__(self, pool: BlockPool, owner: str) -> None:
-        """`owner`: the part of a salt before its first NUL; empty: of those who share their prefixes."""
+    def __init__(self, pool: BlockPool, owner: str, guard: Guard = lambda land: land()) -> None:
+        """`owner`: the part of a salt before its first NUL; empty: of those who share their prefixes. `guard`: for what
+        needs all ranks."""
+        self._guard = guard
         tag = owner_tag(owner)
         self.blocks = pool.count(tag)
         """Blocks, and states of recurrent layers, that were dropped."""
@@ -28,11 +35,14 @@ class Erasure:
     def advance(self) -> bool:
         """Whether it is over."""
         if not self._over:
-            for tier in self._tiers:
-                if tier.disk is not None:
-                    tier.land()
-            self._over = not any(tier.disk is not None and tier.disk.erasing for tier in self._tiers)
+            self._guard(self._land)
         return self._over
+
+    def _land(self) -> None:
+        for tier in self._tiers:
+            if tier.disk is not None:
+                tier.land()
+        self._over = not any(tier.disk is not None and tier.disk.erasing for tier in self._tiers)
 
     @property
     def failed(self) -> int:

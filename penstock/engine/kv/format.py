@@ -10,6 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.kv.block_hash import NAMING
 from penstock.engine.kv.cache import CacheShape
 
 CALIBRATION = 1
@@ -25,7 +26,7 @@ def kv_format(config: EngineConfig, shape: CacheShape, dtype: str, smoothed: boo
     How they are smoothed follows from the weights (`calibration`), which are named here; that two grids of devices
     round the sums behind it differently is far below the steps of int8.
     """
-    text = f"weights {fingerprint(Path(config.model))} as {config.weights} in {dtype}, {shape}"
+    text = f"weights {fingerprint(Path(config.model))} as {config.weights} in {dtype}, {shape}, names {NAMING}"
     return f"{text}, keys smoothed (calibration {CALIBRATION})" if smoothed else text
 
 

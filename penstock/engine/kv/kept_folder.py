@@ -136,8 +136,8 @@ class Erased:
 def erase(disk_path: Path, owner: str) -> Erased:
     """Overwrite what the requests of an owner have left in files that no engine uses. Raises `OSError`."""
     found, tag, root = Erased(), owner_tag(owner), disk_path / _ROOT
-    if not root.exists():
-        return found
+    if not root.is_dir():
+        raise FileNotFoundError(errno.ENOENT, f"it has no folder {_ROOT}; is it the disk_path of a model?")
     own_folder(root)
     with _alone(root):
         for slot in sorted(slot for slot in root.glob("*/*") if slot.name.isdecimal() and is_own_folder(slot)):

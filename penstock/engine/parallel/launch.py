@@ -245,7 +245,7 @@ class Ranks(Member):
         for index, other in enumerate(self._ranks):
             if other.process.poll() is not None:
                 other.replaced = True
-                _hang_up(other.connection)
+                _hang_up(other)
                 # Here and not in the thread below: a child leaves with the thread that started it.
                 self._ranks[index] = new = self._start(config, other.place)
                 new.connection.send_bytes(Setup(config, self._checkpoint, new.place, store).encode())
@@ -289,7 +289,7 @@ class Ranks(Member):
         """Stop every rank; those that have not exited after `grace_s` are killed."""
         self._closing = True
         for other in self._ranks:
-            _hang_up(other.connection)
+            _hang_up(other)
             if other.process.stdin is not None:
                 other.process.stdin.close()
         deadline = time.monotonic() + grace_s
@@ -339,10 +339,14 @@ def _spawn(place: Place, link: Connection | None = None) -> _Rank:
     return _Rank(place, *start_rank(link))
 
 
-def _hang_up(connection: Connection) -> None:
-    """Close a connection for good: closing alone would leave it open while a thread waits for a message from it."""
+def _hang_up(rank: _Rank) -> None:
+    """Close a rank's connection for good: closing alone would leave it open while a thread waits for a message from it.
+    That thread ends first, or it would go on with a file that is closed, or is another one by then."""
+    connection, reader = rank.connection, rank.reader
     with suppress(OSError), socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
         end.shutdown(socket.SHUT_RDWR)
+    if reader is not None and reader is not threading.current_thread():
+        reader.join(_LEAVE_S)
     connection.close()
 
 

@@ -158,9 +158,11 @@ def test_some_shapes_are_captured_later_and_larger_ones_stand_in_for_them(
     chunk = SimpleNamespace(seq=SimpleNamespace(prompt_logprobs=None), decodes=False)
     batch = cast(Batch, SimpleNamespace(num_tokens=40, num_decodes=20, chunks=[chunk]))
     assert graphs.shape_of(batch) == Shape(64, 128)
-    for _ in range(WANTED):
+    for _ in range(WANTED * 3 - 1):
         found = graphs.shape_of(batch)
-    assert found == Shape(32, 64), "wanted so often that it is captured without waiting for a quiet moment"
+    assert found == Shape(32, 64), (
+        "wanted so often that it is captured without waiting for a quiet moment or a long step"
+    )
     while graphs.capture_next():
         pass
     assert graphs.shape_of(batch) == Shape(32, 64)

@@ -13,12 +13,19 @@ import pytest
 import torch
 
 from penstock.engine.kv.block_file import BlockFile, KeptFile
+from penstock.engine.kv.block_hash import NAMING, block_names
 from penstock.engine.kv.block_index import BlockIndex
 from penstock.engine.kv.cache import CacheShape, KVCache
 from penstock.engine.kv.mover import HostBlockMover
 
 PLACES = 9
 SHAPE = CacheShape.of_paged_kv(layers=2, kv_heads=1, head_dim=16, block_size=16, dtype=torch.float32)
+
+
+def test_names_stay_as_long_as_their_number() -> None:
+    """Other processes, and those that come later, must arrive at the same names, or know that they cannot."""
+    names = [name.hex() for name in block_names(list(range(5)), 2, "acme\0mine", "v1")]
+    assert (NAMING, names) == (2, ["c27a50c58cb7f50bfa33ce3142a9eec8", "c27a50c5197d044cbf9c0689b40333d6"])
 
 
 def make_mover() -> HostBlockMover:
@@ -100,6 +107,18 @@ def test_an_epoch_ends_for_good(tmp_path: Path) -> None:
     other = BlockIndex(tmp_path / "rank0.blocks.index", "of others", PLACES)
     assert other.entries() == [] and other.problem
     other.close()
+
+
+def test_of_what_is_erased_nothing_is_left(tmp_path: Path) -> None:
+    mover = make_mover()
+    file = open_file(tmp_path, mover)
+    fill(mover, 0, 1)
+    assert file.write([(0, 3), (0, 4)], [name_of(1), name_of(2)]).result(10) == [True, True]
+    file.forget()
+    assert file.erase([3, 4]).result(10) == [True, True]
+    file.close()
+    assert not any((tmp_path / "rank0.blocks").read_bytes()), "blocks"
+    assert not any((tmp_path / "rank0.blocks.index").read_bytes()[4096:]), "records of an epoch that is over"
 
 
 def test_a_rank_whose_disk_fails_has_nothing(

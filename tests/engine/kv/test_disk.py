@@ -278,6 +278,27 @@ def test_a_place_is_free_when_it_has_been_overwritten() -> None:
     world.store.work(0, False)
     assert disk.poll() == [] and not disk.erasing and disk.unerased == 1 and disk.used == 1
     disk.check()
+    disk.forget([])
+    assert disk.erasing, "what could not be overwritten is tried again"
+    world.store.work(0, True)
+    assert disk.poll() == [] and not disk.erasing and disk.unerased == 1
+    disk.forget([])
+    assert not disk.erasing
+    disk.check()
+
+
+def test_what_was_being_read_when_all_was_voided_is_overwritten() -> None:
+    world = World(0)
+    disk = world.disk
+    disk.begin_write([(b"acme", 0)])
+    world.store.work(0, True)
+    disk.poll()
+    disk.begin_read([(b"acme", 2)])
+    disk.forget_all()
+    disk.forget([])
+    world.store.work(0, True)
+    assert [moved.was_read for moved in disk.poll()] == [False] and disk.erasing and len(world.store.pending) == 1
+    disk.check()
 
 
 def test_a_small_disk_is_not_written_over_and_over() -> None:

@@ -122,6 +122,33 @@ def test_tiers_behind_the_cache_go_on_with_what_the_disk_keeps(
 
 
 @pytest.mark.slow
+def test_an_erasure_outlives_a_rank(folder: Path, tmp_path: Path) -> None:
+    prompt = [7 * i * i % 190 for i in range(100)]
+    said = generate(make_engine(folder, kv_dtype="full"), greedy("r", prompt, 4))
+    tiers = {"host_memory": 1 << 20, "disk_memory": 4 << 20, "disk_path": str(tmp_path), "disk_persistent": True}
+    with threaded_engine(folder, 2, 1, **SETTINGS, **tiers) as engine, patch.object(launch, "_spawn", _spawn):
+        assert generate(engine, greedy("r", prompt, 4)) == said
+        while engine.settle():
+            pass
+        assert engine.ranks is not None
+        other = engine.ranks._ranks[0]
+        lose(engine, 1)
+        assert eventually(lambda: other.process.poll() is not None)
+        erasures = [engine.erase("")]
+        assert erasures[0].blocks
+        while not erasures[-1].advance():
+            if engine.has_work:
+                engine.step()
+        assert engine.ranks._ranks[0] is not other and erasures[0].failed, "the rank's part is still there"
+        erasures.append(engine.erase(""))
+        assert eventually(erasures[1].advance)
+        assert not erasures[1].blocks and not erasures[1].failed
+        parts = list(tmp_path.glob("kv-cache/*/*/rank*.blocks"))
+        assert len(parts) == 2 and not any(any(part.read_bytes()) for part in parts)
+        assert generate(engine, greedy("r", prompt, 4)) == said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["draft", "mtp"])
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "more"),

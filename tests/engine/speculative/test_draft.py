@@ -153,7 +153,7 @@ def test_the_draft_has_its_share_of_the_cache_memory(target: Path) -> None:
     assert replaced.max_verified(4) >= 4
 
 
-RECURRENT = ["qwen3-next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", "falcon-h1"))]
+RECURRENT = ["mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-next", "falcon-h1"))]
 
 
 @pytest.mark.parametrize("model", RECURRENT)

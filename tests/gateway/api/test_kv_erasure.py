@@ -64,6 +64,7 @@ async def test_what_a_tenant_left_is_erased(serving: Serving, text: TextModel, e
         assert await cached() == 0
         for wrong, param in (
             ({}, "tenant"),
+            ({"tenant": "\0"}, "tenant"),
             ({"tenant": "a", "model": "none"}, "model"),
             ({"tenant": "a", "x": "1"}, "x"),
         ):

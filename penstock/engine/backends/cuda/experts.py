@@ -447,7 +447,7 @@ def _one_packed(routed: GroupedExpertMlp, x: Tensor, norm: Tensor | None, eps: f
     normed = x if norm is None else torch.empty_like(x)
     # Its programs wait for each other: not where ranks may share the device, which would hold each other's places.
     alone = norm is not None and routed.leaves_sums
-    fast = alone and mxfp4_one.takes(x, gate_up.stack, routed.choice.top_k)
+    fast = alone and mxfp4_one.takes(x, gate_up.stack, down.stack, routed.choice.top_k)
     logits = None
     if fast and moe_one.ranks(routed.choice, gate_up.experts):
         logits = torch.empty((1, gate_up.experts), dtype=torch.float32, device=x.device)

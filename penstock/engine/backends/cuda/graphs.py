@@ -193,6 +193,11 @@ class GraphExecutor(EagerExecutor):
                 found[0].capture_due()
         except Interrupted:
             self._capture_s = 1.5 * spare_s
+        except Exception:  # no memory is left for another, and a step that has to wait for one would fail
+            for graphs in (*self._all(), self.prompt_graphs):
+                if graphs is not None:
+                    graphs.only_when_idle()
+            raise
         else:
             self._capture_s += _SMOOTH * (_SAFE * (time.perf_counter() - began) - self._capture_s)
         return True
@@ -345,9 +350,7 @@ class DecodeGraphs:
         The tokens follow temperature and seed alone; rows that need more are sampled again from the logits.
         """
         count = batch.num_tokens
-        bucket = self._later.choose(size for size in self.buckets if size >= count)
-        assert bucket is not None, "the largest is captured at the start"
-        captured = self._captured.get(bucket) or self.capture(bucket)
+        bucket, captured = self._find(count)
         assert isinstance(self.rows, Rows)
         self.rows.update(batch)
         positions, _, rows, _ = entries(batch)
@@ -376,6 +379,18 @@ class DecodeGraphs:
         captured.inputs.upload()
         captured.graph.replay()
         return captured.logits[:count], captured.tokens[:count]
+
+    def _find(self, count: int) -> tuple[int, _Captured]:
+        """The graph for a step of so many tokens, captured now if it has to be; a larger one where that fails."""
+        bucket = self._later.choose(size for size in self.buckets if size >= count)
+        assert bucket is not None, "the largest is captured at the start"
+        try:
+            return bucket, self._captured.get(bucket) or self.capture(bucket)
+        except RuntimeError as error:  # such as no memory for another
+            if bucket not in self._later:
+                raise
+            self._later.give_up(error)
+            return self._find(count)
 
     def follow(self, bucket: int, packed: npt.NDArray[np.uint8]) -> None:
         """Run a step that rank 0 has packed."""
@@ -430,6 +445,10 @@ class DecodeGraphs:
         """Capture such a one."""
         if (bucket := self._later.due) is not None:
             self.capture(bucket)
+
+    def only_when_idle(self) -> None:
+        """Capture no more of them while there is work: larger ones stand in."""
+        self._later.only_when_idle()
 
     def capture(self, bucket: int) -> _Captured:
         """Capture the step of `bucket` rows."""

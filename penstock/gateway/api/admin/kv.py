@@ -33,6 +33,8 @@ class KVEndpoints:
         asked = decode_query(KVQuery, exchange.scope)
         if asked.tenant is UNSET:
             raise InvalidRequest("`tenant` is needed: whose cached prefixes are to be erased.", param="tenant")
+        if "\0" in asked.tenant:  # which ends the owner in a salt: it would be another tenant's name
+            raise InvalidRequest("`tenant` is not the name of a tenant.", param="tenant")
         owners = dict.fromkeys([asked.tenant, ""] if self._share_prefixes else [asked.tenant])
         models = self._models(asked.model)
         entries = [

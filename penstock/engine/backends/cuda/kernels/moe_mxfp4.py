@@ -1,14 +1,16 @@
 """The grouped product of `moe` on experts in MXFP4, read as stored: 4-bit floats and a power of two for 32 of them.
 
-`mxfp4_fragments` says how they lie in memory. With bfloat16 activations `mxfp4_stream` multiplies where there are few
-tokens, `mxfp4_staged` where an expert has about ten, and `mxfp4_prompt` where it has many; one token has a kernel for
-both products (`mxfp4_one`). The kernel of this file is for all else: other activations, route weights that meet the
-inputs, and Triton's interpreter; it takes weights out of their words in plain operations.
+`mxfp4_fragments` says how they lie in memory. With bfloat16 activations, from Hopper on, `mxfp4_stream` multiplies
+where there are few tokens, `mxfp4_staged` where an expert has about ten, and where it has many `mxfp4_prompt` on
+Hopper, `mxfp4_stream` on later devices; one token has a kernel for both products (`mxfp4_one`). The kernel of this file
+is for all else: earlier devices, other activations, route weights that meet the inputs, and Triton's interpreter; it
+takes weights out of their words in plain operations.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -183,9 +185,11 @@ def _plain_kernel(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_m[None, :] & (n < N)[:, None])
 
 
-def choose(pairs: int, experts: int, wide: bool, few: int = 0) -> StreamConfig | StagedConfig | PromptConfig:
+def choose(
+    pairs: int, experts: int, wide: bool, few: int = 0, *, hopper: bool = True
+) -> StreamConfig | StagedConfig | PromptConfig:
     """Launch shape for bfloat16 from host values; see `moe.choose`. `wide`: with two products in a program. `few`:
-    tokens, where there are few."""
+    tokens, where there are few. `hopper`: no other device has the instructions of `mxfp4_prompt`."""
     if few == 1:
         return StreamConfig(8, 1, 4, ahead=8) if wide else StreamConfig(8, 1, 4, ahead=4, split=4)
     if 0 < few <= 8:
@@ -196,9 +200,15 @@ def choose(pairs: int, experts: int, wide: bool, few: int = 0) -> StreamConfig |
     if share <= 12:
         # Half as many rows to a program of down, or the last of them would have the device to themselves.
         return StagedConfig(16, 2, 4, ahead=4) if wide else StagedConfig(16, 1, 4, ahead=4, registers=80)
-    if share <= 24:
+    if share <= 24 or not hopper:
         return StreamConfig(32, 2, 4, ahead=1, registers=128)
     return PromptConfig(64 if share <= 128 else 128, 2, 8)
+
+
+@cache
+def _generation(device: torch.device) -> int:
+    """The major number of its compute capability; 9 (Hopper) where kernels are only built."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def grouped_linear(
@@ -220,12 +230,14 @@ def grouped_linear(
     deterministic mode, in which a token's sums do not depend on the others."""
     if config is None:
         few = len(schedule.chosen) if isinstance(schedule, FewPairs) else 0
-        if x.dtype != torch.bfloat16 or INTERPRETED.value or (gated and route_weights is not None):
+        generation = _generation(x.device)
+        plain = x.dtype != torch.bfloat16 or INTERPRETED.value or generation < 9
+        if plain or (gated and route_weights is not None):
             config = PlainConfig()
         elif fixed:
             config = choose(1, 1, gated)
         else:
-            config = choose(schedule.pairs, stack.scale.shape[0], gated, few)
+            config = choose(schedule.pairs, stack.scale.shape[0], gated, few, hopper=generation == 9)
     if isinstance(config, StreamConfig):
         return mxfp4_stream.grouped_linear(
             x, stack, bias, schedule, top_k, gated=gated, route_weights=route_weights, activation=activation,

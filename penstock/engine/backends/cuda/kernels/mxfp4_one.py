@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,10 @@ AHEAD = 8
 """Steps of 64 inputs that are under way at once: a multiple of four."""
 REGISTERS = 80
 """Of a thread, at most: for 24 warps to a multiprocessor."""
+_SCRATCH = 512
+"""Bytes of shared memory in which a warp leaves its sums to others."""
+_RESERVED = 1024
+"""Bytes of shared memory that the system takes for every program."""
 
 
 @constexpr_function
@@ -396,9 +401,11 @@ def _one_kernel(
             gl.store(counter_ptr + 1, 0)
 
 
-def takes(x: Tensor, stack: Mxfp4Fragments, visits: int) -> bool:
+def takes(x: Tensor, gate_up: Mxfp4Fragments, down: Mxfp4Fragments, visits: int) -> bool:
     """Whether this kernel multiplies by a token like `x`; `moe_mxfp4` multiplies by any."""
-    return x.dtype == torch.bfloat16 and not INTERPRETED.value and _fits(x.device, _programs(stack, visits), visits)
+    if x.dtype != torch.bfloat16 or INTERPRETED.value:
+        return False
+    return _fits(x.device, _programs(gate_up, visits), visits, max(_staged(_turns(one)) for one in (gate_up, down)))
 
 
 def _programs(stack: Mxfp4Fragments, visits: int) -> int:
@@ -406,14 +413,33 @@ def _programs(stack: Mxfp4Fragments, visits: int) -> int:
     return max(ceil_div(visits * stack.words.shape[1], next_power_of_2(visits)), ceil_div(stack.inputs, 16))
 
 
+def _turns(stack: Mxfp4Fragments) -> int:
+    """Of a warp over its share of the inputs."""
+    return ceil_div(stack.exponents.shape[2], SHARES * (AHEAD // 4))
+
+
+def _staged(turns: int) -> int:
+    """Steps of inputs in shared memory, for each warp."""
+    return next_power_of_2(turns * AHEAD)
+
+
 @cache
-def _fits(device: torch.device, programs: int, visits: int) -> bool:
-    """Whether all programs are there at once."""
+def _fits(device: torch.device, programs: int, visits: int, staged: int) -> bool:
+    """Whether all programs are there at once, by registers, shared memory and threads."""
     if _shares_processors():
         return False
-    processors = 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
-    threads = 32 * next_power_of_2(visits) * SHARES
-    return threads <= 512 and programs <= processors * (65536 // (REGISTERS * threads))
+    processors, shared, threads = 132, 233472, 2048  # of an H200
+    if device.type == "cuda":
+        found: Any = torch.cuda.get_device_properties(device)
+        if found.major < 9:
+            return False  # without products of bfloat16
+        processors, shared = found.multi_processor_count, found.shared_memory_per_multiprocessor
+        threads = found.max_threads_per_multi_processor
+    warps = next_power_of_2(visits) * SHARES
+    if warps > 16:
+        return False
+    memory = warps * (staged * 128 + _SCRATCH) + _RESERVED
+    return programs <= processors * min(65536 // (REGISTERS * 32 * warps), shared // memory, threads // (32 * warps))
 
 
 def _shares_processors() -> bool:
@@ -441,7 +467,7 @@ def experts_of_one(
     experts, width, hidden = gate_up.scale.shape[0], gate_up.outputs // 2, gate_up.inputs
     choice = None if visits.logits is None else visits.choice
     out = torch.empty_like(x) if residual is None else residual
-    turns, down_turns = (ceil_div(one.exponents.shape[2], SHARES * (AHEAD // 4)) for one in (gate_up, down))
+    turns, down_turns = _turns(gate_up), _turns(down)
     warps = next_power_of_2(visits.count) * SHARES
     launch(
         _one_kernel,
@@ -466,8 +492,8 @@ def experts_of_one(
         AHEAD=AHEAD,
         TURNS=turns,
         DOWN_TURNS=down_turns,
-        STAGED=next_power_of_2(turns * AHEAD),
-        DOWN_STAGED=next_power_of_2(down_turns * AHEAD),
+        STAGED=_staged(turns),
+        DOWN_STAGED=_staged(down_turns),
         **gate_options(activation),
         BIASED=gate_up_bias is not None,
         RESIDUAL=residual is not None,
