@@ -91,7 +91,8 @@ class TritonLora:
         self._ranks = torch.zeros(slots, self._sites, dtype=torch.int32, device=device)
         self._parts = torch.full_like(self._ranks, ALL_PARTS)
         self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._staging = staging_for(device)
+        # Models that run through transformers may begin a pass for each sequence of a step.
+        self._staging = staging_for(device, fenced=True)
         self._step: _Step | None = None
         self._tiles: tuple[Tensor, Tensor, Tensor] | None = None
         """Of the pass that has begun: the tokens of its tiles, their ranks [sites, tiles], and, if it is captured, the
