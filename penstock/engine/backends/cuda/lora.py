@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,10 +64,6 @@ class TritonLora:
 
     pdl = False
     """As in `CudaLinear`."""
-    apart: ClassVar[Literal["both", "second", "none"]] = "both"
-    """Which of the two launches of a decode step run on a second stream."""
-    first: ClassVar[bool] = False
-    """See `InlineLora`."""
 
     def __init__(
         self,
@@ -160,7 +156,6 @@ class TritonLora:
             parts=len(site.sizes),
             ends=_ends(site),
             inputs=site.inputs,
-            first=self.first,
         )
 
     def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
@@ -177,20 +172,11 @@ class TritonLora:
         if self._side is None:
             self._launch(x, sums, delta, placed, add=False)
             y = base(x)
-        elif self.apart == "none":
-            self._shrink(x, sums, placed)
-            y = base(x)
-            self._expand(sums, y, placed, add=True)
-            return y
         else:
             stream = torch.cuda.current_stream(x.device)
-            if self.apart == "second":
-                self._shrink(x, sums, placed)
             self._side.wait_stream(stream)
             with torch.cuda.stream(self._side):
-                if self.apart == "both":
-                    self._shrink(x, sums, placed)
-                self._expand(sums, delta, placed, add=False)
+                self._launch(x, sums, delta, placed, add=False)
             y = base(x)
             stream.wait_stream(self._side)
         return Addends(y, delta, ranks[placed.index])
