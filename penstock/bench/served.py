@@ -170,10 +170,11 @@ async def _startup(target: Target) -> tuple[str, dict[str, float]]:
 
 
 def random_model(shape: str, folder: Path, console: Console) -> str:
-    """Write a folder with random weights and a tokenizer: its path."""
+    """Write a folder with random weights and a tokenizer: its path, of which the server makes the model's name."""
     from penstock.bench import random_model as checkpoint
 
+    path = folder / shape.replace(":", "-")
     with report.progress_bar(console) as bar:
         task = bar.add_task(f"writing {shape} with random weights", total=None)
-        checkpoint.write(folder / shape, shape, lambda done, total: bar.update(task, completed=done, total=total))
-    return str(folder / shape)
+        checkpoint.write(path, shape, lambda done, total: bar.update(task, completed=done, total=total))
+    return str(path)
