@@ -20,7 +20,7 @@ def show_choices(console: Console) -> None:
             name,
             f"{config['num_hidden_layers']}",
             f"{config['hidden_size']:,}",
-            f"{sum(shapes.parameters(config)) / 1e9:.2f} B",
+            f"{shapes.all_parameters(config) / 1e9:.2f} B",
             f"{cost.weights(1) / 1e9:.2f} B",
             f"{config['vocab_size']:,}",
         )

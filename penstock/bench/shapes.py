@@ -53,6 +53,11 @@ def parameters(config: HFConfig) -> tuple[int, int]:
     return shape.matrix_parameters + experts, shape.head_parameters
 
 
+def all_parameters(config: HFConfig) -> int:
+    """Of the whole model, as its name counts them: with the embedding, biases and norms."""
+    return _counted(config).parameters
+
+
 def _counted(config: HFConfig) -> ModelShape:
     return shape_of_model(read_config(config), str(config.get("model_type")))
 

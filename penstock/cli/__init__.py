@@ -10,6 +10,7 @@ import sys
 def main() -> None:
     """Entry point. A `PenstockError` is shown as one red line, and so is a missing extra; any other exception keeps
     its traceback."""
+    open_standard_streams()
     serves = sys.argv[1:2] == ["serve"]
     if serves:
         from penstock.supervisor import early_engine
@@ -44,6 +45,16 @@ def main() -> None:
     finally:
         if serves:
             early_engine.dismiss()
+
+
+def open_standard_streams() -> None:
+    """Open those that whoever started us has closed, on nothing: a pipe or a database would get their numbers, and what
+    is printed would land there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
 
 
 def _end(message: str, status: int) -> None:

@@ -80,6 +80,11 @@ class ThoughtSplitter:
     def answering(self) -> bool:
         return self._state == "answer"
 
+    @property
+    def leading(self) -> bool:
+        """Whether the answer has not begun yet: white space between the thought and it is dropped."""
+        return self._leading
+
     def mark(self, id: int, raw: str) -> tuple[str, str]:
         """A mark, behind `raw`, which completes what came before."""
         shown, answer = self._read(raw) if raw else ("", "")

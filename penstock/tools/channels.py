@@ -101,6 +101,10 @@ class ChannelSplitter:
         return self._header is None and self._kind == "answer"
 
     @property
+    def leading(self) -> bool:
+        return False
+
+    @property
     def done(self) -> bool:
         return False
 

@@ -216,11 +216,13 @@ async def test_a_run_that_is_ended_early_answers_what_was_sent_and_reports_it(
 
 
 async def test_a_signal_ends_a_run_and_the_next_one_the_program() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with run._ended_early(None) as over:
+        assert signal.getsignal(signal.SIGTERM) is not before[signal.SIGTERM]
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(over.wait(), 5)
-        assert signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert {number: signal.getsignal(number) for number in before} == before, "whichever comes next"
+    assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_goals_are_met_or_missed_and_a_log_says_how_far_a_run_is() -> None:

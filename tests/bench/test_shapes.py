@@ -54,6 +54,7 @@ def test_the_list_has_every_shape(caplog: pytest.LogCaptureFixture) -> None:
     text = page.export_text()
     assert all(name in text for name in shapes.SHAPES)
     assert "mix" in text
+    assert "8.03 B" in text, "with the embedding"
     assert not caplog.records, "shapes have only keys that their families know"
 
 

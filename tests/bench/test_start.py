@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from penstock.bench import start
-from penstock.bench.served import Running, _moments
+from penstock.bench.served import Running, _moments, _process, _sigterm_raised
 from penstock.engine.process import age_s
 
 
@@ -43,3 +47,16 @@ def test_moments_are_those_that_the_supervisor_logs(tmp_path: Path) -> None:
 def test_a_process_knows_its_age() -> None:
     first = age_s()
     assert 0.0 < first <= age_s() < 24 * 3600
+
+
+def test_a_server_of_our_own_is_stopped_when_sigterm_ends_the_benchmark(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(SystemExit) as ended,
+        _sigterm_raised(),
+        _process(["sleep", "60"], tmp_path, tmp_path / "log") as (process, _),
+    ):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert ended.value.code == 128 + signal.SIGTERM and process.poll() == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before

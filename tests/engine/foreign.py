@@ -87,6 +87,18 @@ FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
         {**GEMMA, "num_kv_shared_layers": 2, "laurel_rank": 8, "activation_sparsity_pattern": None},
     ),
     "gemma4_text": ("Gemma4TextConfig", {**GEMMA, "global_head_dim": 24, "num_kv_shared_layers": 0}),
+    "gemma4_text-shared": (
+        "Gemma4TextConfig",
+        {**GEMMA, "global_head_dim": 24, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0},
+    ),
+    "laguna": ("LagunaConfig", {**COMMON, **WINDOW, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32}),
+    "youtu": ("YoutuConfig", LATENT),
+    "jetmoe": ("JetMoeConfig", {**COMMON, "kv_channels": 16, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "modernbert-decoder": (
+        "ModernBertDecoderConfig",
+        {**COMMON, "local_attention": 40, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    ),
+    "ctrl": ("CTRLConfig", {**GPT, "dff": 96}),
     "hunyuan_v1_moe": ("HunYuanMoEV1Config", {**COMMON, "head_dim": 16, "num_experts": 8, "moe_topk": 2}),
     "phimoe": ("PhimoeConfig", {**COMMON, **WINDOW, "num_local_experts": 8}),
     "ernie4_5_moe": (

@@ -144,23 +144,28 @@ def _ended_early(seconds: float | None) -> Iterator[asyncio.Event]:
     """Set after so many seconds, or by a signal to stop; a second one stops at once."""
     over, loop = asyncio.Event(), asyncio.get_running_loop()
     timer = None if seconds is None else loop.call_later(seconds, over.set)
-    handled = []
+    before: dict[signal.Signals, Any] = {}
 
-    def asked(number: signal.Signals) -> None:
+    def let_go() -> None:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+        before.clear()
+
+    def asked() -> None:
         over.set()
-        loop.remove_signal_handler(number)
+        let_go()
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, asked, number)
-            handled.append(number)
+            before[number] = signal.getsignal(number) or signal.SIG_DFL
+            loop.add_signal_handler(number, asked)
     try:
         yield over
     finally:
         if timer is not None:
             timer.cancel()
-        for number in handled:
-            loop.remove_signal_handler(number)
+        let_go()
 
 
 def main(

@@ -67,14 +67,16 @@ class BlockFile:
         self._kept = None if kept is None else kept.index
         self._block_bytes = sum(map(len, mover.memory(0)))
         size = places * self._block_bytes
+        is_new = kept is None or not kept.file.exists()
         self._file = _open(folder, size) if kept is None else _open_kept(kept.file, size)
         self.index: BlockIndex | None = None
         if kept is not None:
             try:
                 self.index = BlockIndex(kept.index, kept.block_format, places)
-                if self.index.anew and size:  # nobody would find what lies here, not even to erase it
+                if self.index.anew and not is_new:  # nobody would find what lies here, not even to erase it
                     os.ftruncate(self._file, 0)
-                    _reserve(self._file, size)
+                    if size:
+                        _reserve(self._file, size)
             except OSError:
                 if self.index is not None:
                     self.index.close()
@@ -174,7 +176,7 @@ class BlockFile:
         self._sums.pop(place, None)
         try:
             if self.index is not None:
-                self.index.clear(place)
+                self.index.empty(place)
             overwrite(self._file, place * self._block_bytes, self._block_bytes)
         except OSError as error:
             return self._failed(error)

@@ -115,7 +115,11 @@ class BlockIndex:
     def clear(self, place: int) -> None:
         """A block is about to be overwritten, or is damaged."""
         if self._load(place)[3]:
-            self._store(place, _EMPTY)
+            self.empty(place)
+
+    def empty(self, place: int) -> None:
+        """Leave nothing of a record, be it of an earlier epoch."""
+        self._store(place, _EMPTY)
 
     def begin_epoch(self, epoch: int | None = None) -> None:
         """Forget all blocks, for good when this returns. `epoch`: the one to begin; nothing happens in the same."""

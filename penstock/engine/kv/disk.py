@@ -230,7 +230,7 @@ class DiskTier:
 
     def forget(self, names: Collection[bytes]) -> None:
         """Drop these blocks, also those that are being copied, and overwrite them; for those that come after this
-        engine too. With them goes what failures have left in free places, whosever it is."""
+        engine too. With them goes what failures have left in free places, whoever it belonged to."""
         wanted = set(names)
         pinned: set[int] = set()
         for job in self._jobs:

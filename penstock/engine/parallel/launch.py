@@ -169,7 +169,7 @@ class Ranks(Member):
                         encoded, last = Call(number, name, own).encode(), own
                     answers.append(self._ask(other, number, encoded))
         except OSError as error:
-            raise ReplicaLost(self._why() or "a rank is gone") from error
+            raise ReplicaLost(self.why_lost() or "a rank is gone") from error
         return answers
 
     def _ask(self, other: _Rank, number: int, encoded: bytes) -> Future[Any]:
@@ -204,7 +204,7 @@ class Ranks(Member):
         try:
             yield
         except Exception as error:
-            raise ReplicaLost(self._why() or f"a step over all ranks failed: {error}") from error
+            raise ReplicaLost(self.why_lost() or f"a step over all ranks failed: {error}") from error
 
     def watch(self, on_lost: Callable[[str], None], *, exit_after_s: float | None = _GRACE_S) -> None:
         """Call `on_lost` (from a thread) when a rank dies, and end this process if it is still here a while later."""
@@ -216,7 +216,7 @@ class Ranks(Member):
             if self._restarts_left:
                 self.died = True
                 return
-            on_lost(self._why() or f"{other.place} is gone")
+            on_lost(self.why_lost() or f"{other.place} is gone")
             if exit_after_s is not None:
                 time.sleep(exit_after_s)
                 os._exit(EXIT_RANK_LOST)
@@ -231,7 +231,7 @@ class Ranks(Member):
     @property
     def restartable(self) -> bool:
         """Whether a rank is gone, and may be started again."""
-        return self._restarts_left > 0 and self._why() is not None
+        return self._restarts_left > 0 and self.why_lost() is not None
 
     def restart(self) -> Future[None]:
         """Start the ranks that are gone once more. They load their parts; the others keep theirs and meet them again.
@@ -315,12 +315,12 @@ class Ranks(Member):
         try:
             report: Report = plain.receive(other.connection)
         except (EOFError, OSError):
-            raise ReplicaLost(self._why() or f"{other.place} ended while starting") from None
+            raise ReplicaLost(self.why_lost() or f"{other.place} ended while starting") from None
         if report.problem:
             raise (ConfigError if report.on_purpose else ReplicaLost)(f"{other.place}: {report.problem}")
         return report
 
-    def _why(self) -> str | None:
+    def why_lost(self) -> str | None:
         """Which rank is gone, and its last report. A rank that just closed its connection may still be exiting."""
         deadline = time.monotonic() + 1.0
         while self._lost is None and time.monotonic() < deadline:

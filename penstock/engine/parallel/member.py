@@ -36,6 +36,7 @@ from penstock.engine.parallel.layout import Place, check_layout, local_config, p
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear, summed, summing
 from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.shards import head_rows, shard
+from penstock.errors import ReplicaLost
 
 KV_BLOCKS = "KV blocks"
 """What ranks call the blocks of their caches when they agree on a number."""
@@ -110,6 +111,19 @@ class Member(ABC):
             fused_up_to=0,
         )
 
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of every shard's `x`, in place. ReplicaLost where one of them is gone."""
+        group = self.groups.tensor
+        assert group is not None
+        try:
+            return group.sum(x)
+        except RuntimeError as error:
+            raise ReplicaLost(self.why_lost() or f"another rank is gone: {error}") from error
+
+    def why_lost(self) -> str | None:
+        """Which other rank is gone, and why, as far as this one knows."""
+        return None
+
     def leave(self) -> None:
         """Let those that wait for this rank know that it is gone."""
         if self._groups is not None:
@@ -140,6 +154,9 @@ class DraftMember(Member):
     def meet(self, backend: Backend) -> None:
         self._whole.meet(backend)
         self._groups = self._whole.groups.of_first(self.place.tensor)
+
+    def why_lost(self) -> str | None:
+        return self._whole.why_lost()
 
     def least(self, count: int, of: str = "") -> int:
         """Its cache has the target's number of blocks, on which the ranks agree."""

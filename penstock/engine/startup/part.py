@@ -323,7 +323,7 @@ def _by_transformers(
 
         place, group = member.place, member.groups.tensor
         span = layer_span(model.num_layers, place) if place.pipeline > 1 else None
-        shard = None if group is None else Shard(place.shard, place.tensor, group.sum)
+        shard = None if group is None else Shard(place.shard, place.tensor, member.summed, lambda: member.least(0))
 
     folder, plain = _folder_of(weights), isinstance(weights, SafetensorsCheckpoint)
     assert folder is not None, "checked before weights are read"

@@ -319,7 +319,7 @@ class Choice:
                 continue
             raw = self._detokenizer.push((token,))
             thought, answer = splitter.push(raw)
-            dropped = raw.isspace() and not answer  # white space between the thought and the answer
+            dropped = splitter.leading and raw.isspace()
             if self.want_logprobs and at < len(logprobs) and splitter.answering and not dropped:
                 self._held.append(TokenPiece(token, self._length, logprobs[at]))
         if final:

@@ -48,7 +48,7 @@ BUDGETS = (
     *("thinking_budget", "thinking_token_budget", "max_reasoning_tokens"),
     *("thinking_budget_tokens", "reasoning_budget"),
 )
-"""The last two are llama.cpp's, with -1 for any number."""
+"""The last two are llama.cpp's, with -1 for the default of the server."""
 _FOR_TEMPLATES = (("reasoning", "summary"), ("reasoning", "generate_summary"), ("thinking", "clear_thinking"))
 """Fields that only some templates have a variable for."""
 PARAMETERS = (EFFORT, "reasoning", "thinking", "enable_thinking", *BUDGETS)

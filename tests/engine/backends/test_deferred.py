@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends import cpu
-from penstock.engine.backends.cuda import graphs, prompt_graphs
+from penstock.engine.backends.cuda import decode_graphs, prompt_graphs
 from penstock.engine.backends.cuda.capture import Recording, Work
 from penstock.engine.backends.cuda.deferred import Deferred
 from penstock.engine.backends.cuda.graphs import GraphExecutor
 from penstock.engine.backends.reference.backend import ReferenceBackend
 from penstock.engine.core import Engine
+from penstock.engine.request import Request
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.tiny import write_checkpoint
 
@@ -77,7 +78,7 @@ def record(device: torch.device, work: Work, pool: Any, rehearse: Work) -> Recor
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(cpu, "load", lambda threads: None)
-    for module in (graphs, prompt_graphs):
+    for module in (decode_graphs, prompt_graphs):
         monkeypatch.setattr(module, "record", record)
     monkeypatch.setattr(ReferenceBackend, "executor", lambda self, resources: GraphExecutor(resources))
     folder = write_checkpoint("llama-gqa", tmp_path)
@@ -150,16 +151,35 @@ def test_a_step_that_is_wanted_often_is_captured_beside_a_long_one(engine: Engin
     assert_idle(engine)
 
 
-def test_a_capture_that_fails_beside_a_step_is_not_tried_there_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+def fail(*arguments: object) -> Recording:
+    raise torch.OutOfMemoryError
+
+
+def requests_of(count: int, tokens: int) -> list[Request]:
+    return [greedy(f"r{i}", [(i * 17 + j * 5) % 190 for j in range(3 + i)], tokens) for i in range(count)]
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside a step", "before a step"])
+def test_a_capture_that_fails_costs_no_step_and_is_tried_again_without_work(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
-    executor, tried = engine.runner.executor, 0
-
-    def fails(spare_s: float) -> bool:
-        nonlocal tried
-        tried += 1
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(executor, "catch_up", fails)
-    assert not engine.catch_up(1.0) and not engine.catch_up(1.0) and tried == 1
-    assert len(generate(engine, greedy("r", [3, 1, 4], 6))["r"]) == 6
+    executor = engine.runner.executor
+    assert isinstance(executor, GraphExecutor) and executor.prompt_graphs is not None
+    for later in (executor.graphs._later, executor.prompt_graphs._later):
+        later._often = 4
+    before = generate(engine, *requests_of(20, 12))
+    assert executor.graphs.due and 24 not in executor.graphs._captured
+    with monkeypatch.context() as patched:
+        for module in (decode_graphs, prompt_graphs):
+            patched.setattr(module, "record", fail)
+        if beside:
+            assert not engine.catch_up(60.0)
+        for _ in range(4):  # however often it is wanted
+            engine.forget_caches()
+            assert generate(engine, *requests_of(20, 12)) == before
+        assert engine.scheduler.token_budget == 64, "no step failed"
+        assert not executor.graphs.due and not engine.catch_up(60.0)
+    while engine.improve():
+        pass
+    assert 24 in executor.graphs._captured
+    assert_idle(engine)

@@ -109,6 +109,18 @@ def test_an_epoch_ends_for_good(tmp_path: Path) -> None:
     other.close()
 
 
+def test_of_what_is_erased_nothing_is_left(tmp_path: Path) -> None:
+    mover = make_mover()
+    file = open_file(tmp_path, mover)
+    fill(mover, 0, 1)
+    assert file.write([(0, 3), (0, 4)], [name_of(1), name_of(2)]).result(10) == [True, True]
+    file.forget()
+    assert file.erase([3, 4]).result(10) == [True, True]
+    file.close()
+    assert not any((tmp_path / "rank0.blocks").read_bytes()), "blocks"
+    assert not any((tmp_path / "rank0.blocks.index").read_bytes()[4096:]), "records of an epoch that is over"
+
+
 def test_a_rank_whose_disk_fails_has_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from penstock.engine.adapters.spec import AdapterSpec
+from penstock.engine.models.transformers import load
+from penstock.engine.models.transformers.body import CannotDivide, Elsewhere, Junction, NoEmbedding, StageBody
 from penstock.engine.models.transformers.decoder import TransformersDecoder
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError, ConfigError
@@ -23,9 +29,10 @@ from tests.engine.quantization.layouts import write
 from tests.engine.tiny import Reference
 
 UNCUT = {"gpt2", "gpt2-odd", "gpt_bigcode", "persimmon", "bloom", "falcon", "falcon-alibi", "doge", "xglm", "diffllama",
-         "minicpm3", "glm4_moe_lite", "gemma3n_text", "minimax_m2", "bitnet"}  # fmt: skip
+         "minicpm3", "glm4_moe_lite", "gemma3n_text", "minimax_m2", "bitnet", "jetmoe", "modernbert-decoder",
+         "ctrl"}  # fmt: skip
 """Their linears have no tensor-parallel plan, or their attention does not run with a part of its heads."""
-UNDIVIDED = {"gemma3n_text", "gemma4_text"}
+UNDIVIDED = {"gemma3n_text", "gemma4_text", "gemma4_text-shared"}
 """Something else than one residual stream goes from layer to layer."""
 QUICK = {("starcoder2", 1, 2), ("starcoder2", 2, 1)}
 CASES = [
@@ -83,6 +90,52 @@ def test_layers_that_pass_on_more_than_a_stream_have_no_stages(model_type: str, 
         threaded_engine(folder, 1, 2),
     ):
         pass
+
+
+@pytest.mark.parametrize(("fails_on", "tensor"), [(0, 2), (1, 2), (1, 1)])
+@pytest.mark.parametrize("at", ["read_model", pytest.param("replace_linears", marks=pytest.mark.slow)])
+def test_a_rank_that_cannot_load_is_the_reason(
+    at: str, fails_on: int, tensor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others, which would wait for its sums, are told; not that the model does not run in parts."""
+    folder, plain, leader = write_foreign("starcoder2", tmp_path), getattr(load, at), threading.current_thread()
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        if (threading.current_thread() is leader) is (fails_on == 0):
+            raise CheckpointError("pretend that a file is bad")
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(load, at, fails)
+    told = "rank 1 .*: " if fails_on else "^"
+    with (
+        pytest.raises((ConfigError, CheckpointError), match=f"{told}pretend that"),
+        threaded_engine(folder, tensor, 3 - tensor),
+    ):
+        pass
+
+
+class _ReadsIds(nn.Module):
+    """Two layers, of which the second reads what tokens they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList(nn.Identity() for _ in range(2))
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
+        hidden = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return SimpleNamespace(last_hidden_state=hidden * (1 + input_ids.unsqueeze(-1)))
+
+
+def test_layers_that_read_ids_have_no_stages() -> None:
+    base, junction = _ReadsIds(), Junction((1, 2), 2)
+    base.layers[0] = Elsewhere(base.layers[0], 0, junction)
+    base.embed_tokens = NoEmbedding(4, torch.float32)  # type: ignore[assignment]
+    body = StageBody(base, junction, 4, torch.float32)
+    with pytest.raises(CannotDivide, match="read the tokens too"):
+        body.find_form(torch.randn(3, 4))
 
 
 @pytest.mark.slow

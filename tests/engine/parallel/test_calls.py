@@ -86,4 +86,4 @@ def test_a_rank_that_fails_in_a_call_is_lost(ranks: Ranks) -> None:
     (answer,) = ranks.call("die")
     with pytest.raises(ReplicaLost):
         answer.result(10)
-    assert "IndexError" in (ranks._why() or "")
+    assert "IndexError" in (ranks.why_lost() or "")

@@ -106,6 +106,16 @@ async def test_stop_strings_and_logprobs_belong_to_the_answer(serving: Serving, 
         assert ids[:-1] == opens.encode(SAID, add_special_tokens=False)
 
 
+async def test_white_space_inside_an_answer_has_logprobs(serving: Serving, tmp_path: Path) -> None:
+    """Also where it is held back, because it may come before the end of the answer."""
+    text = model(tmp_path, template=TURNS)
+    said = "<think>Hm.</think>\n<answer>\nOne.\n\nTwo.\n</answer>"
+    async with serving(scripted(text, said), text=text, served={"reasoning": "hunyuan"}) as running:
+        choice = (await running.chat(logprobs=True)).json()["choices"][0]
+        assert choice["message"]["content"] == "One.\n\nTwo."
+        assert "One.\n\nTwo." in "".join(token["token"] for token in choice["logprobs"]["content"])
+
+
 async def test_an_answer_may_end_inside_its_thought(serving: Serving, opens: TextModel, tmp_path: Path) -> None:
     """Also inside a character: what completes it is no further token."""
     async with serving(scripted(opens, "Let é"), text=opens) as running:

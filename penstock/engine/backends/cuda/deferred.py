@@ -8,10 +8,13 @@ sequences have to wait for a capture after all, rarely.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
+log = logging.getLogger("penstock.engine")
 Size = TypeVar("Size", bound=Hashable)
 _PATIENCE = 3
 """A size that was wanted so many times more often than it needs to be has found no long step."""
@@ -24,7 +27,7 @@ class Deferred(Generic[Size]):
 
     def __init__(self, often: int, sizes: Iterable[Size] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
         """`often`: steps that a larger size stands in for before a size is captured while there is work."""
-        self._often = often
+        self._often: float = often
         self._wanted = dict.fromkeys(sizes, 0)
         """How many steps each would have been the best for."""
         self._due: dict[Size, None] = {}
@@ -52,6 +55,16 @@ class Deferred(Generic[Size]):
         """It was captured."""
         self._wanted.pop(size, None)
         self._due.pop(size, None)
+
+    def give_up(self, error: Exception) -> None:
+        """Sequences waited for a capture, and it failed."""
+        log.warning("a step could not be captured, larger ones stand in: %s", error)
+        self.only_when_idle()
+
+    def only_when_idle(self) -> None:
+        """Capture no more while there is work."""
+        self._often = math.inf
+        self._due.clear()
 
     def choose(self, fitting: Iterable[Size]) -> Size | None:
         """The size for a step: the first of those that fit, smallest first, that is captured or has to be now."""

@@ -202,7 +202,15 @@ class PromptGraphs:
         if any(chunk.seq.prompt_logprobs is not None for chunk in chunks[-PROMPTS:]):
             return None
         decodes = batch.num_decodes
-        return self._later.choose(s for s in self._shapes if s.tokens >= tokens and s.decodes >= decodes)
+        fitting = [shape for shape in self._shapes if shape.tokens >= tokens and shape.decodes >= decodes]
+        shape = self._later.choose(fitting)
+        if shape is not None and shape in self._later:  # it has to be captured now
+            try:
+                self.capture(shape)
+            except RuntimeError as error:  # such as no memory for another
+                self._later.give_up(error)
+                return self._later.choose(fitting)
+        return shape
 
     def replay(self, packed: Packed, shape: Shape) -> tuple[Tensor, Tensor]:
         """Run a step; logits [samples, vocab] and sampled tokens [samples], valid until the next replay.
@@ -260,6 +268,10 @@ class PromptGraphs:
         """Capture such a one."""
         if (shape := self._later.due) is not None:
             self.capture(shape)
+
+    def only_when_idle(self) -> None:
+        """Capture no more of them while there is work: larger ones stand in."""
+        self._later.only_when_idle()
 
     def forget(self) -> list[Shape]:
         """Drop every graph, because what they read is about to move; the shapes to capture again at once, largest

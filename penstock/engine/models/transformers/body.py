@@ -132,6 +132,8 @@ class NoEmbedding(nn.Module):
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.embedding_dim = width
+        self.weight = torch.empty(0, dtype=dtype)
+        """Some models initialize it by name, before any weights are read."""
         self._dtype = dtype
 
     def forward(self, ids: Tensor, *_: Any) -> Tensor:
@@ -140,6 +142,11 @@ class NoEmbedding(nn.Module):
 
 class NoHead(nn.Module):
     """Stands for the output projection in stages that have none. It is called where memory is measured only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.empty(0)
+        self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -161,10 +168,14 @@ class StageBody:
         self.junction = junction
         self._hidden = hidden
         self._dtype = dtype
+        self._stand_in = 0
+        """Behind the first stage: the id of all tokens, which no layer reads."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Only in the first stage."""
         embedded: Tensor = self.base.get_input_embeddings()(token_ids)
+        if embedded.shape[-1] > self._hidden:
+            raise CannotDivide("its embedding is wider than its residual stream")
         return nn.functional.pad(embedded, (0, self._hidden - embedded.shape[-1]))
 
     def __call__(self, entry: Tensor, **options: Any) -> Tensor:
@@ -172,7 +183,8 @@ class StageBody:
         if self.junction.first:
             return self._run(inputs_embeds=stream[..., : self.base.get_input_embeddings().embedding_dim], **options)
         self.junction.given = stream
-        return self._run(input_ids=torch.zeros(1, len(entry), dtype=torch.int64, device=entry.device), **options)
+        ids = torch.full((1, len(entry)), self._stand_in, dtype=torch.int64, device=entry.device)
+        return self._run(input_ids=ids, **options)
 
     def _run(self, **options: Any) -> Tensor:
         junction = self.junction
@@ -213,15 +225,25 @@ class StageBody:
                 break
         else:
             raise CannotDivide("its layers return something other than one residual stream")
-        embeddings = [module for module in self.base.modules() if isinstance(module, NoEmbedding)]
-        plain = self(entry, use_cache=False)
-        for embedding in embeddings:
-            embedding.salt = 1
+        try:
+            plain = self(entry, use_cache=False)
+        except (MemoryError, torch.OutOfMemoryError, CannotDivide):
+            raise
+        except Exception as error:  # such as keys that an earlier layer was to leave
+            what = f"{type(error).__name__}: {error}"
+            raise CannotDivide(f"its layers do not run without those before them ({what})") from error
+        self._salt(1)
         salted = self(entry, use_cache=False)
-        for embedding in embeddings:
-            embedding.salt = 0
+        self._salt(0)
         if not torch.equal(plain, salted):
             raise CannotDivide("layers behind the first read the tokens too")
+
+    def _salt(self, salt: int) -> None:
+        """Change what stands for the tokens behind the first stage, ids and embedding."""
+        self._stand_in = salt
+        for module in self.base.modules():
+            if isinstance(module, NoEmbedding):
+                module.salt = salt
 
     def _arrives(self, entry: Tensor) -> bool:
         """Whether this stage's first layer receives the stream that the stage is given."""

@@ -45,9 +45,12 @@ from penstock.engine.models.transformers.read import Reduce, read_model
 from penstock.engine.models.transformers.shards import Cuts, Shard
 from penstock.engine.models.transformers.survey import TOKENS, Survey
 from penstock.engine.models.weights import Quantizer, WeightReader, Weights
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, ReplicaLost
 
 log = logging.getLogger(__name__)
+
+_NOT_OF_THE_MODEL = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, CannotDivide, ReplicaLost)
+"""Raised in a pass, these say nothing of whether the engine's attention fits the model."""
 
 
 def load_decoder(
@@ -139,6 +142,7 @@ def _load(
     if cuts is not None:
         cuts.cut_parts(model)
         model.to(device)
+        cuts.shard.wait()  # what follows is summed over shards: one that has failed would be waited for
     comparison = comparison or _compared(model, body, config, device)
     head_linear = next((linear for linear in linears if linear.name == head_name), None)
     head = ModelHead(model, model.base_model_prefix, None if head_linear is None else head_linear.linear, alone=alone)
@@ -231,7 +235,7 @@ def _first_that_fits(
             hidden: HiddenStates = TokenPass(packed) if alone else packed
             check(hidden)
             return hidden
-        except (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, CannotDivide):
+        except _NOT_OF_THE_MODEL:
             raise
         except Exception as error:
             reason = str(error)
@@ -280,6 +284,8 @@ def _cached_sites(body: Body, config: ModelConfig, device: torch.device, takes_p
     positions = {"position_ids": torch.arange(TOKENS, device=device).unsqueeze(0)} if takes_positions else {}
     try:
         body(body.sample(TOKENS, device), past_key_values=cache, use_cache=True, **positions)
+    except _NOT_OF_THE_MODEL:
+        raise
     except Exception as error:
         raise refusal(config, f"it does not run with a cache of keys and values ({error})") from error
     begin, end = own_layers(body, config)

@@ -42,7 +42,9 @@ class Shard:
     index: int
     count: int
     sum: Callable[[Tensor], Tensor]
-    """Adds up what all shards have."""
+    """Adds up what all shards have. ReplicaLost where one of them is gone."""
+    wait: Callable[[], object]
+    """Until all have come so far; raises what another one has failed with."""
 
     def span(self, size: int) -> Span:
         part = size // self.count

@@ -61,6 +61,8 @@ class KVEndpoints:
     def _models(self, name: str | None) -> list[ServedModel]:
         if name is None:
             return [model for model in self._registry if isinstance(model, ServedModel) and not model.adapter]
+        if self._registry.remote(name) is not None:
+            raise InvalidRequest(f"`{name}` runs on another server, whose caches are its own.", param="model")
         model = self._registry.route(name).model
         if model.adapter:
             raise InvalidRequest(f"`{model.name}` is an adapter; its base is `{model.base}`.", param="model")
