@@ -27,12 +27,12 @@ def main() -> None:
     from penstock.cli.app import narrowed
     from penstock.errors import EXTRA_OF, PenstockError, needs_extra
 
-    if os.getpid() == 1:
-        # The first process of a container gets no default action: until a command has its own handler, SIGTERM would
-        # do nothing, and `stop` would wait for its whole grace period.
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # For completion in shells, the command line is in the environment instead.
     command = sys.argv[1] if len(sys.argv) > 1 and "_PENSTOCK_COMPLETE" not in os.environ else ""
+    if os.getpid() == 1 or command == "bench":
+        # The first process of a container gets no default action: until a command has its own handler, SIGTERM would
+        # do nothing, and `stop` would wait for its whole grace period. A benchmark stops the servers it has started.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         narrowed(command)()
     except PenstockError as error:

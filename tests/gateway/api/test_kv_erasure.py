@@ -66,6 +66,8 @@ async def test_what_a_tenant_left_is_erased(serving: Serving, text: TextModel, e
         found = await erase(tenant="", model="tiny")  # callers without a key have no tenant of their own here
         assert found["complete"] and found["data"][0]["blocks"] > 3 and not found["shared"]
         assert await cached() == 0
+        (entry,) = (await erase(tenant="default"))["data"]  # to whom callers without a key are charged
+        assert entry["blocks"] > 3 and await cached() == 0
         for wrong, param in (
             ({}, "tenant"),
             ({"tenant": "\0"}, "tenant"),
