@@ -361,6 +361,15 @@ def test_python_examples_parse(page: Path) -> None:
         ast.parse(example)
 
 
+@every_page
+def test_curl_examples_say_what_they_send(page: Path) -> None:
+    """Without that, curl declares a form, which a server without keys refuses (415) except in Ollama's API."""
+    for match in re.finditer(r"^[$ ]*curl (?:'[^']*'|\"[^\"]*\"|\\\n|[^'\"\n])*", page.read_text(), re.MULTILINE):
+        command = match[0]
+        if " -d " in command and "/api/" not in command:
+            assert "content-type:" in command.lower(), command
+
+
 def test_every_workload_is_documented() -> None:
     page = page_text("benchmarks.md")
     assert not [name for name in WORKLOADS if f"`{name}`" not in page]

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -80,7 +78,7 @@ def server(
         *("--set", "server.console=false", "--set", "logging.format=json"),
         *(word for setting in settings for word in ("--set", setting)),
     ]
-    with _sigterm_raised(), _process(command, folder, log) as (process, began):
+    with _process(command, folder, log) as (process, began):
         if not asyncio.run(_becomes_ready(Target.parse(f"http://127.0.0.1:{port}", None), process)):
             raise BenchError(f"the server did not become ready:\n{log.read_text()[-2000:]}")
         ready_s, url = time.monotonic() - began, f"http://127.0.0.1:{port}"
@@ -110,19 +108,6 @@ def _process(command: list[str], folder: Path, log: Path) -> Iterator[tuple[subp
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-@contextmanager
-def _sigterm_raised() -> Iterator[None]:
-    """SIGTERM ends this process by an exception, as Ctrl-C does, so that what it has started is stopped first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def environment() -> dict[str, str]:
@@ -170,10 +155,11 @@ async def _startup(target: Target) -> tuple[str, dict[str, float]]:
 
 
 def random_model(shape: str, folder: Path, console: Console) -> str:
-    """Write a folder with random weights and a tokenizer: its path."""
+    """Write a folder with random weights and a tokenizer: its path, of which the server makes the model's name."""
     from penstock.bench import random_model as checkpoint
 
+    path = folder / shape.replace(":", "-")
     with report.progress_bar(console) as bar:
         task = bar.add_task(f"writing {shape} with random weights", total=None)
-        checkpoint.write(folder / shape, shape, lambda done, total: bar.update(task, completed=done, total=total))
-    return str(folder / shape)
+        checkpoint.write(path, shape, lambda done, total: bar.update(task, completed=done, total=total))
+    return str(path)

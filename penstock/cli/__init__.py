@@ -10,6 +10,7 @@ import sys
 def main() -> None:
     """Entry point. A `PenstockError` is shown as one red line, and so is a missing extra; any other exception keeps
     its traceback."""
+    open_standard_streams()
     serves = sys.argv[1:2] == ["serve"]
     if serves:
         from penstock.supervisor import early_engine
@@ -26,12 +27,12 @@ def main() -> None:
     from penstock.cli.app import narrowed
     from penstock.errors import EXTRA_OF, PenstockError, needs_extra
 
-    if os.getpid() == 1:
-        # The first process of a container gets no default action: until a command has its own handler, SIGTERM would
-        # do nothing, and `stop` would wait for its whole grace period.
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # For completion in shells, the command line is in the environment instead.
     command = sys.argv[1] if len(sys.argv) > 1 and "_PENSTOCK_COMPLETE" not in os.environ else ""
+    if os.getpid() == 1 or command == "bench":
+        # The first process of a container gets no default action: until a command has its own handler, SIGTERM would
+        # do nothing, and `stop` would wait for its whole grace period. A benchmark stops the servers it has started.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         narrowed(command)()
     except PenstockError as error:
@@ -44,6 +45,16 @@ def main() -> None:
     finally:
         if serves:
             early_engine.dismiss()
+
+
+def open_standard_streams() -> None:
+    """Open those that whoever started us has closed, on nothing: a pipe or a database would get their numbers, and what
+    is printed would land there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number that is free
 
 
 def _end(message: str, status: int) -> None:

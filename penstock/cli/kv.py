@@ -66,9 +66,12 @@ def erase(
 def _erase_files(disk_path: Path, tenant: str) -> None:
     from penstock.engine.kv.kept_folder import erase as erase_kept
     from penstock.errors import PenstockError
+    from penstock.identity.entities import DEFAULT_TENANT
 
     try:
         found = erase_kept(disk_path.expanduser(), tenant)
+        if tenant == DEFAULT_TENANT:  # callers without a key are charged to it
+            found.blocks += erase_kept(disk_path.expanduser(), "").blocks
     except OSError as error:
         raise PenstockError(f"{disk_path}: {error.strerror or error}") from error
     typer.echo(f"{found.blocks} blocks erased")

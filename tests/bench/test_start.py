@@ -6,14 +6,17 @@ import io
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from penstock import cli
 from penstock.bench import start
-from penstock.bench.served import Running, _moments, _process, _sigterm_raised
+from penstock.bench.served import Running, _moments, _process
+from penstock.cli import app as cli_app
 from penstock.engine.process import age_s
 
 
@@ -49,14 +52,23 @@ def test_a_process_knows_its_age() -> None:
     assert 0.0 < first <= age_s() < 24 * 3600
 
 
-def test_a_server_of_our_own_is_stopped_when_sigterm_ends_the_benchmark(tmp_path: Path) -> None:
+def test_a_server_of_our_own_is_stopped_when_sigterm_ends_the_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def bench() -> None:
+        with _process(["sleep", "60"], tmp_path, tmp_path / "log") as (process, _):
+            started.append(process)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+    monkeypatch.setattr(sys, "argv", ["penstock", "bench", "agents"])
+    monkeypatch.setattr(cli_app, "narrowed", lambda command: bench)
     before = signal.getsignal(signal.SIGTERM)
-    with (
-        pytest.raises(SystemExit) as ended,
-        _sigterm_raised(),
-        _process(["sleep", "60"], tmp_path, tmp_path / "log") as (process, _),
-    ):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
-    assert ended.value.code == 128 + signal.SIGTERM and process.poll() == -signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is before
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM and started[0].poll() == -signal.SIGTERM

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from penstock.bench import random_model, shapes, through_http, workloads
+from penstock.bench import random_model, served, shapes, through_http, workloads
+from penstock.config.load import model_name
 from penstock.engine.loading.checkpoint import open_checkpoint
 from penstock.engine.loading.random_checkpoint import tensor_shapes
 
@@ -50,6 +51,14 @@ def test_a_shape_becomes_a_folder_that_the_engine_reads(tmp_path: Path, monkeypa
     assert set(checkpoint.names()) == set(tensor_shapes(checkpoint.config))
     tokenizer = Tokenizer.from_file(str(tmp_path / "tiny" / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 600 and tokenizer.decode([300, 301]) == "w300w301"
+
+
+def test_the_folder_of_a_shape_with_fewer_layers_names_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random_model, "write", lambda folder, shape, progress: None)
+    path = served.random_model("llama-8b:2", tmp_path, Console(quiet=True))
+    assert model_name(path) == "llama-8b-2"
 
 
 @pytest.mark.slow

@@ -39,6 +39,15 @@ def test_help_is_quick() -> None:
     assert any(seconds() < 0.9 for _ in range(4))
 
 
+def test_standard_streams_that_are_closed_are_no_place_for_anything_else() -> None:
+    script = (
+        "import os; from penstock.cli import open_standard_streams as opens; opens(); os.write(2, b'%d %d' % os.pipe())"
+    )
+    shell = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, script]
+    opened = subprocess.run(shell, capture_output=True, text=True, timeout=60).stderr
+    assert [int(number) > 2 for number in opened.split()] == [True, True]
+
+
 def test_help_never_imports_the_heavy_parts() -> None:
     script = (
         "import sys; from penstock.cli.app import app\n"

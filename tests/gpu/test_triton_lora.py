@@ -9,7 +9,6 @@ import random
 import sys
 import tempfile
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -133,9 +132,7 @@ def test_adapters_inside_the_launch_of_a_linear() -> None:
             mixed[0] = 3
             for slots in [mixed] if QUICK else [mixed, np.full(tokens, 3, np.int32), np.full(tokens, -1, np.int32)]:
                 reference.begin(slots)
-                for first in (False,) if QUICK and tokens > 1 else (False, True):
-                    with patch.object(TritonLora, "first", first):
-                        inside(f"{weight_dtype} {slots}", layout, ours, reference, slots, dtype, weight_dtype)
+                inside(f"{weight_dtype} {slots}", layout, ours, reference, slots, dtype, weight_dtype)
 
 
 def inside(name: str, layout: AdapterLayout, ours: TritonLora, reference: ReferenceLora, slots: np.ndarray, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:  # fmt: skip  # noqa: E501

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -130,16 +129,10 @@ def bench_lora_layer() -> Iterator[Row]:
             mixed = time_us([stack.pass_of(tokens, stack.adapted(lora, 4 if wide else 1), lora)]) / layers
             ratio = f"{mixed - plain:+.1f} us, {mixed / plain:.3f}x" if plain else "-"
             yield f"8B layer, {tokens} tokens: {count} adapters, {name}", mixed, ratio
-            if tokens <= gemv.MAX_BATCH and wide:
-                with patch.object(TritonLora, "first", not TritonLora.first):
-                    mixed = time_us([stack.pass_of(tokens, stack.adapted(lora), lora)]) / layers
-                ratio = f"{mixed - plain:+.1f} us, {mixed / plain:.3f}x" if plain else "-"
-                other = "launches of their own" if not TritonLora.first else "in the linear's launch"
-                yield f"8B layer, {tokens} tokens: {count} adapters, products with A: {other}", mixed, ratio
 
 
 def tune_lora_ways() -> Iterator[Row]:
-    """Decode steps of more tokens than fit into a linear's launch: on which stream, and in which shapes."""
+    """Decode steps of more tokens than fit into a linear's launch, over launch shapes."""
     stack = Stack()
     layers = stack.layout.layers
     shapes = {
@@ -152,18 +145,17 @@ def tune_lora_ways() -> Iterator[Row]:
     plain = time_us([stack.pass_of(tokens, stack.linears, None)]) / layers if MODE != "compile" else 0.0
     yield f"8B layer, {tokens} tokens: without", plain, ""
     for shape, (shares, columns) in shapes.items():
-        for way in ("both", "second", "none") if shape == "as chosen" else ("both",):
-            for count, wide in ((1, True), (20, False), (20, True)):
-                kept = lora_module.input_shares, lora_module.columns_at_once, TritonLora.apart
-                lora_module.input_shares, lora_module.columns_at_once, TritonLora.apart = shares, columns, way
-                try:
-                    lora = stack.adapters(tokens, count, parts=7 if wide else 5)
-                    mixed = time_us([stack.pass_of(tokens, stack.adapted(lora, 4 if wide else 1), lora)]) / layers
-                finally:
-                    lora_module.input_shares, lora_module.columns_at_once, TritonLora.apart = kept
-                ratio = f"{mixed - plain:+.1f} us, {mixed / plain:.3f}x" if plain else "-"
-                on = "every linear" if wide else "q and v"
-                yield f"{tokens} tokens, {count} adapters on {on}: {shape}, second stream: {way}", mixed, ratio
+        for count, wide in ((1, True), (20, False), (20, True)):
+            kept = lora_module.input_shares, lora_module.columns_at_once
+            lora_module.input_shares, lora_module.columns_at_once = shares, columns
+            try:
+                lora = stack.adapters(tokens, count, parts=7 if wide else 5)
+                mixed = time_us([stack.pass_of(tokens, stack.adapted(lora, 4 if wide else 1), lora)]) / layers
+            finally:
+                lora_module.input_shares, lora_module.columns_at_once = kept
+            ratio = f"{mixed - plain:+.1f} us, {mixed / plain:.3f}x" if plain else "-"
+            on = "every linear" if wide else "q and v"
+            yield f"{tokens} tokens, {count} adapters on {on}: {shape}", mixed, ratio
 
 
 def tune_lora_rows() -> Iterator[Row]:

@@ -24,7 +24,8 @@ from test_triton_moe import block_fp8, make_moe, moe64, wide
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.engine.backends.cuda.experts import FusedSharedAndRouted, Stack, group, with_shared
+from penstock.engine.backends.cuda.expert_stacks import Stack
+from penstock.engine.backends.cuda.experts import FusedSharedAndRouted, group, with_shared
 from penstock.engine.backends.cuda.kernels import moe, moe_mxfp4, moe_plan, moe_route
 from penstock.engine.backends.cuda.kernels.moe import GroupedConfig
 from penstock.engine.backends.cuda.kernels.moe_mxfp4 import PlainConfig

@@ -30,7 +30,8 @@ from torch.nn import functional as F
 
 from penstock.engine.backends.activation import Activation, has_gate
 from penstock.engine.backends.cuda.expert_integers import IntegerStack
-from penstock.engine.backends.cuda.experts import FusedSharedAndRouted, GroupedExpertMlp, Stack, group, with_shared
+from penstock.engine.backends.cuda.expert_stacks import Stack
+from penstock.engine.backends.cuda.experts import FusedSharedAndRouted, GroupedExpertMlp, group, with_shared
 from penstock.engine.backends.cuda.grouped_linear import GroupedLinear, Int8Linear
 from penstock.engine.backends.cuda.kernels import matmul, moe, moe_groups, moe_plan, moe_route
 from penstock.engine.backends.cuda.kernels.moe_groups import GroupsConfig

@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -139,19 +139,23 @@ def erase(disk_path: Path, owner: str) -> Erased:
     if not root.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"it has no folder {_ROOT}; is it the disk_path of a model?")
     own_folder(root)
-    with _alone(root):
-        for slot in sorted(slot for slot in root.glob("*/*") if slot.name.isdecimal() and is_own_folder(slot)):
-            with _held(slot) as free:
-                if not free:
-                    found.busy.append(slot)
+    for slot in sorted(slot for slot in root.glob("*/*") if slot.name.isdecimal()):
+        with ExitStack() as held:
+            with _alone(root):  # not for longer: engines that start meanwhile take other slots
+                if not slot.exists() or not is_own_folder(slot):
                     continue
-                for file in sorted(slot.glob("rank*.index")):
-                    index, blocks = open_own(file), open_own(file.with_suffix(""))
-                    try:
-                        found.blocks += erase_owned(index, blocks, tag)
-                    finally:
-                        os.close(index)
-                        os.close(blocks)
+                os.close(open_own(slot / "rank0.lock"))  # so that there is one to hold
+                free = held.enter_context(_held(slot))
+            if not free:
+                found.busy.append(slot)
+                continue
+            for file in sorted(slot.glob("rank*.index")):
+                index, blocks = open_own(file), open_own(file.with_suffix(""))
+                try:
+                    found.blocks += erase_owned(index, blocks, tag)
+                finally:
+                    os.close(index)
+                    os.close(blocks)
     return found
 
 

@@ -317,9 +317,10 @@ class Choice:
             if token in splitter.marks and (not splitter.answering or isinstance(splitter, ChannelSplitter)):
                 thought, answer = splitter.mark(token, self._detokenizer.flush())
                 continue
+            answering = splitter.answering
             raw = self._detokenizer.push((token,))
             thought, answer = splitter.push(raw)
-            dropped = splitter.leading and raw.isspace()
+            dropped = splitter.leading and (raw.isspace() or not answering)  # not answering: the end of a mark
             if self.want_logprobs and at < len(logprobs) and splitter.answering and not dropped:
                 self._held.append(TokenPiece(token, self._length, logprobs[at]))
         if final:

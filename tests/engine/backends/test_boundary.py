@@ -49,7 +49,7 @@ def test_a_module_outside_backends_does_not_know_its_backend(path: Path) -> None
     "source",
     [
         "from penstock.engine.backends import cpu",
-        "from penstock.engine.backends.cuda.graphs import DecodeGraphs",
+        "from penstock.engine.backends.cuda.decode_graphs import DecodeGraphs",
         "import penstock.engine.backends.cpu.ops",
         "if kv.device.type == 'cuda': pass",
         "if x.is_cuda: pass",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.backends import cpu
-from penstock.engine.backends.cuda import graphs, prompt_graphs
+from penstock.engine.backends.cuda import decode_graphs, prompt_graphs
 from penstock.engine.backends.cuda.capture import Recording, Work
 from penstock.engine.backends.cuda.deferred import Deferred
 from penstock.engine.backends.cuda.graphs import GraphExecutor
@@ -78,7 +78,7 @@ def record(device: torch.device, work: Work, pool: Any, rehearse: Work) -> Recor
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     monkeypatch.setattr(cpu, "load", lambda threads: None)
-    for module in (graphs, prompt_graphs):
+    for module in (decode_graphs, prompt_graphs):
         monkeypatch.setattr(module, "record", record)
     monkeypatch.setattr(ReferenceBackend, "executor", lambda self, resources: GraphExecutor(resources))
     folder = write_checkpoint("llama-gqa", tmp_path)
@@ -170,7 +170,7 @@ def test_a_capture_that_fails_costs_no_step_and_is_tried_again_without_work(
     before = generate(engine, *requests_of(20, 12))
     assert executor.graphs.due and 24 not in executor.graphs._captured
     with monkeypatch.context() as patched:
-        for module in (graphs, prompt_graphs):
+        for module in (decode_graphs, prompt_graphs):
             patched.setattr(module, "record", fail)
         if beside:
             assert not engine.catch_up(60.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.kv import kept_folder
-from penstock.engine.kv.kept_folder import Identity, claim, sweep
+from penstock.engine.kv.kept_folder import Identity, claim, erase, sweep
 from penstock.engine.kv.own_file import open_own
 
 OLD = 1.0
@@ -97,6 +97,30 @@ def test_a_slot_is_not_deleted_while_it_is_taken(tmp_path: Path, monkeypatch: py
     thread.join()
     assert (folder / "0" / "rank0.lock").exists()
     slots[0].close()
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_an_engine_may_start_while_files_are_erased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locked: bool
+) -> None:
+    """That may take minutes. It takes another slot."""
+    claim(tmp_path, MINE).close()
+    folder = tmp_path / "kv-cache" / MINE.folder / "0"
+    (folder / "rank0.blocks.index").touch()
+    if not locked:
+        (folder / "rank0.lock").unlink()
+    taken: list[int] = []
+
+    def meanwhile(*_: object) -> int:
+        slot = claim(tmp_path, MINE)
+        taken.append(slot.number)
+        slot.close()
+        return 7
+
+    monkeypatch.setattr(kept_folder, "LOCK_S", 0.2)
+    monkeypatch.setattr(kept_folder, "erase_owned", meanwhile)
+    found = erase(tmp_path, "acme")
+    assert (found.blocks, found.busy, taken) == (7, [], [1])
 
 
 def test_planted_files_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

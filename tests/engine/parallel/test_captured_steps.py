@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.bench.soak.engines import verify_everything
 from penstock.engine.backends import cpu
-from penstock.engine.backends.cuda import graphs, prompt_graphs
+from penstock.engine.backends.cuda import decode_graphs, prompt_graphs
 from penstock.engine.backends.cuda.capture import Recording, Work
 from penstock.engine.backends.cuda.graphs import GraphExecutor, GraphFollower
 from penstock.engine.backends.reference.backend import ReferenceBackend
@@ -99,7 +99,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, tuple[
         return Peers(Group(self.process_group(store, rank, size, timeout), rank, size))
 
     monkeypatch.setattr(cpu, "load", lambda threads: None)
-    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(decode_graphs, "record", record)
     monkeypatch.setattr(prompt_graphs, "record", record)
     monkeypatch.setattr(prompt_graphs, "TOKENS", (16, 32))
     monkeypatch.setattr(prompt_graphs, "TOKENS_BESIDE_DECODES", (32,))
@@ -121,7 +121,7 @@ def test_ranks_replay_the_steps_that_rank_0_replays(
         assert type(engine.runner.executor) is GraphExecutor
         assert generate(engine, *requests) == expected
         assert_idle(engine)
-    assert {kind for kind, _ in captured} == {graphs.Kind.DECODES, graphs.Kind.PROMPTS}
+    assert {kind for kind, _ in captured} == {decode_graphs.Kind.DECODES, decode_graphs.Kind.PROMPTS}
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_both_models_of_an_engine_that_speculates_are_captured_and_again_after_a
         for _ in range(2):
             captured.clear()
             assert generate(engine, *requests) == expected
-            assert {kind for kind, _ in captured} >= {graphs.Kind.DECODES}
+            assert {kind for kind, _ in captured} >= {decode_graphs.Kind.DECODES}
             offload(engine).restore()
         load = engine.load_snapshot()
         assert load.accepted_tokens == load.draft_tokens > 20

@@ -22,6 +22,7 @@ from tests.engine.speculative.forced import verify_everything
 from tests.engine.speculative.heads import noted_drafts
 from tests.engine.speculative.mtp_layers import PlainMtp, write_mtp
 from tests.engine.tiny import write_checkpoint
+from tests.engine_host.client import eventually
 
 DATA: dict[str, Any] = {"expert_parallel": True, "attention_parallel": "data", "expert_rebalance_s": 0.0}
 CONVERSATIONS = 6
@@ -209,6 +210,31 @@ def test_what_a_drafter_reads_leaves_and_comes_back_too(tmp_path: Path, pipeline
             assert len(right) > 10 and all(right), right
             load = engine.load_snapshot()
             assert load.restored_blocks > 0 and load.disk_failures == 0
+
+
+@slow
+@pytest.mark.parametrize(("family", "tensor", "pipeline"), [("qwen3-next", 2, 2), ("glm4-moe with MTP", 2, 1)])
+def test_what_is_erased_is_gone_on_all_ranks(
+    folder_of: Folders, tmp_path: Path, family: str, tensor: int, pipeline: int
+) -> None:
+    """Blocks, states, and what a drafter reads."""
+    drafts = family.endswith("with MTP")
+    folder = write_mtp("glm4-moe", tmp_path) if drafts else folder_of(family)
+    alone, disk = Alone(folder), tmp_path / "disk"
+    settings = alone.tiers(disk, disk_persistent=True) | ({"speculation": "mtp"} if drafts else {})
+    for memory in ("host_memory", "disk_memory"):
+        settings[memory] *= 4
+    with threaded_engine(folder, tensor, pipeline, **settings) as engine:
+        assert converse(engine, alone, "first") == [0] * CONVERSATIONS
+        while engine.settle():
+            pass
+        kept = [file for file in disk.glob("kv-cache/*/*/rank*") if file.suffix not in (".index", ".lock")]
+        assert len(kept) >= tensor * pipeline and all(any(file.read_bytes()) for file in kept)
+        erasure = engine.erase("")
+        assert erasure.blocks >= 6 * CONVERSATIONS and eventually(erasure.advance) and not erasure.failed
+        assert not any(any(file.read_bytes()) for file in kept)
+        assert not any(any(file.read_bytes()[4096:]) for file in disk.glob("kv-cache/*/*/rank*.index"))
+        assert converse(engine, alone, "again") == [0] * CONVERSATIONS
 
 
 @slow

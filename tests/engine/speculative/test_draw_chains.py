@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.backends import cpu
-from penstock.engine.backends.cuda import draw_chains, graphs, prompt_graphs
+from penstock.engine.backends.cuda import decode_graphs, draw_chains, prompt_graphs
 from penstock.engine.backends.cuda.draw_chains import DrawChains
 from penstock.engine.backends.cuda.graphs import GraphExecutor
 from penstock.engine.backends.reference.backend import ReferenceBackend
@@ -34,7 +34,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         found.append(tuple(counts.values()))
         return replay(self, counts)
 
-    for module in (draw_chains, graphs, prompt_graphs):
+    for module in (draw_chains, decode_graphs, prompt_graphs):
         monkeypatch.setattr(module, "record", record)
     monkeypatch.setattr(cpu, "load", lambda threads: None)
     monkeypatch.setattr(prompt_graphs, "TOKENS", (16,))

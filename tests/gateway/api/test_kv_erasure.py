@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import Engine
+from penstock.engine.kv.block_hash import block_names, owner_tag
 from penstock.engine.loading.random_checkpoint import RandomCheckpoint
 from penstock.engine.request import Request, SamplingParams
+from penstock.gateway.api.admin.kv import KVEndpoints
+from penstock.protocol.errors import InvalidRequest
 from penstock.testing.in_process_backend import InProcessBackend
 from penstock.text import TextModel
 from tests.gateway.conftest import Serving
@@ -62,6 +66,8 @@ async def test_what_a_tenant_left_is_erased(serving: Serving, text: TextModel, e
         found = await erase(tenant="", model="tiny")  # callers without a key have no tenant of their own here
         assert found["complete"] and found["data"][0]["blocks"] > 3 and not found["shared"]
         assert await cached() == 0
+        (entry,) = (await erase(tenant="default"))["data"]  # to whom callers without a key are charged
+        assert entry["blocks"] > 3 and await cached() == 0
         for wrong, param in (
             ({}, "tenant"),
             ({"tenant": "\0"}, "tenant"),
@@ -70,6 +76,18 @@ async def test_what_a_tenant_left_is_erased(serving: Serving, text: TextModel, e
         ):
             reply = await erase(**wrong)
             assert reply.status_code in (400, 404) and reply.json()["error"]["param"] == param, reply.text
+
+
+def test_caches_of_remote_servers_are_not_erased() -> None:
+    endpoints = KVEndpoints(SimpleNamespace(remote=lambda name: name), share_prefixes=False)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="on another server"):
+        endpoints._models("theirs")
+
+
+def test_tenants_with_the_same_tag_share_no_block() -> None:
+    one, other = "tenant-40387", "tenant-51778"
+    assert owner_tag(one) == owner_tag(other)
+    assert not set(block_names(list(range(64)), 16, one)) & set(block_names(list(range(64)), 16, other))
 
 
 def test_salts_of_one_tenant_have_one_owner(engine: Engine) -> None:

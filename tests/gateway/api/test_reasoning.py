@@ -114,6 +114,12 @@ async def test_white_space_inside_an_answer_has_logprobs(serving: Serving, tmp_p
         choice = (await running.chat(logprobs=True)).json()["choices"][0]
         assert choice["message"]["content"] == "One.\n\nTwo."
         assert "One.\n\nTwo." in "".join(token["token"] for token in choice["logprobs"]["content"])
+    async with serving(
+        scripted(text, "<think>Hm.</think>\n\nOne. \nTwo."), text=text, served={"reasoning": "think"}
+    ) as running:
+        choice = (await running.chat(logprobs=True)).json()["choices"][0]
+        tokens = [token["token"] for token in choice["logprobs"]["content"]]
+        assert "".join(tokens) == choice["message"]["content"] == "One. \nTwo.", "nothing of a mark that is text"
 
 
 async def test_an_answer_may_end_inside_its_thought(serving: Serving, opens: TextModel, tmp_path: Path) -> None:

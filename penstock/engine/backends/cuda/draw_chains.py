@@ -23,7 +23,7 @@ from penstock.engine.runner.rows import Rows
 from penstock.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from penstock.engine.backends.cuda.graphs import DecodeGraphs
+    from penstock.engine.backends.cuda.decode_graphs import DecodeGraphs
 
 _MOST_ROWS = 32
 """Sequences that draw together: with more of them, deep drafts do not pay."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,10 +64,6 @@ class TritonLora:
 
     pdl = False
     """As in `CudaLinear`."""
-    apart: ClassVar[Literal["both", "second", "none"]] = "both"
-    """Which of the two launches of a decode step run on a second stream."""
-    first: ClassVar[bool] = False
-    """See `InlineLora`."""
 
     def __init__(
         self,
@@ -91,7 +87,8 @@ class TritonLora:
         self._ranks = torch.zeros(slots, self._sites, dtype=torch.int32, device=device)
         self._parts = torch.full_like(self._ranks, ALL_PARTS)
         self._side = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._staging = staging_for(device)
+        # Models that run through transformers may begin a pass for each sequence of a step.
+        self._staging = staging_for(device, fenced=True)
         self._step: _Step | None = None
         self._tiles: tuple[Tensor, Tensor, Tensor] | None = None
         """Of the pass that has begun: the tokens of its tiles, their ranks [sites, tiles], and, if it is captured, the
@@ -159,7 +156,6 @@ class TritonLora:
             parts=len(site.sizes),
             ends=_ends(site),
             inputs=site.inputs,
-            first=self.first,
         )
 
     def beside(self, x: Tensor, placed: PlacedSite, base: Callable[[Tensor], Tensor]) -> Tensor | Addends:
@@ -176,20 +172,11 @@ class TritonLora:
         if self._side is None:
             self._launch(x, sums, delta, placed, add=False)
             y = base(x)
-        elif self.apart == "none":
-            self._shrink(x, sums, placed)
-            y = base(x)
-            self._expand(sums, y, placed, add=True)
-            return y
         else:
             stream = torch.cuda.current_stream(x.device)
-            if self.apart == "second":
-                self._shrink(x, sums, placed)
             self._side.wait_stream(stream)
             with torch.cuda.stream(self._side):
-                if self.apart == "both":
-                    self._shrink(x, sums, placed)
-                self._expand(sums, delta, placed, add=False)
+                self._launch(x, sums, delta, placed, add=False)
             y = base(x)
             stream.wait_stream(self._side)
         return Addends(y, delta, ranks[placed.index])

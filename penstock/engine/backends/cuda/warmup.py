@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.runtime import AdaptedModel
-from penstock.engine.backends.cuda.graphs import buckets_up_to
+from penstock.engine.backends.cuda.decode_graphs import buckets_up_to
 from penstock.engine.backends.cuda.kernels.common import building_kernels
 from penstock.engine.backends.cuda.kernels.grouped import GroupedWeight
 from penstock.engine.backends.cuda.prompt_graphs import TOKENS

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
 from penstock.gateway.app.decoding import decode_query
 from penstock.gateway.app.exchange import Exchange
+from penstock.identity.entities import DEFAULT_TENANT
 from penstock.protocol.errors import InvalidRequest
 from penstock.routing.registry import ModelRegistry, ServedModel
 
@@ -35,17 +37,22 @@ class KVEndpoints:
             raise InvalidRequest("`tenant` is needed: whose cached prefixes are to be erased.", param="tenant")
         if "\0" in asked.tenant:  # which ends the owner in a salt: it would be another tenant's name
             raise InvalidRequest("`tenant` is not the name of a tenant.", param="tenant")
-        owners = dict.fromkeys([asked.tenant, ""] if self._share_prefixes else [asked.tenant])
+        # Callers without a key are charged as the default tenant, and share prefixes that nobody else has.
+        unowned = self._share_prefixes or asked.tenant == DEFAULT_TENANT
+        owners = dict.fromkeys([asked.tenant, ""] if unowned else [asked.tenant])
         models = self._models(asked.model)
-        entries = [
-            {"model": model.name, "replica": replica, "blocks": erased.blocks, "failed": erased.failed}
-            | ({"error": erased.error} if erased.error else {})
-            for owner in owners
-            for model, found in zip(
-                models, await asyncio.gather(*(model.backend.erase(owner) for model in models)), strict=True
-            )
-            for replica, erased in found.items()
-        ]
+        engines: dict[tuple[str, str], dict[str, Any]] = {}
+        for owner in owners:
+            erasures = await asyncio.gather(*(model.backend.erase(owner) for model in models))
+            for model, found in zip(models, erasures, strict=True):
+                for replica, erased in found.items():
+                    new = {"model": model.name, "replica": replica, "blocks": 0, "failed": 0}
+                    entry = engines.setdefault((model.name, replica), new)
+                    entry["blocks"] += erased.blocks
+                    entry["failed"] += erased.failed
+                    if erased.error:
+                        entry["error"] = erased.error
+        entries = list(engines.values())
         complete = not any(entry["failed"] or "error" in entry for entry in entries)
         log.info("erased KV blocks", extra={"tenant": asked.tenant, "complete": complete})
         await exchange.reply_json(
@@ -61,6 +68,8 @@ class KVEndpoints:
     def _models(self, name: str | None) -> list[ServedModel]:
         if name is None:
             return [model for model in self._registry if isinstance(model, ServedModel) and not model.adapter]
+        if self._registry.remote(name) is not None:
+            raise InvalidRequest(f"`{name}` runs on another server, whose caches are its own.", param="model")
         model = self._registry.route(name).model
         if model.adapter:
             raise InvalidRequest(f"`{model.name}` is an adapter; its base is `{model.base}`.", param="model")

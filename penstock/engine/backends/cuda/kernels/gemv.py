@@ -37,7 +37,7 @@ from penstock.engine.backends.cuda.kernels.inline_lora import (
     up_rows,
 )
 from penstock.engine.backends.cuda.kernels.norm import rms_norm
-from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink, shrink
+from penstock.engine.backends.cuda.kernels.norm_shrink import rms_norm_shrink
 
 MAX_BATCH = 8
 """Above this cuBLAS is the better choice."""
@@ -359,8 +359,6 @@ def linear(
         x = rms_norm(x, norm, eps, dtype=torch.float16 if half else None, pdl=pdl)
     elif half:
         x = to_half(x, pdl=pdl)
-    if norm is None and lora is not None and lora.first:
-        shrink(x, lora, pdl=pdl)
     pointers = (
         x,
         weight,
@@ -381,7 +379,7 @@ def linear(
         if any(end % shape.block_n for end in lora.ends):
             shape = replace(shape, block_n=TILE_ROWS, num_warps=1)  # a program's rows lie in one part
         flags |= {**lora.options, "ADAPTED": True}
-        if norm is None and not lora.first:
+        if norm is None:
             shrinks = lora.shrinks(shape.kernel == "rows")
             flags |= {"SHRINKS": shrinks, "REPLICAS": COPIES}
     if batch > 1 and shape.kernel == "rows":

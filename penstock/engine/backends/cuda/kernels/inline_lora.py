@@ -59,8 +59,6 @@ class InlineLora:
     ends: tuple[int, int]
     """Where the first and the second part of the outputs end; multiples of `TILE_ROWS`."""
     inputs: int
-    first: bool = False
-    """Whether the products with A are made by a launch of their own where no norm stands before the linear."""
 
     @property
     def pointers(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:

@@ -57,56 +57,6 @@ def _norm_shrink_kernel(
 
 
 @triton.jit
-def _shrink_kernel(
-    x_ptr: tl.tensor,
-    bank_ptr: tl.tensor,
-    ranks_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    slot_stride: tl.tensor,
-    start: tl.tensor,
-    x_stride: tl.tensor,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    R: tl.constexpr,
-    PARTS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    row = tl.program_id(0)
-    token = tl.program_id(1)
-    cols = tl.arange(0, BLOCK)
-    launch_successor(PDL)
-    slot = tl.load(slots_ptr + token)
-    rank = tl.load(ranks_ptr + token)
-    inside = row < PARTS * rank
-    a_ptr = bank_ptr + slot.to(tl.int64) * slot_stride + rank.to(tl.int64) * start + row * K
-    a = tl.load(a_ptr + cols, mask=(cols < K) & inside, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
-    x = tl.load(x_ptr + token.to(tl.int64) * x_stride + cols, mask=cols < K, other=0.0).to(tl.float32)
-    total = tl.sum(a * x, axis=0)
-    tl.store(sums_ptr + token * (PARTS * R) + row, total.to(tl.int32, bitcast=True), mask=inside)
-
-
-def shrink(x: Tensor, lora: InlineLora, *, pdl: bool = False) -> None:
-    """`lora.sums` holds each token's products with A afterwards."""
-    tokens, inputs = x.shape
-    block = next_power_of_2(inputs)
-    launch(
-        _shrink_kernel,
-        (lora.parts * lora.rank, tokens),
-        x,
-        *lora.pointers,
-        x.stride(0),
-        K=inputs,
-        BLOCK=block,
-        R=lora.rank,
-        PARTS=lora.parts,
-        num_warps=min(16, max(1, block // 512)),
-        pdl=pdl,
-    )
-
-
-@triton.jit
 def _normalized(x: tl.tensor, weight: tl.tensor, eps: tl.tensor, HIDDEN: tl.constexpr) -> tl.tensor:
     return x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps) * weight
 
