@@ -29,6 +29,12 @@ def layout_of_modules(decoder: TransformersDecoder, *, by_output: bool = False) 
 def cut_of_modules(decoder: TransformersDecoder, *, by_output: bool = False) -> AdapterCut:
     """The part of every adapter that belongs to the decoder's part of the model; all of it where that is whole."""
     stage, model = decoder.stage, decoder.config
+    named = [(linear.layer, linear.module) for linear in decoder.linears if linear.layer is not None]
+    if len(set(named)) < len(named):
+        raise ConfigError(
+            f"adapters: a {model.family} model has several lists of layers, whose linears have the same names in "
+            "adapters; merge the adapter into the model"
+        )
     layers = _shapes(decoder) if stage is None else stage.junction.shapes
     everywhere = set.intersection(*(set(shapes.items()) for shapes in layers.values())) if layers else set()
     if not everywhere or sorted(layers) != list(range(model.num_layers)):
