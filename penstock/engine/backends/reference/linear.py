@@ -22,6 +22,15 @@ class DenseLinear:
         return F.linear(x, self.weight, self.bias)
 
 
+def packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has a blocked layout for weights of this type on this processor."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
 class PackedLinear:
     """oneDNN weights in their blocked layout."""
 

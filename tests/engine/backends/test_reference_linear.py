@@ -1,0 +1,19 @@
+"""Dense linears through PyTorch, in every type that a configuration may ask for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from penstock.engine.backends.reference.backend import ReferenceBackend
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_type_has_linears_on_every_processor(dtype: torch.dtype) -> None:
+    """oneDNN packs 16-bit weights on some processors only."""
+    torch.manual_seed(0)
+    weight, bias, x = (torch.randn(*shape).to(dtype) for shape in ((24, 16), (24,), (3, 16)))
+    got = ReferenceBackend().linear(weight, bias)(x)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), F.linear(x.float(), weight.float(), bias.float()), rtol=2e-2, atol=5e-2)
