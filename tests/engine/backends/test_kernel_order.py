@@ -10,6 +10,14 @@ import penstock.engine.backends.cuda as cuda
 ROOT = Path(cuda.__file__).parent
 WAIT = {"wait_for_inputs", "gdc_wait"}
 """The second is what kernels in Gluon call."""
+WEIGHTS = {"weight", "shared", "words", "exponents", "scale", "bias", "norm", "q_norm", "k_norm", "cos_sin", "conv",
+           "decay", "dt_bias", "skip", "columns"}  # fmt: skip
+STEP = {"positions", "slots", "rows", "context", "first", "last", "reads"}
+ADAPTERS = {"bank", "a", "b", "ranks", "delta_ranks", "tile_ranks", "tile_slots", "tile_tokens"}
+"""Constants, and tables that are made by launches that nothing overtakes."""
+EARLIER = {"ring", "k_cache", "v_cache"}
+"""What earlier steps left; of caches addresses only."""
+GUESSES = {("_down_kernel", "chosen")}
 
 
 def calls(node: ast.AST) -> list[tuple[int, str]]:
@@ -38,3 +46,36 @@ def test_every_kernel_waits_before_it_returns() -> None:
             returns = [n.lineno for n in ast.walk(function) if isinstance(n, ast.Return)]
             assert waits, f"{path.name}: {name} does not wait for its inputs; launch it with in_order=True"
             assert not returns or min(waits) < min(returns), f"{path.name}: {name} returns before it waits"
+
+
+def test_no_kernel_reads_what_its_step_writes_before_it_waits() -> None:
+    """By the names of pointers in loads, and in calls of other functions, above the first wait."""
+    functions = [
+        (path.name, node)
+        for path in sorted(ROOT.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    waits = {node.name: [line for line, called in calls(node) if called in WAIT] for _, node in functions}
+    helpers = {node.name for _, node in functions if not waits[node.name]}
+    found = 0
+    for path, function in functions:
+        lines = [line for line, called in calls(function) if called in WAIT]
+        if not lines or not any(each.arg.endswith("_ptr") for each in function.args.args):
+            continue
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call) and node.lineno < min(lines)):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if name != "load" and name not in helpers:
+                continue
+            read = {
+                n.id.removesuffix("_ptr")
+                for a in call.args
+                for n in ast.walk(a)
+                if isinstance(n, ast.Name) and n.id.endswith("_ptr")
+            }
+            found += len(read)
+            early = (
+                read - WEIGHTS - STEP - ADAPTERS - EARLIER - {it for kernel, it in GUESSES if kernel == function.name}
+            )
+            assert not early, f"{path}:{call.lineno}: {function.name} reads {early} before it waits"
+    assert found > 40

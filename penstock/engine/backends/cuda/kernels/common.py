@@ -3,9 +3,11 @@
 Launch order: with `PDL` a kernel may be scheduled while its predecessor still runs (programmatic dependent launch,
 compute capability 9.0). It must then call `wait_for_inputs` before it touches anything an earlier kernel wrote *or
 reads*, in every program and before any early return: a grid that finishes without waiting would let its successor
-overtake its predecessor. Before the wait it may read what no kernel here writes: weights, and what describes the step
-(positions, slots, rows, context lengths, block tables), which is copied or made by PyTorch, whose kernels nobody
-overtakes.
+overtake its predecessor. Before the wait it may read what no kernel of the same step writes: weights, what describes
+the step (positions, slots, rows, context lengths, block tables), which is copied or made by PyTorch, and the states
+that an earlier step left. Nobody overtakes a kernel of PyTorch's or a copy, and every step, also each of several in one
+graph, begins with one: its inputs are sent, its tokens looked up in the embedding. The residual stream, activations and
+counters are written by kernels of the step: they are read behind the wait, or as a guess that is checked behind it.
 """
 
 from __future__ import annotations

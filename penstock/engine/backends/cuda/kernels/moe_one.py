@@ -205,7 +205,7 @@ def _gate_up_kernel(
     visit = (pid - FIRST) // BLOCKS
     n = (pid - FIRST) % BLOCKS * BLOCK_N + i
     wait_for_inputs(PDL)
-    # Only now: what comes next looks the choices up as soon as it starts, to know what to ask for.
+    # Only now: what comes next looks the choices up as soon as it starts, to guess what to load.
     launch_successor(PDL)
     if CHOOSES:
         e = tl.arange(0, BLOCK_E)
