@@ -15,6 +15,7 @@ from penstock.bench.soak.engines import verify_everything
 from penstock.engine.core import Engine
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import ConfigError, ReplicaLost
+from tests.engine.foreign import write_foreign
 from tests.engine.harness import assert_idle, generate, greedy, make_engine
 from tests.engine.parallel.threads import threaded_engine
 from tests.engine.speculative.forced import Oracle
@@ -195,3 +196,18 @@ def test_states_behind_draft_tokens_on_every_rank(
             ) == {f"{name}-{turn}": tokens for name, tokens in expected.items()}
         assert engine.load_snapshot().draft_tokens > 5
         assert_idle(engine)
+
+
+def test_a_draft_through_transformers_stays_whole_unless_asked(tmp_path: Path) -> None:
+    """Whether it can be cut is only known once it is read."""
+    target, draft = write_checkpoint("llama-gqa", tmp_path / "target"), write_foreign("bloom", tmp_path / "draft")
+    request = greedy("r", list(range(20)), 8)
+    expected = generate(make_engine(target), request)
+    settings = {"speculation": "draft", "draft_model": str(draft)}
+    with threaded_engine(target, 2, 1, **settings) as engine:
+        assert generate(engine, request) == expected
+    with (
+        pytest.raises(ConfigError, match="draft_tensor_parallel: 1 leaves it whole"),
+        threaded_engine(target, 2, 1, draft_tensor_parallel=2, **settings),
+    ):
+        pass
