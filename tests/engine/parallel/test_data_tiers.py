@@ -111,7 +111,7 @@ def shards_used(engine: Engine) -> list[bool]:
 @pytest.mark.parametrize(
     ("family", "tensor", "pipeline"),
     [
-        ("qwen3-moe", 2, 1),
+        pytest.param("qwen3-moe", 2, 1, marks=slow),
         pytest.param("qwen3-moe", 2, 2, marks=slow),
         pytest.param("mixtral", 3, 1, marks=slow),
         pytest.param("deepseek-v3", 2, 1, marks=slow),
