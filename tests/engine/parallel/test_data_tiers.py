@@ -108,15 +108,16 @@ def shards_used(engine: Engine) -> list[bool]:
     return found
 
 
+@slow
 @pytest.mark.parametrize(
     ("family", "tensor", "pipeline"),
     [
-        pytest.param("qwen3-moe", 2, 1, marks=slow),
-        pytest.param("qwen3-moe", 2, 2, marks=slow),
-        pytest.param("mixtral", 3, 1, marks=slow),
-        pytest.param("deepseek-v3", 2, 1, marks=slow),
-        pytest.param("qwen3-next", 2, 1, marks=slow),
-        pytest.param("qwen3-next", 2, 2, marks=slow),
+        ("qwen3-moe", 2, 1),
+        ("qwen3-moe", 2, 2),
+        ("mixtral", 3, 1),
+        ("deepseek-v3", 2, 1),
+        ("qwen3-next", 2, 1),
+        ("qwen3-next", 2, 2),
     ],
 )
 def test_conversations_leave_their_shard_and_come_back(
