@@ -68,10 +68,9 @@ def _erase_files(disk_path: Path, tenant: str) -> None:
     from penstock.errors import PenstockError
     from penstock.identity.entities import DEFAULT_TENANT
 
+    owners = [tenant, ""] if tenant == DEFAULT_TENANT else [tenant]  # callers without a key are charged to it
     try:
-        found = erase_kept(disk_path.expanduser(), tenant)
-        if tenant == DEFAULT_TENANT:  # callers without a key are charged to it
-            found.blocks += erase_kept(disk_path.expanduser(), "").blocks
+        found = erase_kept(disk_path.expanduser(), *owners)
     except OSError as error:
         raise PenstockError(f"{disk_path}: {error.strerror or error}") from error
     typer.echo(f"{found.blocks} blocks erased")

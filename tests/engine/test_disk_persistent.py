@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from penstock.cli.kv import app as kv_commands
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.core import Engine
 from penstock.engine.kv import block_file, block_index
@@ -287,6 +289,19 @@ def test_what_an_owner_left_can_be_erased(folder: Path, tmp_path: Path, expected
     engine = start(folder, tmp_path)
     assert [converse(engine, expected, salt, range(at, at + 1)) for at, salt in enumerate(salts)] == [[0], [0], [96]]
     engine.close()
+
+
+def test_callers_without_a_key_are_erased_with_the_default_tenant(
+    folder: Path, tmp_path: Path, expected: dict[str, list[int]]
+) -> None:
+    engine = start(folder, tmp_path)
+    for number, salt in enumerate(("default", "", "acme")):
+        converse(engine, expected, salt, range(number, number + 1))
+    settle(engine)
+    engine.close()
+    said = CliRunner().invoke(kv_commands, ["erase", "--tenant", "default", "--files", str(tmp_path)])
+    assert said.output == "12 blocks erased\n", said.output
+    assert erase(tmp_path, "acme").blocks == 6
 
 
 def test_an_owner_can_be_erased_in_files_that_no_engine_uses(

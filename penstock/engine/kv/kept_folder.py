@@ -133,9 +133,9 @@ class Erased:
     """Slots that engines use: those must be told to erase."""
 
 
-def erase(disk_path: Path, owner: str) -> Erased:
-    """Overwrite what the requests of an owner have left in files that no engine uses. Raises `OSError`."""
-    found, tag, root = Erased(), owner_tag(owner), disk_path / _ROOT
+def erase(disk_path: Path, *owners: str) -> Erased:
+    """Overwrite what the requests of these owners have left in files that no engine uses. Raises `OSError`."""
+    found, tags, root = Erased(), [owner_tag(owner) for owner in owners], disk_path / _ROOT
     if not root.is_dir():
         raise FileNotFoundError(errno.ENOENT, f"it has no folder {_ROOT}; is it the disk_path of a model?")
     own_folder(root)
@@ -152,7 +152,7 @@ def erase(disk_path: Path, owner: str) -> Erased:
             for file in sorted(slot.glob("rank*.index")):
                 index, blocks = open_own(file), open_own(file.with_suffix(""))
                 try:
-                    found.blocks += erase_owned(index, blocks, tag)
+                    found.blocks += sum(erase_owned(index, blocks, tag) for tag in tags)
                 finally:
                     os.close(index)
                     os.close(blocks)
