@@ -237,7 +237,8 @@ class Report:
     """What it has chosen by itself, and must have chosen like rank 0."""
     problem: str = ""
     on_purpose: bool = False
-    """Whether the problem is a `PenstockError`, to be shown to the operator, and not a bug."""
+    """Whether the problem is its own and a `PenstockError`, to be shown to the operator: neither a bug nor that another
+    rank is gone."""
 
 
 @plain.record

@@ -34,7 +34,7 @@ from penstock.engine.parallel.machines import Machines, RankProcess, RemoteRank
 from penstock.engine.parallel.member import KV_BLOCKS, Member
 from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.setup import Setup
-from penstock.errors import ConfigError, ReplicaLost
+from penstock.errors import ConfigError, PenstockError, ReplicaLost
 
 EXIT_RANK_LOST = 72
 _GRACE_S = 3.0
@@ -317,8 +317,26 @@ class Ranks(Member):
         except (EOFError, OSError):
             raise ReplicaLost(self.why_lost() or f"{other.place} ended while starting") from None
         if report.problem:
-            raise (ConfigError if report.on_purpose else ReplicaLost)(f"{other.place}: {report.problem}")
+            raise _blame(*(self._failure((other, report)) or (other, report)))
         return report
+
+    def loss(self, error: Exception) -> PenstockError:
+        failed = self._failure()
+        if failed is not None:
+            return _blame(*failed)
+        return ReplicaLost(self.why_lost() or f"another rank is gone: {error}")
+
+    def _failure(self, found: tuple[_Rank, Report] | None = None) -> tuple[_Rank, Report] | None:
+        """Why ranks have failed while starting, of all that they report; `found`: what one has reported.
+        One that has lost another fails too, perhaps earlier than the other can say why."""
+        deadline = time.monotonic() + 1.0
+        while (found is None or not found[1].on_purpose) and time.monotonic() < deadline:
+            for other in self._ranks:
+                report = _next_report(other)
+                if report is not None and report.problem and (found is None or report.on_purpose):
+                    found = other, report
+            time.sleep(0.02)
+        return found
 
     def why_lost(self) -> str | None:
         """Which rank is gone, and its last report. A rank that just closed its connection may still be exiting."""
@@ -354,9 +372,21 @@ def _last_report(rank: _Rank) -> str:
     if rank.reader is not None:
         rank.reader.join(1.0)
         return f": {rank.last_words}" if rank.last_words else ""
+    while (report := _next_report(rank)) is not None:
+        if report.problem:
+            return f": {report.problem}"
+    return ""
+
+
+def _blame(rank: _Rank, report: Report) -> PenstockError:
+    return (ConfigError if report.on_purpose else ReplicaLost)(f"{rank.place}: {report.problem}")
+
+
+def _next_report(rank: _Rank) -> Report | None:
+    """What a rank that has no reader has said and nobody has heard."""
     with suppress(EOFError, OSError):
         while rank.connection.poll():
             report = plain.receive(rank.connection)
-            if isinstance(report, Report) and report.problem:
-                return f": {report.problem}"
-    return ""
+            if isinstance(report, Report):
+                return report
+    return None

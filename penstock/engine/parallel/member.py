@@ -36,7 +36,7 @@ from penstock.engine.parallel.layout import Place, check_layout, local_config, p
 from penstock.engine.parallel.linears import GatheredLinear, SummedFeedForward, SummedLinear, summed, summing
 from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.shards import head_rows, shard
-from penstock.errors import ReplicaLost
+from penstock.errors import PenstockError, ReplicaLost
 
 KV_BLOCKS = "KV blocks"
 """What ranks call the blocks of their caches when they agree on a number."""
@@ -70,7 +70,10 @@ class Member(ABC):
         """Connect with the other ranks, once."""
         if self._groups is None:
             self._announce()
-            self._groups = Groups(self.place, self.rendezvous, backend)
+            try:
+                self._groups = Groups(self.place, self.rendezvous, backend)
+            except RuntimeError as error:  # one that was here first may have failed since, and left
+                raise self.loss(error) from error
 
     def check(self, model: ModelConfig) -> None:
         """Raise `ConfigError` when the model cannot be split over these ranks."""
@@ -118,11 +121,12 @@ class Member(ABC):
         try:
             return group.sum(x)
         except RuntimeError as error:
-            raise ReplicaLost(self.why_lost() or f"another rank is gone: {error}") from error
+            raise self.loss(error) from error
 
-    def why_lost(self) -> str | None:
-        """Which other rank is gone, and why, as far as this one knows."""
-        return None
+    def loss(self, error: Exception) -> PenstockError:
+        """What to raise when ranks could not do together what they do while loading: why another one left, as far as
+        this one knows."""
+        return ReplicaLost(f"another rank is gone: {error}")
 
     def leave(self) -> None:
         """Let those that wait for this rank know that it is gone."""
@@ -155,8 +159,8 @@ class DraftMember(Member):
         self._whole.meet(backend)
         self._groups = self._whole.groups.of_first(self.place.tensor)
 
-    def why_lost(self) -> str | None:
-        return self._whole.why_lost()
+    def loss(self, error: Exception) -> PenstockError:
+        return self._whole.loss(error)
 
     def least(self, count: int, of: str = "") -> int:
         """Its cache has the target's number of blocks, on which the ranks agree."""

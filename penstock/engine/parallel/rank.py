@@ -51,7 +51,7 @@ from penstock.engine.speculative.setup import Draft, load_draft
 from penstock.engine.startup.kept_files import mark_weights
 from penstock.engine.startup.offload import open_tiers
 from penstock.engine.startup.part import Part, Phases, load_part
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, ReplicaLost
 
 EXIT_FAILED = 1
 Step = Forward | Head | Move | Replay | Capture
@@ -329,12 +329,12 @@ def run(connection: Connection, link: Connection | None = None, find_adapter: Ca
     except (EOFError, ConnectionError):
         return 0
     except Exception as error:
-        on_purpose = isinstance(error, PenstockError)
-        if not on_purpose:
+        known = isinstance(error, PenstockError)
+        if not known:
             traceback.print_exc()
         with suppress(OSError):  # rank 0 may be gone too
-            problem = str(error) if on_purpose else f"{type(error).__name__}: {error}"
-            plain.send(connection, Report(problem=problem, on_purpose=on_purpose))
+            problem = str(error) if known else f"{type(error).__name__}: {error}"
+            plain.send(connection, Report(problem=problem, on_purpose=known and not isinstance(error, ReplicaLost)))
         return EXIT_FAILED
     finally:
         for model in models:

@@ -18,6 +18,7 @@ from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.models.transformers import load
 from penstock.engine.models.transformers.body import CannotDivide, Elsewhere, Junction, NoEmbedding, StageBody
 from penstock.engine.models.transformers.decoder import TransformersDecoder
+from penstock.engine.parallel.groups import Groups
 from penstock.engine.request import Request, SamplingParams
 from penstock.errors import CheckpointError, ConfigError
 from tests.engine.foreign import write_foreign
@@ -111,6 +112,33 @@ def test_a_rank_that_cannot_load_is_the_reason(
         pytest.raises((ConfigError, CheckpointError), match=f"{told}pretend that"),
         threaded_engine(folder, tensor, 3 - tensor),
     ):
+        pass
+
+
+def test_a_rank_that_fails_while_others_still_meet_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves as soon as it has met them: connections to it break under those that are slower."""
+    folder, leader, left = write_foreign("starcoder2", tmp_path), threading.current_thread(), threading.Event()
+    meet, leave = Groups.__init__, Groups.drop
+
+    def met(groups: Groups, *arguments: Any) -> None:
+        meet(groups, *arguments)
+        if threading.current_thread() is leader:
+            assert left.wait(20.0)
+            raise RuntimeError("connection closed by peer")
+
+    def dropped(groups: Groups) -> None:
+        leave(groups)
+        left.set()
+
+    def fails(*arguments: Any, **options: Any) -> Any:
+        raise CheckpointError("pretend that a file is bad")
+
+    monkeypatch.setattr(Groups, "__init__", met)
+    monkeypatch.setattr(Groups, "drop", dropped)
+    monkeypatch.setattr(load, "read_model", fails)
+    with pytest.raises(ConfigError, match=r"rank 1 .*: pretend that"), threaded_engine(folder, 2, 1):
         pass
 
 
