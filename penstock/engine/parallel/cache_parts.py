@@ -133,4 +133,10 @@ def cache_parts(part: Part) -> CacheParts:
     """Of the model of which `part` is one rank's."""
     last = part.kv.shape.kinds[-1]
     rows = last if isinstance(last, PagedRows) else None
+    if part.sites:
+        from penstock.engine.parallel.site_parts import SiteParts
+
+        return SiteParts(
+            part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows, sites=part.sites
+        )
     return CacheParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows)
