@@ -147,7 +147,8 @@ class ServedModel:
 
     def start_over(self) -> None:
         """Another rank is lost, and with it what all had computed."""
-        self.stage.start_over()
+        for stage in (self.stage, *self.adapted.values()):
+            stage.start_over()
         self.tables.zero_()
 
     def _stage_of(self, message: Forward) -> Stage:
