@@ -186,7 +186,7 @@ class BlockAllocator:
 
     def bring_back(self, steps: int = 1) -> bool:
         """Let the next step make some of the copies that sequences wait for (`HostTier`). Whether there were any."""
-        return any([host.bring_back(steps) for host in self.hosts])
+        return sum(host.bring_back(steps) for host in self.hosts) > 0
 
     def awaits(self, seq: Sequence) -> bool:
         """Whether blocks of `seq`, or the state it starts with, are still to be copied back from the host."""

@@ -317,7 +317,8 @@ class HostTier:
 
     def names_of(self, owner: bytes) -> list[bytes]:
         """Of the blocks here and on disk, those whose names begin so."""
-        names = [*self._resting, *self._moving, *self.returns.slots, *(() if self.disk is None else self.disk.all_names)]
+        on_disk = () if self.disk is None else self.disk.all_names
+        names = [*self._resting, *self._moving, *self.returns.slots, *on_disk]
         return [name for name in dict.fromkeys(names) if name.startswith(owner)]
 
     def forget(self, names: Collection[bytes]) -> None:
@@ -349,7 +350,8 @@ class HostTier:
 
     def distrust(self) -> None:
         """A step failed, and the device has lost its names: copies that the step was to make may not have been made,
-        nor will those be that were collected since or wait for later steps. What earlier steps brought here is right, and on disk too."""
+        nor will those be that were collected since or wait for later steps. What earlier steps brought here is right,
+        and on disk too."""
         doubtful = [*self._latest, *self._of_slots({slot for _, slot in self._transfers.out})]
         self._moving |= self.returns.clear()
         self._latest = []
