@@ -12,9 +12,9 @@ import pytest
 
 from penstock.engine.core import Engine
 from penstock.engine.parallel import experts, launch
-from penstock.engine.parallel.channel import Call
 from penstock.errors import ConfigError, ReplicaLost
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
+from tests.engine.parallel.lost_rank import lose, run_losing
 from tests.engine.parallel.threads import _spawn, threaded_engine
 from tests.engine.speculative.forced import verify_everything
 from tests.engine.speculative.mtp_layers import write_mtp
@@ -35,24 +35,8 @@ def expected(folder: Path) -> dict[str, list[int]]:
     return generate(make_engine(folder, token_budget=32, kv_dtype="full"), *BATCH)
 
 
-def lose(engine: Engine, rank: int) -> None:
-    """Have a rank fail as by a bug: it is told to do what nobody knows."""
-    assert engine.ranks is not None
-    engine.ranks._ranks[rank - 1].connection.send_bytes(Call(10**6, "nonsense", ()).encode())
-
-
 def run_and_lose(engine: Engine, rank: int) -> dict[str, list[int]]:
-    for request in BATCH:
-        engine.submit(request)
-    deltas = []
-    for step in range(100_000):
-        if not engine.has_work:
-            break
-        if step == 6:
-            lose(engine, rank)
-        output = engine.step()
-        deltas += output.deltas if output is not None else []
-    return collect(deltas)
+    return collect(run_losing(engine, BATCH, rank))
 
 
 @pytest.mark.parametrize(
@@ -149,17 +133,17 @@ def test_an_erasure_outlives_a_rank(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["draft", "mtp"])
+@pytest.mark.parametrize("kind", ["draft", "alone", "mtp"])
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "more"),
     [(2, 1, {}), (1, 2, {}), (2, 2, {"expert_parallel": True, "attention_parallel": "data"})],
 )
-def test_a_drafter_on_the_first_rank_goes_on(
-    tmp_path: Path, kind: str, tensor: int, pipeline: int, more: dict[str, Any]
-) -> None:
+def test_a_drafter_goes_on(tmp_path: Path, kind: str, tensor: int, pipeline: int, more: dict[str, Any]) -> None:
     folder = write_mtp("glm4-moe", tmp_path)
     expected = generate(make_engine(folder, kv_dtype="full"), *BATCH)
-    drafter = {"draft_model": str(folder)} if kind == "draft" else {}
+    shards = {"alone": 1, "draft": tensor}.get(kind)
+    drafter = {} if shards is None else {"draft_model": str(folder), "draft_tensor_parallel": shards}
+    kind = "draft" if drafter else kind
     as_threads = patch.object(launch, "_spawn", _spawn)
     settings = {**SETTINGS, **more, **drafter, "speculation": kind}
     with threaded_engine(folder, tensor, pipeline, **settings) as engine, as_threads:
@@ -171,6 +155,23 @@ def test_a_drafter_on_the_first_rank_goes_on(
         assert load.preemptions > 0 and load.draft_tokens > 20
         if kind == "draft":
             assert load.accepted_tokens > 0.8 * load.draft_tokens, "it is the model itself"
+        assert_idle(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_draft_model_on_fewer_shards_than_the_model_goes_on(tmp_path: Path, rank: int) -> None:
+    folder = write_checkpoint("llama-mqa-tied", tmp_path / "model")
+    expected = generate(make_engine(folder, kv_dtype="full"), *BATCH)
+    draft = {"speculation": "draft", "draft_model": str(folder), "draft_tensor_parallel": 2}
+    as_threads = patch.object(launch, "_spawn", _spawn)
+    with threaded_engine(folder, 4, 1, **SETTINGS, **draft) as engine, as_threads:
+        assert engine.speculation is not None
+        verify_everything(engine.speculation)
+        for _ in range(2):
+            assert run_and_lose(engine, rank) == expected
+        load = engine.load_snapshot()
+        assert load.preemptions > 0 and load.accepted_tokens > 0.8 * load.draft_tokens > 20
         assert_idle(engine)
 
 
@@ -240,14 +241,10 @@ def test_an_idle_engine_notices_and_is_ready_for_the_next_request(folder: Path, 
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"adapter_slots": 2}, "adapters"),
         ({"role": "prefill"}, "role: prefill"),
         ({"kv_dtype": "int8"}, "kv_dtype: int8"),
-        ({"speculation": "draft"}, "draft model on several"),
     ],
 )
 def test_what_a_new_rank_could_not_know_is_refused(folder: Path, more: dict[str, Any], why: str) -> None:
-    if "speculation" in more:
-        more = {**more, "draft_model": str(folder), "draft_tensor_parallel": 2}
     with pytest.raises(ConfigError, match=why), patch.object(launch, "_spawn", _spawn):
         make_engine(folder, tensor_parallel=2, **{**SETTINGS, **more})
