@@ -117,7 +117,7 @@ def test_engine_with_replaced_rows_of_embedding_and_head() -> None:
             ends = write_ends(root / "ends", base, whole=True)
             specs, references = [AdapterSpec("ends", str(ends))], {"": Reference(base)}
             references["ends"] = Reference(merged(base, ends, root / "merged ends"))
-            for seed, (kind, settings) in enumerate(KINDS.items()):
+            for seed, settings in enumerate(KINDS.values()):
                 path = write_saved(root / f"a{seed}", base, seed=seed, **settings)
                 specs.append(AdapterSpec(f"a{seed}", str(path)))
                 references[f"a{seed}"] = Reference(replaced(base, path, root / f"m{seed}"))

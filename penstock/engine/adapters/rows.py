@@ -9,14 +9,10 @@ with memory of its own, slots have room for a number of rows that was reserved w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from penstock.engine.adapters.peft import LoadedAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +87,8 @@ class RowBank:
             self._tables = torch.empty(slots, vocabulary, dtype=torch.int32, device=device)
             self._head_ids = torch.empty(slots, most, dtype=torch.int64, device=device)
 
-    def put(self, slot: int, adapter: LoadedAdapter) -> None:
+    def put(self, slot: int, ends: EndRows | None) -> None:
         """Bring what an adapter replaces into a slot."""
-        ends = adapter.rows
         if ends is None:
             self._held[slot] = None
             return

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.engine.adapters.peft import LoadedAdapter
 from penstock.engine.adapters.rows import EndRows, ReplacedRows, RowBank
 from penstock.engine.adapters.spec import AdapterSpec
 from penstock.engine.request import Request, SamplingParams
@@ -292,15 +291,12 @@ def test_a_slot_takes_the_rows_of_one_adapter_after_the_other() -> None:
     def rows(*ids: int) -> ReplacedRows:
         return ReplacedRows(torch.tensor(ids), torch.randn(len(ids), 8, generator=generator))
 
-    def adapter(ends: EndRows | None) -> LoadedAdapter:
-        return LoadedAdapter("", 0, "", torch.empty(0), torch.zeros(1, dtype=torch.int32), rows=ends)
-
     bank = RowBank(2, 20, 8, torch.float32, torch.device("cpu"), most=3)
     first, second = EndRows(rows(1, 5, 7), rows(2, 3)), EndRows(rows(5), rows(19, 4, 0), tokens=15)
     own, x, logits = (torch.randn(n, m, generator=generator) for n, m in ((20, 8), (4, 8), (4, 20)))
     ids, slots = torch.tensor([5, 1, 5, 9]), np.array([1, 1, -1, 1], np.int32)
     for ends in (first, second, None):
-        bank.put(1, adapter(ends))
+        bank.put(1, ends)
         bank.begin(slots)
         stream, expected = own[ids], own[ids]
         bank.replace_embedding(ids, stream)

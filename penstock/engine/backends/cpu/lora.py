@@ -46,7 +46,7 @@ class CpuLora:
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         if self.rows is not None:
-            self.rows.put(slot, adapter)
+            self.rows.put(slot, adapter.rows)
         self._adapters[slot] = adapter  # keeps the memory alive
         self._pointers[slot] = adapter.data.data_ptr()
         self._ranks[slot] = adapter.ranks.numpy()

@@ -101,7 +101,7 @@ class TritonLora:
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         if self.rows is not None:
-            self.rows.put(slot, adapter)
+            self.rows.put(slot, adapter.rows)
         self._bank[slot, : adapter.data.numel()].copy_(adapter.data, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         if adapter.parts is None:

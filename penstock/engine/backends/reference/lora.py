@@ -31,7 +31,7 @@ class ReferenceLora:
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
         if self.rows is not None:
-            self.rows.put(slot, adapter)
+            self.rows.put(slot, adapter.rows)
         self._adapters[slot] = adapter
         self._data[slot] = adapter.data.to(self._device, non_blocking=True)
 
