@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.engine.backends.interface import INT8, SCALE_DTYPE
 from penstock.engine.kv.block_part import BlockPart, Span, TensorPart
 from penstock.engine.kv.cache import CacheShape
-from penstock.engine.kv.kinds import PagedKV
+from penstock.engine.kv.kinds import PagedKV, PagedRows
 from penstock.engine.models.transformers.attention import Site
 from penstock.engine.parallel.cache_parts import CacheParts
 from penstock.engine.parallel.layout import Place
+
+if TYPE_CHECKING:
+    from penstock.engine.startup.part import Part
 
 _NONE = (1 << 62) - 1
 """Of a rank that does not know a number: larger than any."""
@@ -175,3 +179,14 @@ def _joined(runs: list[_Run]) -> tuple[_Run, ...]:
         else:
             joined.append(run)
     return tuple(joined)
+
+
+def cache_parts(part: Part) -> CacheParts:
+    """Of the model of which `part` is one rank's."""
+    last = part.kv.shape.kinds[-1]
+    rows = last if isinstance(last, PagedRows) else None
+    if part.sites:
+        return SiteParts(
+            part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows, sites=part.sites
+        )
+    return CacheParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows)

@@ -224,7 +224,7 @@ def _kv_format(config: EngineConfig, part: Part, ranks: Ranks | None) -> str:
 def _spread(part: Part, ranks: Ranks) -> SpreadCache:
     """Whole blocks of an engine whose ranks have a part of each."""
     from penstock.engine.parallel.blocks import spread_cache
-    from penstock.engine.parallel.cache_parts import cache_parts
+    from penstock.engine.parallel.site_parts import cache_parts
 
     return spread_cache(cache_parts(part), part.kv, ranks, part.backend.block_mover)
 
