@@ -151,9 +151,11 @@ def manage_adapters(
         return AdapterRuntime(model, pool)
     from penstock.engine.parallel.adapters import LeadAdapters
 
-    lead = LeadAdapters(ranks.call, model, find)
+    lead = LeadAdapters(ranks, model, find)
     pool = AdapterPool(config.adapters, lead.read, slots=slots, host_slots=host_slots, dropped=lead.drop)
-    return AdapterRuntime(model, pool, lead)
+    runtime = AdapterRuntime(model, pool, lead)
+    ranks.after_restart.append(runtime.renew)
+    return runtime
 
 
 def _check(config: EngineConfig, slots: int) -> None:

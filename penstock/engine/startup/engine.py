@@ -88,11 +88,6 @@ def _check_restarts(config: EngineConfig) -> None:
     refused = {
         "CUDA devices": pick_device(config.device).type != "cpu",
         "ranks on other machines": config.spans_machines,
-        "adapters": bool(config.adapters or config.adapter_slots),
-        f"weights: {config.weights}": config.weights in ("int8", "int4"),
-        "kv_dtype: int8": config.kv_dtype == "int8",
-        f"role: {config.role}": config.role != "both",
-        "a draft model on several devices": config.speculation == "draft" and (config.draft_tensor_parallel or 1) > 1,
     }
     for name, is_set in refused.items():
         if is_set:
@@ -186,6 +181,8 @@ def _assemble(
             flush=[mover.run for mover in behind.movers(part)],
             flush_states=[mover.run for mover in behind.state_movers(part)],
         )
+        if ranks is not None:
+            ranks.when_lost.append(engine.exchange.start_over)
     if ranks is not None and config.expert_parallel:
         engine.balancer = _balancer(config, part, ranks)
     executor = runner.executor
@@ -227,7 +224,7 @@ def _kv_format(config: EngineConfig, part: Part, ranks: Ranks | None) -> str:
 def _spread(part: Part, ranks: Ranks) -> SpreadCache:
     """Whole blocks of an engine whose ranks have a part of each."""
     from penstock.engine.parallel.blocks import spread_cache
-    from penstock.engine.parallel.cache_parts import cache_parts
+    from penstock.engine.parallel.site_parts import cache_parts
 
     return spread_cache(cache_parts(part), part.kv, ranks, part.backend.block_mover)
 
