@@ -358,9 +358,9 @@ class Engine:
     def erase(self, owner: str) -> Erasure:
         """Drop what the requests of an owner have left in the KV caches and behind them. See `kv.erasure`.
         Not while it is `reviving`."""
-        return Erasure(self.scheduler.allocator.pool, owner, self._when_all_are_there)
+        return Erasure(self.scheduler.allocator.pool, owner, self.when_all_are_there)
 
-    def _when_all_are_there(self, act: Callable[[], None]) -> None:
+    def when_all_are_there(self, act: Callable[[], None]) -> None:
         """Do something that needs all ranks, unless one of them is being started again."""
         if self._restarts is None:
             act()

@@ -47,6 +47,9 @@ class InputObserver(Protocol):
     @property
     def linear(self) -> Linear: ...
 
+    squares: Tensor
+    """Float32 [in]: of the inputs seen so far, summed."""
+
     def see(self, x: Tensor) -> None:
         """Note the inputs [T, in] of a call."""
         ...

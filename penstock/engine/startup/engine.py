@@ -88,9 +88,6 @@ def _check_restarts(config: EngineConfig) -> None:
     refused = {
         "CUDA devices": pick_device(config.device).type != "cpu",
         "ranks on other machines": config.spans_machines,
-        f"weights: {config.weights}": config.weights in ("int8", "int4"),
-        "kv_dtype: int8": config.kv_dtype == "int8",
-        f"role: {config.role}": config.role != "both",
     }
     for name, is_set in refused.items():
         if is_set:
@@ -184,6 +181,8 @@ def _assemble(
             flush=[mover.run for mover in behind.movers(part)],
             flush_states=[mover.run for mover in behind.state_movers(part)],
         )
+        if ranks is not None:
+            ranks.when_lost.append(engine.exchange.start_over)
     if ranks is not None and config.expert_parallel:
         engine.balancer = _balancer(config, part, ranks)
     executor = runner.executor
