@@ -73,6 +73,8 @@ class Ranks(Member):
         self._closing = False
         self._calls = itertools.count()
         self._checkpoint = checkpoint
+        self.restarts = config.rank_restarts
+        """How often ranks may be started again, in all."""
         self._restarts_left = config.rank_restarts
         self._choices: Mapping[str, Any] = {}
         self._agreed: list[tuple[str, int]] = []

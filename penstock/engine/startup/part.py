@@ -180,14 +180,10 @@ def load_part(
         if model.by_transformers:
             model = decoder.config  # its windows were found meanwhile
         if backend.calibrates and (kv_dtype == INT8 or plan.quantize is not None):
-            if config.rank_restarts:
-                raise ConfigError(
-                    "rank_restarts: few-bit weights and keys are calibrated by all ranks together; "
-                    "use weights: dense and kv_dtype: full"
-                )
             with phases("calibration"):
                 together = None if member is None else _together(member, decoder)
-                decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
+                kept = None if member is None else member.calibration
+                decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together, kept=kept)
         cut = None
         if member is not None and not model.by_transformers:
             experts = with_experts(config, backend)

@@ -12,7 +12,8 @@ from penstock.engine.request import Delta, Request
 def lose(engine: Engine, rank: int) -> None:
     """Have a rank fail as by a bug: it is told to do what nobody knows."""
     assert engine.ranks is not None
-    engine.ranks._ranks[rank - 1].connection.send_bytes(Call(10**6, "nonsense", ()).encode())
+    with engine.ranks._sends:
+        engine.ranks._ranks[rank - 1].connection.send_bytes(Call(10**6, "nonsense", ()).encode())
 
 
 def run_losing(engine: Engine, requests: Sequence[Request], rank: int, at: int = 6) -> list[Delta]:
