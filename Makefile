@@ -18,6 +18,9 @@ BIN := $(VENV)/bin
 # An environment whose creation was interrupted may lack pip: ensurepip puts it back.
 PIP := $(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip; \
        $(BIN)/python -m pip --disable-pip-version-check
+# The pip of Python 3.11 takes twice as long to choose versions as a current one; where that cannot be had, it has to do.
+INSTALL := $(PIP) install --quiet --no-compile 'pip>=25' || :; \
+           $(BIN)/python -m pip --disable-pip-version-check install --no-compile -c constraints.txt -e
 # Compiled once per machine and version into the user's cache, so that the first start does not have to; the script needs
 # nothing but Python, so it runs while packages are installed.
 KERNELS := PYTHONPATH=. $(BIN)/python -P penstock/engine/backends/cpu/build.py
@@ -137,10 +140,10 @@ $(BIN)/python:
 # Order-only on the interpreter: its timestamp is the system python's and says nothing about the environment.
 $(RUN_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock into $(VENV) (a few hundred megabytes the first time)"
-	@$(KERNELS) & kernels=$$!; $(PIP) install --no-compile -c constraints.txt -e '.[serve]'; $(LIBRARIES); wait $$kernels
+	@$(KERNELS) & kernels=$$!; $(INSTALL) '.[serve]'; $(LIBRARIES); wait $$kernels
 	@touch $@
 
 $(TEST_STAMP): $(INPUTS) | $(BIN)/python
 	@echo "Installing Penstock and its test tools into $(VENV) (a few hundred megabytes the first time)"
-	@$(KERNELS) & kernels=$$!; $(PIP) install --no-compile -c constraints.txt -e '.[test]'; $(LIBRARIES); wait $$kernels
+	@$(KERNELS) & kernels=$$!; $(INSTALL) '.[test]'; $(LIBRARIES); wait $$kernels
 	@touch $(RUN_STAMP) $@

@@ -15,8 +15,8 @@ sequences, so a step needs no token of those in flight: nothing is computed too 
 tokens. Collecting a step then also samples: its hidden states come back from the last stage. Every stage runs the steps
 in the order of their launch, so blocks that an ended sequence has in a step in flight may be used in the next.
 
-A request that cannot be served fails alone: bad ones are refused on arrival, and when a step raises, its sequences are
-run again one by one so that only the one that raises again is failed.
+A request that cannot be served fails alone: bad ones are refused on arrival, and when a step raises, only the sequence
+that caused it is failed (`recovery`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
-
-import torch
 
 from penstock.engine.adapters.pool import AdapterPool
 from penstock.engine.adapters.spec import ADAPTER_UNKNOWN, NO_ADAPTERS
@@ -43,6 +40,7 @@ from penstock.engine.kv.exchange import BlockExchange
 from penstock.engine.kv.persistence import Persistence
 from penstock.engine.lead import Lead
 from penstock.engine.parallel.restarts import RankRestarts
+from penstock.engine.recovery import Recovery
 from penstock.engine.request import (
     Delta,
     DeviceLoad,
@@ -133,6 +131,13 @@ class Engine:
             scheduler, self._constraints, vocab_size=info.vocab_size, max_waiting=config.max_waiting
         )
         self._restarts = None if ranks is None else RankRestarts(ranks, self._start_over)
+        self._recovery = Recovery(
+            scheduler,
+            runner.backend.memory,
+            config.block_size,
+            self._drain,
+            lambda seq, why: self._finish(seq, "error", why),
+        )
         self._in_flight: deque[PendingStep] = deque()
         self._deltas: list[Delta] = []
         self._generation_tokens = 0
@@ -238,7 +243,7 @@ class Engine:
         batch = self.scheduler.schedule(now, self._drafts())
         if batch is not None:
             self._launch(batch, now)
-        waits = batch is None or (batch.speculative and not self._pipelined)
+        waits = batch is None or not batch.chunks or (batch.speculative and not self._pipelined)
         depth = 0 if waits else self._depth
         if len(self._in_flight) > depth:
             self._collect(self._in_flight.popleft())
@@ -308,8 +313,7 @@ class Engine:
             return
         for request_id in self.scheduler.live:
             self.abort(request_id)
-        while self._in_flight:
-            self._collect(self._in_flight.popleft())
+        self._drain()
         self._deltas.clear()
         self.persistence.flush(limit_s, self.clock, hurry)
 
@@ -328,12 +332,10 @@ class Engine:
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             preemptions=scheduler.preemptions,
-            host_hit_tokens=scheduler.host_hit_tokens,
-            disk_hit_tokens=scheduler.disk_hit_tokens,
             adapters=None if self.adapters is None else self.adapters.load_snapshot(),
             devices=None if self.meter is None else self.meter.latest,
         )
-        scheduler.allocator.report(load)
+        scheduler.report(load)
         for part in (self.speculation, self.exchange, self.balancer):
             if part is not None:
                 part.report(load)
@@ -347,9 +349,7 @@ class Engine:
     def reset_counters(self) -> None:
         """Forget what was counted and cached so far (the warm-up)."""
         self.steps = self._step_tokens = self._admission.prompt_tokens = self._generation_tokens = 0
-        self.scheduler.prefix_query_tokens = self.scheduler.prefix_hit_tokens = self.scheduler.host_hit_tokens = 0
-        self.scheduler.disk_hit_tokens = 0
-        self.scheduler.pace.forget()
+        self.scheduler.reset_counters()
         self._lead = Lead()
         self.forget_caches()
         if self.speculation is not None:
@@ -358,9 +358,9 @@ class Engine:
     def erase(self, owner: str) -> Erasure:
         """Drop what the requests of an owner have left in the KV caches and behind them. See `kv.erasure`.
         Not while it is `reviving`."""
-        return Erasure(self.scheduler.allocator.pool, owner, self._when_all_are_there)
+        return Erasure(self.scheduler.allocator.pool, owner, self.when_all_are_there)
 
-    def _when_all_are_there(self, act: Callable[[], None]) -> None:
+    def when_all_are_there(self, act: Callable[[], None]) -> None:
         """Do something that needs all ranks, unless one of them is being started again."""
         if self._restarts is None:
             act()
@@ -382,8 +382,7 @@ class Engine:
         if not self._pipelined:
             if self._in_flight and not speculation.plan(self.scheduler.decoding()):
                 return {}
-            while self._in_flight:
-                self._collect(self._in_flight.popleft())
+            self._drain()
         return speculation.propose(self.scheduler.decoding())
 
     def _take_adapters(self, adapters: AdapterPool, now: float) -> None:
@@ -394,7 +393,11 @@ class Engine:
             self._finish(seq, "error", why)
 
     def _launch(self, batch: Batch, began: float) -> None:
-        with self._recovering(batch):
+        with self._recovery.of(batch):
+            if not batch.chunks:
+                self.runner.copy(batch)
+                self.scheduler.landed(batch)
+                return
             batch.masks = self._constraints.begin(batch)
             step = self.runner.run(batch)
             step.launched_at = self.clock()
@@ -402,25 +405,14 @@ class Engine:
             if self._lingers:
                 self._lead.launched(self.scheduler.expected_s(batch), began, step.launched_at, batch.plain)
 
-    @contextmanager
-    def _recovering(self, batch: Batch) -> Iterator[None]:
-        """What to do when a step raises."""
-        try:
-            yield
-        except ReplicaLost:
-            raise  # no sequence caused it, and none can be run again here
-        except torch.OutOfMemoryError as error:
-            self._shrink(batch, error)
-        except Exception as error:
-            log.exception("step of %d sequences failed", len(batch.chunks))
-            if _is_of_device(error):  # nobody knows what it still did
-                self.scheduler.allocator.pool.forget_all()
-            self._recover(batch, f"{type(error).__name__}: {error}")
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._collect(self._in_flight.popleft())
 
     def _collect(self, step: PendingStep) -> None:
         """Turn a finished step into deltas, and finish the sequences that end here."""
         if step.sampling is not None:
-            with self._recovering(step.batch):
+            with self._recovery.of(step.batch):
                 step.finish()
             if step.sampling is not None:
                 return  # it raised
@@ -505,44 +497,3 @@ class Engine:
         self.scheduler.start_over()
         if self.speculation is not None:
             self.speculation.forget_caches()
-
-    def _shrink(self, batch: Batch, error: Exception) -> None:
-        """Out of device memory: compute less per step from now on, and start this step's sequences again."""
-        floor = self.config.block_size
-        if self.scheduler.token_budget <= floor:
-            self._recover(batch, f"out of memory even for small steps: {error}")
-            return
-        self.scheduler.token_budget = max(floor, self.scheduler.token_budget // 2)
-        budget = self.scheduler.token_budget
-        log.warning("out of memory in a step of %d tokens; token budget is now %d", batch.num_tokens, budget)
-        for seq in self._unwind(batch):
-            self.scheduler.preempt(seq)
-        self.runner.backend.memory.trim()
-
-    def _recover(self, batch: Batch, message: str) -> None:
-        """A step raised. A sequence that was alone in it caused that; otherwise try each of them alone."""
-        sequences = self._unwind(batch)
-        if len(batch.chunks) > 1 or batch.speculative:
-            self.scheduler.isolate(sequences)
-            return
-        for seq in sequences:
-            self._finish(seq, "error", f"the engine could not run this request ({message})")
-
-    def _unwind(self, batch: Batch) -> list[Sequence]:
-        """Undo a batch that did not run; its running sequences. Prefixes cached on the device cannot be trusted any
-        more; those on the host and on disk can, but for what this batch was to copy."""
-        while self._in_flight:
-            self._collect(self._in_flight.popleft())
-        self.scheduler.allocator.pool.distrust()
-        for chunk in batch.chunks:
-            if chunk.samples and not chunk.seq.finished:
-                chunk.seq.pending -= 1
-        self.scheduler.landed(batch)
-        return [chunk.seq for chunk in batch.chunks if not chunk.seq.finished and chunk.seq.row >= 0]
-
-
-def _is_of_device(error: Exception) -> bool:
-    """Whether the device itself failed, and not what was asked of it."""
-    return isinstance(error, torch.AcceleratorError) or any(
-        sign in str(error) for sign in ("CUDA error", "Triton Error [CUDA]")
-    )

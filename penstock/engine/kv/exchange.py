@@ -27,6 +27,7 @@ from penstock.engine.kv.pool import BlockPool
 from penstock.engine.kv.states import StateStore
 from penstock.engine.kv.transit import CachePool, MakeMover, Transit
 from penstock.engine.request import EngineLoad, HandoverLoad, Request
+from penstock.errors import ReplicaLost
 
 MOST_BYTES = 1 << 30
 """Of all slots together."""
@@ -84,6 +85,8 @@ class BlockExchange:
         stands for, None when they are not known now. `flush`: of every cache, makes copies to the host tier, if there
         is one. `spread`: where `kv` is a part of the cache."""
         self.counts = HandoverLoad()
+        self.losses = 0
+        """How often all that was in the caches and on its way was lost."""
         self._allocator = allocator
         self._caches = allocator.caches
         self._version = version
@@ -225,7 +228,13 @@ class BlockExchange:
         for state, run in groupby(names, key=is_state):
             part = list(run)
             transit = self._of(part[0])
-            slots += [self._number(part[0], slot) for slot in transit.copy_out([of_state(name) for name in part])]
+            try:
+                copied = transit.copy_out([of_state(name) for name in part])
+            except ReplicaLost:
+                for slot in slots:
+                    self.give_back(slot)
+                raise
+            slots += [self._number(part[0], slot) for slot in copied]
             self.counts.bytes_out += len(part) * transit.piece_bytes
             if not state:
                 self.counts.blocks_out += len(part)
@@ -245,7 +254,11 @@ class BlockExchange:
         held: list[Held] = []
         for state, pairs in _runs(arrived):
             transit = self._of(pairs[0][0])
-            blocks, copied = transit.take_in([(of_state(name), self._at(slot)[1]) for name, slot in pairs], cache)
+            try:
+                blocks, copied = transit.take_in([(of_state(name), self._at(slot)[1]) for name, slot in pairs], cache)
+            except ReplicaLost:
+                self.release(held)
+                raise
             held += [Held(transit.caches[cache].pool, block) for block in blocks]
             self.counts.bytes_in += copied * transit.piece_bytes
             if not state:
@@ -258,6 +271,10 @@ class BlockExchange:
         """Give up blocks in the order of their sequence; ends first, so that beginnings are evicted last."""
         for pool, block in reversed(held):
             pool.release(block)
+
+    def start_over(self) -> None:
+        """A rank is gone: so is what was in the caches, and copies that were under way."""
+        self.losses += 1
 
     def report(self, load: EngineLoad) -> None:
         load.handover = replace(self.counts)

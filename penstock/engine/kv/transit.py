@@ -12,6 +12,7 @@ from typing import NamedTuple
 from penstock.engine.kv.host import Transfers
 from penstock.engine.kv.mover import BlockMover
 from penstock.engine.kv.pool import BlockPool
+from penstock.errors import ReplicaLost
 
 MakeMover = Callable[[int], BlockMover]
 """Makes a mover with this many slots."""
@@ -30,7 +31,8 @@ class CachePool(NamedTuple):
 
 
 class Transit:
-    """What is copied out of the pools of an engine and into one of them, by name."""
+    """What is copied out of the pools of an engine and into one of them, by name. Where that fails because a rank is
+    gone (`ReplicaLost`), no slot and no block is held."""
 
     def __init__(self, caches: Sequence[CachePool], make_mover: MakeMover, *, num_slots: int, piece_bytes: int) -> None:
         """`piece_bytes`: of one slot."""
@@ -59,10 +61,10 @@ class Transit:
         return self._mover is None or self._mover.is_idle(slot)
 
     def find(self, name: bytes) -> int | None:
-        """What is called `name` in any cache, numbered through."""
+        """What is called `name` in any cache, numbered through; not while it still comes from the host tier."""
         for pool, _, _, base in self.caches:
             block = pool.find(name)
-            if block is not None:
+            if block is not None and (pool.host is None or block not in pool.host.returns):
                 return base + block
         return None
 
@@ -76,7 +78,11 @@ class Transit:
             assert block is not None, "asked for a block that is not here"
             out.append((block, slot))
         if out:
-            self._mover.run(Transfers(out=out))
+            try:
+                self._mover.run(Transfers(out=out))
+            except ReplicaLost:
+                self._slots += slots
+                raise
         return slots
 
     def take_in(self, arrived: Sequence[tuple[bytes, int]], cache: int = 0) -> tuple[list[int], int]:
@@ -96,11 +102,16 @@ class Transit:
                 pool.name(block, name)
                 back[base + block] = slot
             blocks.append(block)
-        if pool.host is not None and flush is not None:
-            pending = pool.host.take()  # blocks just reused must be copied out before they are overwritten
-            if pending is not None:
-                flush(pending)
-        if back:
-            assert self._mover is not None
-            self._mover.run(Transfers(back=back))
+        try:
+            if pool.host is not None and flush is not None:
+                pending = pool.host.take()  # blocks just reused must be copied out before they are overwritten
+                if pending is not None:
+                    flush(pending)
+            if back:
+                assert self._mover is not None
+                self._mover.run(Transfers(back=back))
+        except ReplicaLost:
+            for block in blocks:
+                pool.release(block)
+            raise
         return blocks, len(back)

@@ -2,7 +2,8 @@
 
 Keys of an int8 cache are smoothed (`key_smoothing`); a backend may adapt the linears it keeps in int8 to their inputs.
 Both depend on the weights alone: random tokens show them as well as a text. Each of several ranks adapts its own part
-to its part of the same prompt, which all run together.
+to its part of the same prompt, which all run together; it may keep what it found in a file, for a process that takes
+its place later, when the others are past it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.engine.backends.backend import Backend, InputObserver
-from penstock.engine.backends.interface import FP8, AttentionBatch
+from penstock.engine.backends.interface import FP8, AttentionBatch, KeySmoothing
 from penstock.engine.kv.cache import KVCache
 from penstock.engine.kv.kinds import PagedKVCache
 from penstock.engine.models.decoder import Decoder, DecoderLayer
@@ -31,30 +34,72 @@ Forward = Callable[[Tensor, AttentionBatch, KVCache], Tensor]
 
 
 @torch.inference_mode()
-def calibrate(decoder: Decoder, backend: Backend, *, int8_cache: bool, together: Forward | None = None) -> Decoder:
+def calibrate(
+    decoder: Decoder,
+    backend: Backend,
+    *,
+    int8_cache: bool,
+    together: Forward | None = None,
+    kept: Path | None = None,
+) -> Decoder:
     """The decoder with what calibration found; the same one where nothing is to be rounded.
 
     `together`: runs the prompt through the parts that all ranks have, of which `decoder` is one. Then it runs in any
-    case, since another rank may have something to round.
+    case, since another rank may have something to round. `kept`: a file for what was found; where there is one, nothing
+    runs.
     """
     linears = (linear for part in (*(layer.linears for layer in decoder.layers), (decoder.head,)) for linear in part)
     observers = backend.input_observers(linears)
     if not observers and not int8_cache and together is None:
         return decoder
-    keys = _keys_of_a_prompt(decoder, observers, together or decoder.forward)
+    if kept is not None and kept.exists():
+        smoothing = _restore(kept, observers, decoder)
+    else:
+        keys = _keys_of_a_prompt(decoder, observers, together or decoder.forward)
+        pairs = zip(decoder.layers, keys, strict=True)
+        smoothing = [_smoothing(layer, seen) if int8_cache else None for layer, seen in pairs]
+        if kept is not None:
+            _keep(kept, observers, smoothing)
     for observer in observers:
         observer.finish()
     if not int8_cache:
         return decoder
-    layers = [_smoothed(layer, seen) for layer, seen in zip(decoder.layers, keys, strict=True)]
+    layers = [_smoothed(layer, found) for layer, found in zip(decoder.layers, smoothing, strict=True)]
     return dataclasses.replace(decoder, layers=layers)
 
 
-def _smoothed(layer: DecoderLayer, keys: Tensor | None) -> DecoderLayer:
+def _smoothing(layer: DecoderLayer, keys: Tensor | None) -> KeySmoothing | None:
     if keys is None or not isinstance(layer.mixer, Attention):
+        return None
+    return key_smoothing(keys, layer.mixer)
+
+
+def _smoothed(layer: DecoderLayer, smoothing: KeySmoothing | None) -> DecoderLayer:
+    if smoothing is None:
         return layer
-    mixer = dataclasses.replace(layer.mixer, key_smoothing=key_smoothing(keys, layer.mixer))
-    return dataclasses.replace(layer, mixer=mixer)
+    assert isinstance(layer.mixer, Attention)
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, key_smoothing=smoothing))
+
+
+def _keep(file: Path, observers: list[InputObserver], smoothing: list[KeySmoothing | None]) -> None:
+    tensors = {f"squares.{index}": observer.squares for index, observer in enumerate(observers)}
+    for index, found in enumerate(smoothing):
+        if found is not None:
+            tensors |= {f"centre.{index}": found.centre, f"scale.{index}": found.scale}
+    begun = file.with_suffix(".part")
+    save_file(tensors, begun)
+    begun.rename(file)
+
+
+def _restore(file: Path, observers: list[InputObserver], decoder: Decoder) -> list[KeySmoothing | None]:
+    tensors = load_file(file, device=str(decoder.embedding.device))
+    for index, observer in enumerate(observers):
+        observer.squares = tensors[f"squares.{index}"]
+    smoothed = (f"centre.{index}" in tensors for index in range(len(decoder.layers)))
+    return [
+        KeySmoothing(tensors[f"centre.{index}"], tensors[f"scale.{index}"]) if found else None
+        for index, found in enumerate(smoothed)
+    ]
 
 
 def _keys_of_a_prompt(decoder: Decoder, observers: list[InputObserver], forward: Forward) -> list[Tensor | None]:

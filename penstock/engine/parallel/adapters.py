@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.engine.adapters.layout import (
     DELTA_GATES,
@@ -41,7 +41,7 @@ from penstock.engine.backends.activation import has_gate
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, Span, even_span, head_span, kv_head_span, layer_span
 from penstock.engine.parallel.shards import delta_cuts, mamba_projection, mamba_spans, vocabulary_span
-from penstock.errors import CheckpointError, ReplicaLost
+from penstock.errors import CheckpointError, PenstockError, ReplicaLost
 
 READ, PUT, DROP = "read_adapter", "put_adapter", "drop_adapter"
 
@@ -121,49 +121,96 @@ class _Known:
     folder: str
 
 
+class Called(Protocol):
+    """The other ranks; see `Ranks`."""
+
+    generation: int
+
+    def call(self, name: str, *args: Any) -> list[Future[Any]]: ...
+
+    def await_restart(self, generation: int) -> bool: ...
+
+
 class LeadAdapters:
     """Rank 0's side: the other ranks do as it does. See `OtherRanks`."""
 
-    def __init__(
-        self, call: Callable[..., list[Future[Any]]], model: AdaptedModel, find: Callable[[str], Path]
-    ) -> None:
-        """`call`: see `Ranks.call`."""
-        self._call = call
+    def __init__(self, ranks: Called, model: AdaptedModel, find: Callable[[str], Path]) -> None:
+        self._ranks = ranks
         self._model = model
         self._find = find
         self._counter = itertools.count()
+        self._lock = threading.Lock()
+        """Of what follows: loader threads add to it."""
         self._known: dict[LoadedAdapter, _Known] = {}
+        self._undropped: list[int] = []
+        """Dropped while not all ranks were there."""
 
     def read(self, name: str, source: str) -> LoadedAdapter:
-        """Read an adapter on all ranks; see `loader.Read`. Runs on a loader thread."""
+        """Read an adapter on all ranks; see `loader.Read`. Runs on a loader thread. Where a rank is lost meanwhile and
+        started again, all over again."""
         folder = self._find(source)
+        while True:
+            generation = self._ranks.generation
+            try:
+                adapter = self._read(name, source, folder, generation)
+            except ReplicaLost:
+                if not self._ranks.await_restart(generation):
+                    raise
+            else:
+                if adapter is not None:
+                    return adapter
+
+    def _read(self, name: str, source: str, folder: Path, generation: int) -> LoadedAdapter | None:
+        """None when a rank has been started again since, which may not have it."""
         number = next(self._counter)
-        answers = self._call(READ, number, name, source, str(folder))
         try:
+            answers = self._ranks.call(READ, number, name, source, str(folder))
             try:
                 adapter = self._model.read(name, folder)
             finally:
-                wait(answers)  # also when it cannot be read here: what is dropped must have been read
+                wait(answers)
             for rank, answer in enumerate(answers, start=1):
                 if answer.result() != adapter.version:
                     raise CheckpointError(f"{source} is not the same on rank {rank}, or its files are being replaced")
         except Exception:
-            self._call(DROP, number)
+            self._forget(number)
             raise
-        self._known[adapter] = _Known(number, source, str(folder))
-        return adapter
+        with self._lock:
+            if self._ranks.generation == generation:
+                self._known[adapter] = _Known(number, source, str(folder))
+                return adapter
+        self._forget(number)
+        return None
 
     def put(self, slot: int, adapter: LoadedAdapter) -> None:
-        self._call(PUT, slot, self._known[adapter].number)
+        self._ranks.call(PUT, slot, self._known[adapter].number)
 
     def drop(self, adapter: LoadedAdapter) -> None:
-        self._call(DROP, self._known.pop(adapter).number)
+        with self._lock:
+            number = self._known.pop(adapter).number
+        self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        try:
+            self._ranks.call(DROP, number)
+        except ReplicaLost:  # whoever takes the next step notices
+            with self._lock:
+                self._undropped.append(number)
 
     def renew(self, placed: dict[LoadedAdapter, int]) -> None:
         """Ranks that have an adapter answer at once. Waits for the files: the engine can do nothing else meanwhile."""
-        for adapter, known in list(self._known.items()):
-            for answer in self._call(READ, known.number, adapter.name, known.source, known.folder):
-                if answer.result() != adapter.version:
+        with self._lock:
+            undropped, self._undropped = self._undropped, []
+            known_now = list(self._known.items())
+        for number in undropped:
+            self._forget(number)
+        for adapter, known in known_now:
+            for answer in self._ranks.call(READ, known.number, adapter.name, known.source, known.folder):
+                try:
+                    version = answer.result()
+                except PenstockError as error:
+                    raise ReplicaLost(f"the adapter {adapter.name} could not be read again: {error}") from error
+                if version != adapter.version:
                     raise ReplicaLost(f"{known.source} has changed since the adapter {adapter.name} was read")
         for adapter, slot in placed.items():
             self.put(slot, adapter)
@@ -177,6 +224,8 @@ class FollowingAdapters:
         self._model = model
         self._find = find
         self._adapters: dict[int, LoadedAdapter] = {}
+        self._lock = threading.Lock()
+        self._reading: set[int] = set()
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
         return {READ: self.read, PUT: self.put, DROP: self.drop}
@@ -187,6 +236,7 @@ class FollowingAdapters:
         if number in self._adapters:
             done.set_result(self._adapters[number].version)
             return done
+        self._reading.add(number)
 
         def work() -> None:
             try:
@@ -195,7 +245,10 @@ class FollowingAdapters:
             except Exception as error:  # a bad file fails its adapter, not the rank
                 done.set_exception(error)
                 return
-            self._adapters[number] = adapter
+            with self._lock:
+                if number in self._reading:  # or else it was dropped meanwhile
+                    self._reading.remove(number)
+                    self._adapters[number] = adapter
             done.set_result(adapter.version)
 
         threading.Thread(target=work, name="adapter loader", daemon=True).start()
@@ -205,4 +258,6 @@ class FollowingAdapters:
         self._model.kernel.put(slot, self._adapters[number])
 
     def drop(self, number: int) -> None:
-        self._adapters.pop(number, None)
+        with self._lock:
+            self._reading.discard(number)
+            self._adapters.pop(number, None)

@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 import stat
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -137,17 +138,25 @@ class RankSlots:
         self._make_mover = make_mover
         self._kind = kind
         self._slots: PartSlots | None = None
+        self._shared: tuple[str, str] | None = None
+        """What they were made with."""
+        self._sees = False
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
         kind = self._kind
         return {f"open_{kind}": self.open, f"send_{kind}": self.send, f"take_{kind}": self.take}
 
     def open(self, num_slots: int, tensor_bytes: list[int], shared: tuple[str, str]) -> bool:
-        """Make `num_slots` slots. Whether this rank sees those of rank 0."""
+        """Make `num_slots` slots, unless they are there. Whether this rank sees those of rank 0."""
+        if shared == self._shared:
+            return self._sees
         memory = open_shared(*shared, num_slots * sum(tensor_bytes))
         whole = None if memory is None else WholeBlocks(memory, list(tensor_bytes))
+        if self._slots is not None:
+            self._slots.close()
         self._slots = PartSlots(self._part, self._make_mover(num_slots), whole)
-        return whole is not None
+        self._shared, self._sees = shared, whole is not None
+        return self._sees
 
     def send(self, pairs: list[tuple[int, int]]) -> Future[list[list[bytes]] | None]:
         assert self._slots is not None
@@ -189,16 +198,34 @@ class LeadSlots(BlockMover):
         self._rows: PartSlots | None = None
         if own.rows is not None:
             self._rows = PartSlots(own.rows[0], own.rows[1](num_slots), self._whole)
+        path = f"/proc/{os.getpid()}/fd/{fd}" if fd is not None else ""
+        self._sees: list[bool] = []
+        """Which of the other ranks share the memory."""
+        self._open = partial(self._open_slots, num_slots, tensor_bytes, (path, mark))
+        opened = False
         try:
-            path = f"/proc/{os.getpid()}/fd/{fd}" if fd is not None else ""
-            answers = ranks.call(f"open_{kind}", num_slots, tensor_bytes, (path, mark))
+            self._open()
+            opened = True
+        finally:
+            if fd is not None and not (opened and ranks.restarts):
+                os.close(fd)  # the memory lives on in those who have mapped it
+        if ranks.restarts:
+            ranks.after_restart.append(self._renew)
+            if fd is not None:
+                weakref.finalize(self, os.close, fd)
+
+    def _open_slots(self, num_slots: int, tensor_bytes: list[int], shared: tuple[str, str]) -> None:
+        """Have the other ranks make their slots, those that have none."""
+        try:
+            answers = self._ranks.call(f"open_{self._kind}", num_slots, tensor_bytes, shared)
             self._sees = [bool(answer.result(_OPEN_S)) for answer in answers]
-            """Which of the other ranks share the memory."""
         except TimeoutError as error:
             raise ReplicaLost(f"a rank made no slots for blocks within {_OPEN_S:g} s") from error
-        finally:
-            if fd is not None:
-                os.close(fd)  # it lives on in those who have mapped it
+
+    def _renew(self) -> None:
+        """A rank was started again. Nobody waits for copies that were under way then."""
+        self._busy.clear()
+        self._open()
 
     def memory(self, slot: int) -> list[memoryview]:
         return self._whole.slot(slot)

@@ -7,7 +7,6 @@ runs of KV heads, and the heads and channels of recurrent layers that their weig
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,9 +17,6 @@ from penstock.engine.kv.kinds import BothKinds, CacheKind, PagedKV, PagedLatent,
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.parallel.layout import Place, even_span, kv_head_span, layer_span
 from penstock.engine.parallel.shards import delta_cuts, mamba_spans
-
-if TYPE_CHECKING:
-    from penstock.engine.startup.part import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +123,3 @@ class CacheParts:
         begin, end = layer_span(len(kinds), place)
         before, here = kinds[:begin].count(recurrent), kinds[begin:end].count(recurrent)
         return (before, before + here), kinds.count(recurrent)
-
-
-def cache_parts(part: Part) -> CacheParts:
-    """Of the model of which `part` is one rank's."""
-    last = part.kv.shape.kinds[-1]
-    rows = last if isinstance(last, PagedRows) else None
-    return CacheParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows)

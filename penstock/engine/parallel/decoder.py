@@ -371,6 +371,7 @@ def lead_adapted(plain: LeadDecoder, adapters: AdapterRuntime) -> None:
 
     def led(decoder: Decoder, narrow: bool = False, further: bool = False) -> LeadDecoder:
         stage = Stage(decoder, plain.stage.groups, plain.stage.shares)
+        plain.ranks.when_lost.append(stage.start_over)
         head = plain.head
         if further:
             alone = stage.groups.tensor is None

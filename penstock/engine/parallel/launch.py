@@ -73,6 +73,8 @@ class Ranks(Member):
         self._closing = False
         self._calls = itertools.count()
         self._checkpoint = checkpoint
+        self.restarts = config.rank_restarts
+        """How often ranks may be started again, in all."""
         self._restarts_left = config.rank_restarts
         self._choices: Mapping[str, Any] = {}
         self._agreed: list[tuple[str, int]] = []
@@ -80,12 +82,17 @@ class Ranks(Member):
         self._begin_watch: Callable[[_Rank], None] | None = None
         self.died = False
         """A rank is gone that can be started again; see `restart`."""
+        self.generation = 0
+        """How often ranks were started again."""
+        self._restarting = False
         self.when_lost: list[Callable[[], None]] = []
         """Called before a lost rank is replaced."""
         self.after_restart: list[Callable[[], None]] = []
         """Called between steps, once all ranks are there again."""
         self._sends = threading.Lock()
         """Calls may come from other threads than the steps (reading an adapter); every rank gets them in one order."""
+        self._restarted = threading.Condition(self._sends)
+        """Notified when a restart is over, or none will come."""
         try:
             if config.spans_machines:
                 self._gather_machines(config, checkpoint)
@@ -160,6 +167,8 @@ class Ranks(Member):
         number, last, encoded, answers = next(self._calls), None, b"", list[Future[Any]]()
         try:
             with self._sends:
+                if self._restarting:
+                    raise ReplicaLost("a rank is being started again")
                 for other, own in zip(self._ranks, args, strict=True):
                     if own is None:
                         answers.append(Future())
@@ -233,11 +242,26 @@ class Ranks(Member):
         """Whether a rank is gone, and may be started again."""
         return self._restarts_left > 0 and self.why_lost() is not None
 
+    def await_restart(self, generation: int) -> bool:
+        """After a call has failed: wait until all ranks are there again, as a later generation than the one in which
+        it was made. False when that will not happen. Not for the thread that takes the steps."""
+        while not self._closing:
+            restartable = self.restartable
+            with self._restarted:
+                if self.generation != generation:
+                    return True
+                if not self._restarting and not restartable:
+                    return False
+                self._restarted.wait(0.5)
+        return False
+
     def restart(self) -> Future[None]:
         """Start the ranks that are gone once more. They load their parts; the others keep theirs and meet them again.
         What all had in their caches is lost. Nothing else may be asked of them before the future is done."""
         done: Future[None] = Future()
-        self._restarts_left -= 1
+        with self._sends:
+            self._restarting = True
+            self._restarts_left -= 1
         store = self._folder / f"store-{self._restarts_left}"
         # As many KV blocks as before, whatever is free now.
         config = replace(self._config, num_blocks=dict(self._agreed)[KV_BLOCKS] - 1)
@@ -256,7 +280,14 @@ class Ranks(Member):
         def work() -> None:
             try:
                 self._restart(fresh, store)
+                with self._restarted:
+                    self._restarting = False
+                    self.generation += 1
+                    self._restarted.notify_all()
             except Exception as error:
+                with self._restarted:
+                    self._restarting, self._restarts_left = False, 0
+                    self._restarted.notify_all()
                 done.set_exception(ReplicaLost(f"a lost rank could not be replaced: {error}"))
             else:
                 done.set_result(None)
@@ -288,6 +319,8 @@ class Ranks(Member):
     def close(self, grace_s: float = _LEAVE_S) -> None:
         """Stop every rank; those that have not exited after `grace_s` are killed."""
         self._closing = True
+        with self._restarted:
+            self._restarted.notify_all()
         for other in self._ranks:
             _hang_up(other)
             if other.process.stdin is not None:

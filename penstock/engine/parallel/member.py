@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,6 +75,15 @@ class Member(ABC):
                 self._groups = Groups(self.place, self.rendezvous, backend)
             except RuntimeError as error:  # one that was here first may have failed since, and left
                 raise self.loss(error) from error
+
+    @property
+    def calibration(self) -> Path | None:
+        """Where this rank keeps what its calibration found; None where nobody will ask. See `calibrate`."""
+        if not self.rendezvous.keeps or self.place.rank == 0:
+            return None
+        return self.rendezvous.store.with_name(f"{self._calibrated}-{self.place.rank}.safetensors")
+
+    _calibrated = "model"
 
     def check(self, model: ModelConfig) -> None:
         """Raise `ConfigError` when the model cannot be split over these ranks."""
@@ -147,6 +157,8 @@ class Member(ABC):
 
 class DraftMember(Member):
     """A rank's membership among those that have a part of the draft model: the first few shards of the first stage."""
+
+    _calibrated = "draft"
 
     def __init__(self, whole: Member, shards: int) -> None:
         super().__init__(Place(whole.place.rank, shards, 1), whole.rendezvous)

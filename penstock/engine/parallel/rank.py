@@ -33,7 +33,6 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.parallel import plain
 from penstock.engine.parallel.adapters import FollowingAdapters
 from penstock.engine.parallel.blocks import BLOCKS, STATES, rank_slots
-from penstock.engine.parallel.cache_parts import cache_parts
 from penstock.engine.parallel.channel import Call, Capture, Forward, Head, Move, Replay, Reply, Report, receive
 from penstock.engine.parallel.data import shares_of
 from penstock.engine.parallel.decoder import Arriving, Stage, part_of
@@ -43,6 +42,7 @@ from penstock.engine.parallel.link import Link
 from penstock.engine.parallel.member import Member
 from penstock.engine.parallel.rendezvous import Rendezvous
 from penstock.engine.parallel.setup import Setup
+from penstock.engine.parallel.site_parts import cache_parts
 from penstock.engine.process import die_with_parent
 from penstock.engine.runner.follower import Follower, FollowerResources
 from penstock.engine.sleep.rank import RankSleep
@@ -147,7 +147,8 @@ class ServedModel:
 
     def start_over(self) -> None:
         """Another rank is lost, and with it what all had computed."""
-        self.stage.start_over()
+        for stage in (self.stage, *self.adapted.values()):
+            stage.start_over()
         self.tables.zero_()
 
     def _stage_of(self, message: Forward) -> Stage:

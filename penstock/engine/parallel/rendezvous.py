@@ -24,11 +24,13 @@ class Rendezvous:
     """To ranks on other machines, where there are any."""
     devices: tuple[str, ...] = ()
     """Those of all ranks, where they are named."""
+    keeps: bool = False
+    """Whether a rank leaves beside `store` what one that is started again in its place cannot find out alone."""
 
     @classmethod
     def of(cls, config: EngineConfig, store: Path, link: Link | None) -> Rendezvous:
         machines = tuple(config.machine(rank) for rank in range(config.ranks))
-        return cls(store, config.watchdog_s, machines, link, config.devices)
+        return cls(store, config.watchdog_s, machines, link, config.devices, config.rank_restarts > 0)
 
     def beside(self, rank: int) -> list[int]:
         """The ranks on the machine of `rank`, itself included."""

@@ -56,12 +56,16 @@ class RankRestarts:
         return None
 
     def wait(self) -> None:
-        """Wait a moment for the rank. Raises `ReplicaLost` when it could not be started."""
+        """Wait a moment for the rank; once it is there, give it what it had. Raises `ReplicaLost` when it could not be
+        started."""
         restart = self._restart
         assert restart is not None
         wait([restart], timeout=_WAIT_S)
         if restart.done():
             self._restart = None
             restart.result()
-            for then in self._ranks.after_restart:
-                then()
+            self.step(self._renew)
+
+    def _renew(self) -> None:
+        for then in self._ranks.after_restart:
+            then()

@@ -95,9 +95,8 @@ def spread_draft(config: EngineConfig, checkpoint: object | None = None) -> Engi
     if asked is not None and asked not in possible:
         sizes = ", ".join(map(str, possible))
         raise ConfigError(f"draft_tensor_parallel: {asked} does not split the draft model evenly; {sizes} would do")
-    # A rank that is started again knows nothing of a draft model: rank 0, which is not, has it alone then. Of one that
-    # runs through transformers only the load shows whether it can be cut.
-    shards = asked or (1 if config.rank_restarts or model.by_transformers else possible[-1])
+    # Of one that runs through transformers only the load shows whether it can be cut.
+    shards = asked or (1 if model.by_transformers else possible[-1])
     log.info("the draft model runs on %d of %d shards of the first stage", shards, most)
     return replace(config, draft_tensor_parallel=shards)
 

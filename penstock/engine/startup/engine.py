@@ -88,11 +88,6 @@ def _check_restarts(config: EngineConfig) -> None:
     refused = {
         "CUDA devices": pick_device(config.device).type != "cpu",
         "ranks on other machines": config.spans_machines,
-        "adapters": bool(config.adapters or config.adapter_slots),
-        f"weights: {config.weights}": config.weights in ("int8", "int4"),
-        "kv_dtype: int8": config.kv_dtype == "int8",
-        f"role: {config.role}": config.role != "both",
-        "a draft model on several devices": config.speculation == "draft" and (config.draft_tensor_parallel or 1) > 1,
     }
     for name, is_set in refused.items():
         if is_set:
@@ -186,6 +181,8 @@ def _assemble(
             flush=[mover.run for mover in behind.movers(part)],
             flush_states=[mover.run for mover in behind.state_movers(part)],
         )
+        if ranks is not None:
+            ranks.when_lost.append(engine.exchange.start_over)
     if ranks is not None and config.expert_parallel:
         engine.balancer = _balancer(config, part, ranks)
     executor = runner.executor
@@ -227,7 +224,7 @@ def _kv_format(config: EngineConfig, part: Part, ranks: Ranks | None) -> str:
 def _spread(part: Part, ranks: Ranks) -> SpreadCache:
     """Whole blocks of an engine whose ranks have a part of each."""
     from penstock.engine.parallel.blocks import spread_cache
-    from penstock.engine.parallel.cache_parts import cache_parts
+    from penstock.engine.parallel.site_parts import cache_parts
 
     return spread_cache(cache_parts(part), part.kv, ranks, part.backend.block_mover)
 
@@ -323,16 +320,21 @@ def _behind(config: EngineConfig, part: Part, ranks: Ranks | None, phases: Phase
     if tiers is None:
         return Behind()
 
-    def host(slots: int, places: int, store: BlockStore | None) -> HostTier:
+    step_bytes, shape = part.backend.restore_step_bytes, part.kv.shape
+
+    def host(slots: int, places: int, store: BlockStore | None, size: int) -> HostTier:
         disk = None if store is None else DiskTier(places, store, persistent=tiers.slot is not None)
-        return HostTier(slots, config.host_idle_s, disk)
+        at_once = None if step_bytes is None else max(1, step_bytes // max(1, size))
+        return HostTier(slots, config.host_idle_s, disk, at_once)
 
     caches = range(_caches(config))
-    hosts = tuple(host(tiers.slots, tiers.places, _store(tiers, ranks, cache)) for cache in caches)
+    hosts = tuple(host(tiers.slots, tiers.places, _store(tiers, ranks, cache), shape.block_bytes) for cache in caches)
     mover = _leading(tiers.mover, ranks)
     if tiers.state_mover is None:
         return Behind(hosts, mover, slot=tiers.slot)
-    states = tuple(host(tiers.states, tiers.state_places, _state_store(tiers, ranks, cache)) for cache in caches)
+    states = tuple(
+        host(tiers.states, tiers.state_places, _state_store(tiers, ranks, cache), shape.state_bytes) for cache in caches
+    )
     return Behind(hosts, mover, states, _leading(tiers.state_mover, ranks, states=True), tiers.slot)
 
 

@@ -31,6 +31,7 @@ from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.families import read_config
 from penstock.engine.models.model_config import ModelConfig
 from penstock.engine.models.tap import StageTap, Tap
+from penstock.engine.models.transformers.decoder import TransformersDecoder
 from penstock.engine.models.weights import Weights
 from penstock.engine.startup.adapters import adapt_model, with_experts
 from penstock.engine.startup.kernels import KernelBuild
@@ -39,6 +40,7 @@ from penstock.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.parallel.member import Member
+    from penstock.engine.parallel.site_parts import SiteShape
 
 Progress = Callable[[str, float], None]
 
@@ -82,6 +84,8 @@ class Part:
     max_model_len: int
     """At most what one sequence with the whole cache can hold: a longer one could neither run nor be preempted."""
     adapters: AdaptedModel | None = None
+    sites: tuple[SiteShape, ...] = ()
+    """Of a model that `transformers` runs, on several ranks that hand blocks over: what all of them keep."""
 
 
 def load_part(
@@ -176,14 +180,10 @@ def load_part(
         if model.by_transformers:
             model = decoder.config  # its windows were found meanwhile
         if backend.calibrates and (kv_dtype == INT8 or plan.quantize is not None):
-            if config.rank_restarts:
-                raise ConfigError(
-                    "rank_restarts: few-bit weights and keys are calibrated by all ranks together; "
-                    "use weights: dense and kv_dtype: full"
-                )
             with phases("calibration"):
                 together = None if member is None else _together(member, decoder)
-                decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together)
+                kept = None if member is None else member.calibration
+                decoder = calibrate(decoder, backend, int8_cache=kv_dtype == INT8, together=together, kept=kept)
         cut = None
         if member is not None and not model.by_transformers:
             experts = with_experts(config, backend)
@@ -217,7 +217,12 @@ def load_part(
         shape = _tapped(decoder, stage_tap).cache_shape(config.block_size, kv_dtype)
         if model.recurrent or not shape.blocks_suffice:
             check_stateful(config)
+        sites: tuple[SiteShape, ...] = ()
         if member is not None:
+            if isinstance(decoder, TransformersDecoder) and config.role != "both":
+                from penstock.engine.parallel.site_parts import agreed_sites
+
+                sites = agreed_sites(decoder.hidden.sites, member.place, member.least)
             num_blocks, num_states = member.least(num_blocks, "KV blocks"), member.least(num_states, "states")
             decoder = member.connect(decoder)
             adapters = None if adapters is None else adapters.with_decoders(member.connect)
@@ -232,7 +237,7 @@ def load_part(
             max_model_len,
             wanted_len,
         )
-    return Part(backend, model, decoder, kv, kv_dtype, max_running, budget, max_model_len, adapters)
+    return Part(backend, model, decoder, kv, kv_dtype, max_running, budget, max_model_len, adapters, sites)
 
 
 @contextmanager
@@ -281,7 +286,6 @@ def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Wei
     refused = {
         "expert_parallel": config.expert_parallel,
         "attention_parallel: data": config.attention_parallel == "data",
-        "role, with several devices": config.role != "both" and config.ranks > 1,
         "rank_restarts, with tensor_parallel": config.rank_restarts and config.tensor_parallel > 1,
     }
     for name, is_set in refused.items():

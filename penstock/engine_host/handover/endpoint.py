@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import zmq
@@ -15,7 +16,7 @@ from penstock.engine.request import Delta, Request
 from penstock.engine_host.handover.inbound import Incoming
 from penstock.engine_host.handover.outbound import Outgoing
 from penstock.engine_host.interfaces import EngineLike
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ReplicaLost
 from penstock.protocol.messages import Pull
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class BlockHost(Protocol):
 
     @property
     def exchange(self) -> BlockExchange | None: ...
+
+    def when_all_are_there(self, act: Callable[[], None]) -> None:
+        """Do something that needs all ranks, unless one of them is being started again."""
+        ...
 
 
 class HandoverEndpoint:
@@ -69,7 +74,10 @@ class HandoverEndpoint:
         if request.handover is None or engine.info.role != "decode" or not isinstance(engine, BlockHost):
             return False
         exchange = engine.exchange
-        if exchange is None or not self._has_slots(exchange):
+        try:
+            if exchange is None or not self._has_slots(exchange):
+                return False
+        except ReplicaLost:
             return False
         if self._incoming is None:
             self._incoming = Incoming(exchange, engine.info, self._secret_key)
@@ -81,10 +89,18 @@ class HandoverEndpoint:
 
     def advance(self, engine: EngineLike, lives: Callable[[str], bool]) -> list[Request]:
         """Called between two steps; returns requests for the engine to take. `lives`: whether a request still runs."""
+        if isinstance(engine, BlockHost):
+            engine.when_all_are_there(partial(self._copy, engine, lives))
+        elif self._outgoing.busy:
+            self._outgoing.advance(None, lives)
+        return self._incoming.gone() if self._incoming is not None else []
+
+    def _copy(self, engine: EngineLike, lives: Callable[[str], bool]) -> None:
         if self._outgoing.busy:
             exchange = engine.exchange if isinstance(engine, BlockHost) and engine.info.role == "prefill" else None
             self._outgoing.advance(exchange if exchange is not None and self._has_slots(exchange) else None, lives)
-        return self._incoming.advance() if self._incoming is not None else []
+        if self._incoming is not None:
+            self._incoming.take_in()
 
     def _has_slots(self, exchange: BlockExchange) -> bool:
         """Whether there is memory for blocks in transit; it is taken at the first handover."""
@@ -95,6 +111,9 @@ class HandoverEndpoint:
             except ConfigError as error:
                 self._problem = str(error)
                 log.error("no blocks are handed over: %s", error)
+            except ReplicaLost:
+                self._problem = None  # until the rank is there again
+                raise
         return not self._problem
 
     def cancel(self, request_id: str) -> bool:

@@ -74,6 +74,7 @@ class Incoming:
         self._emptying: list[int] = []
         """Slots that are being copied into the cache."""
         self._serial = itertools.count()
+        self._losses = exchange.losses
 
     @property
     def waiting(self) -> int:
@@ -88,6 +89,7 @@ class Incoming:
         """Have a request's prompt computed elsewhere. False when the engine should take it now."""
         if len(self._waiting) >= MOST_WAITING or not self.fetcher.alive:
             return False
+        self._note_losses()
         waiting = _Waiting(request, time.monotonic())
         if not self._fetch_missing(waiting):
             return False
@@ -95,10 +97,18 @@ class Incoming:
         self.exchange.counts.waiting += 1
         return True
 
-    def advance(self) -> list[Request]:
-        """Called between two steps: takes in blocks that have arrived. Returns the requests that no longer wait."""
+    def take_in(self) -> None:
+        """Called between two steps: take in blocks that have arrived. `ReplicaLost` where a rank is gone."""
+        self._note_losses()
         silence(self.fetcher.wake)
         self._take_in()
+        idle = [slot for slot in self._emptying if self.exchange.is_idle(slot)]
+        for slot in idle:
+            self._emptying.remove(slot)
+            self.fetcher.give_back(slot)
+
+    def gone(self) -> list[Request]:
+        """The requests that no longer wait."""
         now, alive = time.monotonic(), self.fetcher.alive
         for waiting in list(self._waiting.values()):
             limit = waiting.request.timeout_s
@@ -106,12 +116,6 @@ class Incoming:
                 self._stop(waiting, "its time is up")
             elif not alive:
                 self._stop(waiting, "the block fetcher has failed")
-        emptying, self._emptying = self._emptying, []
-        for slot in emptying:
-            if self.exchange.is_idle(slot):
-                self.fetcher.give_back(slot)
-            else:
-                self._emptying.append(slot)
         going, self._going = self._going, []
         return going
 
@@ -172,6 +176,23 @@ class Incoming:
         self._by_fetch[waiting.fetch] = self._by_block[lacking[0]] = waiting
         self.fetcher.start(waiting.fetch)
         return True
+
+    def _note_losses(self) -> None:
+        """Where blocks were lost that had been taken in, or were about to be, all of them are fetched again."""
+        if self._losses == self.exchange.losses:
+            return
+        self._losses = self.exchange.losses
+        every = list(self._waiting.values())
+        for waiting in every:
+            if waiting.fetch is not None:
+                self.fetcher.cancel(waiting.fetch, "a rank was lost")
+            self.exchange.release(waiting.held)
+            waiting.fetch, waiting.held, waiting.taken, waiting.followers = None, [], 0, []
+        self._by_fetch.clear()
+        self._by_block.clear()
+        for waiting in every:
+            if not self._fetch_missing(waiting):
+                self._go(waiting)
 
     def _take_in(self) -> None:
         news, arrived = self.fetcher.news, list[tuple[_Waiting, int]]()

@@ -1,8 +1,9 @@
 """Blocks that other engines have asked this one for: sent in the order of asking, as soon as they are computed.
 
 Invariants: nothing here blocks. A block is sent once it is in the cache; it may still come while the request that
-computes it runs; otherwise the asker is told that it never will. Blocks in transit are bounded by the exchange's slots:
-a slot is free again when the network has its bytes. Askers bound their queues by asking for no more than they can take.
+computes it runs, also once more after a rank was lost; otherwise the asker is told that it never will. Blocks in
+transit are bounded by the exchange's slots: a slot is free again when the network has its bytes. Askers bound their
+queues by asking for no more than they can take.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import zmq
 
 from penstock.engine.kv.block_hash import is_state
+from penstock.errors import ReplicaLost
 from penstock.protocol.codec import encode
 from penstock.protocol.messages import Block, Pull
 
@@ -49,6 +51,8 @@ class Outgoing:
         self._copying: deque[_Parcel] = deque()
         self._sending: list[tuple[zmq.MessageTracker, int]] = []
         self._active = -LINGER_S
+        self._losses = 0
+        """Of the exchange, so far; see there."""
 
     @property
     def expecting(self) -> bool:
@@ -69,6 +73,9 @@ class Outgoing:
             self._refuse_all()
             return
         self._active = time.monotonic()
+        if self._losses != exchange.losses:
+            self._losses = exchange.losses
+            self._start_over(exchange)
         sending, self._sending = self._sending, []
         for tracker, slot in sending:
             if tracker.done:
@@ -97,8 +104,19 @@ class Outgoing:
         if queue:
             self._queues[asker] = queue
         if found:
-            slots = exchange.copy_out(found)
+            try:
+                slots = exchange.copy_out(found)
+            except ReplicaLost:
+                self._queues[asker] = deque((*found, *queue))
+                raise
             self._copying.extend(_Parcel(asker, *pair) for pair in zip(found, slots, strict=True))
+
+    def _start_over(self, exchange: BlockExchange) -> None:
+        """What was being copied is lost. Blocks of a request that still runs are computed again."""
+        while self._copying:
+            parcel = self._copying.pop()
+            self._queues.setdefault(parcel.to, deque()).appendleft(parcel.name)
+            exchange.give_back(parcel.slot)
 
     def _send(self, exchange: BlockExchange, parcel: _Parcel) -> bool:
         """False when the connection accepts no more now."""

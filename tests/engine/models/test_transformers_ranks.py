@@ -212,7 +212,6 @@ def test_few_bit_checkpoints(tensor: int, pipeline: int, tmp_path: Path) -> None
     [
         ({"tensor_parallel": 4}, "tensor_parallel: 4 cannot split 4 heads over 2 KV heads"),
         ({"pipeline_parallel": 4}, "pipeline_parallel: 4 is more than the 3 layers"),
-        ({"pipeline_parallel": 2, "role": "prefill"}, "role, with several devices: not available"),
     ],
 )
 def test_what_cannot_be_is_refused(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -169,24 +169,6 @@ def test_adapters_come_and_go_on_all_ranks(
         assert_idle(engine)
 
 
-def test_a_rank_that_was_started_again_gets_its_adapters_back(
-    base: Path, specs: tuple[AdapterSpec, ...], followers: list[FollowingAdapters]
-) -> None:
-    with threaded_engine(base, 2, 1, adapters=specs) as engine:
-        expected = generate(engine, *requests(specs))
-        (follower,) = followers
-        had = follower._adapters.copy()
-        lora: Any = follower._model.kernel
-        follower._adapters.clear()
-        lora._adapters[:] = [None] * len(lora._adapters)
-        lora._pointers[:] = 0
-        lora._ranks[:] = 0
-        assert engine.runner.adapters is not None
-        engine.runner.adapters.renew()
-        assert generate(engine, *requests(specs)) == expected
-        assert follower._adapters.keys() == had.keys()
-
-
 def test_an_adapter_that_one_rank_cannot_read_fails_alone(
     base: Path, specs: tuple[AdapterSpec, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

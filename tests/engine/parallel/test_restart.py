@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 
 from penstock.engine.core import Engine
+from penstock.engine.models.calibration import calibrate
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.layers.linear import Linear
 from penstock.engine.parallel import experts, launch
-from penstock.engine.parallel.channel import Call
+from penstock.engine.startup import engine as startup
+from penstock.engine.startup import part
 from penstock.errors import ConfigError, ReplicaLost
 from tests.engine.harness import assert_idle, collect, drain, generate, greedy, make_engine
+from tests.engine.parallel.lost_rank import lose, run_losing
 from tests.engine.parallel.threads import _spawn, threaded_engine
 from tests.engine.speculative.forced import verify_everything
 from tests.engine.speculative.mtp_layers import write_mtp
@@ -35,24 +42,8 @@ def expected(folder: Path) -> dict[str, list[int]]:
     return generate(make_engine(folder, token_budget=32, kv_dtype="full"), *BATCH)
 
 
-def lose(engine: Engine, rank: int) -> None:
-    """Have a rank fail as by a bug: it is told to do what nobody knows."""
-    assert engine.ranks is not None
-    engine.ranks._ranks[rank - 1].connection.send_bytes(Call(10**6, "nonsense", ()).encode())
-
-
 def run_and_lose(engine: Engine, rank: int) -> dict[str, list[int]]:
-    for request in BATCH:
-        engine.submit(request)
-    deltas = []
-    for step in range(100_000):
-        if not engine.has_work:
-            break
-        if step == 6:
-            lose(engine, rank)
-        output = engine.step()
-        deltas += output.deltas if output is not None else []
-    return collect(deltas)
+    return collect(run_losing(engine, BATCH, rank))
 
 
 @pytest.mark.parametrize(
@@ -149,17 +140,17 @@ def test_an_erasure_outlives_a_rank(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["draft", "mtp"])
+@pytest.mark.parametrize("kind", ["draft", "alone", "mtp"])
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "more"),
     [(2, 1, {}), (1, 2, {}), (2, 2, {"expert_parallel": True, "attention_parallel": "data"})],
 )
-def test_a_drafter_on_the_first_rank_goes_on(
-    tmp_path: Path, kind: str, tensor: int, pipeline: int, more: dict[str, Any]
-) -> None:
+def test_a_drafter_goes_on(tmp_path: Path, kind: str, tensor: int, pipeline: int, more: dict[str, Any]) -> None:
     folder = write_mtp("glm4-moe", tmp_path)
     expected = generate(make_engine(folder, kv_dtype="full"), *BATCH)
-    drafter = {"draft_model": str(folder)} if kind == "draft" else {}
+    shards = {"alone": 1, "draft": tensor}.get(kind)
+    drafter = {} if shards is None else {"draft_model": str(folder), "draft_tensor_parallel": shards}
+    kind = "draft" if drafter else kind
     as_threads = patch.object(launch, "_spawn", _spawn)
     settings = {**SETTINGS, **more, **drafter, "speculation": kind}
     with threaded_engine(folder, tensor, pipeline, **settings) as engine, as_threads:
@@ -171,6 +162,23 @@ def test_a_drafter_on_the_first_rank_goes_on(
         assert load.preemptions > 0 and load.draft_tokens > 20
         if kind == "draft":
             assert load.accepted_tokens > 0.8 * load.draft_tokens, "it is the model itself"
+        assert_idle(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_draft_model_on_fewer_shards_than_the_model_goes_on(tmp_path: Path, rank: int) -> None:
+    folder = write_checkpoint("llama-mqa-tied", tmp_path / "model")
+    expected = generate(make_engine(folder, kv_dtype="full"), *BATCH)
+    draft = {"speculation": "draft", "draft_model": str(folder), "draft_tensor_parallel": 2}
+    as_threads = patch.object(launch, "_spawn", _spawn)
+    with threaded_engine(folder, 4, 1, **SETTINGS, **draft) as engine, as_threads:
+        assert engine.speculation is not None
+        verify_everything(engine.speculation)
+        for _ in range(2):
+            assert run_and_lose(engine, rank) == expected
+        load = engine.load_snapshot()
+        assert load.preemptions > 0 and load.accepted_tokens > 0.8 * load.draft_tokens > 20
         assert_idle(engine)
 
 
@@ -237,17 +245,77 @@ def test_an_idle_engine_notices_and_is_ready_for_the_next_request(folder: Path, 
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("more", "why"),
+    ("tensor", "pipeline", "more"),
     [
-        ({"adapter_slots": 2}, "adapters"),
-        ({"role": "prefill"}, "role: prefill"),
-        ({"kv_dtype": "int8"}, "kv_dtype: int8"),
-        ({"speculation": "draft"}, "draft model on several"),
+        # Deterministic: a token computed in a prompt again has the numbers that it had as a decode.
+        (2, 1, {"weights": "int8", "kv_dtype": "int8", "deterministic": True}),
+        (2, 2, {"weights": "int4", "kv_dtype": "int8", "deterministic": True}),
+        # Inputs are observed where there are matrix tiles.
+        (2, 1, {"weights": "int8", "dtype": "bfloat16", "deterministic": True}),
+        (2, 1, {"kv_dtype": "int8", "expert_parallel": True, "attention_parallel": "data"}),
     ],
+    ids=str,
 )
-def test_what_a_new_rank_could_not_know_is_refused(folder: Path, more: dict[str, Any], why: str) -> None:
-    if "speculation" in more:
-        more = {**more, "draft_model": str(folder), "draft_tensor_parallel": 2}
-    with pytest.raises(ConfigError, match=why), patch.object(launch, "_spawn", _spawn):
-        make_engine(folder, tensor_parallel=2, **{**SETTINGS, **more})
+def test_what_calibration_found_is_kept_for_the_new_rank(
+    folder: Path, tensor: int, pipeline: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[Any]] = []
+
+    def noted(*args: Any, **options: Any) -> Decoder:
+        decoder = calibrate(*args, **options)
+        found.append([getattr(layer.mixer, "key_smoothing", None) for layer in decoder.layers])
+        return decoder
+
+    monkeypatch.setattr(part, "calibrate", noted)
+    as_threads = patch.object(launch, "_spawn", _spawn)
+    with threaded_engine(folder, tensor, pipeline, **{**SETTINGS, **more}) as engine, as_threads:
+        expected = generate(engine, *BATCH)
+        assert len(found) == tensor * pipeline
+        for _ in range(2):
+            assert run_and_lose(engine, tensor * pipeline - 1) == expected
+        assert generate(engine, *BATCH) == expected
+        assert_idle(engine)
+    assert len(found) == tensor * pipeline + 2
+    before = [smoothing for smoothing in found[:-2] if _same(smoothing, found[-1])]
+    assert before and _same(found[-1], found[-2])
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    if [smoothing is None for smoothing in one] != [smoothing is None for smoothing in other]:
+        return False
+    pairs = [pair for pair in zip(one, other, strict=True) if pair[0] is not None]
+    return all(torch.equal(a.centre, b.centre) and torch.equal(a.scale, b.scale) for a, b in pairs)
+
+
+def test_what_calibration_found_is_read_from_its_file(folder: Path, tmp_path: Path) -> None:
+    """Inputs of linears and ranges of keys, to the bit; nothing runs a second time."""
+    file, seen = tmp_path / "kept.safetensors", list[Tensor]()
+
+    class Observer:
+        def __init__(self, linear: Linear) -> None:
+            self.linear, self.squares = linear, torch.zeros(3)
+
+        def see(self, x: Tensor) -> None:
+            self.squares += x.float().square().sum() * torch.arange(3)
+
+        def finish(self) -> None:
+            seen.append(self.squares)
+
+    engine = make_engine(folder, kv_dtype="full")
+    decoder, backend = engine.runner.decoder, engine.runner.backend
+    with patch.object(type(backend), "input_observers", lambda _, linears: [Observer(decoder.head)]):
+        first = calibrate(decoder, backend, int8_cache=True, kept=file)
+        again = calibrate(decoder, backend, int8_cache=True, kept=file, together=lambda *_: pytest.fail("it runs"))
+    assert seen[0].any() and torch.equal(*seen)
+    smoothing = [[cast(Any, layer.mixer).key_smoothing for layer in each.layers] for each in (first, again)]
+    assert smoothing[0][0] is not None and _same(*smoothing)
+
+
+def test_devices_other_than_cpus_are_refused(folder: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="there the engine restarts as a whole"),
+        patch.object(startup, "pick_device", lambda _: torch.device("cuda")),
+    ):
+        make_engine(folder, tensor_parallel=2, **SETTINGS)

@@ -23,16 +23,16 @@ class ActivationObserver:
 
     def __init__(self, linear: QuantLinear) -> None:
         self.linear = linear
-        self._squares = torch.zeros(linear.in_features)
+        self.squares = torch.zeros(linear.in_features)
         linear.observer = self.see
 
     def see(self, x: Tensor) -> None:
-        self._squares += x.float().square().sum(0)
+        self.squares += x.float().square().sum(0)
 
     def finish(self) -> None:
         self.linear.observer = None
-        least = float(self._squares.max()) * 1e-12
+        least = float(self.squares.max()) * 1e-12
         if not 0 < least < torch.inf:
             return  # an expert that no token chose
-        sizes = self._squares.clamp_min(least).log() * (_STRENGTH / 2)
+        sizes = self.squares.clamp_min(least).log() * (_STRENGTH / 2)
         self.linear.scale_per_channel((sizes - sizes.mean()).exp().clamp(1 / _MOST, _MOST))

@@ -58,6 +58,8 @@ class Site:
     """As they are cached: keys and values are padded with zeros to one even size, which changes no score."""
     key_dim: int
     value_dim: int
+    parts: int = 1
+    """Into how many parts shards divide its KV heads; `heads` is this shard's."""
 
     def cache_kind(self, block_size: int, dtype: torch.dtype) -> PagedKV:
         return PagedKV(self.heads.kv_heads, self.heads.head_dim, block_size, dtype)

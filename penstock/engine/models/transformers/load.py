@@ -160,6 +160,8 @@ def _load(
             f"tensor_parallel: the layers of {config.family} models do not run with a part of their heads and widths "
             f"({error}); pipeline_parallel may divide them by layers"
         ) from error
+    if cuts is not None:
+        hidden.sites = [replace(site, parts=cuts.shard.count) for site in hidden.sites]
     embedding = _embedding_of(body.base, device, dtype)
     report(1.0)
     stage = body if isinstance(body, StageBody) else None

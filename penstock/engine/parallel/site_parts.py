@@ -1,0 +1,192 @@
+"""Which part of every block each rank has of a model that the `transformers` library runs.
+
+What such a model keeps is found when it is loaded: one entry for every attention call, whose numbers and sizes of heads
+may differ from layer to layer, and each stage has seen its own layers only. So the ranks tell each other
+(`agreed_sites`) before any of them gives or takes a block. Whole blocks are as one device would have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.engine.backends.interface import INT8, SCALE_DTYPE
+from penstock.engine.kv.block_part import BlockPart, Span, TensorPart
+from penstock.engine.kv.cache import CacheShape
+from penstock.engine.kv.kinds import PagedKV, PagedRows
+from penstock.engine.models.transformers.attention import Site
+from penstock.engine.parallel.cache_parts import CacheParts
+from penstock.engine.parallel.layout import Place
+
+if TYPE_CHECKING:
+    from penstock.engine.startup.part import Part
+
+_NONE = (1 << 62) - 1
+"""Of a rank that does not know a number: larger than any."""
+_BITS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SiteShape:
+    """What one attention call of the whole model keeps of a token."""
+
+    stage: int
+    kv_heads: int
+    head_dim: int
+    parts: int
+    """Into how many the KV heads are divided; shards next to each other have the same part where these are fewer."""
+
+    def span(self, place: Place) -> Span:
+        """The KV heads that the shard of `place` has."""
+        size = self.kv_heads // self.parts
+        part = self._part(place.shard, place.tensor)
+        return part * size, (part + 1) * size
+
+    def gives(self, place: Place) -> bool:
+        """Whether it is this shard that supplies them for whole blocks."""
+        earlier = range(place.shard)
+        return place.data or all(self._part(s, place.tensor) != self._part(place.shard, place.tensor) for s in earlier)
+
+    def _part(self, shard: int, shards: int) -> int:
+        return shard * self.parts // shards
+
+    def kind(self, block_size: int, dtype: torch.dtype, *, place: Place | None = None) -> PagedKV:
+        """As one device has it, or the rank at `place`."""
+        heads = self.kv_heads if place is None else self.kv_heads // self.parts
+        return PagedKV(heads, self.head_dim, block_size, dtype)
+
+
+def agreed_sites(own: list[Site], place: Place, least: Callable[[int], int]) -> tuple[SiteShape, ...]:
+    """What all stages keep, in the order of the model's layers. Every rank calls this at the same point; `least`: the
+    smallest number that any of them names."""
+    found = []
+    for stage in range(place.pipeline):
+        mine = own if stage == place.stage else None
+        for index in range(least(_NONE if mine is None else len(mine))):
+            packed = least(_NONE if mine is None else _packed(mine[index]))
+            mask = (1 << _BITS) - 1
+            found.append(SiteShape(stage, packed >> 2 * _BITS, packed >> _BITS & mask, packed & mask))
+    return tuple(found)
+
+
+def _packed(site: Site) -> int:
+    return (site.heads.kv_heads * site.parts << 2 * _BITS) + (site.heads.head_dim << _BITS) + site.parts
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Layers that follow each other both in a rank's own tensor and in a whole one."""
+
+    whole: int
+    """Which tensor of a whole block."""
+    own: int
+    """Which of the rank's own."""
+    bytes: Span
+    """Where they are in the rank's own."""
+    part: TensorPart
+
+
+@dataclass(frozen=True, slots=True)
+class SitePart(BlockPart):
+    """See `BlockPart`. A rank may have the kinds of its layers in another order than the whole model."""
+
+    runs: tuple[_Run, ...] = ()
+    own_bytes: tuple[int, ...] = ()
+
+    @property
+    def gives(self) -> bool:
+        return any(run.part.gives for run in self.runs)
+
+    def take(self, whole: list[memoryview], pieces: list[memoryview]) -> None:
+        for run in self.runs:
+            run.part.take(whole[run.whole], pieces[run.own][slice(*run.bytes)])
+
+    def put(self, pieces: list[memoryview] | list[bytes], whole: list[memoryview]) -> None:  # type: ignore[override]
+        for run in self.runs:
+            if run.part.gives:
+                run.part.put(pieces[run.own][slice(*run.bytes)], whole[run.whole])
+
+    def cut(self, whole: list[memoryview]) -> list[bytes]:
+        pieces = [bytearray(size) for size in self.own_bytes]
+        self.take(whole, [memoryview(piece) for piece in pieces])
+        return [bytes(piece) for piece in pieces]
+
+
+@dataclass(frozen=True, slots=True)
+class SiteParts(CacheParts):
+    """See `CacheParts`."""
+
+    sites: tuple[SiteShape, ...] = ()
+
+    def whole(self) -> CacheShape:
+        return CacheShape(tuple(site.kind(self.block_size, self.kv_dtype) for site in self.sites), self.block_size)
+
+    def blocks(self, place: Place) -> BlockPart:
+        size, dtype = self.block_size, self.kv_dtype
+        kinds = [site.kind(size, dtype) for site in self.sites]
+        order = list(dict.fromkeys(kinds))
+        # A cache has the tensors of each kind one after the other: values, and in int8 their scales.
+        tensors = 2 if dtype == INT8 else 1
+        whole = [part for kind in order for part in self._tensors(kind, kinds.count(kind))]
+        here = [(site, kind) for site, kind in zip(self.sites, kinds, strict=True) if site.stage == place.stage]
+        own_kinds = [site.kind(size, dtype, place=place) for site, _ in here]
+        own_order = list(dict.fromkeys(own_kinds))
+        runs: list[_Run] = []
+        for index, ((site, kind), own) in enumerate(zip(here, own_kinds, strict=True)):
+            before = sum(each.stage < place.stage for each in self.sites) + index
+            at, own_at = kinds[:before].count(kind), own_kinds[:index].count(own)
+            for tensor in range(tensors):
+                part = replace(
+                    whole[order.index(kind) * tensors + tensor],
+                    layers=(at, at + 1),
+                    units=(site.span(place),),
+                    gives=site.gives(place),
+                )
+                length = part.own_bytes
+                runs.append(
+                    _Run(
+                        order.index(kind) * tensors + tensor,
+                        own_order.index(own) * tensors + tensor,
+                        (own_at * length, (own_at + 1) * length),
+                        part,
+                    )
+                )
+        own_bytes = [part.whole_bytes for kind in own_order for part in self._tensors(kind, own_kinds.count(kind))]
+        return SitePart(tuple(whole), _joined(runs), tuple(own_bytes))
+
+    def _tensors(self, kind: PagedKV, layers: int) -> list[TensorPart]:
+        sizes = [self.block_size * kind.head_dim * kind.dtype.itemsize]
+        sizes += [self.block_size * SCALE_DTYPE.itemsize] * (kind.dtype == INT8)
+        return [TensorPart(layers, kind.kv_heads, (0, layers), ((0, kind.kv_heads),), 2, each) for each in sizes]
+
+
+def _joined(runs: list[_Run]) -> tuple[_Run, ...]:
+    """With as few copies as possible."""
+    joined: list[_Run] = []
+    for run in sorted(runs, key=lambda run: (run.own, run.bytes)):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and (last.own, last.whole, last.part.units, last.part.gives)
+            == (run.own, run.whole, run.part.units, run.part.gives)
+            and (last.bytes[1], last.part.layers[1]) == (run.bytes[0], run.part.layers[0])
+        ):
+            part = replace(last.part, layers=(last.part.layers[0], run.part.layers[1]))
+            joined[-1] = replace(last, bytes=(last.bytes[0], run.bytes[1]), part=part)
+        else:
+            joined.append(run)
+    return tuple(joined)
+
+
+def cache_parts(part: Part) -> CacheParts:
+    """Of the model of which `part` is one rank's."""
+    last = part.kv.shape.kinds[-1]
+    rows = last if isinstance(last, PagedRows) else None
+    if part.sites:
+        return SiteParts(
+            part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows, sites=part.sites
+        )
+    return CacheParts(part.model, part.kv.block_size, part.kv_dtype, part.decoder.embedding.dtype, rows)
