@@ -284,8 +284,7 @@ def check_deterministic(config: EngineConfig, backend: Backend) -> None:
 def check_by_transformers(config: EngineConfig, model: ModelConfig, weights: Weights) -> None:
     """Refuse what models that the `transformers` library runs do not have."""
     refused = {
-        "expert_parallel": config.expert_parallel,
-        "attention_parallel: data": config.attention_parallel == "data",
+        "expert_copies": config.expert_copies > 0,
         "rank_restarts, with tensor_parallel": config.rank_restarts and config.tensor_parallel > 1,
     }
     for name, is_set in refused.items():
@@ -323,11 +322,17 @@ def _by_transformers(
 
     span = shard = None
     if member is not None:
+        from penstock.engine.parallel.dispatch import exchanged_between
         from penstock.engine.parallel.layout import layer_span
 
         place, group = member.place, member.groups.tensor
+        exchange = exchanged_between(group) if group is not None and place.data else None
         span = layer_span(model.num_layers, place) if place.pipeline > 1 else None
-        shard = None if group is None else Shard(place.shard, place.tensor, member.summed, member.least, backend.device)
+        shard = (
+            None
+            if group is None
+            else Shard(place.shard, place.tensor, member.summed, member.least, backend.device, exchange)
+        )
 
     folder, plain = _folder_of(weights), isinstance(weights, SafetensorsCheckpoint)
     assert folder is not None, "checked before weights are read"
@@ -344,6 +349,7 @@ def _by_transformers(
         span=span,
         shard=shard,
         alone=config.deterministic,
+        experts=config.expert_parallel,
         progress=lambda fraction: phases.report("weights", fraction),
     )
 
